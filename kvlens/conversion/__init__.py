@@ -25,6 +25,16 @@ from kvlens.conversion.softmax import (
     method_of,
     option_names,
 )
+from kvlens.conversion.weights import (
+    DistilledWeights,
+    ThoughtPatches,
+    TokenPatches,
+    WeightChange,
+    distill_prompt,
+    thought_matrices,
+    thought_vectors,
+    token_patches,
+)
 
 __all__ = [
     "H2O",
@@ -33,6 +43,7 @@ __all__ = [
     "AttentionMatching",
     "ConversionMethod",
     "Counterfactuals",
+    "DistilledWeights",
     "Exact",
     "ExpectedAttention",
     "KVzip",
@@ -45,10 +56,17 @@ __all__ = [
     "Taylor",
     "Teacher",
     "TextOptions",
+    "ThoughtPatches",
+    "TokenPatches",
+    "WeightChange",
     "carry_bias",
     "convert_prompt",
     "counterfactuals",
+    "distill_prompt",
     "logits_after",
     "method_of",
     "option_names",
+    "thought_matrices",
+    "thought_vectors",
+    "token_patches",
 ]

@@ -237,8 +237,8 @@ def compaction_runs(runs):
     """kvlens' method better than all others, which are equally good; errors around 2."""
     c = compaction
     contexts = stacked(
-        runs.table(v, context=np.arange(len(v)), relative_error=v, method=method, keys_per_head=2)
-        for method in c.METHODS
+        runs.table(v, context=np.arange(len(v)), relative_error=v, kl=v, method=method, prompt_tokens=9, keys_per_head=keys)
+        for method, keys in [*((name, 2) for name in c.METHODS), ("thought vectors", 0)]
         for v in [np.exp(2 - runs(float(method == c.OURS)))]
     )
     return c.compare(contexts)

@@ -1,18 +1,25 @@
-"""``compaction``: a softmax prompt in few keys, by the published methods and kvlens', compared by their effect on the model.
+"""``compaction``: ways to store a softmax prompt, compared by the numbers they store and by their effect on the model.
 
-The methods of :data:`kvlens.conversion.METHODS` that keep keys are compared on the same contexts, texts and numbers of keys.
-Prompts, and the texts that follow them, are sampled from the model; no method has read the texts it is measured on. The logits
-at every token of the texts are compared with the prompt in context (old), converted (new) and omitted except BOS (without):
+The methods of :data:`kvlens.conversion.METHODS` that keep keys, and the changes of the weights of
+:mod:`kvlens.conversion.weights`, are compared on the same contexts, texts and lengths of prompts. Prompts, and the texts that
+follow them, are sampled from the model; only token patches, which cannot do without, have read the texts they are measured on.
+The logits at every token of the texts are compared with the prompt in context (old), stored (new) and omitted except BOS
+(without):
 
     relative error = mean of |new - old| / |old|         effect lost = rms |new - old| / rms |without - old|
 
 The divergence of the next token, KL(old || new), is given as mean, median and 95th percentile. *Same continuation* is the share
-of greedily generated tokens that equal those after the prompt itself. *Facts kept* counts, with ``facts_model``, the answers
-about stories that stay correct (:mod:`~kvlens.experiments.iclca.facts_recall`).
+of greedily generated tokens that equal those after the prompt itself. Tables: ``methods`` (means over contexts, with
+intervals), ``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, with
+``facts_model``, ``facts`` and ``facts_by_sentence`` (:mod:`~kvlens.experiments.iclca.compaction_facts`).
 
-Sources of the methods: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, 2306.14048), SnapKV (Li et
-al. 2024, 2404.14469), Expected Attention (Devoto et al. 2025, 2510.00636), KVzip (Kim et al. 2025, 2505.23416), Attention
-Matching (Zweiger et al. 2026, 2602.16284); "landmark" is kvlens'.
+Sources of the methods that keep keys: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, 2306.14048),
+SnapKV (Li et al. 2024, 2404.14469), Expected Attention (Devoto et al. 2025, 2510.00636), KVzip (Kim et al. 2025, 2505.23416),
+Attention Matching (Zweiger et al. 2026, 2602.16284). "Landmark" follows Attention Matching; the fit of
+values to the output over prompt and text, greedy budgets over heads, and a result that can be added, subtracted and attributed
+are kvlens' own. Changes of the weights: token patches (Dherin et al. 2025,
+2507.16003; Goldwaser et al. 2025, 2511.17864), thought vectors and matrices (Mazzawi et al. 2025, 2510.08734), context
+distillation (Askell et al. 2021, 2112.00861; Snell et al. 2022, 2209.15189) with low rank (Hu et al. 2021, 2106.09685).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,58 +28,55 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens import zoo
-from kvlens.conversion import (
-    H2O,
-    AttentionMatching,
-    ConversionMethod,
-    ExpectedAttention,
-    KVzip,
-    Landmark,
-    SnapKV,
-    StreamingLLM,
-    convert_prompt,
+from kvlens.conversion import convert_prompt
+from kvlens.errors import KVLensError
+from kvlens.experiments.iclca.compaction_facts import facts, kept
+from kvlens.experiments.iclca.compaction_figure import DROPPED, EXACT, draw
+from kvlens.experiments.iclca.compaction_ways import (
+    METHODS,
+    OURS,
+    TOKENS,
+    Stored,
+    bos_alone,
+    changed_weights,
+    kept_keys,
 )
 from kvlens.experiments.iclca.context_distillation import prompted_logits
-from kvlens.experiments.iclca.facts_recall import Way, measure, share_kept, stories_for
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
-from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
-OURS = "landmark, greedy budgets"
-METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
-    "StreamingLLM": (StreamingLLM, {}),
-    "Expected Attention": (ExpectedAttention, {}),
-    "SnapKV": (SnapKV, {}),
-    "H2O": (H2O, {}),
-    "KVzip": (KVzip, {}),
-    "Attention Matching, attention": (AttentionMatching, dict(keys="attention")),
-    "Attention Matching, pursuit": (AttentionMatching, dict(keys="pursuit")),
-    "Attention Matching, on policy": (AttentionMatching, dict(keys="pursuit", on_policy=True)),
-    "Attention Matching, greedy budgets": (AttentionMatching, dict(keys="pursuit", budget="greedy")),
-    "landmark, equal budgets": (Landmark, {}),
-    OURS: (Landmark, dict(budget="greedy")),
-}
-SIZE = ["method", "keys_per_head"]
+SIZE = ["method", "prompt_tokens", "keys_per_head"]
 """The columns that identify a row of the table."""
+LEAST = 1e-12
+"""Errors below this are rounding."""
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Convert every context by every method, and measure."""
+    """Store every context in every way, and measure."""
     model = writing_model(settings)
-    rows: list[dict[str, Any]] = []
+    longest = max(settings["prompt_lengths"]) + settings["n_text"]
+    if model.cfg.has_position_limit and longest > model.cfg.n_ctx:
+        raise KVLensError(f"compaction: prompt and text have {longest} tokens, the model reads {model.cfg.n_ctx}")
+    rows: dict[str, list[dict[str, Any]]] = {"contexts": [], "heads": [], "positions": []}
     for context in range(settings["n_contexts"]):
-        rows += measured(model, settings, context)
-        tell(f"{context + 1} of {settings['n_contexts']} contexts")
-    contexts = pd.DataFrame(rows)
-    tables = {"methods": summary(contexts), "contexts": contexts}
+        for length in settings["prompt_lengths"]:
+            for table, row in measured(model, settings, context, length):
+                rows[table].append({"context": context, "prompt_tokens": length, **row})
+            tell(f"{context + 1} of {settings['n_contexts']} contexts, {length} tokens")
+    contexts, heads, positions = (pd.DataFrame(rows[table]) for table in rows)
+    tables = {
+        "methods": summary(contexts),
+        "contexts": contexts,
+        "heads": _means(heads, ["layer", "head"]),
+        "positions": _means(positions, ["text_position"]),
+    }
     if settings["facts_model"] is not None:
-        tables["facts"] = facts(settings, tell)
+        answers = facts(settings, tell)
+        tables |= {"facts": kept(answers, []), "facts_by_sentence": kept(answers, ["sentence"]), "answers": answers}
     return Outcome(
         tables=tables,
         figure=draw(tables["methods"], settings["model"], settings["n_contexts"]),
@@ -84,67 +88,65 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
             "attention of the whole prompt, and KVzip reads the prompt once more.",
             "Attention Matching's weights are exact non-negative least squares; its greedy budgets are kvlens' (the authors "
             "measure budgets once per model).",
+            "Token patches are exact, but only for the tokens they were made from, by reading these with the prompt; their "
+            "numbers are those for one text. Thought patches are made from continuations of the prompt, not from instructions.",
         ],
     )
 
 
-def methods(keys: int, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, ConversionMethod]]:
-    """Every method, with ``keys`` keys per head."""
-    texts = dict(seed=seed, n_held_out=0, n_continuations=settings["n_continuations"], continuation_length=settings["n_text"])
-    for name, (kind, options) in METHODS.items():
-        yield name, kind(n_keys=keys, **options, **texts)  # type: ignore[call-arg]
+def measured(
+    model: HookedKVTransformer, settings: Mapping[str, Any], context: int, length: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with the names of their tables: one per way to store the prompt, and for each its heads and positions."""
+    prompt, texts = context_of(model, {**settings, "n_prompt": length}, seed=context)
+    exact, bos = convert_prompt(model, prompt), bos_alone(model, prompt)
+    with torch.no_grad():
+        old = prompted_logits(model, prompt, texts).double()
+    left_out = Stored(DROPPED, 0, bos, None, 0, 0.0, 0.0)
+    without = _logits(model, left_out, texts)
+    every_key = Stored(EXACT, length, exact, None, exact.num_parameters, 0.0, 0.0)
+    said = _continuation(model, every_key, texts, settings["n_generated"])
+    ends: list[Stored] = [left_out, every_key]
+    few_keys = kept_keys(model, prompt, settings, context)
+    for ways in (ends, few_keys, changed_weights(model, prompt, texts, settings, context)):
+        for way in ways:
+            new = _logits(model, way, texts)
+            same: float | None = None
+            if way.any_text:
+                same = float((_continuation(model, way, texts, settings["n_generated"]) == said).double().mean())
+            yield "contexts", {**_row(way), **_errors(old, new, without), "same_continuation": same}
+            size = {"method": way.method, "keys_per_head": way.keys}
+            for head in () if way.bias.fit is None else way.bias.fit.rows():
+                yield "heads", {**size, **head}
+            for position, error in enumerate(_relative(old, new).mean(dim=0).tolist()):
+                yield "positions", {**size, "text_position": position, "relative_error": error}
+
+
+def _row(way: Stored) -> dict[str, Any]:
+    cost = {"reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
+    return {"method": way.method, "keys_per_head": way.keys, "stored_numbers": way.numbers, **cost}
 
 
 @torch.no_grad()
-def measured(model: HookedKVTransformer, settings: Mapping[str, Any], context: int) -> Iterator[dict[str, Any]]:
-    """One row per method and number of keys."""
-    prompt, texts = context_of(model, settings, seed=context)
-    exact = convert_prompt(model, prompt)
-    bos = convert_prompt(model, prompt[:1])._made(None, position_offset=exact.position_offset)
-    old, without = prompted_logits(model, prompt, texts).double(), _logits(model, _moved(bos, len(prompt) - 1), texts)
-    said = _continuation(model, exact, texts, settings["n_generated"])
-    yield {"context": context, "method": "prompt left out", "keys_per_head": 0, **_errors(old, without, without)}
-    for keys in settings["keys"]:
-        for name, method in methods(keys, settings, seed=context):
-            bias = convert_prompt(model, prompt, method=method, verbose=False)
-            assert bias.fit is not None
-            yield {
-                "context": context,
-                "method": name,
-                "keys_per_head": keys,
-                "stored_numbers": bias.num_parameters,
-                **_errors(old, _logits(model, bias, texts), without),
-                "same_continuation": float(
-                    (_continuation(model, bias, texts, settings["n_generated"]) == said).double().mean()
-                ),
-                "reference_passes": bias.fit.reference_passes,
-                "seconds": sum(bias.fit.seconds.values()),
-            }
-
-
-def _moved(bias: KVBias, further: int) -> KVBias:
-    """The BOS at the same distance from the text as with the prompt in between."""
-    return bias._made(None, features=bias.features.further(further))  # type: ignore[union-attr]
-
-
-def _logits(model: HookedKVTransformer, bias: KVBias, texts: Tensor) -> Tensor:
-    with model.kv_bias(bias):
+def _logits(model: HookedKVTransformer, way: Stored, texts: Tensor) -> Tensor:
+    with way.attached(model):
         return model(texts, attention_mask=torch.ones_like(texts)).double()
 
 
-def _continuation(model: HookedKVTransformer, bias: KVBias, texts: Tensor, n: int) -> Tensor:
+@torch.no_grad()
+def _continuation(model: HookedKVTransformer, way: Stored, texts: Tensor, n: int) -> Tensor:
     """Greedily generated tokens after the first token of each text."""
-    with model.kv_bias(bias):
+    with way.attached(model):
         return model.generate(texts[:, :1], max_new_tokens=n, do_sample=False, stop_at_eos=False, verbose=False)[:, 1:]
 
 
 def _errors(old: Tensor, new: Tensor, without: Tensor) -> dict[str, float]:
     log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
     kl = (log_old.exp() * (log_old - log_new)).sum(dim=-1).flatten()
-    off = (new - old).norm(dim=-1)
+    off, relative = (new - old).norm(dim=-1), _relative(old, new)
     return {
-        "relative_error": float((off / old.norm(dim=-1)).mean()),
-        "largest_relative_error": float((off / old.norm(dim=-1)).max()),
+        "relative_error": float(relative.mean()),
+        "largest_relative_error": float(relative.max()),
         "effect_lost": float((off.square().mean() / (without - old).norm(dim=-1).square().mean()).sqrt()),
         "kl": float(kl.mean()),
         "kl_median": float(kl.median()),
@@ -152,105 +154,81 @@ def _errors(old: Tensor, new: Tensor, without: Tensor) -> dict[str, float]:
     }
 
 
-def facts(settings: Mapping[str, Any], tell: Callable[[str], None]) -> pd.DataFrame:
-    """Answers kept by each method at ``facts_ratio`` of a story's keys."""
-    model = HookedKVTransformer.load(zoo.folder_of(settings["facts_model"])).eval().requires_grad_(False)
-    ratio, texts = settings["facts_ratio"], dict(seed=0, n_held_out=0, **settings["facts_reference"])
-    ways = [(Way(name, ratio), kind(ratio=ratio, **options, **texts)) for name, (kind, options) in METHODS.items()]  # type: ignore[call-arg]
-    stories = stories_for(model, {"n_facts": 4, "seed": 0, "n_stories": settings["n_stories"]})
-    parts = []
-    for start in range(0, len(stories), 32):
-        parts.append(measure(model, stories[start : start + 32], ways, first_story=start))
-        tell(f"facts: {min(start + 32, len(stories))} of {len(stories)} stories")
-    return share_kept(pd.concat(parts, ignore_index=True)).rename(columns={"way": "method"})
+def _relative(old: Tensor, new: Tensor) -> Tensor:
+    """|new - old| / |old| at every token, [text, pos]."""
+    return (new - old).norm(dim=-1) / old.norm(dim=-1)
+
+
+def _means(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Means over contexts."""
+    return rows.drop(columns="context").groupby([*SIZE, *by], sort=False).mean(numeric_only=True).reset_index()
 
 
 def summary(contexts: pd.DataFrame) -> pd.DataFrame:
-    """Means over contexts, and half the width of the 95 % interval of the relative error."""
+    """Means over contexts, and half the width of the 95 % intervals of the relative error and the divergence."""
     groups = contexts.groupby(SIZE, sort=False)
     table = groups.mean(numeric_only=True).drop(columns="context")
-    spread = 1.96 * groups["relative_error"].std() / groups.size() ** 0.5
-    return table.assign(relative_error_interval=spread).reset_index()
+    spread = {f"{x}_interval": 1.96 * groups[x].std() / groups.size() ** 0.5 for x in ("relative_error", "kl")}
+    return table.assign(**spread).reset_index()
 
 
 def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
-    """kvlens' closed form compared with every other method, tested over contexts."""
-    error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
-    for keys in contexts.loc[contexts["keys_per_head"] > 0, "keys_per_head"].unique():
-        for other in METHODS:
-            if other == OURS:
+    """kvlens' closed form compared with every other method, tested over contexts.
+
+    With methods that keep keys, by the error of the logits: the geometric mean of the ratio over all numbers of keys. With
+    changes of the weights, by the divergence, which does not change with a constant added to all logits: at the fewest keys.
+    """
+    for length in contexts["prompt_tokens"].unique():
+        here = contexts[contexts["prompt_tokens"] == length]
+        error, kl = (
+            np.log(here.pivot_table(index="context", columns=["method", "keys_per_head"], values=x).clip(lower=LEAST))
+            for x in ("relative_error", "kl")
+        )
+        fewest = min(error[OURS].columns)
+        for other in here["method"].unique():
+            if other in (OURS, DROPPED, EXACT, TOKENS):
                 continue
-            ratio = error[OURS, keys] / error[other, keys]
+            if other in METHODS:
+                what, ratio = "relative error, any number of keys", (error[OURS] - error[other]).mean(axis=1)
+            else:
+                what, ratio = f"divergence, {fewest} keys", kl[OURS, fewest] - kl[other, 0]
             yield Comparison(
-                f"relative error, {keys} keys: {OURS}, over {other}",
+                f"prompts of {length} tokens, {what}: {OURS}, over {other}",
                 None,
-                float(ratio.mean()),
+                float(np.exp(ratio.mean())),
                 "the ratio is below 1",
-                SIGNIFICANCE.above(-np.log(ratio.to_numpy())),  # symmetric where the two methods are equally good
+                SIGNIFICANCE.above(-ratio.to_numpy()),
             )
 
 
 def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
     """The share of correct answers that each method keeps, without verdicts."""
     for row in () if table is None else table.itertuples():
-        if row.method in METHODS:
-            what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
-            yield Comparison.stated(what, None, float(row.share_kept), "answers about the story stay right")
-
-
-def draw(table: pd.DataFrame, model: str, n_contexts: int) -> Figure:
-    """Plot relative error against keys per head, a line for each method, with 95 % intervals over contexts."""
-    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
-    axes = figure.subplots()
-    dropped = float(table.loc[table["keys_per_head"] == 0, "relative_error"].iloc[0])
-    axes.axhline(dropped, color="#555555", linestyle=":", linewidth=1.4, label="prompt left out")
-    colors = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2")  # Okabe and Ito
-    families = list(dict.fromkeys(name.partition(",")[0] for name in METHODS))
-    seen: dict[str, int] = {}
-    for name in METHODS:
-        rows, family = table[table["method"] == name], name.partition(",")[0]
-        style = seen.setdefault(family, 0)
-        seen[family] += 1
-        axes.errorbar(
-            rows["keys_per_head"],
-            rows["relative_error"],
-            rows["relative_error_interval"],
-            color=colors[families.index(family) % len(colors)],
-            marker="osD^"[style],
-            linestyle=("-", "--", "-.", ":")[style],
-            capsize=2,
-            label=name,
-        )
-    axes.set(xscale="log", yscale="log", xlabel="keys per key-value head", ylabel="relative error of the logits")
-    ticks = sorted(set(table["keys_per_head"]) - {0})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_title(
-        f"Prompts of {model} in few keys: mean and 95 % interval over {n_contexts} contexts", loc="left", fontsize=11
-    )
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+        what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
+        yield Comparison.stated(what, None, float(row.share_kept), "answers about the story stay right")
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
-    sizes = dict(n_contexts=8, n_prompt=64, n_text=32, n_texts=8, n_continuations=24, n_generated=32, keys=[4, 8, 16])
-    asked = dict(facts_model="facts-gpt2", facts_ratio=0.25, n_stories=64)
+    sizes = dict(n_contexts=8, prompt_lengths=[64, 128, 256], n_text=32, n_texts=8, n_continuations=24, n_generated=32)
+    weights = dict(n_texts=96, steps=200, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=None)
+    asked = dict(facts_model="facts-gpt2", facts_ratio=0.25, n_stories=64, n_stories_of_weights=8)
     asked |= dict(facts_reference=dict(n_continuations=24, continuation_length=48))
-    return {"model": "docs-gpt2", "tokenizer": None, **sizes, **asked, **changes}
+    return {"model": "docs-gpt2", "tokenizer": None, "keys": [4, 8, 16], **sizes, "distillation": weights, **asked, **changes}
 
 
 EXPERIMENT = Experiment(
     name="compaction",
-    source="ICLCA sec. 6.4, with methods of KV-cache compression",
-    question="How well can a few keys replace a softmax prompt, by each published method?",
+    source="ICLCA sec. 6.4, with methods of KV-cache compression and prompts as changes of the weights",
+    question="How well can few numbers replace a softmax prompt, by each published method?",
     run=run,
     scales={
-        "tiny": _scale(model="facts-gpt2", n_prompt=10, n_text=4, n_texts=2, n_contexts=1, keys=[3], n_generated=3)
-        | dict(n_continuations=9, n_stories=2, facts_reference=dict(n_continuations=4, continuation_length=6)),
+        "tiny": _scale(model="facts-gpt2", prompt_lengths=[10], n_text=4, n_texts=2, n_contexts=1, keys=[3], n_generated=3)
+        | dict(n_continuations=9, n_stories=2, facts_reference=dict(n_continuations=4, continuation_length=6))
+        | dict(distillation=dict(n_texts=9, steps=2, ranks=[1], rates=[1e-3], rates_of_all_entries=[1e-3]))
+        | dict(n_stories_of_weights=1),
         "small": _scale(),
-        "paper": _scale(n_prompt=128, n_text=64, n_generated=64, keys=[8, 16, 32], n_stories=112),
+        "paper": _scale(n_text=64, n_generated=64, keys=[8, 16, 32], n_stories=112, n_stories_of_weights=112)
+        | dict(distillation=dict(n_texts=96, steps=400, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=[3e-4, 1e-3])),
     },
-    cost={"tiny": "seconds", "small": "minutes on two cores", "paper": "about half an hour on two cores"},
+    cost={"tiny": "seconds", "small": "about twenty minutes on two cores", "paper": "hours on two cores"},
 )

@@ -28,7 +28,19 @@ WHOLE: dict[str, tuple[int, int]] = {
 """Smallest and largest integer, by the setting's name; 1 and `MOST_SIZE` for others."""
 RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
 NUMBERS: dict[str, Within] = {
-    **dict.fromkeys(("rates", "learning_rate", "learning_rates", "distil_rates", "sigmas", "size", "step_per_token"), RATE),
+    **dict.fromkeys(
+        (
+            "rates",
+            "learning_rate",
+            "learning_rates",
+            "distil_rates",
+            "rates_of_all_entries",
+            "sigmas",
+            "size",
+            "step_per_token",
+        ),
+        RATE,
+    ),
     **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
 """The range of numbers, by the setting's name; any finite number for others."""

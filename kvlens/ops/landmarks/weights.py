@@ -22,6 +22,9 @@ from kvlens.ops.softmax_attention import ScaledFeatures
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
 """Relative to the mean diagonal of the Gram matrix; 1e-8 to 1e-5 change the error of the logits by less than 1 %."""
 
+RESOLVED = 1e-6
+"""The smallest part of a normalizer that is larger than the rounding of shares in float32."""
+
 
 class Errors(NamedTuple):
     """Relative errors over queries, per query head, of the head's output and of the prompt's share of the normalizer."""
@@ -77,7 +80,7 @@ def fit_values(
             psi, p, a, z = (x[0] for x in shares(block, keys))
             psi = psi[:, index[cell]]
             off = psi @ w[cell].to(psi) - p
-            whole = (1 + off).clamp(min=1e-6)[:, None]
+            whole = (1 + off).clamp(min=RESOLVED)[:, None]
             target = (a + z * off[:, None] - psi @ start[cell]) / whole
             psi = psi / whole
             gram[cell] += psi.mT @ psi
@@ -95,7 +98,9 @@ def output_errors(
 ) -> Errors:
     """Root mean square errors over the queries if features ``phi``, b_KV and b_D replace the prompt, in float64.
 
-    The output's error is relative to the outputs, the mass's relative to the prompt's part of the normalizer.
+    The output's error is relative to the outputs, the mass's relative to the prompt's part of the normalizer. Where the whole
+    normalizer is lost (below :data:`RESOLVED` of what it was: the prompt had all of the attention, and the features have none),
+    what is left of the text is below the rounding of the shares, and the output counts as lost, an error of 100 %.
     """
     group, sums = queries.q.shape[2] // prompt.keys.shape[1], None
     stored = torch.cat([b_kv, b_d[..., None]], dim=-1).double().flatten(0, 1)
@@ -106,7 +111,9 @@ def output_errors(
         rows = rearrange(features * size[..., None], "b i (g s) r -> (b g) (i s) r", s=group)
         read = rows @ stored
         off = read[..., -1] - p
-        e = (read[..., :-1] - a - z * off[..., None]) / (1 + off)[..., None]
+        whole = (1 + off)[..., None]
+        is_lost = whole.abs() < RESOLVED
+        e = torch.where(is_lost, -z, (read[..., :-1] - a - z * off[..., None]) / torch.where(is_lost, 1.0, whole))
         squares = torch.stack([e.square().sum(-1), z.square().sum(-1), off.square(), p.square()]).unflatten(2, (-1, group))
         sums = squares.sum(dim=2) if sums is None else sums + squares.sum(dim=2)
     assert sums is not None

@@ -106,6 +106,19 @@ def right_without_story(model: Answers, stories: Sequence[Story]) -> Bool[Tensor
     return _right(model(torch.cat([bos, question_tokens(stories)], dim=1)), scored, cut)
 
 
+def log_probs_after_story(model: Answers, stories: Sequence[Story]) -> Float[Tensor, " question"]:
+    """Log-probability of the right answer to each of `scored_questions` with the story in context."""
+    scored = scored_questions(stories)
+    logits = model(_padded([story.tokens for story in stories]))
+    return _log_probs(logits, scored, torch.zeros(len(stories), dtype=torch.long))
+
+
+def log_probs_with_bias(model: Answers, stories: Sequence[Story]) -> Float[Tensor, " question"]:
+    """The same from the questions alone, with the attached bias."""
+    scored = scored_questions(stories)
+    return _log_probs(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
+
+
 @torch.no_grad()
 def answer_shares(model: Answers, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
     """Measure a model on stories of one length.
@@ -146,8 +159,20 @@ def _right(
     logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
 ) -> Bool[Tensor, " question"]:
     """Whether the value has the largest logit one position before it; the first ``cut`` tokens are missing from ``logits``."""
-    predicted = logits[scored.story, scored.position - 1 - cut[scored.story]].argmax(dim=-1).cpu()
-    return predicted == scored.token
+    return _before(logits, scored, cut).argmax(dim=-1) == scored.token
+
+
+def _log_probs(
+    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
+) -> Float[Tensor, " question"]:
+    return _before(logits, scored, cut).double().log_softmax(dim=-1).gather(1, scored.token[:, None])[:, 0]
+
+
+def _before(
+    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
+) -> Float[Tensor, "question d_vocab"]:
+    """The logits one position before each value."""
+    return logits[scored.story, scored.position - 1 - cut[scored.story]].cpu()
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "story pos"]:
