@@ -11,6 +11,7 @@ import bench_exact_conversion
 import bench_fit_error
 import bench_induction_heads
 import bench_linear_attention
+import bench_long_prompts
 import bench_model
 import bench_notes
 import bench_null
@@ -39,6 +40,9 @@ def test_bridge_smoke(capsys):
 def test_bridge_exactness_smoke(capsys):
     bench_bridge_exactness.main(["--families", "gpt2", "--seeds", "2"])
     assert capsys.readouterr().out.count("NO") == 0
+def test_long_prompts_smoke(capsys):
+    bench_long_prompts.main(["--small", "--methods", "landmark", "kvzip"])
+    assert capsys.readouterr().out.count("error by block") == 4
 
 
 def test_model_smoke(capsys):

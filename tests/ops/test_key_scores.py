@@ -8,7 +8,7 @@ from ops_cases import normal
 
 from kvlens.ops.key_scores import attention_received, expected_log_attention
 from kvlens.ops.key_scores.naive import naive_attention_received, naive_expected_log_attention
-from kvlens.ops.landmarks import PromptKeys, Queries, masses, match_keys, match_mass, match_output
+from kvlens.ops.landmarks import PromptKeys, Queries, masses, match_among, match_keys, match_mass, match_output
 from kvlens.ops.landmarks.naive import naive_fit_weights
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -95,7 +95,7 @@ def naive_pursuit(e: torch.Tensor, r: int) -> list[int]:
 def test_keys_are_matched_by_attention_and_by_pursuit():
     queries, prompt, e = reading()
     sums = masses(queries, prompt)
-    by_attention, by_pursuit = match_keys(sums, 3, "attention"), match_keys(sums, 4, "pursuit")
+    by_attention, by_pursuit = match_keys(sums, 3, "attention").keys, match_keys(sums, 4, "pursuit").keys
     for cell in range(BATCH * KV):
         attention = (e[cell] / e[cell].sum(dim=1, keepdim=True)).square().mean(dim=0).sqrt()
         assert by_attention[cell].tolist() == attention.topk(3).indices.tolist()
@@ -105,8 +105,9 @@ def test_keys_are_matched_by_attention_and_by_pursuit():
 def test_mass_and_output_are_matched_by_least_squares():
     queries, prompt, e = reading()
     sums = masses(queries, prompt)
-    index = match_keys(sums, 4, "pursuit")
-    w = match_mass(sums, index, torch.ones_like(index, dtype=torch.bool))
+    matched = match_keys(sums, 4, "pursuit")
+    index = matched.keys
+    w = match_mass(matched, torch.ones_like(index, dtype=torch.bool))
     values = match_output(queries, prompt, index, w)
     for cell in range(BATCH * KV):
         some, all_values = e[cell][:, index[cell]], prompt.values.flatten(0, 1)[cell]
@@ -120,8 +121,19 @@ def test_mass_and_output_are_matched_by_least_squares():
 def test_every_key_matches_itself():
     queries, prompt, _ = reading()
     sums = masses(queries, prompt)
-    index = match_keys(sums, KEYS, "pursuit")
-    w = match_mass(sums, index, torch.ones_like(index, dtype=torch.bool))
+    matched = match_keys(sums, KEYS, "pursuit")
+    index = matched.keys
+    w = match_mass(matched, torch.ones_like(index, dtype=torch.bool))
     torch.testing.assert_close(w, torch.ones_like(w), rtol=0, atol=1e-6)  # the ridge is 1e-9 of the diagonal
     own = prompt.values.flatten(0, 1).gather(1, index[..., None].expand(-1, -1, D))
     torch.testing.assert_close(match_output(queries, prompt, index, w), own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["attention", "pursuit"])
+def test_matching_head_by_head_from_the_queries_rows_is_matching(monkeypatch, by):
+    queries, prompt, _ = reading()
+    some = queries.part(slice(0, 2))
+    whole = match_among(some, prompt, 3, by)
+    monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
+    for a, b in zip(whole, match_among(some, prompt, 3, by), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

@@ -11,6 +11,8 @@ from ops_cases import normal
 from kvlens.ops.landmarks import (
     PromptKeys,
     Queries,
+    Rows,
+    choose_among,
     choose_keys,
     fit_values,
     fit_weights,
@@ -53,7 +55,7 @@ def attention(rule: ScoreRule = RULES["plain"]) -> tuple[Queries, PromptKeys]:
 
 
 def roots() -> torch.Tensor:
-    return normal(KV, D, D, seed=6)
+    return normal(BATCH, KV, D, D, seed=6)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -73,9 +75,9 @@ def test_sums_are_sums_over_every_query(rule):
     queries, prompt = attention(rule)
     prompt = prompt._replace(real=torch.arange(KEYS) < torch.tensor([[KEYS], [KEYS - 2]]))
     got, (psi, p, a, z) = statistics(queries, prompt, roots()), shares(queries, prompt)
-    root = roots().repeat(BATCH, 1, 1)
+    root = roots().flatten(0, 1)
     close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)  # slopes are float32
-    close(got.gram, torch.einsum("cij,cik->cjk", psi, psi))
+    close(got.gram.products, torch.einsum("cij,cik->cjk", psi, psi))
     close(got.with_p, torch.einsum("cij,ci->cj", psi, p))
     close(got.with_a, torch.einsum("cij,cid->cjd", psi, a @ root))
     close(got.z_size, (z @ root).square().sum(dim=-1).mean(dim=1).sqrt())
@@ -87,8 +89,25 @@ def test_sums_over_blocks_are_sums(monkeypatch):
     whole = statistics(queries, prompt, roots())
     monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "BLOCK_NUMBERS", 3 * GROUP * KEYS)
     monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "GRAM_COLUMNS", 3)  # 7 keys: in threes, and one
-    for a, b in zip(whole, statistics(queries, prompt, roots()), strict=True):
+    parts = statistics(queries, prompt, roots())
+    torch.testing.assert_close(whole.gram.products, parts.gram.products, rtol=1e-12, atol=1e-12)
+    for a, b in zip(whole[1:], parts[1:], strict=True):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("criterion", ["output", "normalizer", "mass"])
+def test_keys_of_a_long_prompt_are_chosen_alike_head_by_head_from_the_queries_rows(monkeypatch, criterion):
+    queries, prompt = attention()
+    some = queries.part(slice(0, 2))  # 2 queries of 2 heads are 4 rows, fewer than the 7 keys
+    rows = choose_among(some, prompt, roots(), 3, criterion)
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "as_rows", lambda n_rows, n_keys: False)
+    products = choose_among(some, prompt, roots(), 3, criterion)
+    monkeypatch.undo()
+    monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
+    for other in (products, choose_among(some, prompt, roots(), 3, criterion)):
+        for a, b in zip(rows, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert isinstance(statistics(some, prompt, roots()).gram, Rows)
 
 
 def test_matching_pursuit_takes_the_key_after_which_least_is_left():
@@ -96,7 +115,7 @@ def test_matching_pursuit_takes_the_key_after_which_least_is_left():
     got = choose_keys(statistics(queries, prompt, roots()), 4)
     psi, p, a, z = shares(queries, prompt)
     for cell in range(BATCH * KV):
-        root = roots()[cell % KV]
+        root = roots().flatten(0, 1)[cell]
         keys, gains = naive_choose_keys(psi[cell], p[cell], a[cell] @ root, z[cell] @ root, 4)
         assert got.keys[cell].tolist() == keys
         torch.testing.assert_close(got.gain[cell], torch.tensor(gains, dtype=torch.float64), rtol=1e-7, atol=1e-10)
@@ -106,8 +125,9 @@ def test_weights_are_the_best_that_are_not_negative():
     """Where dropping the negative ones, again and again, ends: it need not be the best set, and here it is."""
     queries, prompt = attention()
     sums = statistics(queries, prompt, roots())
-    index = choose_keys(sums, 4).keys
-    w = fit_weights(sums, index, torch.ones_like(index, dtype=torch.bool))
+    chosen = choose_keys(sums, 4)
+    index = chosen.keys
+    w = fit_weights(chosen, torch.ones_like(index, dtype=torch.bool))
     psi, p, _, _ = shares(queries, prompt)
     for cell in range(BATCH * KV):
         expected = naive_fit_weights(psi[cell][:, index[cell]], p[cell])
@@ -175,7 +195,7 @@ def test_one_key_by_hand():
         and float(p) == pytest.approx(0.875)
         and float(a) == pytest.approx(2.0)
     )
-    sums = statistics(queries, prompt, torch.ones(1, 1, 1, dtype=torch.float64))
-    chosen = choose_keys(sums, 1).keys
-    assert chosen.tolist() == [[0]]
-    assert float(fit_weights(sums, chosen, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)
+    sums = statistics(queries, prompt, torch.ones(1, 1, 1, 1, dtype=torch.float64))
+    chosen = choose_keys(sums, 1)
+    assert chosen.keys.tolist() == [[0]]
+    assert float(fit_weights(chosen, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)

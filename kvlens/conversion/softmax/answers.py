@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, attached, continued, rows_of
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, attached, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 
@@ -52,7 +52,8 @@ def answer_errors(
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     batch, n_texts, n_positions = texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
-    at_once = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_positions * model.cfg.d_vocab_out)))
+    most = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_positions * model.cfg.d_vocab_out)))
+    at_once = rows_at_once(model, whole, n_positions, most)
     found = []
     for part in torch.arange(len(rows)).split(at_once):
         tokens = flat[part.to(flat.device)]

@@ -9,16 +9,15 @@ from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_values
-from kvlens.conversion.softmax.landmark import budgets_by_gain, longest_path, output_statistics
+from kvlens.conversion.softmax.landmark import budgets_by_gain, longest_path, output_metrics, root_of
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
 from kvlens.ops.landmarks import (
     MatchedBy,
     Queries,
-    choose_keys,
-    masses,
-    match_keys,
+    choose_among,
+    match_among,
     match_mass,
     match_output,
 )
@@ -67,10 +66,10 @@ class AttentionMatching(FewKeys):
 
     def _layer(self, teacher: Teacher, layer: int, queries: Queries, counts: Int[Tensor, " cell"]) -> LayerKeys:
         prompt = teacher.keys(layer)
-        sums = masses(queries, prompt)
-        index = match_keys(sums, max(1, int(counts.max())), self.keys)
+        matched = match_among(queries, prompt, max(1, int(counts.max())), self.keys)
+        index = matched.keys
         active = torch.arange(index.shape[1], device=index.device) < counts[:, None]
-        weights = match_mass(sums, index, active)
+        weights = match_mass(matched, active)
         return with_values(prompt, index, weights, weights[..., None] * match_output(queries, prompt, index, weights))
 
     def _budgets(
@@ -80,5 +79,6 @@ class AttentionMatching(FewKeys):
         if self.budget == "equal":
             return wanted[None, :, None].expand(cfg.n_layers, -1, cfg.n_kv_heads)
         path = longest_path(int(wanted.max()), teacher.exact.bias.d_phi)
-        gains = [choose_keys(output_statistics(teacher, layer, each), path).gain for layer, each in enumerate(queries)]
+        every = zip(range(cfg.n_layers), queries, output_metrics(teacher), strict=True)
+        gains = [choose_among(own, teacher.keys(layer), root_of(metric), path).gain for layer, own, metric in every]
         return budgets_by_gain(gains, wanted)

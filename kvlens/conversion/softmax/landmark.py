@@ -17,11 +17,12 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_own_values, with_values
+from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.polish import Objective, polish
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.settings import MOST_ASKED
@@ -31,12 +32,10 @@ from kvlens.ops.landmarks import (
     Chosen,
     Criterion,
     Queries,
-    Statistics,
-    choose_keys,
+    choose_among,
     fit_values,
     fit_weights,
     greedy_budgets,
-    statistics,
 )
 
 LONGEST_PATH = 4
@@ -60,7 +59,9 @@ class Landmark(FewKeys):
         n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
         ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
         budget: "equal": the same number for every head; "greedy": that number on average, given to the heads where it removes
-            most error.
+            most error of their outputs after W_O; "logits": likewise, with errors (also those by which keys are chosen)
+            weighted by their effect on the logits (:mod:`~kvlens.conversion.softmax.logit_effects`; one backward pass over at
+            most 32 reference texts).
         polish_steps: number of gradient steps after the fit.
         texts_per_step: number of reference texts per gradient step.
         objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
@@ -78,7 +79,7 @@ class Landmark(FewKeys):
     shorthand: ClassVar[Mapping[str, str]] = {**FewKeys.shorthand, "fit": "fitted"}
     fits_on_text: ClassVar[bool] = True
 
-    budget: Literal["equal", "greedy"] = "equal"
+    budget: Literal["equal", "greedy", "logits"] = "equal"
     polish_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
     texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 16
     objective: Objective = "logits"
@@ -104,17 +105,24 @@ class _Landmarks:
         longest = int(self.wanted.max())
         self.path = longest if options.budget == "equal" else longest_path(longest, teacher.exact.bias.d_phi)
 
-    @torch.no_grad()
     def fit(self) -> KVBias:
         """The fitted bias of this prompt alone, with a batch axis."""
         queries = self.teacher.read(self.teacher.whole, self.teacher.seen)
-        sums = [output_statistics(self.teacher, layer, each) for layer, each in enumerate(queries)]
-        chosen = [choose_keys(each, self.path, self.options.keys) for each in sums]
+        metrics = logit_metrics(self.teacher) if self.options.budget == "logits" else output_metrics(self.teacher)
+        with torch.no_grad():
+            return self._fit_to(queries, metrics)
+
+    def _fit_to(self, queries: list[Queries], metrics: list[Tensor]) -> KVBias:
+        chosen = [self._chosen(layer, each, metrics) for layer, each in enumerate(queries)]
         budgets = self._budgets(chosen)
         if self.options.layer_by_layer:
-            return assembled(self.teacher.exact, self._fit_layer_by_layer(budgets))
-        every = zip(range(len(sums)), queries, sums, chosen, budgets, strict=True)
+            return assembled(self.teacher.exact, self._fit_layer_by_layer(budgets, metrics))
+        every = zip(range(len(queries)), queries, chosen, budgets, strict=True)
         return assembled(self.teacher.exact, [self._fit(*each) for each in every])
+
+    def _chosen(self, layer: int, queries: Queries, metrics: list[Tensor]) -> Chosen:
+        prompt = self.teacher.keys(layer)
+        return choose_among(queries, prompt, root_of(metrics[layer]), self.path, self.options.keys)
 
     def _budgets(self, chosen: list[Chosen]) -> Int[Tensor, "layer batch kv_head"]:
         cfg = self.model.cfg
@@ -122,33 +130,38 @@ class _Landmarks:
             return self.wanted[None, :, None].expand(cfg.n_layers, -1, cfg.n_kv_heads).to(chosen[0].gain.device)
         return budgets_by_gain([each.gain for each in chosen], self.wanted)
 
-    def _fit(self, layer: int, queries: Queries, sums: Statistics, chosen: Chosen, budgets: Tensor) -> LayerKeys:
+    def _fit(self, layer: int, queries: Queries, chosen: Chosen, budgets: Tensor) -> LayerKeys:
         prompt, counts = self.teacher.keys(layer), budgets.flatten()
         r = max(1, int(counts.max()))
-        index = chosen.keys[:, :r]
+        chosen = chosen.first(r)
+        index = chosen.keys
         active = torch.arange(r, device=index.device) < counts[:, None]
         if not self.options.fitted:
             return with_own_values(prompt, index, active)
-        weights = fit_weights(sums, index, active)
+        weights = fit_weights(chosen, active)
         return with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
 
-    def _fit_layer_by_layer(self, budgets: Tensor) -> list[LayerKeys]:
+    def _fit_layer_by_layer(self, budgets: Tensor, metrics: list[Tensor]) -> list[LayerKeys]:
         """Each layer on the queries that the layers below, already converted, produce."""
         layers: list[LayerKeys] = []
         for layer in range(self.model.cfg.n_layers):
             so_far = continued(self.teacher.old, assembled(self.teacher.exact, layers))
             queries = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
-            sums = output_statistics(self.teacher, layer, queries)
-            layers.append(self._fit(layer, queries, sums, choose_keys(sums, self.path, self.options.keys), budgets[layer]))
+            layers.append(self._fit(layer, queries, self._chosen(layer, queries, metrics), budgets[layer]))
         return layers
 
 
-def output_statistics(teacher: Teacher, layer: int, queries: Queries) -> Statistics:
-    """The sums of one layer from which its keys are chosen, with output errors measured after W_O."""
-    w_o = teacher.model.blocks[layer].attn.W_O.to(queries.z.dtype)
-    metric = (w_o @ w_o.mT).unflatten(0, (teacher.model.cfg.n_kv_heads, -1)).mean(dim=1)
+def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
+    """W_O W_O^T of each layer, averaged over the heads of a group: output errors are measured after W_O."""
+    batch, kv_heads = len(teacher.lengths), teacher.model.cfg.n_kv_heads
+    of_layers = [block.attn.W_O.double() for block in teacher.model.blocks]
+    return [(w @ w.mT).unflatten(0, (kv_heads, -1)).mean(dim=1).expand(batch, -1, -1, -1) for w in of_layers]
+
+
+def root_of(metric: Float[Tensor, "*of d d"]) -> Float[Tensor, "*of d d"]:
+    """R with R R^T = metric."""
     size, axes = torch.linalg.eigh(metric)
-    return statistics(queries, teacher.keys(layer), axes * size.clamp(min=0).sqrt()[:, None, :])
+    return axes * size.clamp(min=0).sqrt()[..., None, :]
 
 
 def longest_path(longest: int, n_keys: int) -> int:

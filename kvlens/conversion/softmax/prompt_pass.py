@@ -2,6 +2,9 @@
 
 The exact bias keeps every key (r = M, weight 1), so attention over it is softmax attention over the prompt. All other methods
 approximate it, and it replaces the prompt while reference text is read.
+
+In the eager form a pass over N tokens holds heads x N x N scores. A long prompt is therefore read in segments, each through all
+layers before the next, so that at most :data:`SCORES_AT_ONCE` scores are held; so are long texts that are read after a prompt.
 """
 
 import contextlib
@@ -21,7 +24,11 @@ from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.model.assembly import spread_bias
 from kvlens.model.protocol import KVModel
+from kvlens.model.streaming import has_hooks, wants_gradients
 from kvlens.ops.landmarks import PromptKeys
+
+SCORES_AT_ONCE = 2**24
+"""Attention scores of one layer that are held at once: 64 MiB in float32, in each of the few tensors that attention makes."""
 
 
 class ConvertedExactly(NamedTuple):
@@ -57,29 +64,61 @@ def convert_exactly(
     fingerprint: Fingerprint,
     with_queries: bool = False,
 ) -> ConvertedExactly:
-    """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys."""
+    """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys.
+
+    A long prompt is read in segments, unless something is hooked or gradients are required.
+    """
     tokens, cfg = prompt.tokens, model.cfg
     batch, n_pos = tokens.shape
     cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
     mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
     read: dict[str, Tensor] = {}
     kept = hidden_tokens_keep_positions(prompt.keeps_positions)
-    with model.hooks(fwd_hooks=list(fwd_hooks)), observed(model) as seen, kept:
-        residual = model.run_with_hooks(
-            tokens,
-            fwd_hooks=readers(model, old, read),
-            attention_mask=mask,
-            past_kv_cache=cache,
-            stop_at_layer=cfg.n_layers,
-        )
+    residuals, seen_queries = [], []
+    with model.hooks(fwd_hooks=list(fwd_hooks)), kept:
+        for here in torch.arange(n_pos).split(_segment_length(model, prompt, old)):
+            some = slice(int(here[0]), int(here[-1]) + 1)
+            with observed(model) as seen:
+                residuals.append(
+                    model.run_with_hooks(
+                        tokens[:, some],
+                        fwd_hooks=readers(model, old, read),
+                        attention_mask=mask[:, some],
+                        past_kv_cache=cache,
+                        stop_at_layer=cfg.n_layers,
+                    )
+                )
+            if with_queries:
+                seen_queries.append([q.to(tokens.device) for q, _, _ in seen])
+    residual = torch.cat(residuals, dim=1)
     keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
     values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
     bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
     positions = torch.arange(n_pos, device=tokens.device)
     read_positions = positions.expand(batch, -1) if prompt.mask is None else positions.where(prompt.mask, 0)
     last = residual[torch.arange(batch, device=residual.device), read_positions.amax(dim=1).to(residual.device)][:, None]
-    queries = [q.to(tokens.device) for q, _, _ in seen] if with_queries else None
+    queries = [torch.cat(parts, dim=1) for parts in zip(*seen_queries, strict=True)] if with_queries else None
     return ConvertedExactly(bias, prompt.mask, last, as_read(old, read), queries)
+
+
+def _segment_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBias | None) -> int:
+    """Tokens per row and segment; all of them if the pass must see the prompt as a whole, or holds no scores."""
+    batch, n_pos = prompt.tokens.shape
+    cfg, before = model.cfg, 0 if old is None else old.d_phi
+    changes_with_length = cfg.use_dynamic_ntk_rope or prompt.keeps_positions
+    if changes_with_length or cfg.softmax_form == "fused" or has_hooks(model) or wants_gradients(model):
+        return n_pos
+    return tokens_at_once(model, batch, n_pos, before)
+
+
+def tokens_at_once(model: HookedKVTransformer, batch: int, n_pos: int, n_keys: int) -> int:
+    """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
+    return min(n_pos, max(1, SCORES_AT_ONCE // (batch * model.cfg.n_heads * (n_keys + n_pos))))
+
+
+def rows_at_once(model: HookedKVTransformer, bias: KVBias, n_pos: int, most: int) -> int:
+    """How many texts of ``n_pos`` tokens can be read at once after ``bias``, at least one."""
+    return min(most, max(1, SCORES_AT_ONCE // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
 
 
 def every_key_kept(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, observed, rows_of
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, observed, rows_at_once, rows_of, tokens_at_once
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
@@ -20,6 +20,8 @@ from kvlens.model import HookedKVTransformer
 from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
+KEY_NUMBERS_AT_ONCE = 2**25
+"""Numbers in one layer's keys, which a decoding step copies for each text that is sampled."""
 HELD_OUT = 8
 """One in this many reference texts is held out for measuring the heads' errors."""
 APART = 2_654_435_769
@@ -97,7 +99,8 @@ def sample_continuations(
     logits = model(exact.last_residual, start_at_layer=model.cfg.n_layers)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
-    return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(ROWS_AT_ONCE)]).view(
+    at_once = min(ROWS_AT_ONCE, max(1, KEY_NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
+    return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(at_once)]).view(
         batch, n, length
     )
 
@@ -124,9 +127,10 @@ def read_queries(
     layers = range(model.cfg.n_layers) if layers is None else layers
     rows = torch.arange(batch).repeat_interleave(n_texts)
     whole: list[tuple[Tensor, ...]] = []
-    for part in torch.arange(len(rows), device=tokens.device).split(ROWS_AT_ONCE):
+    at_once = rows_at_once(model, bias, pos, ROWS_AT_ONCE)
+    for part in torch.arange(len(rows), device=tokens.device).split(at_once):
         with attached(model, rows_of(bias, rows[part.cpu()])):
-            read = _read(model, tokens.flatten(0, 1)[part], layers)
+            read = _read(model, tokens.flatten(0, 1)[part], layers, bias.d_phi)
         if not whole:  # filled part by part, since concatenating parts at the end would hold them twice
             whole = [tuple(x.new_empty(len(rows), *x.shape[1:]) for x in layer) for layer in read]
         for into, layer in zip(whole, read, strict=True):
@@ -137,15 +141,26 @@ def read_queries(
     return [Queries(q, z, log_n, positions) for q, z, log_n in by_prompt]
 
 
-def _read(model: HookedKVTransformer, tokens: Tensor, layers: range) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(q, z, log n) of the given layers, in float32 or better."""
-    z: dict[int, Tensor] = {}
-    log_n: dict[int, Tensor] = {}
-    hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]
-    hooks += [(f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach())) for i in layers]
-    with observed(model) as seen, model.hooks(fwd_hooks=hooks):
-        model(tokens, attention_mask=torch.ones_like(tokens), stop_at_layer=layers[-1] + 1)
-    return [(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers]
+def _read(
+    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], layers: range, n_keys: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(q, z, log n) of the given layers, in float32 or better; a long text after ``n_keys`` keys is read in segments."""
+    n_texts, pos = tokens.shape
+    length = tokens_at_once(model, n_texts, pos, n_keys)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, n_texts) if length < pos else None
+    segments = []
+    for some in tokens.split(length, dim=1):
+        z: dict[int, Tensor] = {}
+        log_n: dict[int, Tensor] = {}
+        hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
+        hooks += [
+            (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
+            for i in layers
+        ]
+        with observed(model) as seen, model.hooks(fwd_hooks=hooks):
+            model(some, attention_mask=torch.ones_like(some), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
+        segments.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
+    return [tuple(map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*segments, strict=True)]  # type: ignore[misc]
 
 
 def split_held_out(tokens: Int[Tensor, "batch text pos"]) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from kvlens.conversion.softmax.prompt_pass import attached, observed
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.landmarks import Statistics, choose_keys
+from kvlens.ops.landmarks import Products, Statistics, choose_keys
 from kvlens.ops.softmax_features import virtual_key_scores
 
 RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
@@ -270,7 +270,7 @@ def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Ten
     aim = rearrange(t.double() @ w_o.double().mT, "(g s) i d -> g (s i) d", g=kv_heads)
     gram = by_group.mT @ by_group
     nothing = torch.zeros_like(gram[..., 0])
-    sums = Statistics(gram, nothing, by_group.mT @ aim, nothing[:, 0], by_group.shape[1])
+    sums = Statistics(Products(gram), nothing, by_group.mT @ aim, nothing[:, 0], by_group.shape[1])
     return choose_keys(sums, r).keys[..., None].expand(-1, -1, w_o.shape[1])
 
 

@@ -7,8 +7,18 @@ they reduce the error most.
 """
 
 from kvlens.ops.landmarks.budgets import greedy_budgets
-from kvlens.ops.landmarks.choice import CRITERIA, Chosen, Criterion, choose_keys
-from kvlens.ops.landmarks.matching import Masses, MatchedBy, masses, match_keys, match_mass, match_output
+from kvlens.ops.landmarks.choice import CRITERIA, Chosen, Criterion, choose_among, choose_keys
+from kvlens.ops.landmarks.gram import Gram, Products, Rows
+from kvlens.ops.landmarks.matching import (
+    Masses,
+    Matched,
+    MatchedBy,
+    masses,
+    match_among,
+    match_keys,
+    match_mass,
+    match_output,
+)
 from kvlens.ops.landmarks.shares import (
     PromptKeys,
     Queries,
@@ -26,19 +36,25 @@ __all__ = [
     "Chosen",
     "Criterion",
     "Errors",
+    "Gram",
     "Masses",
+    "Matched",
     "MatchedBy",
+    "Products",
     "PromptKeys",
     "Queries",
+    "Rows",
     "Shares",
     "Statistics",
     "blocks_of",
+    "choose_among",
     "choose_keys",
     "fit_values",
     "fit_weights",
     "greedy_budgets",
     "key_shares",
     "masses",
+    "match_among",
     "match_keys",
     "match_mass",
     "match_output",

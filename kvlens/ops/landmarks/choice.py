@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.ops.landmarks.shares import Statistics
+from kvlens.ops.landmarks.gram import Gram, by_cell, concatenated
+from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, cells_of, statistics
 
 Criterion = Literal["output", "normalizer", "mass"]
 CRITERIA = ("output", "normalizer", "mass")
@@ -25,10 +26,42 @@ KAPPA = 0.5
 
 
 class Chosen(NamedTuple):
-    """Keys in the order in which they were chosen, and the mean squared error that each one removed."""
+    """Keys in the order in which they were chosen, and what the fit of their weights needs.
+
+    Attributes:
+        keys: indices into the prompt's keys.
+        gain: the mean squared error that each one removed.
+        gram, with_p: the sums of :class:`~kvlens.ops.landmarks.Statistics` over these keys alone.
+    """
 
     keys: Int[Tensor, "cell r"]
     gain: Float[Tensor, "cell r"]
+    gram: Float[Tensor, "cell r r"]
+    with_p: Float[Tensor, "cell r"]
+
+    def first(self, r: int) -> "Chosen":
+        """The first ``r`` keys."""
+        return Chosen(self.keys[:, :r], self.gain[:, :r], self.gram[:, :r, :r], self.with_p[:, :r])
+
+
+@checked(head="kv_head")
+def choose_among(
+    queries: Queries,
+    prompt: PromptKeys,
+    root_metric: Float[Tensor, "batch kv_head d_head d_head"],
+    r: int,
+    criterion: Criterion = "output",
+) -> Chosen:
+    """The first ``r`` keys of every head of one layer; of long prompts, one head at a time, so that memory stays bounded.
+
+    Arguments as in :func:`~kvlens.ops.landmarks.statistics` and :func:`choose_keys`.
+    """
+    batch, kv_heads, n_keys, _ = prompt.keys.shape
+    if not by_cell(batch * kv_heads, queries.log_n[0].numel() // kv_heads, n_keys):
+        return choose_keys(statistics(queries, prompt, root_metric), r, criterion)
+    roots = root_metric.flatten(0, 1)[:, None, None]
+    each = zip(cells_of(queries, prompt), roots, strict=True)
+    return concatenated((choose_keys(statistics(*own, root), r, criterion) for own, root in each), Chosen)
 
 
 @checked
@@ -36,14 +69,21 @@ def choose_keys(sums: Statistics, r: int, criterion: Criterion = "output") -> Ch
     """The first ``r`` keys by a criterion (see the module docstring)."""
     if criterion == "mass":
         gain, index = sums.with_p.topk(r, dim=-1)
-        return Chosen(index, gain / sums.n_rows)
+        return _of_keys(sums, index, gain / sums.n_rows)
     target = sums.with_p[..., None]
     if criterion == "output":
         target = torch.cat([sums.with_a, KAPPA * sums.z_size[:, None, None] * target], dim=-1)
-    return _matching_pursuit(sums.gram, target, r, sums.n_rows)
+    index, gain = _matching_pursuit(sums.gram, target, r)
+    return _of_keys(sums, index, gain / sums.n_rows)
 
 
-def _matching_pursuit(gram: Float[Tensor, "cell key key"], target: Float[Tensor, "cell key d"], r: int, n_rows: int) -> Chosen:
+def _of_keys(sums: Statistics, index: Int[Tensor, "cell r"], gain: Float[Tensor, "cell r"]) -> Chosen:
+    return Chosen(index, gain, sums.gram.among(index), sums.with_p.gather(1, index))
+
+
+def _matching_pursuit(
+    gram: Gram, target: Float[Tensor, "cell key d"], r: int
+) -> tuple[Int[Tensor, "cell r"], Float[Tensor, "cell r"]]:
     """Choose, one at a time, the key whose residual column explains most of the residual target.
 
     ``columns`` are those of the Cholesky factor, and ``rows`` is what each removes from the target: the residual Gram matrix is
@@ -51,12 +91,13 @@ def _matching_pursuit(gram: Float[Tensor, "cell key key"], target: Float[Tensor,
     of their rows are updated.
     """
     cells, n_keys, d = target.shape
-    every = torch.arange(cells, device=gram.device)
-    left, size = gram.diagonal(dim1=-2, dim2=-1).clone(), target.square().sum(dim=-1)
-    floor = 1e-9 * left.amax(dim=-1, keepdim=True) + torch.finfo(gram.dtype).tiny
-    columns, rows = gram.new_zeros(cells, r, n_keys), gram.new_zeros(cells, r, d)
-    index, gain = torch.zeros(cells, r, dtype=torch.long, device=gram.device), gram.new_zeros(cells, r)
-    taken = torch.zeros(cells, n_keys, dtype=torch.bool, device=gram.device)
+    device = target.device
+    every = torch.arange(cells, device=device)
+    left, size = gram.diagonal(), target.square().sum(dim=-1)
+    floor = 1e-9 * left.amax(dim=-1, keepdim=True) + torch.finfo(target.dtype).tiny
+    columns, rows = target.new_zeros(cells, r, n_keys), target.new_zeros(cells, r, d)
+    index, gain = torch.zeros(cells, r, dtype=torch.long, device=device), target.new_zeros(cells, r)
+    taken = torch.zeros(cells, n_keys, dtype=torch.bool, device=device)
     for step in range(r):
         explained = torch.where(left > floor, size / left.clamp(min=floor), 0.0).masked_fill_(taken, -1.0)
         gain[:, step], j = explained.max(dim=-1)
@@ -65,10 +106,10 @@ def _matching_pursuit(gram: Float[Tensor, "cell key key"], target: Float[Tensor,
         row = (target[every, j] - (before @ rows[:, :step]).squeeze(1)) / root
         along = (rows[:, :step] @ row[..., None]).mT
         taken_out, met = (torch.cat([before, along], dim=1) @ earlier).unbind(dim=1)
-        column = (gram[every, j] - taken_out) / root
+        column = (gram.column(j) - taken_out) / root
         along_row = (target @ row[..., None]).squeeze(-1) - met
         size = (size + column * (column * row.square().sum(dim=-1, keepdim=True) - 2 * along_row)).clamp_(min=0)
         left -= column.square()
         columns[:, step], rows[:, step], index[:, step] = column, row, j
         taken[every, j] = True
-    return Chosen(index, gain / n_rows)
+    return index, gain

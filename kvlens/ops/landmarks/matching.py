@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
+from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows, by_cell, concatenated
 from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, key_shares
 from kvlens.ops.landmarks.weights import nonnegative_weights, solve
 
@@ -36,9 +37,17 @@ class Masses(NamedTuple):
         attention: sum_i (E_i / m_i)^2.
     """
 
-    gram: Float[Tensor, "cell key key"]
+    gram: Gram
     with_m: Float[Tensor, "cell key"]
     attention: Float[Tensor, "cell key"]
+
+
+class Matched(NamedTuple):
+    """Chosen keys in order, and the sums of :class:`Masses` over these keys alone."""
+
+    keys: Int[Tensor, "cell r"]
+    gram: Float[Tensor, "cell r r"]
+    with_m: Float[Tensor, "cell r"]
 
 
 @checked(head="kv_head")
@@ -46,32 +55,51 @@ def masses(queries: Queries, prompt: PromptKeys) -> Masses:
     """The sums of one layer from which its keys are chosen and their weights fitted."""
     batch, kv_heads, n_keys, _ = prompt.keys.shape
     double = dict(dtype=torch.float64, device=prompt.keys.device)
-    gram = torch.zeros(batch * kv_heads, n_keys, n_keys, **double)  # type: ignore[call-overload]
+    keep_rows = batch * kv_heads == 1 and as_rows(queries.log_n.numel(), n_keys)
+    products = torch.zeros(0 if keep_rows else batch * kv_heads, n_keys, n_keys, **double)  # type: ignore[call-overload]
     attention = torch.zeros(batch * kv_heads, n_keys, **double)  # type: ignore[call-overload]
+    rows = []
     for cell, e, _ in _by_cell(queries, prompt):
-        gram[cell] += e.mT @ e
+        if keep_rows:
+            rows.append(e[None])
+        else:
+            products[cell] += e.mT @ e
         attention[cell] += (e / e.sum(dim=-1, keepdim=True)).square().sum(dim=0)
-    return Masses(gram, gram.sum(dim=-1), attention)
+    gram: Gram = Rows(rows) if keep_rows else Products(products)
+    return Masses(gram, gram.times(torch.ones_like(attention[..., None])).squeeze(-1), attention)
+
+
+@checked(head="kv_head")
+def match_among(queries: Queries, prompt: PromptKeys, r: int, by: MatchedBy) -> Matched:
+    """:func:`match_keys` for every head of one layer; for long prompts, one head at a time, so that memory stays bounded."""
+    cells = prompt.keys.shape[0] * prompt.keys.shape[1]
+    if not by_cell(cells, queries.log_n[0].numel() // prompt.keys.shape[1], prompt.keys.shape[2]):
+        return match_keys(masses(queries, prompt), r, by)
+    return concatenated((match_keys(masses(*own), r, by) for own in cells_of(queries, prompt)), Matched)
 
 
 @checked
-def match_keys(sums: Masses, r: int, by: MatchedBy) -> Int[Tensor, "cell r"]:
+def match_keys(sums: Masses, r: int, by: MatchedBy) -> Matched:
     """Choose ``r`` keys, by the highest root mean square attention or by matching pursuit on the mass.
 
     Each step of the pursuit takes the key that correlates most with the residual mass, then refits all weights.
     """
-    if by == "attention":
-        return sums.attention.topk(r, dim=-1).indices
+    index = sums.attention.topk(r, dim=-1).indices if by == "attention" else _pursued(sums, r)
+    return Matched(index, sums.gram.among(index), sums.with_m.gather(1, index))
+
+
+def _pursued(sums: Masses, r: int) -> Int[Tensor, "cell r"]:
     cells, n_keys = sums.with_m.shape
-    every = torch.arange(cells, device=sums.gram.device)
-    index = torch.zeros(cells, r, dtype=torch.long, device=sums.gram.device)
-    taken = torch.zeros(cells, n_keys, dtype=torch.bool, device=sums.gram.device)
+    every = torch.arange(cells, device=sums.with_m.device)
+    index = torch.zeros(cells, r, dtype=torch.long, device=every.device)
+    taken = torch.zeros(cells, n_keys, dtype=torch.bool, device=every.device)
+    columns = sums.with_m.new_zeros(cells, r, n_keys)
     left = sums.with_m
     for step in range(r):
         index[:, step] = j = left.masked_fill(taken, -torch.inf).argmax(dim=-1)
         taken[every, j] = True
-        chosen = index[:, : step + 1]
-        rows = sums.gram[every[:, None], chosen]
+        columns[:, step] = sums.gram.column(j)
+        rows, chosen = columns[:, : step + 1], index[:, : step + 1]
         gram = rows.gather(2, chosen[:, None].expand(-1, step + 1, -1))
         target = sums.with_m.gather(1, chosen)[..., None]
         w = solve(gram, target, torch.ones_like(chosen, dtype=torch.bool), RIDGE).clamp(min=LEAST)
@@ -80,9 +108,9 @@ def match_keys(sums: Masses, r: int, by: MatchedBy) -> Int[Tensor, "cell r"]:
 
 
 @checked
-def match_mass(sums: Masses, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
+def match_mass(matched: Matched, active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
     """The weights w of the active keys, by non-negative least squares."""
-    return nonnegative_weights(sums.gram, sums.with_m, index, active)
+    return nonnegative_weights(matched.gram, matched.with_m, active)
 
 
 @checked(head="kv_head")

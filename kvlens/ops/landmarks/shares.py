@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
+from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows
 from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 
 BLOCK_NUMBERS = 2**20
@@ -80,7 +81,7 @@ class Statistics(NamedTuple):
         n_rows: rows summed over.
     """
 
-    gram: Float[Tensor, "cell key key"]
+    gram: Gram
     with_p: Float[Tensor, "cell key"]
     with_a: Float[Tensor, "cell key d_head"]
     z_size: Float[Tensor, " cell"]
@@ -128,24 +129,29 @@ def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, Pr
 
 
 @checked(head="kv_head")
-def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "kv_head d_head d_head"]) -> Statistics:
+def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "batch kv_head d_head d_head"]) -> Statistics:
     """Sums over all queries, a block at a time, in float64. p and a are themselves sums over keys, so the Gram matrix contains
     the other sums: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.
 
     Args:
         queries, prompt: of one layer.
-        root_metric: R such that |e R| is the size of an output error e: sqrt(W_O W_O^T), averaged over the heads of a group.
+        root_metric: R such that |e R| is the size of an output error e, such as sqrt(W_O W_O^T).
     """
     batch, kv_heads, n_keys, _ = prompt.keys.shape
-    cells, double = batch * kv_heads, dict(dtype=torch.float64, device=prompt.keys.device)
-    gram, z_square = torch.zeros(cells, n_keys, n_keys, **double), torch.zeros(cells, **double)  # type: ignore[call-overload]
-    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        z_square[cell] = (own.z @ root_metric[cell % kv_heads].to(own.z)).square().sum()
-        for block in blocks_of(own, n_keys):
-            _add_gram(gram[cell], key_shares(block, keys)[0])
     n_rows = queries.log_n[0].numel() // kv_heads
-    values = prompt.values.flatten(0, 1).double() @ root_metric.double().repeat(batch, 1, 1)
-    return Statistics(gram, gram.sum(dim=-1), gram @ values, (z_square / n_rows).sqrt(), n_rows)
+    z = rearrange(queries.z, "b i (g s) d -> b g (i s) d", g=kv_heads) @ root_metric.to(queries.z)
+    z_size = (z.double().square().sum(dim=(-1, -2)) / n_rows).sqrt().flatten()
+    if as_rows(n_rows, n_keys):
+        gram: Gram = Rows([key_shares(block, prompt) for block in blocks_of(queries, n_keys)])
+    else:
+        products = torch.zeros(batch * kv_heads, n_keys, n_keys, dtype=torch.float64, device=prompt.keys.device)
+        for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+            for block in blocks_of(own, n_keys):
+                _add_gram(products[cell], key_shares(block, keys)[0])
+        gram = Products(products)
+    values = (prompt.values.double() @ root_metric.double()).flatten(0, 1)
+    sums = gram.times(torch.cat([values, torch.ones_like(values[..., :1])], dim=-1))
+    return Statistics(gram, sums[..., -1], sums[..., :-1], z_size, n_rows)
 
 
 def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> None:

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, blocks_of, cells_of, shares
+from kvlens.ops.landmarks.choice import Chosen
+from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, shares
 from kvlens.ops.softmax_attention import ScaledFeatures
 
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
@@ -34,27 +35,21 @@ class Errors(NamedTuple):
 
 
 @checked
-def fit_weights(sums: Statistics, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
+def fit_weights(chosen: Chosen, active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
     """The weights w of the active keys, by non-negative least squares."""
-    return nonnegative_weights(sums.gram, sums.with_p, index, active)
+    return nonnegative_weights(chosen.gram, chosen.with_p, active)
 
 
 def nonnegative_weights(
-    gram: Float[Tensor, "cell key key"],
-    target: Float[Tensor, "cell key"],
-    index: Int[Tensor, "cell r"],
-    active: Bool[Tensor, "cell r"],
+    gram: Float[Tensor, "cell r r"], target: Float[Tensor, "cell r"], active: Bool[Tensor, "cell r"]
 ) -> Float[Tensor, "cell r"]:
-    """Least squares on some of the keys, repeated without those whose weight is negative until none is.
+    """Least squares on the active keys, repeated without those whose weight is negative until none is.
 
     Args:
         gram, target: sums over rows of the products of all pairs of keys, and of each key with the target of the weighted sum.
     """
-    every = torch.arange(len(index), device=index.device)[:, None]
-    some = gram[every[..., None], index[:, :, None], index[:, None, :]]
-    right = target[every, index][..., None]
-    for _ in range(index.shape[1] + 1):
-        w = solve(some, right, active, RIDGE_WEIGHTS).squeeze(-1)
+    for _ in range(active.shape[1] + 1):
+        w = solve(gram, target[..., None], active, RIDGE_WEIGHTS).squeeze(-1)
         negative = active & (w < 0)
         if not bool(negative.any()):
             break

@@ -1,0 +1,57 @@
+"""How much the outputs of heads matter for the logits: gradients of random projections of the relative logits.
+
+For a random direction v ~ N(0, I) at every position, g = d (sum_i v_i . y_i / |y_i|) / dz is the gradient at a head's output z;
+y_i are the logits, and the lengths |y_i| are held fixed. Averaged over v, g g^T is J^T J, where J is the derivative of all
+relative logits with respect to z: an error e of the output changes them by e^T J^T J e, squared, to first order.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.conversion.softmax.prompt_pass import attached, rows_at_once, rows_of
+from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
+
+N_TEXTS = 32
+"""The most texts on which the metric is measured."""
+TEXTS_AT_ONCE = 8
+
+
+def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
+    """The mean of g g^T of each layer over reference texts after the prompt and the heads of a group, in float64."""
+    cfg, texts = teacher.model.cfg, teacher.seen[:, :N_TEXTS]
+    generator = torch.Generator().manual_seed(teacher.options.seed)
+    batch, n_texts, n_pos = texts.shape
+    sums = torch.zeros(cfg.n_layers, batch, cfg.n_kv_heads, cfg.d_head, cfg.d_head, dtype=torch.float64, device=texts.device)
+    with teacher.timed("reference"):
+        rows = torch.arange(batch * n_texts)
+        for part in rows.split(rows_at_once(teacher.model, teacher.whole, n_pos, TEXTS_AT_ONCE)):
+            prompts = part // n_texts
+            bias = rows_of(teacher.whole, prompts)
+            found = effects_on_logits(teacher.model, bias, texts.flatten(0, 1)[part.to(texts.device)], generator)
+            for layer, g in enumerate(found):
+                by_group = g.double().unflatten(2, (cfg.n_kv_heads, -1))
+                products = torch.einsum("tpgsd,tpgse->tgde", by_group, by_group)
+                sums[layer].index_add_(0, prompts.to(texts.device), products.to(texts.device))
+    teacher.count(3 * texts[0].numel())  # a backward pass costs about two forward passes
+    return list(sums / (n_texts * n_pos * cfg.n_heads // cfg.n_kv_heads))
+
+
+def effects_on_logits(
+    model: HookedKVTransformer, bias: KVBias, texts: Int[Tensor, "text pos"], generator: torch.Generator
+) -> list[Float[Tensor, "text pos head d_head"]]:
+    """g of every layer for one random direction, with ``bias`` attached."""
+    added: list[Tensor] = []
+
+    def with_leaf(z: Tensor, hook: object) -> Tensor:
+        added.append(torch.zeros_like(z, requires_grad=True))
+        return z + added[-1]
+
+    hooks = [(f"blocks.{layer}.attn.hook_z", with_leaf) for layer in range(model.cfg.n_layers)]
+    with torch.inference_mode(False), torch.enable_grad(), attached(model, bias), model.hooks(fwd_hooks=hooks):
+        logits = model(texts, attention_mask=torch.ones_like(texts))
+        direction = torch.randn(logits.shape, generator=generator, dtype=torch.float32).to(logits)
+        projected = (direction * logits / logits.detach().norm(dim=-1, keepdim=True)).sum()
+        return list(torch.autograd.grad(projected, added))

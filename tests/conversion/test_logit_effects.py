@@ -1,0 +1,79 @@
+"""Budgets by the effect on the logits: gradients against finite differences, and what they give to heads without an effect."""
+
+import pytest
+import torch
+from small_models import small_model, tokens
+
+from kvlens import convert_prompt
+from kvlens.conversion import Landmark
+from kvlens.conversion.softmax import logit_effects
+from kvlens.conversion.softmax.logit_effects import effects_on_logits, logit_metrics
+
+KINDS = {
+    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
+    "alibi, soft-capped": dict(positional_embedding_type="alibi", attn_scores_soft_cap=0.8),
+}
+MORE = dict(n_ctx=120, dtype=torch.float64)
+TEXTS = dict(n_continuations=6, continuation_length=5, n_held_out=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
+    model, texts = small_model(**MORE, **KINDS[kind]), tokens(3, 7, seed=1)
+    bias = convert_prompt(model, tokens(1, 11)[0])
+    found = effects_on_logits(model, bias, texts, torch.Generator().manual_seed(3))
+    with model.kv_bias(bias), torch.no_grad():
+        logits = model(texts)
+        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).double()
+        for layer, pos, head in ((0, 2, 1), (1, 6, 0)):
+            for d in (0, 3):
+
+                def moved(z, hook, at=(1, pos, head, d), by=1e-6):
+                    z = z.clone()
+                    z[at] += by
+                    return z
+
+                new = model.run_with_hooks(texts, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", moved)])
+                slope = (direction * (new - logits) / logits.norm(dim=-1, keepdim=True)).sum() / 1e-6
+                assert float(found[layer][1, pos, head, d]) == pytest.approx(float(slope), rel=1e-4, abs=1e-7)
+
+
+def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
+    model, prompts = small_model(**MORE, **KINDS["rotary, grouped"]), tokens(2, 11)
+    exact = convert_prompt(model, prompts)
+    monkeypatch.setattr(logit_effects, "TEXTS_AT_ONCE", 4)
+    teachers = []
+    monkeypatch.setattr(Landmark, "fit", lambda self, teacher: teachers.append(teacher) or exact)
+    convert_prompt(model, prompts, method=Landmark(n_keys=3, **TEXTS), verbose=False)
+    metrics = logit_metrics(teachers[0])
+    generator, n_texts = torch.Generator().manual_seed(0), teachers[0].seen.shape[1]
+    flat = teachers[0].seen.flatten(0, 1)
+    products = torch.zeros(2, 2, 3, model.cfg.d_head, model.cfg.d_head, dtype=torch.float64)
+    for start in range(0, len(flat), 4):
+        rows = range(start, min(start + 4, len(flat)))
+        both = torch.stack([torch.tensor(row // n_texts) for row in rows])
+        bias = exact._made(None, **exact._changed(lambda x: x[:, both], per_prompt_only=True))  # noqa: B023
+        for layer, g in enumerate(effects_on_logits(model, bias, flat[start : rows[-1] + 1], generator)):
+            for row, of_text in zip(rows, g, strict=True):
+                for head in range(6):
+                    products[layer, row // n_texts, head // 2] += of_text[:, head].T @ of_text[:, head]
+    for layer, metric in enumerate(metrics):
+        torch.testing.assert_close(metric, products[layer] / (n_texts * 5 * 2), rtol=1e-9, atol=1e-12)
+
+
+def test_a_head_that_does_not_reach_the_logits_gets_no_keys():
+    """Greedy budgets measure the output after W_O, and give it keys."""
+    model, prompt = small_model(**MORE, normalization_type=None), tokens(1, 24)[0]
+    for block in model.blocks:
+        block.attn.W_Q.data.mul_(6.0)
+    last = model.blocks[-1]
+    last.attn.W_O.data[0] = 0.0
+    last.attn.W_O.data[0, :, 0] = 3.0  # head 0 of the last layer writes to one dimension only,
+    last.mlp.W_in.data[0] = 0.0
+    model.W_U.data[0] = 0.0  # which nothing reads
+    of = {
+        budget: convert_prompt(model, prompt, method=Landmark(n_keys=4, budget=budget, **TEXTS), verbose=False).fit.n_keys
+        for budget in ("greedy", "logits")
+    }
+    assert int(of["greedy"][-1, 0]) > 0 and int(of["logits"][-1, 0]) == 0
+    assert all(0 < int(n.sum()) <= 4 * n.numel() for n in of.values())
