@@ -125,8 +125,8 @@ def convert_prompt(
     is_softmax = hooked is None or hooked.cfg.attention == "softmax"
     if is_softmax and segment_length is not None:
         raise KVLensError(
-            "convert_prompt: segment_length is for linear attention, whose state does not grow; a softmax prompt is read as "
-            "a whole, because all of its keys are kept until the fit"
+            "convert_prompt: segment_length is for linear attention, whose state does not grow; leave it out: all keys of a "
+            "softmax prompt are kept until the fit, and its pass is split automatically where it would hold too many scores"
         )
     _check_arguments(prepend_bos, fwd_hooks, detach, segment_length, on_progress)
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from kvlens.conversion.softmax import prompt_pass
 
 TEXTS = dict(n_continuations=3, continuation_length=4, n_held_out=2)
 METHODS = [
-    Landmark(n_keys=5, budget="greedy", **TEXTS),
+    Landmark(n_keys=3, **TEXTS),
     AttentionMatching(n_keys=5, on_policy=True, **TEXTS),
     StreamingLLM(n_keys=6, **TEXTS),
     H2O(n_keys=6, **TEXTS),
@@ -44,7 +44,7 @@ def in_little_memory(monkeypatch) -> list[int]:
         lengths.append(whole(*of))
         return lengths[-1]
 
-    monkeypatch.setattr(prompt_pass, "SCORES_AT_ONCE", 700)
+    monkeypatch.setattr(prompt_pass, "SCORES_AT_ONCE", 3000)
     monkeypatch.setattr(prompt_pass, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
     return lengths
@@ -60,10 +60,12 @@ def assert_same(a: KVBias, b: KVBias) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_method_converts_a_long_prompt_as_it_would_in_one_piece(method, monkeypatch):
     model, prompt = small_model(**MORE, positional_embedding_type="rotary"), tokens(2, 37)
+    for block in model.blocks:
+        block.attn.W_Q.data.mul_(12.0)  # with uniform attention every choice of keys is as good
     whole = convert_prompt(model, prompt, method=method, verbose=False)
     lengths = in_little_memory(monkeypatch)
     assert_same(convert_prompt(model, prompt, method=method, verbose=False), whole)
-    assert 1 < lengths[0] < 10
+    assert 1 < lengths[0] < 37
 
 
 @pytest.mark.parametrize("kind", KINDS)
