@@ -40,6 +40,8 @@ def test_bridge_smoke(capsys):
 def test_bridge_exactness_smoke(capsys):
     bench_bridge_exactness.main(["--families", "gpt2", "--seeds", "2"])
     assert capsys.readouterr().out.count("NO") == 0
+
+
 def test_long_prompts_smoke(capsys):
     bench_long_prompts.main(["--small", "--methods", "landmark", "kvzip"])
     assert capsys.readouterr().out.count("error by block") == 4
