@@ -153,21 +153,23 @@ def unrelated_swaps(
     with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
     without = convert_prompt(question.model, question.rows([[span]]))
     unrelated = [swapped_heads(question, with_them.select_prompt(i), without) for i in range(len(new))]
-    resampled = [swapped_heads(question, bias, row_of(with_them, i))[1] for i in range(len(new))]
+    resampled = [swapped_heads(question, bias, row_of(with_them, i), converse=False)[1] for i in range(len(new))]
     alone = torch.stack([whole - converse for whole, _, converse in unrelated])
     return torch.stack([swap for _, swap, _ in unrelated]), alone, torch.stack(resampled)
 
 
 def swapped_heads(
-    question: Question, bias: KVBias, other: KVBias
-) -> tuple[Float[Tensor, ""], Float[Tensor, " part"], Float[Tensor, " part"]]:
-    """(whole, swap, converse): by how much the score falls with all heads' parts from ``other``, one head's, all but one's."""
+    question: Question, bias: KVBias, other: KVBias, *, converse: bool = True
+) -> tuple[Float[Tensor, ""], Float[Tensor, " part"], Float[Tensor, " part_or_none"]]:
+    """(whole, swap, converse): by how much the score falls with all heads' parts from ``other``, one head's, all but one's; the
+    last are left out on request."""
     own, donors = with_references(bias, other)
     assert donors is not None
     parts = exchangeable(own)
     n = len(parts)
     keep_bias, keep_shift_state = (
-        torch.cat([torch.ones_like(part[:1]), torch.zeros_like(part[:1]), 1.0 - part, part]) for part in indicators(own, parts)
+        torch.cat([torch.ones_like(part[:1]), torch.zeros_like(part[:1]), 1.0 - part, part[: n if converse else 0]])
+        for part in indicators(own, parts)
     )
     scores = []
     for bias_rows, shift_rows in zip(keep_bias.split(64), keep_shift_state.split(64), strict=True):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel, convert_prompt
+from kvlens import KVLensError, KVModel
 from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import nearest
 
@@ -136,12 +136,11 @@ def method_of(method: str | Method) -> Method:
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
     """Of each unit: the score as it is, less that with the unit hidden from the text."""
-    bias = convert_prompt(question.model, question.prompt)
     own = positions_of(units, len(question.prompt))
     everything = torch.cat([torch.zeros_like(own[:1]), own])
-    scores = torch.cat(
-        [question.scores_under(hidden_from_text(question.model, question.prompt, bias, rows)) for rows in everything.split(32)]
-    )
+    hidden = hidden_from_text(question.model, question.prompt, everything)
+    question.account.count(len(question.prompt))
+    scores = torch.cat([question.scores_under(biases) for biases in hidden])
     return scores[0] - scores[1:]
 
 

@@ -8,6 +8,7 @@ k_p and v_p are what the heads read at position p: shifted, where the model shif
 has one. What was held before the prompt stays.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,42 +16,48 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, carry_bias, convert_prompt
+from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
+from kvlens.ops.rotary import rotate
 
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, tensors_of, with_tensors
 
 BYTES_AT_ONCE = 2**27
-"""Of features of chosen positions that are added up together."""
+"""Of biases that are read together, and of features of chosen positions that are added up together."""
 
 
-def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias, units: Bool[Tensor, "row pos"]) -> KVBias:
-    """The bias of a prompt of which some positions are hidden from the text: a batch, a row for each row of ``units``.
+def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"]) -> Iterator[KVBias]:
+    """The bias of a prompt of which some positions are hidden from the text: batches that have a row for each row of ``units``.
 
     Left out are the terms of every position whose keys and values hold something of the hidden ones (:func:`carriers`), and the
     hidden positions' own rows of the shift state, which the text's first positions would mix into their keys, values and
-    queries: those rows become zero, as at the beginning of a text. The prompt's own pass stays as it was.
+    queries: those rows become zero, as at the beginning of a text. The prompt's own pass stays as it was; it is read once.
 
     Of a recurrent layer the hidden positions' terms are taken out of the state; what its tokens removed and how they decayed
     stays. Its short convolution is treated like a shift state, but the terms of the next positions, whose keys and values it
     mixed with the hidden ones, stay.
 
     Args:
-        model: that the prompt was converted with.
+        model: linear or softmax.
         prompt: [pos].
-        bias: its exact bias.
         units: True at the positions that are hidden.
     """
-    gone, tensors = carriers(bias, units), tensors_of(bias.repeat(len(units)))
-    shift_states = [name for name in (*OF_SHIFT_STATE, RECURRENT + "conv") if name in tensors]
-    whole = with_tensors(bias.repeat(len(units)), {name: _without_rows(tensors[name], units) for name in shift_states})
-    if bias.features is not None:
+    linear = isinstance(model, HookedKVTransformer) and model.cfg.attention == "linear"
+    read = factors(model, prompt) if linear else None
+    bias = convert_prompt(model, prompt) if read is None else read.bias
+    states = None if bias.recurrent is None else state_terms(model, prompt)
+    for rows in units.split(max(1, BYTES_AT_ONCE // (bias.b_KV.numel() * bias.b_KV.element_size()))):
+        gone, tensors = carriers(bias, rows), tensors_of(bias.repeat(len(rows)))
+        shift_states = [name for name in (*OF_SHIFT_STATE, RECURRENT + "conv") if name in tensors]
+        whole = with_tensors(bias.repeat(len(rows)), {name: _without_rows(tensors[name], rows) for name in shift_states})
+        if read is not None:
+            taken = written(model, read, gone)
+            yield replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
+            continue
         keep = _weights(bias, gone)
         hidden = replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
-        if hidden.recurrent is None:
-            return hidden
-        return with_states(hidden, hidden.recurrent.b_KV - state_terms(model, prompt).of(units).to(bias.b_KV))
-    taken = written(model, factors(model, prompt), gone)
-    return replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
+        if states is not None and hidden.recurrent is not None:
+            hidden = with_states(hidden, hidden.recurrent.b_KV - states.of(rows).to(bias.b_KV))
+        yield hidden
 
 
 def carriers(bias: KVBias, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
@@ -117,40 +124,32 @@ class Factors(NamedTuple):
         phi_k: phi(k_p), unrotated where RoPE follows the feature map, as b_D holds it.
         carried: the same as b_KV holds it at the end of the prompt: decayed, and rotated where RoPE follows the feature map.
         v: v_p.
-        like: a bias of zeros of this model.
+        bias: of the prompt.
     """
 
     phi_k: Float[Tensor, "layer pos kv_head d_phi"]
     carried: Float[Tensor, "layer pos head d_phi"]
     v: Float[Tensor, "layer pos kv_head d_head"]
-    like: KVBias
+    bias: KVBias
 
 
 def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
-    """Read a prompt once; :func:`written` then adds up the terms of any of its positions."""
+    """Read a prompt, or a single counterfactual one, once; :func:`written` then adds up the terms of any of its positions."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
-    phi_k, v = _features_and_values(model, prompt)
-    like = convert_prompt(model, _first_token(prompt)).zero_like()
+    phi_k, v, bias = _features_and_values(model, prompt)
     phi = phi_k.repeat_interleave(model.cfg.n_heads // phi_k.shape[2], dim=2)
-    return Factors(phi_k, _carried(model, phi, like), v, like)
+    return Factors(phi_k, _carried(model, phi), v, bias)
 
 
-def _carried(
-    model: HookedKVTransformer, phi: Float[Tensor, "layer pos head d_phi"], like: KVBias
-) -> Float[Tensor, "layer pos head d_phi"]:
-    """Features of each position as they stand behind the last one, by :func:`kvlens.carry_bias` of biases with one column."""
-    decay = model.cfg.decay_per_head()
-    if decay is None and not model.cfg.rotates_after:
-        return phi
+def _carried(model: HookedKVTransformer, phi: Float[Tensor, "layer pos head d_phi"]) -> Float[Tensor, "layer pos head d_phi"]:
+    """gamma^{M-1-p} R_{p-M} phi_p: features of each position as they stand behind the last one."""
+    steps, decay = torch.arange(phi.shape[1], 0, -1, device=phi.device), model.cfg.decay_per_head()
     if decay is not None:
-        phi = phi / decay.to(phi)[:, None]  # carried one step more than it decays
-    steps = torch.arange(phi.shape[1], 0, -1, device=phi.device)
-    carried = []
-    at_once = max(1, BYTES_AT_ONCE // (like.b_KV.numel() * 8))
-    for each, after in zip(phi.split(at_once, dim=1), steps.split(at_once), strict=True):
-        column = torch.nn.functional.pad(each[..., None], (0, like.b_KV.shape[-1] - 1)).to(like.b_KV)
-        carried.append(carry_bias(model, replace(like.repeat(len(after)), b_KV=column), after).b_KV[..., 0].to(phi))
-    return torch.cat(carried, dim=1)
+        phi = phi * (decay.to(phi) ** (steps[:, None] - 1))[..., None]
+    if not model.cfg.rotates_after:
+        return phi
+    cos, sin = (row[:, None] for row in model.blocks[0].attn.rotary_table.at(steps, phi.dtype))
+    return rotate(phi, cos, -sin, model.cfg.rotary_adjacent_pairs)
 
 
 def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
@@ -168,18 +167,15 @@ def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> K
         b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))
         b_d.append((read.phi_k[:, where] * each).sum(dim=2).repeat_interleave(group, dim=2))
     d = torch.cat(b_d, dim=1) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d, dim=1)
-    like = read.like.repeat(len(chosen))
+    like = read.bias.zero_like().repeat(len(chosen))
     return replace(like, b_KV=torch.cat(b_kv, dim=1).to(like.b_KV), b_D=d.to(like.b_D))
-
-
-def _first_token(prompt: Tensor | Counterfactuals) -> Tensor:
-    return (prompt.original if isinstance(prompt, Counterfactuals) else prompt)[:1]
 
 
 def _features_and_values(
     model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals
-) -> tuple[Float[Tensor, "layer pos kv_head d_phi"], Float[Tensor, "layer pos kv_head d_head"]]:
-    """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them."""
+) -> tuple[Float[Tensor, "layer pos kv_head d_phi"], Float[Tensor, "layer pos kv_head d_head"], KVBias]:
+    """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them, and
+    the prompt's bias."""
     shift, variant = model.cfg.kv_shift, model.cfg.attention_variant
     augmented = variant is not None and variant.augmented is not None and variant.augmented.values
     v_name = "hook_v_augmented" if augmented else "hook_v_shifted" if shift is not None and shift.values else "hook_v"
@@ -189,5 +185,6 @@ def _features_and_values(
         seen[hook.name.rsplit(".", 1)[-1]].append(x[0])
 
     hooks = [(f"blocks.{layer}.attn.{name}", look) for layer in range(model.cfg.n_layers) for name in seen]
-    convert_prompt(model, prompt, fwd_hooks=hooks)
-    return torch.stack(seen["hook_phi_k"]), torch.stack(seen[v_name]).to(seen["hook_phi_k"][0])
+    bias = convert_prompt(model, prompt, fwd_hooks=hooks)
+    bias = bias if bias.batch_size is None else bias.select_prompt(0)
+    return torch.stack(seen["hook_phi_k"]), torch.stack(seen[v_name]).to(seen["hook_phi_k"][0]), bias

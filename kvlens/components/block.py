@@ -37,7 +37,8 @@ class KVBlock(Replaces, TransformerBlock):
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch kept_pos d_model"]:
-        """As ``transformer_lens.components.TransformerBlock.forward``; a hook may keep fewer positions."""
+        """As ``transformer_lens.components.TransformerBlock.forward``; a hook at :meth:`cut_point` may keep only the last
+        positions."""
         if shortformer_pos_embed is not None or not self._is_usual():
             self._check_input_by_head(shortformer_pos_embed is not None)
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
@@ -45,7 +46,7 @@ class KVBlock(Replaces, TransformerBlock):
         normed = norm(self.ln1, resid_pre)
         attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
         attn_out = self.hook_attn_out(attn_out)
-        resid_pre = resid_pre.to(attn_out.device)
+        resid_pre = resid_pre[:, -attn_out.shape[1] :].to(attn_out.device)
         if self.cfg.attn_only:
             return self.hook_resid_post(resid_pre + attn_out)
         if self.cfg.parallel_attn_mlp:
@@ -53,6 +54,11 @@ class KVBlock(Replaces, TransformerBlock):
             return self.hook_resid_post(resid_pre + attn_out + mlp_out)
         resid_mid = self.hook_resid_mid(resid_pre + attn_out)
         return self.hook_resid_post(resid_mid + self.apply_mlp(norm(self.ln2, self._mlp_in(resid_mid))))
+
+    def cut_point(self) -> str:
+        """The hook point at which a hook may keep only the last positions: behind it no position reads another. That is where
+        the heads' outputs are; the end of the block, where anything in it is hooked and may want all positions."""
+        return "attn.hook_z" if self._is_usual() and not is_hooked(*self.modules()) else "hook_resid_post"
 
     def _is_usual(self) -> bool:
         cfg = self.cfg

@@ -2,21 +2,25 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
+from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
+from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import KVModel
 
 TOKENS_PER_PASS = 4096
-"""More rows per pass use a core better, fewer share longer prefixes: 32 units of 512 tokens were fastest at this size."""
-PREFIX_WORTH = 64
-"""Tokens that a pass must save over its rows for converting their shared prefix to pay off, given its fixed cost."""
+"""At most so many tokens go through the model at once, with at least one row."""
+FIXED_COST = 350_000_000
+"""The fixed cost of converting a prefix and of a pass behind it on a CPU, as tokens times weights of the model: 200 tokens of a
+model with 1.8 million weights, 3 of GPT-2 small. Rows that share a pass share only the prefix of the first of them."""
 
 
 @torch.no_grad()
@@ -33,34 +37,74 @@ def logits_after(
     """The logits at the last ``n_last`` tokens of a text after each counterfactual prompt.
 
     Rows with a common prefix share the work: everything before the first change among the rows of a pass is converted once and
-    extended from pass to pass, so that deleting each unit of a long prompt in turn reads about half the tokens.
+    extended from pass to pass, so that deleting each unit of a long prompt in turn reads about half the tokens. Tokens that
+    follow it and that no row of a pass reads are skipped: the bias is carried over them.
 
     Args:
         model: the model; a bias attached to it comes before the prompts.
         prompts: the counterfactual prompts, one per row.
         text: the tokens that follow each prompt, [pos].
         n_last: number of tokens, counted from the end of the text.
-        rows_per_pass: number of rows per pass; None chooses about :data:`TOKENS_PER_PASS` tokens, and at least four rows.
+        rows_per_pass: number of rows per pass; None chooses, from where the rows first differ from the prompt and
+            :data:`TOKENS_PER_PASS`.
         on_tokens: called after each pass with the number of tokens that it read, including the shared prefix.
 
     Source: prefix reuse as in AttriBoT (arXiv 2411.15102); here a converted prompt is reused.
     """
-    rows_per_pass = rows_per_pass or max(4, TOKENS_PER_PASS // (len(prompts.original) + len(text)))
-    first = prompts.first_changes()
+    first = prompts.first_changes().cpu()
     order = first.argsort(stable=True)
+    n_tokens = len(prompts.original) + len(text)
+    worth = _worth(model, prompts.tokens.device)
+    passes = rows_per_pass or _passes(first[order].tolist(), n_tokens, worth)
     found: list[Tensor] = []
-    before, bias = 0, None
-    for rows in order.split(rows_per_pass):
-        start, n_read = int(first[rows].min()), 0
-        if (start - before) * (len(rows) - 1) >= PREFIX_WORTH or (
-            start - before >= PREFIX_WORTH and len(found) + 1 < len(order)
-        ):
-            bias = convert_prompt(model, prompts.original[before:start], initial=bias)
+    before, bias, n_left = 0, None, len(order)
+    for rows in order.split(passes):
+        start, n_read = int(first[rows[0]]), 0
+        here = prompts.rows(rows)
+        gap = _gap(model, here.after(start))
+        if (start - before) * (n_left - 1) + gap * len(rows) >= worth and start:
+            if start > before:
+                bias = convert_prompt(model, prompts.original[before:start], initial=bias)
             before, n_read = start, start - before
-        found.append(_last_logits(model, bias, prompts.rows(rows).after(before), text, n_last))
+        else:
+            gap = 0
+        carried = bias
+        if gap and prompts.positions == "kept":
+            assert bias is not None
+            assert isinstance(model, HookedKVTransformer)
+            carried = carry_bias(model, bias, gap)
+        found.append(_last_logits(model, carried, here.after(before + gap), text, n_last))
+        n_left -= len(rows)
         if on_tokens is not None:
-            on_tokens(n_read + len(rows) * (len(prompts.original) - before + len(text)))
+            on_tokens(n_read + len(rows) * (n_tokens - before - gap))
     return torch.cat(found)[order.argsort()]
+
+
+def _worth(model: Any, device: torch.device) -> int:
+    """`FIXED_COST` in tokens; elsewhere than on a CPU, passes are as large as they may be."""
+    return max(1, FIXED_COST // sum(p.numel() for p in model.parameters())) if device.type == "cpu" else TOKENS_PER_PASS
+
+
+def _gap(model: KVModel, prompts: Counterfactuals) -> int:
+    """How many tokens at the beginning no row reads, over which a bias can be carried instead."""
+    if not isinstance(model, HookedKVTransformer):
+        return 0
+    read = prompts.kept.any(dim=0)
+    return int(read.long().argmax()) if bool(read.any()) else len(read)
+
+
+def _passes(first: list[int], n_tokens: int, worth: int) -> list[int]:
+    """Numbers of rows, in their order, that are read together: a pass ends where the tokens that its rows read again, although
+    they stand before their first change, add up to more than ``worth``, or at `TOKENS_PER_PASS`."""
+    sizes: list[int] = []
+    start = again = 0
+    for change in first:
+        again += change - start
+        if not sizes or again > worth or (sizes[-1] + 1) * (n_tokens - start) > TOKENS_PER_PASS:
+            sizes.append(0)
+            start, again = change, 0
+        sizes[-1] += 1
+    return sizes
 
 
 def _last_logits(

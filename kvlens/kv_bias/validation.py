@@ -65,6 +65,8 @@ def check_numbers(bias: Any, what: str) -> None:
     if bias.recurrent is not None:
         tensors |= {f"recurrent.{name}": tensor for name, tensor in bias.recurrent.tensors().items()}
     for name, tensor in tensors.items():
+        if bool(tensor.sum().isfinite()):
+            continue  # a quarter of the time of looking at each number; a sum of finite ones can overflow
         if not bool(tensor.isfinite().all()):
             row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
             in_state = bias.recurrent is not None and name.startswith("recurrent.")

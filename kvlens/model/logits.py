@@ -32,7 +32,7 @@ def logits_on(
 
     names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
     hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
-    hooks.append((names[-1], cut))
+    hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
     n_before = 0 if before is None else before.shape[1]
     if before is not None and n_before and kept is None and model.cfg.attention == "linear" and not model.cfg.attention_variant:
         options["past_kv_cache"] = cache = model.empty_cache(len(text))

@@ -117,7 +117,7 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
         return v
 
     zeroed = convert_prompt(model, PROMPT, fwd_hooks=[("blocks.0.attn.hook_v", zero)])  # layer 0: its inputs stay
-    hidden = hidden_from_text(model, PROMPT, bias, gone)
+    hidden = next(hidden_from_text(model, PROMPT, gone))
     tolerance = 1e-5 * float(bias.recurrent.b_KV[0].abs().max())
     torch.testing.assert_close(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0], rtol=0, atol=tolerance)
     n_hidden = (gone[0, -bias.recurrent.conv.shape[1] :]).sum()

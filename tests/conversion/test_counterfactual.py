@@ -119,7 +119,8 @@ def test_counterfactuals_continue_a_bias(model):
     close(read(model, continued), read(model, convert_prompt(model, PROMPT, without=[(6, 9)])))
 
 
-def test_shared_beginnings_change_nothing_but_the_work():
+def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
     model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "n_ctx": 512}))
     prompt = torch.randint(31, (240,), generator=torch.Generator().manual_seed(0))
     deleted = [[(first, first + 20)] for first in range(0, 240, 20)]
@@ -129,6 +130,20 @@ def test_shared_beginnings_change_nothing_but_the_work():
     alone = torch.cat([logits_after(model, rows.rows(slice(i, i + 1)), TEXT) for i in range(12)])
     close(together, alone)
     assert sum(counted) < 0.75 * 12 * (240 + len(TEXT))
+    counted.clear()
+    close(logits_after(model, rows, TEXT, on_tokens=counted.append), alone)
+    assert sum(counted) == 240 + sum(range(0, 220, 20)) + 220 + 12 * len(TEXT)  # the first row, what follows the others' gaps
+
+
+@pytest.mark.parametrize("positions", ["kept", "closed"])
+def test_a_bias_is_carried_over_what_no_row_of_a_pass_reads(model, positions, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)  # each row is worth a pass of its own
+    deleted, counted = [[(1, 13)], [(3, 6)], [(3, 6), (8, 9)], [], [(5, 13)]], []
+    rows = counterfactuals(model, PROMPT, deleted, positions=positions)
+    alone = [convert_prompt(model, PROMPT, without=each, positions=positions) for each in deleted]
+    expected = torch.stack([read(model, each)[-2:] for each in alone])
+    close(logits_after(model, rows, TEXT, 2, on_tokens=counted.append), expected)
+    assert sum(counted) == len(PROMPT) + 5 * len(TEXT) + 2 * 7
 
 
 def test_everything_deleted_is_no_prompt_at_its_position(model):

@@ -149,8 +149,7 @@ def test_a_prompt_that_continues_another_keeps_what_was_held(model, length):
     """Hidden as a whole, with its shift state; rows of it that a short prompt has not pushed out stay."""
     first, prompt = convert_prompt(model, tokens(6, 7)), PROMPT[:length]
     with model.kv_bias(first):
-        both = convert_prompt(model, prompt)
-        emptied = hidden_from_text(model, prompt, both, torch.ones(1, length, dtype=torch.bool)).select_prompt(0)
+        emptied = next(hidden_from_text(model, prompt, torch.ones(1, length, dtype=torch.bool))).select_prompt(0)
     rows = {}
     for x in "kvq":
         old = getattr(first, f"last_{x}")
@@ -291,6 +290,21 @@ def test_no_prompt_is_read_twice_for_the_null(monkeypatch):
     question = Question.of(model, PROMPT, TEXT, 5)
     expected = p_values(torch.tensor(table["total_effect"].to_numpy()), null.effects(question, units))
     assert table["p_value"].tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
+    model, read = random_model(attention=attention), []
+    monkeypatch.setattr(
+        "analyses.attribution.terms.convert_prompt",
+        lambda *args, **kwargs: read.append(args) or convert_prompt(*args, **kwargs),
+    )
+    units = torch.eye(13, dtype=torch.bool)
+    at_once = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
+    monkeypatch.setattr("analyses.attribution.terms.BYTES_AT_ONCE", 1)
+    one_by_one = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
+    torch.testing.assert_close(one_by_one, at_once, rtol=1e-12, atol=1e-12)
+    assert len(read) == 2
 
 
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
