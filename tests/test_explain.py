@@ -50,7 +50,7 @@ def test_only_significant_heads_are_named_and_an_unstable_lead_is_reported():
     assert in_a_sentence(insignificant, "sentence").endswith("No head carries it alone.")
     carried = heads.assign(swap=heads["whole"] * (heads.index == 3), p_value=0.05)
     layer, head = int(heads["layer"][3]), int(heads["head"][3])
-    for leads, said in ((0.5, f"The lead of L{layer}H{head} is not stable"), (0.95, f"Carried by L{layer}H{head}.")):
+    for leads, said in ((0.5, f"L{layer}H{head} does not always rank first"), (0.95, f"Carried by L{layer}H{head}.")):
         shown = in_a_sentence(replace(found, heads=carried.assign(leads=leads)), "sentence")
         assert said in shown and ("not stable" in shown) == (leads == 0.5)
 

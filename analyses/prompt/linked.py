@@ -30,7 +30,7 @@ from .readings import CONDITIONS, Readings, check_readings, read_text
 N_GUESSES = 5
 MAX_AT_ONCE = 2**21
 """The number of w computed at a time (more if one prompt token with all text tokens and heads has more)."""
-SHOWN = {"with prompt": "with_prompt", "converted": "converted", "without prompt": "without_prompt"}
+SHOWN = {"with the prompt": "with_prompt", "converted": "converted", "without the prompt": "without_prompt"}
 """The labels of the conditions in the view, in order."""
 
 
@@ -44,7 +44,8 @@ class LinkedShares:
         by_text: w summed over the prompt: [layer, head, text].
         between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighboring prompt tokens
             (the last one may have fewer).
-        next_tokens: by condition ("with prompt", ...), for each text token the likeliest next tokens and their probabilities.
+        next_tokens: by condition ("with the prompt", ...), for each text token the most probable next tokens and their
+            probabilities.
         colorings: other numbers of each head, [layer, head], by name: losses, ablations, scores.
         without_zero: names of colorings whose 0 is not meaningful, such as logarithms: colored from lowest to highest.
         block: tokens per column of ``between``: 1 for up to 4,096 prompt tokens.

@@ -51,7 +51,10 @@ def _stability(found: Any, by: str) -> str:
     if unstable is None:
         return ""
     head, share = unstable
-    return f" The lead of {head} is not stable: with unrelated texts in the {by}'s place it leads in {percent(share)} of cases."
+    return (
+        f" {head} does not always rank first: with unrelated texts in the {by}'s place it has the largest effect in "
+        f"{percent(share)} of cases."
+    )
 
 
 def _listed(names: list[str], word: str) -> str:
@@ -82,17 +85,24 @@ def print_explanation(found: Any, by: str) -> None:
         alone=heads["p_value_alone"].map("{:.3f}".format),
         leads=heads["leads"].map(percent),
     )
-    console.print("heads, nats lost when patched from the prompt without it", style="bold")
+    console.print(f"heads: nats lost when they read the prompt without that {by}", style="bold")
     console.print(
         _table(
             heads,
-            {"name": "head", "swap": "this head's", "converse": "all others'", "p": "p", "alone": "p alone", "leads": "leads"},
+            {
+                "name": "head",
+                "swap": "this head's",
+                "converse": "all others'",
+                "p": "p",
+                "alone": "p alone",
+                "leads": "ranks first",
+            },
         )
     )
     matters = found.positions["swap"].abs().combine((found.positions["whole"] - found.positions["converse"]).abs(), max)
     positions = found.positions.loc[matters.nlargest(5).index]
     positions = positions.assign(token=positions["token"].fillna("shift state"), where=_where(positions))
-    console.print("positions, nats lost with keys and values of the prompt without it", style="bold")
+    console.print(f"positions: nats lost with their keys and values from the prompt without that {by}", style="bold")
     console.print(
         _table(
             positions,

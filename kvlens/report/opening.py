@@ -16,6 +16,7 @@ from kvlens.viz.piece import Piece
 
 MOST_NUMBERED = 24
 """Up to so many significant units show their effects behind them."""
+CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
 
 
 def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = None) -> Piece:
@@ -114,10 +115,7 @@ def exactness(figures: dict[str, Any], n_text: int) -> str:
     agreeing = f"the same most probable next token at {round(figures['argmax_agreement'] * n_text)} of {n_text} positions"
     error = f"relative error of the logits {number(figures['relative_error'])}"
     if figures["approximation"] is not None:
-        return f"The prompt's conversion into a bias is approximate ({figures['approximation']}): {error}; {agreeing}."
+        return f"{CONVERTED} approximate ({figures['approximation']}): {error}; {agreeing}."
     if figures["exact_to_rounding"]:
-        return f"The prompt's conversion into a bias is exact to rounding: {error}; {agreeing}."
-    return (
-        f"The prompt's conversion into a bias is NOT EXACT: {error}, rounding alone gives {number(figures['rounding_error'])}; "
-        f"{agreeing}."
-    )
+        return f"{CONVERTED} exact to rounding: {error}; {agreeing}."
+    return f"{CONVERTED} NOT EXACT: {error}, rounding alone gives {number(figures['rounding_error'])}; {agreeing}."

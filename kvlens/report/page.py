@@ -31,7 +31,7 @@ TOP_PLACES = 5
 LONGEST_NAME = 120
 OF_LAYER = "KL without the layer's heads, nats"
 LOSSES = ("converted", "without_prompt")
-TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
+TITLES = {"with_prompt": "with the prompt", "converted": "converted", "without_prompt": "without the prompt"}
 
 
 def build_page(report: Report) -> Page:
@@ -117,7 +117,7 @@ def _about_heads(report: Report) -> str:
         f"{own[0].upper()}{own[1:]}: how much the log-probability of {found.answer!r} falls when this head alone reads the "
         f"prompt without the {by} {_short(text)!r}. {alone[0].upper()}{alone[1:]}: how much of the {by}'s effect remains when "
         f"all other heads read the prompt without it. p, p alone: the share of unrelated {by}s in its place with an effect as "
-        f"large. Leads: the share of them for which this head has the largest effect. {ablation}"
+        f"large. Ranks first: the share of them for which this head has the largest effect. {ablation}"
     )
 
 
@@ -141,9 +141,9 @@ def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
 
 
 def _small(value: float) -> str:
-    """A number of nats, or a p-value, to three decimals; what is not 0 is not shown as 0."""
+    """A number of nats, or a p-value, to three decimals; "≈ 0" is not exactly 0."""
     if value == value and 0 < abs(value) < 5e-4:
-        return "< 0.001" if value > 0 else "> −0.001"
+        return "≈ 0"
     return f"{value:.3f}".replace("-", "−") if value == value else "–"
 
 
@@ -210,7 +210,7 @@ def _conversion(summary: dict[str, Any]) -> Piece:
 
 def _effect(figures: dict[str, Any]) -> Piece:
     names = {
-        "kl_from_with_prompt": "KL(with prompt || this), nats",
+        "kl_from_with_prompt": "KL(with the prompt || this), nats",
         "next_token_agreement": "same predicted next token, fraction",
         "loss_nats_per_token": "loss, nats per token",
     }

@@ -20,7 +20,7 @@ ON_ANSWER = {
     "p_value": "p",
     "alone": "kept by this head alone, nats",
     "p_value_alone": "p alone",
-    "leads": "leads",
+    "leads": "ranks first",
 }
 """Those of ``attribution_by_head``."""
 

@@ -24,7 +24,7 @@ CELL = 6
 TOP = 5
 LONGEST_SHOWN = 320
 """Characters of the prompt and of the text that are shown at the top of the report (four lines)."""
-_TITLES = {"with_prompt": "with prompt", "converted": "converted", "without_prompt": "without prompt"}
+_TITLES = {"with_prompt": "with the prompt", "converted": "converted", "without_prompt": "without the prompt"}
 
 
 @checked
@@ -108,7 +108,7 @@ def _conversion(summary: dict[str, Any]) -> Padding:
 def _effect(figures: dict[str, Any]) -> Padding:
     table = _table(("mean over the text", *(_TITLES[c] for c in CONDITIONS)))
     rows = (
-        ("KL(with prompt || this), nats", "kl_from_with_prompt", _nats),
+        ("KL(with the prompt || this), nats", "kl_from_with_prompt", _nats),
         ("same predicted next token", "next_token_agreement", percent),
         ("loss, nats per token", "loss_nats_per_token", _nats),
     )
@@ -125,7 +125,7 @@ def _print_places(console: Console, report: Report) -> None:
     if gain.empty:
         return
     tokens = report.tables["conversion_error"]["token"].tolist()
-    table = _table(("position", "after", "next token", "loss converted", "without prompt"))
+    table = _table(("position", "after", "next token", "loss converted", "without the prompt"))
     table.columns[1].justify = table.columns[2].justify = "left"
     for position in gain.index:
         before = joined(tokens[max(0, position - 7) : position + 1])
@@ -139,7 +139,7 @@ def _print_places(console: Console, report: Report) -> None:
 def _print_heads(console: Console, report: Report) -> None:
     heads, layers, bias = report.tables["bias_by_head"], report.tables["bias_by_layer"], report.summary["bias"]
     unit = _unit(max(heads["ablation_kl"].max(), layers["ablation_kl"].max()))
-    console.print(f"  KL(converted || head without prompt), mean over the text, in {unit:g} nats")
+    console.print(f"  KL(converted || head without the prompt), mean over the text, in {unit:g} nats")
     console.print(_heat_map(heads, layers, unit))
     console.print(
         f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "

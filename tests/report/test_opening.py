@@ -114,7 +114,9 @@ def test_units_that_do_nothing_leave_the_ranking_to_the_text():
 def test_exactness_is_one_line():
     figures = {"relative_error": 2e-7, "rounding_error": 1e-7, "argmax_agreement": 1.0, "exact_to_rounding": True}
     figures |= {"approximation": None}
-    assert exactness(figures, 20).startswith("The prompt's conversion into a bias is exact to rounding: ")
+    assert exactness(figures, 20).startswith(
+        "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is exact"
+    )
     assert "at 20 of 20 positions" in exactness(figures, 20)
     assert "NOT EXACT" in exactness({**figures, "exact_to_rounding": False}, 20)
     assert "approximate (landmark, 8" in exactness({**figures, "approximation": "landmark, 8", "exact_to_rounding": None}, 20)

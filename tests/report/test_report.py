@@ -385,7 +385,7 @@ def test_the_view_fits_80_columns_and_has_no_colors_in_a_pipe(report):
     assert "\x1b" not in view
     assert max(map(len, view.splitlines())) <= 80
     assert not any(line != line.rstrip() for line in view.splitlines())
-    for words in ("exact to rounding", "with prompt", "layer 1", "the same, token by token"):
+    for words in ("exact to rounding", "with the prompt", "layer 1", "the same, token by token"):
         assert words in view
     assert "\x1b" in shown(report, force_terminal=True)
 
