@@ -10,6 +10,7 @@ import bench_dual_losses
 import bench_exact_conversion
 import bench_fit_error
 import bench_induction_heads
+import bench_kvpress
 import bench_linear_attention
 import bench_long_prompts
 import bench_model
@@ -45,6 +46,12 @@ def test_bridge_exactness_smoke(capsys):
 def test_long_prompts_smoke(capsys):
     bench_long_prompts.main(["--small", "--methods", "landmark", "kvzip"])
     assert capsys.readouterr().out.count("error by block") == 4
+
+
+def test_kvpress_smoke(capsys):
+    """kvlens' half only; kvpress needs an environment of its own."""
+    bench_kvpress.main(["--seeds", "1"])
+    assert capsys.readouterr().out.count("144 of 144 kept keys are those of itself") == 5
 
 
 def test_model_smoke(capsys):

@@ -209,11 +209,11 @@ def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
 
 
 def _scale(**changes: Any) -> dict[str, Any]:
-    sizes = dict(n_contexts=8, prompt_lengths=[64, 128, 256], n_text=32, n_texts=8, n_continuations=24, n_generated=32)
-    weights = dict(n_texts=96, steps=200, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=None)
+    sizes = dict(n_contexts=6, prompt_lengths=[64, 128, 256], n_text=32, n_texts=4, n_continuations=16, n_generated=32)
+    weights = dict(n_texts=32, steps=50, ranks=[1], rates=[1e-2], rates_of_all_entries=None)
     asked = dict(facts_model="facts-gpt2", facts_ratio=0.25, n_stories=64, n_stories_of_weights=8)
     asked |= dict(facts_reference=dict(n_continuations=24, continuation_length=48))
-    return {"model": "docs-gpt2", "tokenizer": None, "keys": [4, 8, 16], **sizes, "distillation": weights, **asked, **changes}
+    return {"model": "docs-gpt2", "tokenizer": None, "keys": [4, 16], **sizes, "distillation": weights, **asked, **changes}
 
 
 EXPERIMENT = Experiment(
@@ -227,8 +227,9 @@ EXPERIMENT = Experiment(
         | dict(distillation=dict(n_texts=9, steps=2, ranks=[1], rates=[1e-3], rates_of_all_entries=[1e-3]))
         | dict(n_stories_of_weights=1),
         "small": _scale(),
-        "paper": _scale(n_text=64, n_generated=64, keys=[8, 16, 32], n_stories=112, n_stories_of_weights=112)
-        | dict(distillation=dict(n_texts=96, steps=400, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=[3e-4, 1e-3])),
+        "paper": _scale(n_contexts=8, n_text=64, n_texts=8, n_continuations=24, n_generated=64, keys=[8, 16, 32])
+        | dict(distillation=dict(n_texts=96, steps=400, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=[3e-4, 1e-3]))
+        | dict(n_stories=112, n_stories_of_weights=32),
     },
     cost={"tiny": "seconds", "small": "about twenty minutes on two cores", "paper": "hours on two cores"},
 )
