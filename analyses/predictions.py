@@ -1,6 +1,6 @@
 """The logits on a text, after other tokens or with a bias attached, and measures that compare them."""
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
@@ -22,6 +22,8 @@ def text_logits(
     before: Int[Tensor, " before_pos"] | None,
     text: Int[Tensor, " pos"],
     residuals: list[Tensor] | None = None,
+    *,
+    kept: Bool[Tensor, " before_pos"] | None = None,
 ) -> Float[Tensor, "pos d_vocab"]:
     """Logits at the positions of ``text`` when it follows ``before``; no other position is unembedded.
 
@@ -33,10 +35,12 @@ def text_logits(
         text: tokens of the text.
         residuals: a list to which the residual stream at the text's positions, [pos, d_model], is appended before each layer
             and after the last.
+        kept: True at the tokens of ``before`` that are read; the others only take up positions. None where all are read.
     """
     streams: list[Tensor] | None = None if residuals is None else []
     front = None if before is None or not len(before) else before[None]
-    logits = model.logits_on(text[None], len(text), before=front, residuals=streams)[0]
+    mask = None if front is None or kept is None else kept[None]
+    logits = model.logits_on(text[None], len(text), before=front, kept=mask, residuals=streams)[0]
     if residuals is not None and streams is not None:
         residuals += [stream[0] for stream in streams]
     return logits

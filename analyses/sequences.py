@@ -10,7 +10,8 @@ prompt's tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
 
 from typing import Any
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
@@ -99,6 +100,17 @@ def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -
     if given is not None:
         return one_sequence(model, "baseline", given, may_be_empty=True)
     return prompt[: int(begins_with_bos(model, prompt))]
+
+
+def instead_of_prompt(
+    prompt: Int[Tensor, " prompt_pos"], baseline: Int[Tensor, " baseline_pos"]
+) -> tuple[Int[Tensor, " pos"], Bool[Tensor, " pos"]]:
+    """(tokens, kept): the baseline from the prompt's first position on, then tokens that are not read up to its last one.
+
+    The text after it so starts where it starts after the prompt, unless the baseline is the longer of the two.
+    """
+    tokens = torch.cat([baseline, prompt[len(baseline) :]])
+    return tokens, torch.arange(len(tokens), device=tokens.device) < len(baseline)
 
 
 def bias_of(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:

@@ -58,8 +58,9 @@ def prompt_by_depth(
         model: with any attention; what is attached to it stays attached.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        baseline: [pos], the tokens before the text "without the prompt"; None takes the prompt's BOS, or nothing if the prompt
-            does not begin with the tokenizer's BOS.
+        baseline: [pos], the tokens that stand in the prompt's place "without the prompt", possibly none; None takes the
+            prompt's BOS, or nothing if the prompt does not begin with the tokenizer's BOS. They start at the prompt's first
+            position, and the text keeps its positions: nothing but what stands before it differs.
         readings: of this text with and without the prompt, residuals included, if they have been read already; None reads it
             here.
 

@@ -46,8 +46,9 @@ def prompt_effect(
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        baseline: [pos], the tokens before the text in ``without_prompt``, possibly none; None takes the prompt's BOS, or
-            nothing if the prompt does not begin with the tokenizer's BOS.
+        baseline: [pos], the tokens that stand in the prompt's place "without the prompt", possibly none; None takes the
+            prompt's BOS, or nothing if the prompt does not begin with the tokenizer's BOS. They start at the prompt's first
+            position, and the text keeps its positions: nothing but what stands before it differs.
         bias: the converted prompt, if it has been converted already; None converts it here.
         readings: of this text in the three conditions, if they have been read already; None reads it here.
 

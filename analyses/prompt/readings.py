@@ -1,7 +1,7 @@
 """Forward passes over one text in three conditions, shared by all analyses that compare them.
 
 - ``with_prompt``: the model reads [prompt; text];
-- ``without_prompt``: the model reads the text after only the BOS with which the prompt began;
+- ``without_prompt``: the model reads the text at the same positions, after only the BOS with which the prompt began;
 - ``converted``: the model reads the text alone, with the converted prompt attached as a bias.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel
 
 from ..predictions import text_logits
-from ..sequences import baseline_sequence
+from ..sequences import baseline_sequence, instead_of_prompt
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
@@ -65,12 +65,12 @@ def read_text(
         model: the model; what is attached to it is used in all conditions.
         prompt, text: tokens.
         bias: the converted prompt; only ``converted`` needs it.
-        baseline: the tokens before the text in ``without_prompt``; None takes the prompt's BOS, if it has one.
+        baseline: the tokens that stand in the prompt's place in ``without_prompt``, from its first position on; None takes the
+            prompt's BOS, if it has one.
         conditions: some of :data:`CONDITIONS`.
         residuals: keep the residual stream as well.
     """
     baseline = baseline_sequence(model, prompt, None) if baseline is None else baseline
-    before = {"with_prompt": prompt, "without_prompt": baseline, "converted": None}
     found = {}
     for condition in conditions:
         streams: list[Tensor] | None = [] if residuals else None
@@ -78,7 +78,10 @@ def read_text(
             assert bias is not None
             with model.kv_bias(bias):
                 logits = text_logits(model, None, text, streams)
+        elif condition == "with_prompt":
+            logits = text_logits(model, prompt, text, streams)
         else:
-            logits = text_logits(model, before[condition], text, streams)
+            before, kept = instead_of_prompt(prompt, baseline)
+            logits = text_logits(model, before, text, streams, kept=kept)
         found[condition] = Reading(logits, None if streams is None else torch.stack(streams))
     return found

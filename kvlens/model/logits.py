@@ -34,9 +34,12 @@ def logits_on(
     hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
     hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
     n_before = 0 if before is None else before.shape[1]
-    if before is not None and n_before and kept is None and model.cfg.attention == "linear" and not model.cfg.attention_variant:
+    if before is not None and n_before and model.cfg.attention == "linear" and not model.cfg.attention_variant:
         options["past_kv_cache"] = cache = model.empty_cache(len(text))
-        model(before, return_type=None, attention_mask=torch.ones_like(before), past_kv_cache=cache)
+        mask = torch.ones_like(before) if kept is None else kept.to(before)
+        with hidden_tokens_keep_positions(keeps_positions):
+            model(before, return_type=None, attention_mask=mask, past_kv_cache=cache)
+        kept = None
     elif before is not None and n_before:
         text = torch.cat([before, text], dim=1)
     mask = torch.ones_like(text)

@@ -29,10 +29,10 @@ from kvlens.analyses import (
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
+from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.analyses.sequences import baseline_sequence
 from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import checked
 from kvlens.conversion import ConversionMethod, convert_prompt
@@ -330,8 +330,7 @@ def _generate(
     seed: int,
 ) -> Tensor:
     """The generated tokens alone, [pos]; they end with the EOS where the model writes one."""
-    baseline = baseline_sequence(model, prompt, None)
-    before = {"with_prompt": prompt, "converted": prompt[:0], "without_prompt": baseline}[condition]
+    before = prompt if condition == "with_prompt" else prompt[:0]
     start = torch.cat([before, text])[None]
 
     def run() -> Tensor:
@@ -347,9 +346,9 @@ def _generate(
 
     with torch.random.fork_rng(devices=[start.device] if start.is_cuda else []):
         torch.manual_seed(seed)
-        if condition != "converted":
+        if condition == "with_prompt":
             return run()
-        with model.kv_bias(bias):
+        with model.kv_bias(bias if condition == "converted" else baseline_of(model, prompt).select_prompt(0)):
             return run()
 
 

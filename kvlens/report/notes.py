@@ -1,18 +1,16 @@
-"""Notes in a report: the prompt is too long, raises the loss, or shifts the text's positions."""
+"""Notes in a report: the prompt is too long, raises the loss, or has keys that a fit does not use."""
 
 import math
 
 import pandas as pd
 from torch import Tensor
 
-from kvlens.analyses.sequences import baseline_sequence
 from kvlens.conversion.prompt import length_note
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 
 SHOWN_WHOLE = 1024
 """Up to this many prompt tokens the page shows nearly everything."""
-ABSOLUTE_POSITIONS = ("standard", "shortformer", "sinusoidal")
 HARMED = 3
 """Number of positions listed where the prompt hurts most."""
 
@@ -30,7 +28,6 @@ def notes_on(model: KVModel, prompt: Tensor, effect: pd.DataFrame, bias: KVBias)
         length_note(model, len(prompt)),
         keys_note(bias, len(prompt)),
         harm_note(effect),
-        _position_note(model, prompt),
         _page_note(len(prompt)),
     )
     return [note for note in notes if note is not None]
@@ -64,17 +61,6 @@ def harm_note(effect: pd.DataFrame) -> str | None:
     return (
         f"The prompt hurts: the mean loss on the text is {harm.mean():.3f} nats per token higher with it than without, at "
         f"{int((harm > 0).sum())} of {len(harm)} positions. Largest increases: {worst}."
-    )
-
-
-def _position_note(model: KVModel, prompt: Tensor) -> str | None:
-    """A note for models with absolute positions: without the prompt, the text also has other positions."""
-    if model.cfg.positional_embedding_type not in ABSOLUTE_POSITIONS:
-        return None
-    alone = len(baseline_sequence(model, prompt, None))
-    return (
-        f"This model uses absolute positions. The text starts at position {alone} without the prompt and at {len(prompt)} "
-        "with the prompt or its bias: part of what the prompt changes may come from this difference."
     )
 
 

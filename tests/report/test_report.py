@@ -17,7 +17,7 @@ from analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, print_report, write_report
-from kvlens.report.notes import harm_note, notes_on
+from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
 
 TABLES = (
@@ -240,14 +240,6 @@ def test_a_harmful_prompt_is_reported_with_its_positions(report):
     assert f"{token!r} at 2 (+3.50)" in note
     effect["loss"] = -effect["loss"]
     assert harm_note(effect) is None
-
-
-def test_a_model_with_learned_positions_is_reported_to_see_the_text_move(report):
-    learned = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
-    tokens = learned.to_tokens(PROMPT)[0]
-    (note,) = [note for note in notes_on(learned, tokens, report.tables["prompt_effect"], report.bias) if "position" in note]
-    assert f"starts at position 1 without the prompt and at {len(tokens)} with" in note
-    assert not any("position" in note for note in report.summary["notes"])  # rotary
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
 
 from analyses import prompt_by_depth
+from kvlens import convert_prompt, counterfactuals
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 
@@ -27,8 +28,10 @@ def test_against_the_slow_way(name):
     model = random_model(normalization_type="LN", **VARIANTS[name])
     frame = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["layer", "position"])
     losses = {}
-    for condition, before in (("with", PROMPT), ("without", PROMPT[:1])):
-        _, cache = model.run_with_cache(torch.cat([before, TEXT])[None])
+    alone = convert_prompt(model, counterfactuals(model, PROMPT, [[(1, 7)]]))  # the text keeps its positions
+    for condition, bias in (("with", convert_prompt(model, PROMPT)), ("without", alone)):
+        with model.kv_bias(bias):
+            _, cache = model.run_with_cache(TEXT[None])
         points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
         for depth, point in enumerate(points):
             log_p = model.unembed(model.ln_final(cache[point]))[0, -5:].log_softmax(dim=-1)
@@ -41,3 +44,18 @@ def test_against_the_slow_way(name):
             change = losses["without", depth, i] - losses["with", depth, i]
             assert frame.loc[(depth, i), "loss_change"] == pytest.approx(change, rel=1e-9, abs=1e-12)
     assert frame["loss_change"].xs(4, level="position").isna().all()
+
+
+POSITIONS = {kind: dict(positional_embedding_type=kind) for kind in ("standard", "shortformer", "rotary")}
+SOFTMAX = {f"softmax, {kind}": dict(attention="softmax", kv_shift=None, **chosen) for kind, chosen in POSITIONS.items()}
+
+
+@pytest.mark.parametrize("baseline", [PROMPT[:0], PROMPT[:1], tokens(3, seed=2)], ids=len)
+@pytest.mark.parametrize("name", [*VARIANTS, *SOFTMAX])
+def test_before_any_attention_the_prompt_changes_nothing(name, baseline):
+    """The residual stream depends there on token and position alone, and the text has its positions with and without it."""
+    model = random_model(normalization_type="LN", **{**VARIANTS, **SOFTMAX}[name])
+    table = prompt_by_depth(model, PROMPT, TEXT, baseline=baseline)
+    changes = table.set_index("layer")["loss_change"].dropna().abs()
+    assert changes[0].max() < 17 * torch.finfo(torch.float64).eps  # a sum over the vocabulary of 17
+    assert changes[2].max() > 1e-3
