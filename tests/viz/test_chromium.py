@@ -164,10 +164,11 @@ def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report
     assert 'data-chosen="text ' in visit(tmp_path / "bare.html", tmp_path, "heads").dom  # an anchor selects nothing
 
 
-def test_figures_are_saved_as_they_are_shown(report, tmp_path):
+def test_figures_are_saved_and_copied_as_they_are_shown(report, tmp_path):
     clicks = """
-        const saved = {};
+        const saved = {}, copied = [];
         let unread = 0;
+        navigator.clipboard.writeText = async (text) => { copied.push(text); };
         URL.createObjectURL = (blob) => {
           unread += 1;
           blob.text().finally(() => (unread -= 1)).then((text) => (saved[blob.type] ??= []).push(text));
@@ -178,7 +179,7 @@ def test_figures_are_saved_as_they_are_shown(report, tmp_path):
         const turn = new MessageChannel(), kinds = ["image/png", "image/svg+xml", "text/csv"];
         turn.port1.onmessage = () => { // turns of the event loop, which use none of the virtual time
           if (unread || kinds.some((kind) => !saved[kind])) return turn.port2.postMessage(0);
-          const found = [saved["text/csv"], saved["image/svg+xml"].map((one) => one.slice(0, 5))];
+          const found = [saved["text/csv"], saved["image/svg+xml"].map((one) => one.slice(0, 5)), copied];
           const place = Object.assign(document.createElement("pre"), { id: "saved", textContent: JSON.stringify(found) });
           document.body.append(place);
         };
@@ -186,10 +187,16 @@ def test_figures_are_saved_as_they_are_shown(report, tmp_path):
     """
     (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), clicks), encoding="utf-8")
     (found,) = re.findall(r'<pre id="saved">(.*?)</pre>', visit(tmp_path / "page.html", tmp_path).dom, flags=re.DOTALL)
-    tables, drawings = json.loads(html.unescape(found))
+    tables, drawings, copied = json.loads(html.unescape(found))
     assert set(drawings) == {"<svg "}
     (exact,) = [table for table in tables if "relative error of the logits" in table]
     assert exact.lstrip("\ufeff").startswith("measure,value,verdict\r\nrelative error of the logits,")
+    (cells,) = [text for text in copied if text.startswith("measure\tvalue\tverdict\r\n")]
+    assert [line.split("\t")[0] for line in cells.splitlines()[1:3]] == [
+        "relative error of the logits",
+        "rounding error of the original, against float64",
+    ]
+    assert len(copied) == len(tables)
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):

@@ -1,13 +1,15 @@
 // Each figure can be saved: its tables and colored texts as CSV, its drawings as SVG, its patterns as PNG, as they are shown.
+// The cells can also be copied, for a spreadsheet.
 "use strict";
 (() => {
   const { element } = KVLENS;
   const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "font"];
 
   const visible = (figure, what) => [...figure.querySelectorAll(what)].filter((one) => one.checkVisibility());
-  const line = (cells) => cells.map((text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text)).join(",");
+  const comma = (cells) => cells.map((text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text)).join(",");
+  const tab = (cells) => cells.map((text) => text.replace(/\s+/g, " ")).join("\t");
   const textOf = (cell) => (cell.textContent.trim() || cell.querySelector("[title]")?.title || "").replace(/^−(?=\d)/, "-");
-  const csvOf = (figure) => {
+  const cellsOf = (figure, line) => {
     const tables = visible(figure, "table").map((table) => [...table.rows].map((row) => line([...row.cells].map(textOf))));
     const texts = visible(figure, ".tokens").map((tokens) =>
       [...tokens.querySelectorAll("[title]")].map((token) => line([token.textContent, token.title])));
@@ -31,9 +33,26 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   };
   const WAYS = {
-    CSV: { of: "table, .tokens [title]", write: (figure, put) => put(new Blob(["\ufeff", csvOf(figure)], { type: "text/csv" })) },
+    CSV: { of: "table, .tokens [title]", write: (figure, put) => put(new Blob(["\ufeff", cellsOf(figure, comma)], { type: "text/csv" })) },
     SVG: { of: "svg", write: (figure, put) => visible(figure, "svg").forEach((one) => put(new Blob([svgOf(one)], { type: "image/svg+xml" }))) },
     PNG: { of: "canvas", write: (figure, put) => visible(figure, "canvas").forEach((one) => one.toBlob(put)) },
+  };
+
+  const action = (words, label, act) => {
+    const button = element("button", "", words);
+    button.type = "button";
+    button.setAttribute("aria-label", label);
+    button.addEventListener("click", () => act(button));
+    return button;
+  };
+  const copyCells = (figure) => async (button) => {
+    try {
+      await navigator.clipboard.writeText(cellsOf(figure, tab));
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "the browser refuses to copy; save as CSV";
+    }
+    setTimeout(() => { button.textContent = "copy cells"; }, 2000);
   };
 
   document.querySelectorAll("figure.piece").forEach((figure) => {
@@ -42,13 +61,12 @@
     const name = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "figure";
     for (const [kind, { of, write }] of Object.entries(WAYS)) {
       if (!figure.querySelector(of)) continue;
-      const button = element("button", "", kind);
-      button.type = "button";
-      button.setAttribute("aria-label", `save as ${kind}: ${title}`);
-      button.addEventListener("click", () => write(figure, (blob) => save(`${name}.${kind.toLowerCase()}`, blob)));
-      line.append(button, " ");
+      const put = (blob) => save(`${name}.${kind.toLowerCase()}`, blob);
+      line.append(action(kind, `save as ${kind}: ${title}`, () => write(figure, put)), " ");
     }
-    if (line.childNodes.length) line.prepend("Save as ");
-    if (line.childNodes.length) figure.append(line);
+    if (!line.childNodes.length) return;
+    line.prepend("Save as ");
+    if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy cells", `copy the cells: ${title}`, copyCells(figure)));
+    figure.append(line);
   });
 })();
