@@ -49,6 +49,14 @@ def style(value: float, top: float) -> str:
     return f'class="{kind}" style="--x:{100 * strength:.1f}%"'
 
 
+def beyond(values: Iterable[float], low: float, top: float) -> str:
+    """Which ends of a color bar from ``low`` to ``top`` are pointed, as matplotlib's ``extend``: those that values exceed."""
+    finite = [value for value in values if math.isfinite(value)]
+    slack = 5e-4 * (top - low)
+    under, over = min(finite, default=low) < low - slack, max(finite, default=top) > top + slack
+    return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[under, over]
+
+
 def diverging_map() -> Any:
     """The scale as a matplotlib color map, for values in -top..top."""
     from matplotlib.colors import LinearSegmentedColormap

@@ -129,6 +129,12 @@ def _draw(ax: Any, data: dict[str, Any], title: str) -> Any:
         gray = "black" if i >= data["n_prompt"] else "dimgrey"
         look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=gray, parse_math=False)
         ax.text(i, -0.6, printable(label(token))[:14], **look)
+    sizes: list[tuple[str, dict[str, Any]]] = [(f"{share:g}", dict(linewidth=0.3 + 3 * share)) for share in (0.1, 0.5, 1.0)]
+    if any(shifted for *_, shifted in data["arcs"]):
+        sizes.append(("by the key shift", dict(linewidth=1.0, linestyle="--")))
+    for words, look in sizes:
+        ax.plot([], [], color=POSITIVE, label=words, **look)
+    ax.legend(title="share of attention", frameon=False, fontsize=6, title_fontsize=6, loc="upper left")  # no arc is there
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")
     return ax

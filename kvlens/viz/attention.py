@@ -19,7 +19,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
-from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, diverging_map, strongest
+from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, beyond, diverging_map, strongest
 from kvlens.viz._text import html_text, label, number, packed, rounded, script_json
 from kvlens.viz.piece import Piece
 
@@ -159,7 +159,8 @@ def _figure(square: Tensor, labels: list[str], names: list[str], top: float, tit
         ax.axis("off")
     image = _draw(list(axes.flat)[: len(names)], square, labels, names, top)
     figure.suptitle(title, fontsize=10, parse_math=False)
-    figure.colorbar(image, ax=axes, fraction=0.02)
+    extend = beyond(square.flatten().tolist(), -top, top)
+    figure.colorbar(image, ax=axes, fraction=0.02, label="share of attention", extend=extend)
     return figure
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._axes import listed_axes
-from kvlens.viz._color import diverging_map, strongest
+from kvlens.viz._color import beyond, diverging_map, strongest
 from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
 from kvlens.viz.piece import Piece
@@ -103,4 +103,4 @@ def _draw(ax: Any, curve: Any, data: dict[str, Any], title: str) -> None:
     curve.plot([np.nan if x is None else x for x in data["means"]], range(n_rows), color="black", marker=".")
     curve.axvline(0, color="gray", linewidth=0.8)
     curve.set(xlabel="mean, nats")
-    curve.figure.colorbar(image, ax=curve, label="loss without - with, nats")
+    curve.figure.colorbar(image, ax=curve, label="loss without - with, nats", extend=beyond(values.flat, -top, top))

@@ -11,7 +11,7 @@ from kvlens.arguments import numbers_of
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._axes import check_ax
-from kvlens.viz._color import diverging_map, scale_of
+from kvlens.viz._color import beyond, diverging_map, scale_of
 from kvlens.viz._details import details_json
 from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_maps
 from kvlens.viz._text import html_text, number, script_json
@@ -97,7 +97,7 @@ def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, withou
         for (row, column), entry in np.ndenumerate(grid.to_numpy()):
             color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
             ax.text(column, row, number(entry), ha="center", va="center", fontsize=7, color=color)
-    ax.figure.colorbar(image, ax=ax, label=value)
+    ax.figure.colorbar(image, ax=ax, label=value, extend=beyond(grid.to_numpy().flat, lowest, top))
     return ax
 
 

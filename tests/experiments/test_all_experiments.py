@@ -58,6 +58,14 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     summary = json.loads((folder / "summary.json").read_text())
     assert set(os.listdir(folder)) == {"summary.json", *summary["files"]}
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (folder / "figure.svg").read_text()
+    texts = [text.get_text() for text in found[0].figure.texts]
+    assert f"kvlens reproduce {name} --scale tiny" in texts[-1]
+    if "seeds" in summary["settings"]:
+        assert f"; {len(summary['settings']['seeds'])} seed" in texts[-1]
+    for axes in found[0].figure.axes:
+        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_") and len(line.get_xdata())]
+        looks = {(str(x.get_color()), x.get_marker(), x.get_linestyle(), x.get_alpha()) for x in lines}
+        assert len(looks) == len(lines), f"{axes.get_title(loc='left')}: two lines of the legend look alike"
     assert all((folder / file).stat().st_size > 1000 for file in summary["files"])
     for table_name, table in found[0].tables.items():
         assert len(table)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, train_layer
+from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.ops import dual
 from kvlens.ops.feature_maps import draw_projections
@@ -119,14 +120,14 @@ def draw(errors: pd.DataFrame) -> Figure:
     for place, kernel in enumerate(KERNELS):
         of_kernel = errors[errors["kernel"] == kernel]
         x = of_kernel["task"].map(tasks.index) + 0.2 * (place - 1)
-        axes.scatter(x, of_kernel["error"].clip(lower=1e-18), s=9, alpha=0.6, label=kernel)
+        axes.plot(x, of_kernel["error"].clip(lower=1e-18), alpha=0.6, label=kernel, **line_style(place) | {"linestyle": "none"})
     exact = errors[errors["kernel"] == "exact"]
     axes.scatter(exact["task"].map(tasks.index), exact["shuffled_error"], s=9, color="#999999", label="labels in another order")
     axes.set_yscale("log")
     axes.set_xticks(range(len(tasks)), tasks)
-    axes.set(ylabel="relative difference")
+    axes.set(ylabel="relative difference; a dot per head and seed")
     axes.set_title("One step of the dual model against the attention layer's output", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
     return figure
 
 

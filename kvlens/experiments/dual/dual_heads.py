@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.dual import dual_figures
-from kvlens.experiments.shared.curves import PALETTE
+from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
@@ -36,7 +36,10 @@ from kvlens.tasks import make_task
 from kvlens.tasks.batch import Batch
 
 DUAL = ("log_loss_drop", "step_share", "cosine_gain")
-OTHERS = ("ablation_effect", "induction_score")
+OTHERS = {
+    "ablation_effect": "change in loss with another sequence's output, nats",
+    "induction_score": "induction score, share of attention",
+}
 LEVEL = SIGNIFICANCE.level
 
 
@@ -181,13 +184,19 @@ def draw(table: pd.DataFrame) -> Figure:
     """Plot each head of each model: the decrease of the loss against the ablation's effect and the induction score."""
     figure = Figure(figsize=(10.4, 4.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
-        for color, (model, rows) in zip(itertools.cycle(PALETTE), table.groupby("model", sort=False), strict=False):
-            axes.scatter(rows["log_loss_drop"], rows[y], s=16, alpha=0.75, color=color, label=model)
-        axes.set(xlabel="log of the decrease in loss at learning rate 1", ylabel=y.replace("_", " "))
+        for i, (model, rows) in enumerate(table.groupby("model", sort=False)):
+            axes.plot(rows["log_loss_drop"], rows[y], alpha=0.75, label=model, **line_style(i) | {"linestyle": "none"})
+        axes.set(xlabel="natural logarithm of the decrease in loss at learning rate 1", ylabel=OTHERS[y])
         axes.grid(color="#dddddd", linewidth=0.6)
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle("The dual model's step, and the importance of each head", x=0.01, ha="left", fontsize=11)
+    words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), **words)
+    figure.suptitle(
+        "The dual model's step and two measures of each head; a dot per head, means over sequences",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure
 
 

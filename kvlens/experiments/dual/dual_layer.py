@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from kvlens.dual import DualLayer
 from kvlens.experiments.dual.one_step import after_one_step
+from kvlens.experiments.shared.curves import PALETTE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
@@ -164,8 +165,8 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     mean = layers.groupby("d_mlp")[["rank_bound", "rank"]].mean()
-    axes.plot(mean.index, mean["rank_bound"], marker="o", label="upper bound")
-    axes.plot(mean.index, mean["rank"], marker="x", linestyle="--", label="rank of W_FFN W_V")
+    axes.plot(mean.index, mean["rank_bound"], marker="o", color=PALETTE[0], label="upper bound")
+    axes.plot(mean.index, mean["rank"], marker="X", linestyle="--", color=PALETTE[2], label="rank of W_FFN W_V")
     axes.axhline(d, color="#999999", linewidth=0.8, label="d_model")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")

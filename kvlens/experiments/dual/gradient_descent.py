@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.ops import dual
 
@@ -96,13 +97,14 @@ def draw(tasks: pd.DataFrame) -> Figure:
     """The answer's error before and after the step."""
     figure = Figure(figsize=(5.2, 4.4), layout="constrained")
     axes = figure.subplots()
-    for eta, rows in tasks.groupby("learning_rate"):
-        axes.scatter(rows["error_before"], rows["error_after"], s=14, alpha=0.7, label=f"learning rate {eta:g}")
+    for i, (eta, rows) in enumerate(tasks.groupby("learning_rate")):
+        look = line_style(i) | {"linestyle": "none"}
+        axes.plot(rows["error_before"], rows["error_after"], alpha=0.7, label=f"learning rate {eta:g}", **look)
     highest = float(tasks[["error_before", "error_after"]].max().max())
-    axes.plot([0, highest], [0, highest], color="#999999", linewidth=0.8)
+    axes.plot([0, highest], [0, highest], color="#999999", linewidth=0.8, label="unchanged")
     axes.set(xlabel="error of the answer with W_0", ylabel="after one layer")
-    axes.set_title("A linear attention layer as a gradient step of regression", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9)
+    axes.set_title("Error before and after one linear attention layer; a dot per task", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
 
 

@@ -113,11 +113,11 @@ def draw(errors: pd.DataFrame) -> Figure:
     """Mean squared error against the number of features, attention and output."""
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     for axes, what in zip(figure.subplots(1, 2), ("attention", "output"), strict=True):
-        draw_curves(axes, errors[errors["what"] == what], x="n_features", y="mse", by="kind", marker="o", markersize=4)
+        draw_curves(axes, errors[errors["what"] == what], x="n_features", y="mse", by="kind", markevery=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="random features", ylabel="mean squared error")
-        axes.set_title(what, loc="left", fontsize=11)
+        axes.set_title(f"{what}: mean over seeds, band: minimum to maximum", loc="left", fontsize=11)
         axes.legend(frameon=False, fontsize=8)
     return figure
 

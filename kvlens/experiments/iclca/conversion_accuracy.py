@@ -313,7 +313,7 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping
 
 # --- figure ---
 
-COLORS = {PROMPTED: "#2763a5", ALONE: "#d1662a", CONVERTED: "#1b7f4b"}
+COLORS = {PROMPTED: "#0072B2", ALONE: "#D55E00", CONVERTED: "#009E73"}
 
 
 def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:

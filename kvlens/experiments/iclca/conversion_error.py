@@ -201,20 +201,22 @@ def draw(summary: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")
     axes = figure.subplots()
     lines: dict[str, dict[str, Any]] = {
-        CONVERSION: dict(color="#1b7f4b", marker="o", linewidth=2, label="conversion"),
-        FORWARD: dict(color="#2763a5", marker="s", linestyle=":", linewidth=1.6, label="float32 forward pass itself"),
+        CONVERSION: dict(color="#009E73", marker="o", linewidth=2, label="conversion"),
+        FORWARD: dict(color="#0072B2", marker="s", linestyle=":", linewidth=1.6, label="float32 forward pass itself"),
     }
     for measure, style in lines.items():
         rows = summary[(summary["measure"] == measure) & (summary["accumulation"] == "float32")].sort_values("n_parameters")
         axes.fill_between(rows["n_parameters"], rows["least"], rows["largest"], color=style["color"], alpha=0.13, linewidth=0)
         axes.plot(rows["n_parameters"], rows["relative_error"], **style)
     printed = summary.dropna(subset="printed")
-    axes.plot(printed["n_parameters"], printed["printed"], "D", color="#d1662a", markersize=7, label="paper (ICLCA table 1)")
+    axes.plot(printed["n_parameters"], printed["printed"], "D", color="#D55E00", markersize=7, label="paper (ICLCA table 1)")
     axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="relative error of the logits")
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     _note_float64(axes, summary)
-    axes.set_title("Converting a prompt changes the logits by float32 rounding", loc="left", fontsize=11)
+    axes.set_title(
+        "Error of converted prompts, relative to the logits; lines: means, bands: all pairs", loc="left", fontsize=11
+    )
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
@@ -226,7 +228,7 @@ def _note_float64(axes: Axes, summary: pd.DataFrame) -> None:
     wide = summary[(summary["measure"] == CONVERSION) & (summary["accumulation"] == "float64")]["largest"].max()
     value = "0, to the last bit, in every pair" if wide == 0 else f"at most {wide:.1e}"
     words = f"conversion, sums of linear attention in float64: {value}"
-    axes.annotate(words, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=9, color="#1b7f4b")
+    axes.annotate(words, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=9, color="#009E73")
 
 
 def _size(name: str, n_layers: int, d_model: int, d_head: int, pairs: int, batch: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 
 from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
+from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
@@ -218,7 +219,7 @@ def _differences(model: HookedKVTransformer, settings: Mapping[str, Any]) -> Ite
 
 # --- figure ---
 
-COLORS = {GREEDY: "#1b7f4b", EQUAL: "#2763a5", NO_FIT: "#d1662a"}
+COLORS = {GREEDY: "#009E73", EQUAL: "#0072B2", NO_FIT: "#D55E00"}
 
 
 def draw(kept: pd.DataFrame) -> Figure:
@@ -226,16 +227,16 @@ def draw(kept: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     ends = {name: _row(kept, name, ratio) for name, ratio in ((EXACT, 1.0), (DROPPED, 0.0))}
-    for way, color in COLORS.items():
+    for marker, (way, color) in zip(MARKERS, COLORS.items(), strict=False):
         rows = pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]).sort_values("keys")
-        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker="o", color=color, label=way)
+        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker=marker, color=color, label=way)
     polished = _row(kept, POLISHED, AIM_RATIO)
-    axes.plot([polished["keys"]], [polished["share_kept"]], "D", color="#7c3aed", label=POLISHED)
+    axes.plot([polished["keys"]], [polished["share_kept"]], "D", color="#CC79A7", label=POLISHED)
     axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")
     axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
     axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct", xscale="log", ylim=(0, 1.04))
-    axes.set_title("Keys needed to remember a story", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9)
+    axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

@@ -202,7 +202,7 @@ def draw(texts: pd.DataFrame) -> Figure:
     ways = [WITHOUT, RANDOM, LANDMARK]
     for place, way in enumerate(ways):
         error = texts.loc[texts["way"] == way, "relative_error"]
-        axes.plot([place] * len(error), error, "o", color="#2763a5", alpha=0.45, markersize=6, markeredgewidth=0)
+        axes.plot([place] * len(error), error, "o", color="#0072B2", alpha=0.45, markersize=6, markeredgewidth=0)
         axes.plot([place - 0.2, place + 0.2], [error.mean()] * 2, color="#14385e", linewidth=2.4)
     for value, words in ((PAPER_WITHOUT, "GPT-2 without, as printed"), (PAPER_CONVERTED, "GPT-2 converted, as printed")):
         axes.axhline(value, color="#777777", linestyle=":", linewidth=1.2)

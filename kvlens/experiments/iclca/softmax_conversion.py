@@ -21,6 +21,7 @@ from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt
 from kvlens.errors import KVLensError
 from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_best, prompted_logits
+from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
 from kvlens.experiments.shared.significance import SIGNIFICANCE
@@ -253,8 +254,7 @@ def draw(table: pd.DataFrame) -> Figure:
     lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
     for i, ((method, n), rows) in enumerate(lines):
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
-        marker = "osD"[i // 10 % 3]  # colors repeat after ten lines
-        axes.plot(rows["stored_numbers"], rows["relative_error"], marker=marker, linewidth=1.8, label=label)
+        axes.plot(rows["stored_numbers"], rows["relative_error"], linewidth=1.8, label=label, **line_style(i))
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)

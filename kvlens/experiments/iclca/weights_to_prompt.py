@@ -35,6 +35,7 @@ from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
+from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
 from kvlens.experiments.shared.significance import SIGNIFICANCE
@@ -197,7 +198,7 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         yield Comparison(name, None, float(left.mean()), claim, verdict)
 
 
-COLORS = {GIVEN: "#1b7f4b", FREE: "#7c3aed"}
+COLORS = {GIVEN: "#009E73", FREE: "#CC79A7"}
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -206,10 +207,10 @@ def draw(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(1, len(PARTS), sharey=True)
     for axes, part in zip(panels, PARTS, strict=True):
         here = table[table["part"] == part]
-        for way, color in COLORS.items():
+        for kind, (way, color) in zip(MARKERS, COLORS.items(), strict=False):
             rows = here[here["way"] == way]
             axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=color, alpha=0.15, linewidth=0)
-            axes.plot(rows["keys_per_head"], rows["mean"], marker="o", color=color, linewidth=2, label=way)
+            axes.plot(rows["keys_per_head"], rows["mean"], marker=kind, color=color, linewidth=2, label=way)
         for way, marker in ((PROMPT, "D"), (NULL, "x")):
             rows = here[here["way"] == way]
             axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)
@@ -221,8 +222,14 @@ def draw(table: pd.DataFrame) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
     panels[0].set_ylabel("share of the change of the logits that is left")
-    panels[0].legend(frameon=False, fontsize=9)
-    figure.suptitle("Virtual keys instead of a change of the weights, on unseen text", fontsize=11, x=0.02, ha="left")
+    words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), **words)
+    figure.suptitle(
+        "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum",
+        fontsize=11,
+        x=0.02,
+        ha="left",
+    )
     return figure
 
 

@@ -1,13 +1,15 @@
 """The figure of ``coefficients``: heads in the four quadrants of KVSA table 4, and their course over training."""
 
+import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-LAYER_COLORS = ("#2763a5", "#1b7f4b", "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
-COEFFICIENT_COLORS = {"alpha_1": "#2763a5", "alpha_2": "#7fb0e0", "beta_1": "#c2410c", "beta_2": "#f0a878"}
-SHARE_COLORS = ("#1d4ed8", "#1b7f4b", "#be185d", "#64748b", "#111827")
+from kvlens.experiments.shared.curves import MARKERS, PALETTE
+
+COEFFICIENT_COLORS = {"alpha_1": "#0072B2", "alpha_2": "#56B4E9", "beta_1": "#D55E00", "beta_2": "#E69F00"}
+SHARE_COLORS = PALETTE[:5]
 
 
 def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares: pd.DataFrame) -> Figure:
@@ -38,10 +40,11 @@ def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares
 
 def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str) -> None:
     across, up = heads["alpha_1"] - heads["alpha_2"], heads["beta_1"] - heads["beta_2"]
-    for layer in sorted(heads["layer"].unique()):
+    layers = sorted(heads["layer"].unique())
+    for i, layer in enumerate(layers):
         chosen = heads["layer"] == layer
-        color = LAYER_COLORS[int(layer) % len(LAYER_COLORS)]
-        axes.plot(across[chosen], up[chosen], "o", color=color, alpha=0.8, markersize=7, label=f"layer {layer}")
+        color, marker = matplotlib.colormaps["viridis"](i / len(layers)), MARKERS[i % len(MARKERS)]
+        axes.plot(across[chosen], up[chosen], marker, color=color, alpha=0.8, markersize=7, label=f"layer {layer}")
     axes.axhline(0, color="#9ca3af", linewidth=1)
     axes.axvline(0, color="#9ca3af", linewidth=1)
     for _, kind in counts.iterrows():

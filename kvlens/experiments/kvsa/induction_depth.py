@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     PLAIN_1: dict(n_layers=1),
     PLAIN_4: dict(n_layers=4),
 }
-COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#d1662a", PLAIN_4: "#7c3aed"}
+COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#D55E00", PLAIN_4: "#CC79A7"}
 LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
 

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.experiments.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
+from kvlens.experiments.shared.curves import PALETTE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction import induction_head
@@ -201,7 +202,7 @@ def draw(errors: pd.DataFrame, shown: Mapping[str, float], letters: list[str], p
 
 
 def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
-    colors = {SHIFTED: "#1b7f4b", BLIND: "#2763a5", ORDINARY: "#d1662a"}
+    colors = {SHIFTED: PALETTE[1], BLIND: PALETTE[0], ORDINARY: PALETTE[2]}
     styles: dict[str, dict[str, Any]] = {
         "float64": dict(linestyle="-", marker="o"),
         "float32": dict(linestyle=":", marker="s", alpha=0.75),
@@ -243,15 +244,15 @@ def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
 
 def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
     hidden = torch.ones_like(pattern, dtype=torch.bool).triu(1)
-    image = axes.imshow(pattern.masked_fill(hidden, math.nan).numpy(), cmap=matplotlib.colormaps["Greens"], vmin=0, vmax=1)
+    image = axes.imshow(pattern.masked_fill(hidden, math.nan).numpy(), cmap=matplotlib.colormaps["viridis"], vmin=0, vmax=1)
     axes.set_xticks(range(len(letters)), letters)
     axes.set_yticks(range(len(letters)), letters)
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
     axes.set_xlabel("key (a token that is seen)")
     axes.set_ylabel("query (the current token)")
-    axes.set_title("The shifted layer attends to the token that followed the last occurrence", loc="left", fontsize=11)
-    axes.figure.colorbar(image, ax=axes, shrink=0.8, label="attention", ticks=[0, 0.5, 1]).outline.set_visible(False)
+    axes.set_title("Attention of the shifted layer", loc="left", fontsize=11)
+    axes.figure.colorbar(image, ax=axes, shrink=0.8, label="share of attention", ticks=[0, 0.5, 1]).outline.set_visible(False)
 
 
 def _scale(**changes: Any) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _compare_shares(share: Mapping[int, float]) -> Iterator[Comparison]:
 
 # --- figure ---
 
-PATH_COLORS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#1d4ed8", "#92400e")
+PATH_COLOR = "#D55E00"
 HATCH = "#9ca3af"
 
 
@@ -238,7 +238,8 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
     names = ("loss", "descent_alpha_1", "descent_beta_1")
     grid = {name: plane.pivot_table(index="beta_1", columns="alpha_1", values=name) for name in names}
     across, up = grid["loss"].columns.to_numpy(), grid["loss"].index.to_numpy()
-    axes.contourf(across, up, grid["loss"], levels=24, cmap=matplotlib.colormaps["YlGnBu_r"], alpha=0.55)
+    filled = axes.contourf(across, up, grid["loss"], levels=24, cmap=matplotlib.colormaps["viridis"], alpha=0.55)
+    axes.figure.colorbar(filled, ax=axes, label="loss, nats", shrink=0.7, format="%.4g").outline.set_visible(False)
     lines = axes.contour(across, up, grid["loss"], levels=9, colors="#334155", linewidths=0.6, alpha=0.8)
     axes.clabel(lines, list(lines.levels)[::2], fontsize=8, fmt="%.4g")
 
@@ -271,11 +272,10 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
 
 def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
     for number, rows in path.groupby("start"):
-        color = PATH_COLORS[int(str(number)) % len(PATH_COLORS)]
         label = "gradient descent of the model" if number == 0 else None
         axes.plot(rows["alpha_1"], rows["beta_1"], color="white", linewidth=4, alpha=0.8)
-        axes.plot(rows["alpha_1"], rows["beta_1"], color=color, linewidth=2, label=label)
-        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=color, markeredgecolor="white", markersize=8)
+        axes.plot(rows["alpha_1"], rows["beta_1"], color=PATH_COLOR, linewidth=2, label=label)
+        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=PATH_COLOR, markeredgecolor="white", markersize=8)
     axes.plot(
         *INDUCTION_HEAD,
         marker="*",

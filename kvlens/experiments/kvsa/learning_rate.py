@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import of_heldout
+from kvlens.experiments.shared.curves import MARKERS, of_heldout
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
@@ -135,8 +135,9 @@ def draw(found: Runs) -> Figure:
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
-    for label, color in COLORS.items():
-        _draw_model(axes, runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top)), label, color)
+    for marker, (label, color) in zip(MARKERS, COLORS.items(), strict=False):
+        of_model = runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top))
+        _draw_model(axes, of_model, label, color, marker)
     axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
     axes.annotate(
         "token frequencies alone; above: diverged",
@@ -150,14 +151,14 @@ def draw(found: Runs) -> Figure:
     axes.set_title("Dots: seeds, lines: means; losses off the chart are drawn at its top", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     return figure
 
 
-def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str) -> None:
-    axes.plot(runs["learning_rate"], runs["shown"], "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str, marker: str) -> None:
+    axes.plot(runs["learning_rate"], runs["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
     mean = runs.groupby("learning_rate")["shown"].mean()
-    axes.plot(mean.index, mean, color=color, linewidth=2, label=label)
+    axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)
 
 
 SWEEP = Sweep(

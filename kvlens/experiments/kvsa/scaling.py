@@ -18,7 +18,7 @@ from torch import nn
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import mean_course, of_heldout
+from kvlens.experiments.shared.curves import MARKERS, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.experiments.shared.significance import SIGNIFICANCE
@@ -137,8 +137,8 @@ def draw(runs: Runs) -> Figure:
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_courses(left, of_heldout(runs.curves))
-    for kind, color in COLORS.items():
-        _draw_scaling(right, runs.measured[runs.measured["model"] == kind], kind, color)
+    for marker, (kind, color) in zip(MARKERS, COLORS.items(), strict=False):
+        _draw_scaling(right, runs.measured[runs.measured["model"] == kind], kind, color, marker)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
     right.set_title("Dots: seeds, lines: power laws fitted to the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
@@ -155,14 +155,15 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
     for kind, (number, size) in itertools.product(MODELS, enumerate(sizes)):
         mean = mean_course(heldout[(heldout["model"] == kind) & (heldout["size"] == size)], y="loss")
         strength = 0.3 + 0.7 * (number + 1) / len(sizes)
-        axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, linewidth=1.7, label=f"{kind}, {size}")
+        look: dict[str, Any] = dict(marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=max(1, len(mean) // 8))
+        axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, label=f"{kind}, {size}", **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     axes.set_title("Means over seeds; stronger lines are larger models", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, ncols=2)
 
 
-def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str) -> None:
-    axes.plot(finals["non_embedding"], finals["heldout_loss"], "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str, marker: str) -> None:
+    axes.plot(finals["non_embedding"], finals["heldout_loss"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
     means = finals.groupby("non_embedding")["heldout_loss"].mean()
     exponent, factor = (float(part) for part in power_law(means.index, means))
     n = np.array([means.index.min(), means.index.max()], dtype=float)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, mean_course, of_heldout
+from kvlens.experiments.shared.curves import SHIFTED, line_style, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
@@ -47,13 +47,7 @@ CLAIMS = {
 }
 """The paper's claims about each variant's loss, compared with the free form's."""
 
-COLORS = dict(
-    zip(
-        VARIANTS,
-        (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0891b2", "#92400e", "#475569", "#a3a300"),
-        strict=True,
-    )
-)
+LOOKS = {label: line_style(number) for number, label in enumerate(VARIANTS)}
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -121,9 +115,9 @@ def draw(runs: Runs) -> Figure:
 
 
 def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
-    for label, color in COLORS.items():
+    for label, look in LOOKS.items():
         mean = mean_course(heldout[heldout["model"] == label], y="loss")
-        axes.plot(mean["step"], mean["mean"], color=color, linewidth=1.8, label=label)
+        axes.plot(mean["step"], mean["mean"], linewidth=1.8, markevery=max(1, len(mean) // 8), label=label, **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     axes.set_title("Mean over seeds", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
@@ -135,8 +129,8 @@ def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     order = summarize(finals)["model"].tolist()
     for place, label in enumerate(order):
         differences = differences_by_seed(finals, label, FREE, "train_loss")
-        color = COLORS[label]
-        axes.plot(differences, [place] * len(differences), "o", color=color, alpha=0.55, markersize=7, markeredgewidth=0)
+        color, marker = LOOKS[label]["color"], LOOKS[label]["marker"]
+        axes.plot(differences, [place] * len(differences), marker, color=color, alpha=0.55, markersize=7, markeredgewidth=0)
         axes.plot([sum(differences) / len(differences)], [place], "|", color=color, markersize=18, markeredgewidth=2.5)
     axes.axvline(0, color=SHIFTED, linewidth=1)
     axes.set_yticks(range(len(order)), order)

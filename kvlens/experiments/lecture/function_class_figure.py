@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import draw_curves
 
-COLORS = {"transformer": "#b91c1c", "least squares": "#2763a5", "ridge": "#0f766e", "nearest neighbors": "#9a8c5a"}
+COLORS = {"transformer": "#D55E00", "least squares": "#0072B2", "ridge": "#56B4E9", "nearest neighbors": "#9a8c5a"}
 SHIFT_TITLES = {
     "scaled_inputs": "points 3 times as far out",
     "skewed_inputs": "skewed covariance",
@@ -22,7 +22,7 @@ KIND_LABELS = {
     ("bidirectional", "standard"): "learned positions,\nno mask",
     ("bidirectional", "sinusoidal"): "sinusoidal positions,\nno mask",
 }
-POSITION_STYLES = {"standard": ("learned positions", "#b91c1c"), "sinusoidal": ("sinusoidal positions", "#7c3aed")}
+POSITION_STYLES = {"standard": ("learned positions", "#D55E00"), "sinusoidal": ("sinusoidal positions", "#CC79A7")}
 LOWEST, HIGHEST = 3e-4, 3.0
 """The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
 

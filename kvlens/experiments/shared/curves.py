@@ -19,9 +19,11 @@ from kvlens.training import NotFiniteError, TrainResult, build_model, train
 
 N_TUNING = 2
 """Runs per model and learning rate for choosing the rate; their seeds are not among those that are compared."""
-PLAIN, SHIFTED = "#2763a5", "#1b7f4b"
+PALETTE = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Colors that color-blind readers can tell apart (Okabe and Ito 2008), without their yellow, which is too light for a line."""
+PLAIN, SHIFTED = PALETTE[:2]
 """Colors of models without and with KV shift, in every figure."""
-PALETTE = (PLAIN, SHIFTED, "#d1662a", "#7c3aed", "#be185d", "#0f766e", "#92400e", "#475569")
+MARKERS, DASHES = ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":")
 
 
 def train_and_compare(
@@ -147,6 +149,16 @@ def mean_course(table: pd.DataFrame, x: str = "step", y: str = "accuracy") -> pd
     return pd.DataFrame(course).reset_index()
 
 
+def line_style(number: int) -> dict[str, Any]:
+    """Color, marker and kind of line of the ``number``-th line of a figure: no two alike among the first 21."""
+    return dict(
+        color=PALETTE[number % len(PALETTE)],
+        linestyle=DASHES[number // len(PALETTE) % len(DASHES)],
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=4.5,
+    )
+
+
 def draw_curves(
     axes: Axes,
     table: pd.DataFrame,
@@ -164,14 +176,15 @@ def draw_curves(
         table: columns ``by``, ``seed``, ``x`` and ``y``, one row for each triple of model, seed and x (so: of one split).
         x, y: columns.
         by: the column whose values are the lines, labelled in the order of the table.
-        colors: by label; the others take `PALETTE` in turn.
+        colors: by label; the others take `PALETTE` in turn, with another kind of line after each round. Every label has a
+            marker of its own.
         **line: matplotlib's properties of the lines.
     """
     labels = table[by].unique()
-    chosen = {**dict(zip(labels, itertools.cycle(PALETTE), strict=False)), **(colors or {})}
-    for label in labels:
-        course = mean_course(table[table[by] == label], x, y)
-        axes.fill_between(course[x], course["least"], course["largest"], color=chosen[label], alpha=0.18, linewidth=0)
-        axes.plot(course[x], course["mean"], **{"color": chosen[label], "linewidth": 1.8, "label": str(label), **line})
+    for number, label in enumerate(labels):
+        course, look = mean_course(table[table[by] == label], x, y), line_style(number)
+        look |= {"color": (colors or {}).get(label, look["color"]), "markevery": max(1, len(course) // 8)}
+        axes.fill_between(course[x], course["least"], course["largest"], color=look["color"], alpha=0.18, linewidth=0)
+        axes.plot(course[x], course["mean"], **{"linewidth": 1.8, "label": str(label), **look, **line})
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -155,7 +155,7 @@ def draw_panels(
     groups = [table] if by is None else [rows for _, rows in table.groupby(by, sort=False)]
     figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * len(groups), 4.6), layout="constrained")
     for axes, rows in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
-        marker: dict[str, Any] = dict(marker="o", markersize=5) if ticks else {}
+        marker: dict[str, Any] = dict(markevery=1) if ticks else {}
         draw_curves(axes, rows, x, y, colors=colors, **marker)
         if "chance" in rows:
             axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
