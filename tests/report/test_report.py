@@ -72,9 +72,9 @@ def test_each_condition_is_read_once(monkeypatch):
 
     model, read, before = tiny_text_model(), readings.text_logits, []
 
-    def counted(model, prompt, *rest):
-        before.append(None if prompt is None else len(prompt))
-        return read(model, prompt, *rest)
+    def counted(model, prompt, *rest, kept=None):
+        before.append(None if prompt is None else len(prompt) if kept is None else int(kept.sum()))
+        return read(model, prompt, *rest, kept=kept)
 
     monkeypatch.setattr(readings, "text_logits", counted)
     build_report(model, PROMPT, TEXT, new_tokens=1)
