@@ -66,7 +66,7 @@
     }
     if (!line.childNodes.length) return;
     line.prepend("Save as ");
-    if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy cells", `copy the cells: ${title}`, copyCells(figure)));
+    if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy cells", `copy cells: ${title}`, copyCells(figure)));
     figure.append(line);
   });
 })();
