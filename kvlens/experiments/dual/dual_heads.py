@@ -37,7 +37,7 @@ from kvlens.tasks.batch import Batch
 
 DUAL = ("log_loss_drop", "step_share", "cosine_gain")
 OTHERS = {
-    "ablation_effect": "change in loss with another sequence's output, nats",
+    "ablation_effect": "change in loss when resampled, nats",
     "induction_score": "induction score, share of attention",
 }
 LEVEL = SIGNIFICANCE.level

@@ -171,7 +171,7 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")
     axes.set_title("Rank of the labels after a ReLU MLP", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
 
 

@@ -259,7 +259,7 @@ def draw(table: pd.DataFrame) -> Figure:
     axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return figure
 
 

@@ -63,7 +63,7 @@ def draw(runs: Runs) -> Figure:
         axes.set(xlabel="step", ylabel=label)
     n_seeds = runs.curves["seed"].nunique()
     left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds, band over all", loc="left", fontsize=11)
-    left.legend(frameon=False, fontsize=9)
+    left.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     return figure
 
 

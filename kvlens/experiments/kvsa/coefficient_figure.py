@@ -96,7 +96,7 @@ def _as_mathtext(kind: str) -> str:
 def _finish(axes: Axes, y_label: str, title: str) -> None:
     axes.set(xlabel="step", ylabel=y_label)
     axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(color="#e5e7eb", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

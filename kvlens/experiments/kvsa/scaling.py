@@ -143,7 +143,7 @@ def draw(runs: Runs) -> Figure:
     right.set_title("Dots: seeds, lines: power laws fitted to the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
     right.yaxis.set_minor_formatter("{x:.3g}")
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     for axes in (left, right):
         axes.grid(color="#dddddd", linewidth=0.6, which="both")
         axes.spines[["top", "right"]].set_visible(False)
@@ -159,7 +159,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
         axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, label=f"{kind}, {size}", **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     axes.set_title("Means over seeds; stronger lines are larger models", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, ncols=2)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
 
 
 def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str, marker: str) -> None:

@@ -122,7 +122,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
     axes.set_title("Mean over seeds", loc="left", fontsize=11)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
 
 
 def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMAT = "kvlens.experiment"
 SUMMARY = "summary.json"
 MARGIN = 0.1
-"""Inches around a figure, and above the line under it that says how it was made."""
+"""Inches around a figure, and below the line over it that says how it was made."""
 OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files"))
 
 
@@ -116,7 +116,7 @@ class Experiment:
 
 
 def how_made(experiment: Experiment, scale: str) -> str:
-    """The line under a figure: the command that made it, its scale, and the number of seeds where it has several."""
+    """The line over a figure: the command that made it, its scale, and the number of seeds where it has several."""
     seeds = experiment.scales[scale].get("seeds", experiment.scales[scale].get("n_seeds"))
     n_seeds = None if seeds is None else seeds if isinstance(seeds, int) else len(seeds)
     of_seeds = "" if n_seeds is None else f"; {n_seeds} seed{'' if n_seeds == 1 else 's'}"
@@ -160,9 +160,9 @@ def write_outcome(
         if engine := figure.get_layout_engine():
             engine.execute(figure)
             figure.set_layout_engine(None)  # so that both files have the same layout and margins, and each is drawn once
-        left, below = (figure.get_tightbbox().min / figure.get_size_inches()).tolist()
-        below -= MARGIN / figure.get_size_inches()[1]
-        figure.text(left, below, how_made(experiment, scale), fontsize=8, color="#555555", va="top", parse_math=False)
+        drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        look: dict[str, Any] = dict(fontsize=8, color="#555555", va="bottom", parse_math=False)
+        figure.text(drawn.x0 / width, (drawn.y1 + MARGIN) / height, how_made(experiment, scale), **look)
         inches = figure.get_tightbbox().padded(MARGIN)
         figure.savefig(temporary / "figure.png", dpi=figure.dpi, bbox_inches=inches)
         figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
