@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
-from kvlens.ops.rotary import rotate
 
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, tensors_of, with_tensors
 
@@ -138,18 +137,8 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, bias = _features_and_values(model, prompt)
     phi = phi_k.repeat_interleave(model.cfg.n_heads // phi_k.shape[2], dim=2)
-    return Factors(phi_k, _carried(model, phi), v, bias)
-
-
-def _carried(model: HookedKVTransformer, phi: Float[Tensor, "layer pos head d_phi"]) -> Float[Tensor, "layer pos head d_phi"]:
-    """gamma^{M-1-p} R_{p-M} phi_p: features of each position as they stand behind the last one."""
-    steps, decay = torch.arange(phi.shape[1], 0, -1, device=phi.device), model.cfg.decay_per_head()
-    if decay is not None:
-        phi = phi * (decay.to(phi) ** (steps[:, None] - 1))[..., None]
-    if not model.cfg.rotates_after:
-        return phi
-    cos, sin = (row[:, None] for row in model.blocks[0].attn.rotary_table.at(steps, phi.dtype))
-    return rotate(phi, cos, -sin, model.cfg.rotary_adjacent_pairs)
+    steps = torch.arange(phi.shape[1], 0, -1, device=phi.device)
+    return Factors(phi_k, model.blocks[0].attn.features_after(phi, steps), v, bias)  # layers decay and rotate alike
 
 
 def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:

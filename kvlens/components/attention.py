@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
@@ -29,6 +30,7 @@ from kvlens.components.softmax_attention import SoftmaxHeads, grow_alibi, runs_t
 from kvlens.components.variants import Augmentation, augmented, regularized
 from kvlens.errors import KVLensError
 from kvlens.ops.affine import affine
+from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
 if TYPE_CHECKING:  # the class that it is mixed into; at run time TransformerLens' class follows it in the list of bases
@@ -152,6 +154,19 @@ class KVAttention(_Attention):
             return True
         of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
         return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
+
+    def features_after(
+        self, phi: Float[Tensor, "*layer pos head d_phi"], steps: Int[Tensor, " pos"]
+    ) -> Float[Tensor, "*layer pos head d_phi"]:
+        """gamma^{steps - 1} R_{-steps} phi: key features as a state holds them so many tokens later, their own included; for
+        linear attention."""
+        decay = self.cfg.decay_per_head()
+        if decay is not None:
+            phi = phi * (decay.to(phi) ** (steps[:, None] - 1))[..., None]
+        if not self.cfg.rotates_after:
+            return phi
+        cos, sin = (row[:, None] for row in self.rotary_table.at(steps, phi.dtype))
+        return rotate(phi, cos, -sin, self.cfg.rotary_adjacent_pairs)
 
     def score_rule(self) -> ScoreRule:
         """How softmax attention scores a key in this layer, including stored keys."""
