@@ -1,6 +1,6 @@
 """What is explained: the log-probability of an answer behind a text, or how far it lies above a rival's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,14 +117,18 @@ class Question:
         return self._score(read)
 
     def _score(self, read: Read) -> Float[Tensor, " row"]:
-        answer, rival = self.answer, self.rival
-        logits = read(torch.cat([self.text, answer[:-1]]), len(answer))
-        found = _log_p(logits, answer)
-        if rival is None:
-            return found
-        if len(rival) > 1 or len(answer) > 1:
-            logits = read(torch.cat([self.text, rival[:-1]]), len(rival))
-        return found - _log_p(logits, rival)
+        found = self.log_p(read, [self.answer] if self.rival is None else [self.answer, self.rival])
+        return found[:, 0] if self.rival is None else found[:, 0] - found[:, 1]
+
+    def log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
+        """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
+        shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else None
+        found = []
+        for tokens in answers:
+            alone = shared is None or len(tokens) > 1
+            logits = read(torch.cat([self.text, tokens[:-1]]), len(tokens)) if alone else shared
+            found.append(_log_p(logits, tokens))
+        return torch.stack(found, dim=1)
 
 
 def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, " row"]:

@@ -133,15 +133,7 @@ def exchanged_positions(
 ) -> tuple[float, Float[Tensor, " row"], Float[Tensor, " row"]]:
     """(whole, swap, converse): by how much the score falls with everything from there, and for every layer with one position
     from there, and with all but one; the shift state, where there is one, comes after the positions."""
-    donor = convert_prompt(question.model, other).select_prompt(0)
-    if bias.features is None:
-        here, there = bias, donor
-        make = _linear_rows(question, here, there, other)
-    else:
-        here, there = in_one_space(bias, donor)
-        make = _softmax_rows(here, there, len(question.prompt))
-        if bias.recurrent is not None:
-            make = _with_states(question, here, other, make)
+    here, there, make = positions_of_both(question, bias, other)
     score = float(question.scores_under(here.repeat(1))[0])
     whole = score - float(question.scores_under(there.repeat(1))[0])
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -155,9 +147,19 @@ def exchanged_positions(
             measure(layer, of_layer(layer))
     if has_shift_state(bias):
         for layer in layers:
-            measure(layer, (_with_shift_state(here, there, layer), _with_shift_state(there, here, layer)))
+            measure(layer, (with_shift_state(here, there, layer), with_shift_state(there, here, layer)))
     swap, converse = torch.cat([part for layer in layers for part in found[layer]], dim=1)
     return whole, swap, converse
+
+
+def positions_of_both(question: Question, bias: KVBias, other: Counterfactuals) -> tuple[KVBias, KVBias, Rows]:
+    """A prompt's bias and that of a counterfactual prompt, in the same features, and what exchanges positions between them."""
+    donor = convert_prompt(question.model, other).select_prompt(0)
+    if bias.features is None:
+        return bias, donor, _linear_rows(question, bias, donor, other)
+    here, there = in_one_space(bias, donor)
+    make = _softmax_rows(here, there, len(question.prompt))
+    return here, there, make if bias.recurrent is None else _with_states(question, here, other, make)
 
 
 def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
@@ -246,7 +248,8 @@ def _layers(bias: KVBias, layer: int) -> Tensor:
     return ((every == layer) | (layer == ALL))[:, None, None, None]
 
 
-def _with_shift_state(here: KVBias, there: KVBias, layer: int) -> KVBias:
+def with_shift_state(here: KVBias, there: KVBias, layer: int) -> KVBias:
+    """A batch of one: a bias with the shift state of another, in one layer or in all of them."""
     attention, recurrent = torch.tensor(here.attention_layers), torch.tensor(recurrent_layers(here))
     own, others = tensors_of(here), tensors_of(there)
     mixed = {}

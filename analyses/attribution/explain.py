@@ -40,6 +40,7 @@ class Explained:
         units, heads, positions: the tables of `prompt_attribution`, and of that unit those of `attribution_by_head` and
             `attribution_by_position`; empty where no unit is significant.
         unit: number of that unit, or None.
+        answer_tokens, rival_tokens: the two answers as token ids.
     """
 
     answer: str
@@ -50,6 +51,8 @@ class Explained:
     heads: pd.DataFrame
     positions: pd.DataFrame
     unit: int | None
+    answer_tokens: tuple[int, ...] = ()
+    rival_tokens: tuple[int, ...] = ()
 
     def needed(self) -> list[str]:
         """Heads whose swap alone costs a significant share of the whole effect, such as "L0H2", the strongest first, at most
@@ -127,7 +130,9 @@ def explain(
     behind = len(question.text)
     texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
     with_and_without = [(each[0], each[1] if len(each) > 1 else None) for each in p]
-    return Explained(texts[0], texts[1], with_and_without[0], with_and_without[1], units, heads, positions, chosen)
+    of_both = [tuple(tokens.tolist()) for tokens in (question.answer, other)]
+    said = (texts[0], texts[1], with_and_without[0], with_and_without[1])
+    return Explained(*said, units, heads, positions, chosen, *of_both)
 
 
 def _nearest(logits: Float[Tensor, " d_vocab"], answer: Int[Tensor, " answer_pos"]) -> Int[Tensor, "1"]:

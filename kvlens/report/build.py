@@ -27,6 +27,7 @@ from kvlens.analyses import (
     prompt_effect,
 )
 from kvlens.analyses.attribution.explain import Explained, explain
+from kvlens.analyses.attribution.flow import answer_flow
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias.baseline import baseline_of
@@ -70,8 +71,8 @@ class Report:
             and ``generated``: one row per condition and generated token, with its ``position`` from 0, ``token_id`` and
             ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and ``dual_demonstrations`` of the last of them,
             the prompt's tokens being the demonstrations of all. With an explanation ``answer_units``, ``answer_heads`` and
-            ``answer_positions``, its tables that have rows, and for a short prompt ``answer_tokens``, the effects of single
-            tokens.
+            ``answer_positions``, its tables that have rows, ``answer_flow``, what the model says with parts of the cause
+            switched off, and for a short prompt ``answer_tokens``, the effects of single tokens.
         bias: the converted prompt.
         heads: what each head attends to, for the page; None where the model's front end does not show it.
         linked: who reads which prompt token for which text token, for the page; None likewise.
@@ -220,6 +221,9 @@ def build_report(
         tell(f"removing each {by} in turn", 0.85)
         explained = explain(model, prompt_tokens, text_tokens, by=by, answer=answer, rival=rival)
         tables |= _answer_tables(explained)
+        if explained.unit is not None:
+            tell("switching off units, heads and positions", 0.88)
+            tables["answer_flow"] = answer_flow(model, prompt_tokens, text_tokens, explained, rival=rival)
         if len(prompt_tokens) <= MOST_TOKENS and by != "token":
             asked: dict[str, Any] = dict(by="token", answer=answer, rival=rival, null=Null())
             tables["answer_tokens"] = prompt_attribution(model, prompt_tokens, text_tokens, **asked)

@@ -61,8 +61,8 @@ def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     top = strongest(units.loc[significant, column])
     numbered = tested and int(significant.sum()) <= MOST_NUMBERED
     spans = "".join(
-        _unit(row["unit_text"], row[column], top, bool(significant[i]), float(p[i]) if tested else None, numbered)
-        for i, row in units.iterrows()
+        _unit(row["unit_text"], row[column], top, bool(significant[i]), float(p[i]) if tested else None, numbered, place)
+        for (i, row), place in zip(units.iterrows(), _places(units, single), strict=True)
     )
     untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
     return (
@@ -70,7 +70,14 @@ def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     )
 
 
-def _unit(text: str, effect: float, top: float, significant: bool, p: float | None, numbered: bool) -> str:
+def _places(units: pd.DataFrame, single: bool) -> list[str]:
+    """What clicking each unit selects: the unit, and its positions; of single tokens the position."""
+    if single:
+        return [f'data-prompt="{start}"' for start in units["start"]]
+    return [f'data-unit="{row.unit}" data-start="{row.start}" data-stop="{row.stop}"' for row in units.itertuples()]
+
+
+def _unit(text: str, effect: float, top: float, significant: bool, p: float | None, numbered: bool, place: str) -> str:
     """One unit without the blanks around it, which stay uncolored; behind it its effect where it is significant."""
     said = f"{number(effect)} nats" + ("" if p is None else f", p = {p:.3f}")
     own = text.strip()
@@ -78,7 +85,7 @@ def _unit(text: str, effect: float, top: float, significant: bool, p: float | No
     sign = "+" if effect > 0 else ""
     badge = f'<b class="effect">{sign}{number(effect)}</b>' if significant and numbered and own else ""
     look = style(effect, top) if significant else 'class="unsure"'
-    shown = f'<span title="{html_text(said)}" {look}>{_shown(own)}{badge}</span>' if own else ""
+    shown = f'<span title="{html_text(said)}" {look} {place}>{_shown(own)}{badge}</span>' if own else ""
     return f"{_blank(before)}{shown}{_blank(after)}"
 
 

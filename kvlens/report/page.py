@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvlens.report.build import MOST_EXPLAINED, Report
 from kvlens.report.opening import exactness, opening
-from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads
+from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
 from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
     Page,
@@ -18,6 +18,7 @@ from kvlens.viz import (
     depth_map,
     dual_view,
     error_table,
+    flow_view,
     generated_text,
     head_heatmap,
     induction_arcs,
@@ -44,6 +45,8 @@ def build_page(report: Report) -> Page:
         page.section("The answer")
         page.add(opening(report.explained, summary["answer"]["by"], summary["text"]["text"], tables.get("answer_tokens")))
         page.note(notes)
+        if "answer_flow" in tables:
+            _add_flow(page, report)
     else:
         page.section("The answer", f"{_not_explained(summary)} {notes}")
     page.section(
@@ -101,6 +104,13 @@ def build_page(report: Report) -> Page:
     page.add(_conversion(summary))
     versions = ", ".join(f"{name} {number}" for name, number in summary["versions"].items())
     return page.footer(f"Made {summary['created']} with {versions}. The numbers are in the Parquet files next to this page.")
+
+
+def _add_flow(page: Page, report: Report) -> None:
+    found, by = report.explained, report.summary["answer"]["by"]
+    assert found is not None
+    page.section("From the prompt to the answer", f"Where the {by} is read, and which heads carry it.")
+    page.add(flow_view(report.tables["answer_flow"], found, by=by, redundant=suffices(found)))
 
 
 def _about_heads(report: Report) -> str:

@@ -29,19 +29,23 @@ def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MA
         raise KVLensError(f"error_table: expected a table (pandas.DataFrame), got {type(frame).__name__}")
     if not len(frame.columns) or max_rows < 1:
         raise KVLensError(f"error_table: {len(frame.columns)} columns, max_rows {max_rows}; both must be at least 1")
+    more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
+    body = (
+        f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{html_text(title)}">{table_html(frame.head(max_rows))}</div>{more}</figure>'
+    )
+    return Piece(title, body)
+
+
+def table_html(frame: pd.DataFrame) -> str:
+    """All rows of a frame as an HTML table."""
     is_number = {column: pd.api.types.is_numeric_dtype(frame[column]) for column in frame.columns}
     head = "".join(f'<th scope="col"{_right(is_number[column])}>{html_text(str(column))}</th>' for column in frame.columns)
     rows = "".join(
         "<tr>" + "".join(_cell(x, is_number[column]) for column, x in zip(frame.columns, row, strict=True)) + "</tr>"
-        for row in frame.head(max_rows).itertuples(index=False)
+        for row in frame.itertuples(index=False)
     )
-    more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
-    body = (
-        f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '
-        f'aria-label="{html_text(title)}"><table class="plain">'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{more}</figure>"
-    )
-    return Piece(title, body)
+    return f'<table class="plain"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _cell(value: Any, right: bool) -> str:

@@ -106,10 +106,11 @@ const KVLENS = (() => {
     return box;
   };
 
-  // What is selected in a page: a head ("layer.head"), a prompt token, a text token, and which of the three was chosen last
-  // (`show`). All figures share it; it stands in the hash of the page's address, so that it survives a reload and can be copied.
+  // What is selected in a page: a head ("layer.head"), a prompt token, a text token, a unit of the prompt, and which of these was
+  // chosen last (`show`); and which parts of the flow are switched off (`off`). All figures share it; it stands in the hash of the
+  // page's address, so that it survives a reload and can be copied.
   const selection = (() => {
-    const names = ["head", "prompt", "text", "show"], listeners = [];
+    const names = ["head", "prompt", "text", "unit", "off", "show"], listeners = [];
     const read = () => Object.fromEntries([...new URLSearchParams(location.hash.slice(1))].filter(([name]) => names.includes(name)));
     let now = read();
     const become = (next) => {
@@ -128,6 +129,12 @@ const KVLENS = (() => {
       listen: (listener) => listeners.push(listener),
     };
   })();
+
+  // whether a selected place in the prompt, "38" or a block such as "36–39", holds a position
+  const covers = (place, position) => {
+    const [first, last = first] = (place ?? "").split("–");
+    return first !== "" && Number(first) <= Number(position) && Number(position) <= Number(last);
+  };
 
   // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the area
   // below the map and returns a function that redraws it when the page changes its size.
@@ -182,5 +189,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, svg };
+  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, covers, svg };
 })();

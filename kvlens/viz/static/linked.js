@@ -2,7 +2,7 @@
 // attention output at a text token. Choosing in one panel recolors the other two.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend, selection } = KVLENS;
+  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend, selection, covers } = KVLENS;
   const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
 
   const matrix = (quantized, nColumns) => {
@@ -141,6 +141,14 @@
     const textButtons = tokenButtons(text.box, data.text, "text");
     let kind = null, index = null;
 
+    // how many tokens of a unit of the prompt each block has; the opening says which they are
+    const inUnit = (unit) => {
+      const found = unit !== undefined && document.querySelector(`[data-unit="${CSS.escape(unit)}"][data-start]`);
+      if (!found) return null;
+      const { start, stop } = found.dataset;
+      return data.blocks.map((_, i) => Math.max(0, Math.min(stop, (i + 1) * data.block) - Math.max(start, i * data.block)));
+    };
+
     const color = (buttons, values, top, name) => buttons.forEach((button, i) => {
       paint(button, values[i], top);
       const said = `${name(i)}: ${values[i] === null || values[i] === undefined ? "no value" : share(values[i])}`;
@@ -156,6 +164,7 @@
     const draw = () => {
       const values = { ...all }, from = kind ?? "all";
       if (kind === "prompt") { values.heads = byPrompt.column(index); values.text = between.column(index); }
+      if (kind === "unit") { values.heads = total(byPrompt, data.n_layers * nHeads, inUnit(index)); values.text = total(between, nText, inUnit(index)); }
       if (kind === "head") { values.prompt = byPrompt.row(index); values.text = byText.row(index); }
       if (kind === "text") { values.prompt = between.row(index); values.heads = byText.column(index); }
       const per = data.block > 1 ? "per token" : "";
@@ -187,6 +196,7 @@
     const said = (values) => {
       if (kind === null) return `Nothing chosen: means over the text. Largest for ${best(all.heads, names.heads, 3)}.`;
       if (kind === "prompt") return `${names.prompt(index)}: largest share in ${best(values.heads, names.heads, 3)}.`;
+      if (kind === "unit") return `The tokens of unit ${Number(index) + 1} together: largest share in ${best(values.heads, names.heads, 3)}.`;
       if (kind === "head") return `${names.heads(index)}: reads most from ${best(values.prompt, names.prompt, 3)}; largest share at ${best(values.text, names.text, 3)}.`;
       return `${names.text(index)}: largest share through ${best(values.heads, names.heads, 3)}; from ${best(values.prompt, names.prompt, 3)}.`;
     };
@@ -204,7 +214,12 @@
     };
     const buttonsOf = { prompt: promptButtons, head: headCells, text: textButtons };
     const follow = (selected) => { // what was chosen elsewhere, or stands in the address
-      const what = selected.show, i = buttonsOf[what]?.findIndex((_, i) => keys[what](i) === selected[what]) ?? -1;
+      const what = selected.show, own = inUnit(selected.unit);
+      promptButtons.forEach((button, i) => button.classList.toggle("of-unit", Boolean(own?.[i])));
+      if (what === "unit" && own) return kind === what && index === selected.unit ? undefined : show(what, selected.unit);
+      if (kind === "unit") show(null, null);
+      const holds = (i) => keys[what](i) === selected[what] || (what === "prompt" && covers(keys[what](i), selected[what]));
+      const i = buttonsOf[what]?.findIndex((_, i) => holds(i)) ?? -1;
       if (i < 0 || (kind === what && index === i)) return;
       show(what, i);
       const button = buttonsOf[what][i], box = button.closest(".tokens");

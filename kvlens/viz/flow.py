@@ -1,0 +1,132 @@
+"""A drawn flow: from a unit of the prompt through the positions where it is read and the heads that read it to the answer.
+
+Every line is one row of :func:`kvlens.analyses.attribution.flow.answer_flow`, an intervention that was measured. What the model
+says with parts switched off was measured too; of combinations that were not, the figure says so.
+"""
+
+from typing import Any
+
+import pandas as pd
+
+from kvlens.analyses.attribution.flow import SHIFT_STATE
+from kvlens.analyses.bias.parts import part_name
+from kvlens.checks import checked
+from kvlens.viz._frames import check_columns
+from kvlens.viz._text import html_text, number, percent, rounded, script_json
+from kvlens.viz.piece import Piece
+from kvlens.viz.tables import table_html
+
+MEASURES = {"alone": "kept by this part alone", "swap": "lost without this part alone"}
+DIGITS = 4
+"""Of numbers in the page: probabilities near 1 keep one more than others need."""
+
+
+@checked
+def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant: bool = False, title: str = "") -> Piece:
+    """Draw the flow of an explained answer, with a switch for each unit, position and head.
+
+    Works with the keyboard: arrow keys move among the parts, Enter pins one, Space switches it off, Escape switches all on.
+
+    Args:
+        flow: the table of :func:`kvlens.analyses.attribution.flow.answer_flow`, with at least one significant unit.
+        found: the :class:`kvlens.analyses.attribution.explain.Explained` that it was made from.
+        by: what a unit is called.
+        redundant: begin with what each part keeps alone, where none is necessary.
+        title: title above the picture.
+
+    Raises:
+        KVLensError: a missing column (the nearest is proposed).
+    """
+    check_columns("flow_view", flow, ("removed", "unit", "position", "heads"))
+    title = title or f"from the {by} to the answer"
+    chosen = [*MEASURES] if redundant else [*reversed(MEASURES)]
+    options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
+    said = (
+        f"Every line is one measured intervention. “{MEASURES['swap'].capitalize()}”: how much the log-probability of "
+        f"“{found.answer}” falls when one part reads the prompt without the {by}, and everything else the whole prompt. "
+        f"“{MEASURES['alone'].capitalize()}”: how much of the {by}'s effect remains the other way round. Lines do not add up: parts "
+        "can stand in for each other. Click a part to pin it; flip its switch to see what the model says without it."
+    )
+    body = (
+        f'<figure class="piece" data-kvlens="flow"><figcaption>{html_text(title)} '
+        f'<select aria-label="what the lines show">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
+        f'<div class="flow"></div><div class="numbers">{table_html(_numbers(flow, found, by))}</div>'
+        f'<script type="application/json">{script_json(_json(flow, found, by))}</script></figure>'
+    )
+    return Piece(title, body)
+
+
+def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
+    units = found.units
+    shown = {
+        int(unit): {
+            "positions": [*dict.fromkeys(rows.loc[rows["position"] != "", "position"])],
+            "heads": [*dict.fromkeys(rows.loc[(rows["heads"] != "") & (rows["position"] != ""), "heads"])] or _leading(rows),
+        }
+        for unit, rows in flow[(flow["unit"] >= 0) & (flow["removed"] == "")].groupby("unit", sort=False)
+    }
+    positions = {position for each in shown.values() for position in each["positions"]} - {SHIFT_STATE}
+    tokens = found.positions.drop_duplicates("prompt_position").set_index("prompt_position")["token"]
+    single = flow[
+        (flow["unit"] >= 0) & (flow["position"] == "") & (flow["heads"] != "") & ~flow["heads"].str.contains("+", regex=False)
+    ]
+    return {
+        "by": by,
+        "answer": found.answer,
+        "rival": found.rival,
+        "first": int(found.unit),
+        "units": [[text] for text in units["unit_text"]],
+        "shown": shown,
+        "heads": [*dict.fromkeys(single["heads"])],
+        "tokens": {position: str(tokens[int(position)]) for position in sorted(positions, key=int)},
+        "states": {
+            f"{row.removed}|{row.unit}|{row.position}|{row.heads}|{int(row.others)}": [
+                rounded(float(x), DIGITS) for x in (row.effect, row.p_answer, row.p_rival)
+            ]
+            for row in flow.itertuples()
+        },
+    }
+
+
+def _leading(rows: pd.DataFrame) -> list[str]:
+    """The heads of the pairs, where no position leads."""
+    pairs = rows.loc[rows["heads"].str.contains("+", regex=False), "heads"]
+    return [*dict.fromkeys(head for pair in pairs for head in pair.split("+"))]
+
+
+def _numbers(flow: pd.DataFrame, found: Any, by: str) -> pd.DataFrame:
+    """The interventions as a table; of heads by themselves those that are drawn."""
+    key = ["removed", "unit", "position", "heads"]
+    rows = flow[~flow["others"]].merge(
+        flow.loc[flow["others"], [*key, "effect", "p_answer"]], on=key, how="left", suffixes=("", "_alone"), validate="1:1"
+    )
+    drawn = {(unit, head) for unit, each in _json(flow, found, by)["shown"].items() for head in each["heads"]}
+    kept = [
+        not row.heads or "+" in row.heads or row.removed != "" or (row.unit, row.heads) in drawn for row in rows.itertuples()
+    ]
+    rows = rows[kept]
+    whole = flow[(flow["unit"] == -1)].set_index("removed")["effect"]
+    alone = [number(whole[str(row.unit)] - row.effect_alone) if pd.notna(row.effect_alone) else "" for row in rows.itertuples()]
+    return pd.DataFrame(
+        {
+            f"{by} removed": [_units(row.removed) for row in rows.itertuples()],
+            f"read without {by}": ["" if row.unit < 0 else str(row.unit + 1) for row in rows.itertuples()],
+            "at position": rows["position"].str.replace("_", " ").to_numpy(),
+            "by head": [_heads(row.heads, row.unit) for row in rows.itertuples()],
+            "lost, nats": rows["effect"].to_numpy(),
+            f"p({found.answer})": [percent(p) for p in rows["p_answer"]],
+            f"p({found.rival})": [percent(p) for p in rows["p_rival"]],
+            "kept alone, nats": alone,
+            f"p({found.answer}), alone": [percent(p) if pd.notna(p) else "" for p in rows["p_answer_alone"]],
+        }
+    )
+
+
+def _units(removed: str) -> str:
+    return " and ".join(str(int(unit) + 1) for unit in removed.split("+")) if removed else ""
+
+
+def _heads(heads: str, unit: int) -> str:
+    if not heads:
+        return "" if unit < 0 else "all"
+    return " and ".join(part_name(*map(int, head.split("."))) for head in heads.split("+"))

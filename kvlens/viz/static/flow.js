@@ -1,0 +1,245 @@
+// From a unit of the prompt to the answer: where it is read, and through which heads. Every line is one measured intervention, and
+// what the model says with parts switched off was measured before; of other combinations the figure says that they were not.
+"use strict";
+(() => {
+  const { dataOf, label, running, short, number, percent, element, roving, selection, svg } = KVLENS;
+  const ROW = 17, PAD = 7, GAP = 12, TOP = 30, THICKEST = 16;
+
+  const headName = (head) => (head.endsWith(".-1") ? `L${parseInt(head, 10)} convolution` : `L${head.replace(".", "H")}`);
+  const byNumber = (a, b) => a.split(".")[0] - b.split(".")[0] || (a.split(".")[1] ?? 0) - (b.split(".")[1] ?? 0);
+  const keyOf = (removed, unit, position, heads, others) =>
+    `${[...removed].sort(byNumber).join("+")}|${unit}|${position}|${[...heads].sort(byNumber).join("+")}|${others ? 1 : 0}`;
+  const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : names[0]);
+
+  // words in lines of about so many letters, at most so many lines
+  const widthOf = (text) => [...text].reduce((sum, sign) => sum + (sign.codePointAt(0) >= 0x2e80 ? 2 : 1), 0);
+  const lines = (text, letters, most) => {
+    const found = [""];
+    for (const word of text.split(/(?<=\s)|(?=[\u2e80-\u9fff\uac00-\ud7a3])/u))
+      for (const part of word.match(new RegExp(`.{1,${Math.max(4, letters)}}`, "gsu")) ?? []) {
+        if (widthOf(found.at(-1) + part.trimEnd()) > letters && found.at(-1)) found.push("");
+        found[found.length - 1] += part;
+      }
+    const kept = found.map((line) => line.trim()).filter(Boolean).slice(0, most);
+    if (found.length > most) kept[most - 1] = kept[most - 1].slice(0, Math.max(1, letters - 1)) + "…";
+    return kept;
+  };
+
+  const setUp = (figure) => {
+    const data = dataOf(figure), place = figure.querySelector(".flow"), numbers = figure.querySelector(".numbers");
+    const measures = figure.querySelector("figcaption select"), status = element("p", "said"), told = element("p", "readout");
+    const slider = element("input"), limit = element("output"), controls = element("p", "controls"), on = element("button", "", "Switch everything on");
+    const asTable = element("button", "", "Show as a table"), picture = element("div");
+    const named = { u: (unit) => `${data.by} ${Number(unit) + 1}`, h: headName, p: (position) => (position === "shift_state" ? "the shift state" : `position ${position} “${label(data.tokens[position] ?? "")}”`) };
+    const nameOf = (id) => named[id[0]](id.slice(1));
+    let unit = null, pinned = new Set(), off = new Set();
+
+    const state = (removed, of, position, heads, others) => data.states[keyOf(removed, of, position, heads, others)];
+    const whole = () => data.states[keyOf([unit], -1, "", [], false)][0];
+    const strength = (position, heads) => { // null where it was not measured
+      const found = state([], unit, position, heads, measures.value === "alone");
+      return !found ? null : measures.value === "alone" ? whole() - found[0] : found[0];
+    };
+    const partsOf = (id) => (id[0] === "p" ? [id.slice(1), []] : ["", [id.slice(1)]]);
+
+    const edgesOf = () => {
+      const { positions = [], heads = [] } = data.shown[unit] ?? {}, pins = [...pinned].filter((id) => id[0] === "h").map((id) => id.slice(1));
+      const every = [...new Set([...heads, ...pins, ...[...off].filter((id) => id[0] === "h").map((id) => id.slice(1))])];
+      const found = [
+        ...positions.map((p) => [`u${unit}`, `p${p}`, strength(p, [])]),
+        ...positions.flatMap((p) => every.map((h) => [`p${p}`, `h${h}`, strength(p, [h])])),
+        ...every.map((h) => [`h${h}`, "answer", strength("", [h])]),
+      ];
+      return found.filter(([, , value]) => value !== null);
+    };
+
+    // what the switches say together: a state that was measured, or none
+    const result = () => {
+      const of = (kind) => [...off].filter((id) => id[0] === kind).map((id) => id.slice(1));
+      const removed = of("u"), heads = of("h"), positions = of("p");
+      if (removed.includes(String(unit)) || !(heads.length + positions.length)) return state(removed, -1, "", [], false);
+      if (positions.length > 1 || (positions.length && heads.length)) return undefined;
+      return state(removed, unit, positions[0] ?? "", heads, false);
+    };
+
+    const draw = () => {
+      const focused = picture.contains(document.activeElement) ? document.activeElement.dataset.id : null;
+      const wide = Math.max(340, place.clientWidth || 900), narrow = wide < 560, font = narrow ? 11 : 12.5, letter = font * 0.56;
+      const widths = (narrow ? [0.31, 0.2, 0.165, 0.215] : [0.3, 0.14, 0.12, 0.17]).map((part) => part * wide);
+      const between = (wide - widths.reduce((a, b) => a + b)) / 3;
+      const left = widths.map((_, i) => widths.slice(0, i).reduce((a, b) => a + b + between, 0));
+      const edges = edgesOf(), strongest = Math.max(...edges.map(([, , value]) => Math.abs(value)), 1e-12);
+      const least = strongest * (slider.value / 100) ** 2, total = whole();
+      const visible = edges.filter(([, , value]) => Math.abs(value) >= least);
+      limit.textContent = `${number(least)} nats`;
+
+      const used = (id) => visible.some(([from, to]) => from === id || to === id) || pinned.has(id) || off.has(id);
+      const ids = (kind) => [...new Set(edges.flatMap(([from, to]) => [from, to]))].filter((id) => id[0] === kind && id !== "answer" && used(id));
+      const units = [...new Set([...Object.keys(data.shown), String(unit), ...[...off].filter((id) => id[0] === "u").map((id) => id.slice(1))])].sort(byNumber).map((u) => `u${u}`);
+      const columns = [units, ids("p"), ids("h"), ["answer"]];
+      const textOf = (id, i) => {
+        const letters = Math.floor((widths[i] - 2 * PAD) / letter);
+        if (id[0] === "u") return lines(running(data.units[id.slice(1)][0].trim()), letters, narrow ? 5 : 3);
+        if (id[0] === "h") return lines(headName(id.slice(1)), letters, 2);
+        return [id === "pshift_state" ? short("shift state", letters).replace("·", " ") : short(data.tokens[id.slice(1)] ?? "", letters)];
+      };
+      const boxes = {};
+      const heights = columns.map((column, i) => column.map((id) => (id === "answer" ? 5 * ROW + 2 * PAD : (textOf(id, i).length + 1) * ROW + 2 * PAD)));
+      const tallest = Math.max(...heights.map((column) => column.reduce((a, b) => a + b + GAP, 0)));
+      columns.forEach((column, i) => {
+        let y = TOP + (tallest - heights[i].reduce((a, b) => a + b + GAP, 0)) / 2;
+        column.forEach((id, j) => { boxes[id] = { x: left[i], y, w: widths[i], h: heights[i][j], column: i }; y += heights[i][j] + GAP; });
+      });
+      const high = TOP + tallest + 2 * ROW;
+      const drawing = svg("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "group", "font-size": font });
+      drawing.setAttribute("aria-label", "flow from the prompt to the answer; arrow keys move, Enter pins, Space switches off");
+      (narrow ? [data.by, "position", "head", "answer"] : [`the ${data.by}`, "read at position", "through head", "the model says"]).forEach((name, i) =>
+        drawing.append(svg("text", { x: left[i], y: 14, class: "column" }, name)));
+
+      const hot = (ends) => ends.some((id) => pinned.has(id) && id[0] !== "u");
+      const anyHot = [...pinned].some((id) => id[0] !== "u" && used(id));
+      const line = (from, to, value, path) => {
+        const dim = off.has(from) || off.has(to) || (anyHot && !hot([from, to])) ? " dim" : "";
+        const made = svg("path", { d: path, class: `edge${value < 0 ? " less" : ""}${dim}`, "stroke-width": Math.max(1, THICKEST * Math.min(1, Math.abs(value) / Math.max(Math.abs(total), 1e-12))) });
+        const name = (id) => (id === "answer" ? data.answer : nameOf(id));
+        const what = measures.value === "alone" ? "kept by it alone" : "lost without it";
+        const said = to === "answer" && from[0] === "u" ? `total effect of ${name(from)}` : from[0] === "u" ? `${name(to)}: ${what}` : to === "answer" ? `${name(from)}: ${what}` : `${name(from)} in ${name(to)}: ${what}`;
+        made.append(svg("title", {}, `${said}, ${number(value)} nats`));
+        return made;
+      };
+      const texts = [];
+      for (const [from, to, value] of visible) {
+        const a = boxes[from], b = boxes[to], y1 = a.y + a.h / 2, y2 = b.y + b.h / 2, x1 = a.x + a.w, x2 = b.x, bend = (x2 - x1) / 2;
+        drawing.append(line(from, to, value, `M ${x1} ${y1} C ${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`));
+        if (from[0] === "p" && !narrow && (!anyHot || hot([from, to]))) // the numbers of the other lines stand in the nodes
+          texts.push(svg("text", { x: x1 + 0.26 * (x2 - x1), y: y1 + 0.16 * (y2 - y1) + 4, class: "value", "text-anchor": "middle" }, number(value)));
+      }
+      const source = boxes[`u${unit}`], answer = boxes.answer, below = high - 1.4 * ROW, x1 = source.x + source.w / 2, x2 = answer.x + answer.w / 2;
+      drawing.append(line(`u${unit}`, "answer", total, `M ${x1} ${source.y + source.h} C ${x1} ${below} ${x1} ${below} ${x1 + 40} ${below} L ${x2 - 40} ${below} C ${x2} ${below} ${x2} ${below} ${x2} ${answer.y + answer.h}`));
+      texts.push(svg("text", { x: wide / 2, y: below + 4, class: "value", "text-anchor": "middle" }, `in total ${number(total)} nats`));
+      drawing.append(...texts);
+      if (columns[1].length + columns[2].length === 0)
+        drawing.append(svg("text", { x: left[1], y: TOP + tallest / 2, class: "column" }, data.shown[unit] ? "all lines are hidden" : "not computed: no significant effect"));
+
+      const items = [], actions = [];
+      const item = (id, group, act, other) => {
+        group.dataset.id = id;
+        group.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          (event.key === "Enter" ? act : other)();
+        });
+        items.push(group);
+        actions.push(act);
+      };
+      for (const [id, box] of Object.entries(boxes)) {
+        if (id === "answer") continue;
+        const group = svg("g", { class: `node${pinned.has(id) || id === `u${unit}` ? " pinned" : ""}${off.has(id) ? " off" : ""}`, role: "button" });
+        const value = id[0] === "u" ? state([id.slice(1)], -1, "", [], false)?.[0] : strength(...partsOf(id));
+        group.setAttribute("aria-pressed", String(pinned.has(id)));
+        group.setAttribute("aria-label", `${id[0] === "u" ? `${nameOf(id)}: ${data.units[id.slice(1)][0].trim()}` : nameOf(id)}, ${number(value ?? null)} nats`);
+        group.append(svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5 }));
+        const said = textOf(id, box.column);
+        said.forEach((text, i) => group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * i }, text)));
+        const where = id[0] === "p" && id !== "pshift_state" && !narrow ? ` at ${id.slice(1)}` : "";
+        group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * said.length, class: "number" }, `${number(value ?? null)}${where}`));
+        group.append(svg("title", {}, describe(id)));
+        const toggle = svg("g", { class: "switch", role: "switch", "aria-checked": String(!off.has(id)), "aria-label": `${nameOf(id)} is on` });
+        const sx = box.x + box.w - 31, sy = box.y + box.h - 21;
+        toggle.append(
+          svg("rect", { x: sx - 3, y: sy - 6, width: 32, height: 26, class: "area" }), svg("rect", { x: sx, y: sy, width: 26, height: 14, rx: 7, class: "track" }),
+          svg("circle", { cx: off.has(id) ? sx + 7 : sx + 19, cy: sy + 7, r: 5, class: "knob" }), svg("title", {}, off.has(id) ? "switch on" : "switch off"));
+        drawing.append(group, toggle);
+        const pin = () => choose(id), flip = () => turn(id);
+        item(id, group, pin, flip);
+        item(`switch ${id}`, toggle, flip, flip);
+      }
+      drawing.append(...answerBox(boxes.answer, Math.floor((boxes.answer.w - 2 * PAD) / letter)));
+      picture.replaceChildren(drawing);
+      roving(items, 0, (i) => actions[i](), () => { if (off.size) store(new Set()); });
+      items.find((one) => one.dataset.id === focused)?.focus({ preventScroll: true });
+      tell();
+    };
+
+    const answerBox = (box, letters) => {
+      const found = result(), made = [svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5, class: "answer" })];
+      [[data.answer, found?.[1]], [data.rival, found?.[2]]].forEach(([name, p], i) => {
+        const y = box.y + PAD + 12 + 2.5 * ROW * i, w = box.w - 2 * PAD;
+        const value = p === undefined ? "not computed" : percent(p), room = letters - value.length - 1;
+        made.push(svg("text", { x: box.x + PAD, y, class: i ? "" : "strong" }, short(name, Math.max(3, p === undefined ? letters : room)).replace(/·/g, " ")));
+        made.push(svg("text", { x: box.x + box.w - PAD, y: p === undefined ? y + ROW : y, class: p === undefined ? "column" : "number", "text-anchor": "end" }, value));
+        if (p === undefined) return;
+        made.push(svg("rect", { x: box.x + PAD, y: y + 6, width: w, height: 8, class: "empty" }), svg("rect", { x: box.x + PAD, y: y + 6, width: Math.max(1, p * w), height: 8, class: "full" }));
+      });
+      return made;
+    };
+
+    const describe = (id) => {
+      const says = (found) => `“${data.answer}” ${percent(found[1])}, “${data.rival}” ${percent(found[2])}`;
+      if (id[0] === "u") return `${nameOf(id)}, “${running(data.units[id.slice(1)][0].trim())}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
+      const lost = state([], unit, ...partsOf(id), false), alone = state([], unit, ...partsOf(id), true);
+      const name = nameOf(id)[0].toUpperCase() + nameOf(id).slice(1);
+      if (!lost) return `${name} was not measured for ${nameOf(`u${unit}`)}.`;
+      return `${name}: ${number(lost[0])} nats are lost if only it reads the prompt without ${nameOf(`u${unit}`)} (${says(lost)})` +
+        (alone ? `; ${number(whole() - alone[0])} of ${number(whole())} nats are kept if only it reads the prompt with it (${says(alone)}).` : ".");
+    };
+
+    const tell = () => {
+      const found = result(), names = [...off].map(nameOf), gone = off.has(`u${unit}`) && [...off].some((id) => id[0] !== "u");
+      const before = names.length ? `With ${listed(names)} switched off` : "With everything switched on";
+      status.textContent = found
+        ? `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ${percent(found[2])}.${gone ? ` Without ${nameOf(`u${unit}`)} the switches of positions and heads change nothing.` : ""}`
+        : `${before}: this combination was not computed. Computed are every ${data.by} and every head by itself, the positions shown, and pairs of the leading ${data.by}s and heads.`;
+      told.textContent = [...pinned].map(describe).join(" ");
+      on.hidden = !off.size;
+      figure.dataset.off = [...off].join(" ");
+    };
+
+    const store = (next) => selection.set({ off: next.size ? [...next].join(",") : null, unit: next.size ? String(unit) : selection.get().unit ?? null });
+    const turn = (id) => {
+      const next = new Set(off);
+      if (!next.delete(id)) next.add(id);
+      store(next);
+    };
+    const choose = (id) => {
+      const [kind, value] = [{ u: "unit", h: "head", p: "prompt" }[id[0]], id.slice(1)];
+      if (id === "pshift_state") { pinned = new Set(pinned.has(id) ? [...pinned].filter((one) => one !== id) : [...pinned, id]); return draw(); }
+      selection.set(pinned.has(id) ? { [kind]: null, show: null } : { [kind]: value, show: kind });
+    };
+    const known = (id) => (id[0] === "u" ? data.units[id.slice(1)] : id[0] === "h" ? data.heads.includes(id.slice(1)) : data.shown[unit]?.positions.includes(id.slice(1)));
+    const follow = (selected) => {
+      unit = data.units[selected.unit] ? Number(selected.unit) : data.first;
+      const at = data.shown[unit]?.positions.find((position) => KVLENS.covers(selected.prompt, position));
+      const pins = [selected.unit && `u${selected.unit}`, selected.head && `h${selected.head}`, at && `p${at}`];
+      pinned = new Set([...pins.filter((id) => id && known(id)), ...[...pinned].filter((id) => id === "pshift_state")]);
+      off = new Set((selected.off ?? "").split(",").filter((id) => id && known(id)));
+      draw();
+    };
+
+    slider.type = "range";
+    Object.assign(slider, { min: 0, max: 100, value: 32 });
+    slider.setAttribute("aria-label", "hide lines weaker than");
+    const wrapped = element("label", "", "hide lines below ");
+    wrapped.append(slider, " ", limit);
+    for (const button of [on, asTable]) button.type = "button";
+    status.setAttribute("role", "status");
+    controls.append(wrapped, asTable);
+    status.append("");
+    const now = element("p", "now");
+    now.append(on);
+    place.append(controls, picture, status, now, told);
+    numbers.classList.add("unseen"); // still read by screen readers, printed, and saved as CSV
+    asTable.addEventListener("click", () => {
+      asTable.textContent = numbers.classList.toggle("unseen") ? "Show as a table" : "Hide the table";
+    });
+    on.addEventListener("click", () => store(new Set()));
+    slider.addEventListener("input", draw);
+    measures.addEventListener("change", draw);
+    let before = place.clientWidth;
+    window.addEventListener("resize", () => { if (place.clientWidth !== before) { before = place.clientWidth; draw(); } });
+    follow(selection.get());
+    selection.listen(follow);
+  };
+
+  document.querySelectorAll('[data-kvlens="flow"]').forEach(setUp);
+})();
