@@ -109,7 +109,7 @@ def build_page(report: Report) -> Page:
 def _add_flow(page: Page, report: Report) -> None:
     found, by = report.explained, report.summary["answer"]["by"]
     assert found is not None
-    page.section("From the prompt to the answer", f"Where the {by} is read, and which heads carry it.")
+    page.section("From the prompt to the answer")
     page.add(flow_view(report.tables["answer_flow"], found, by=by, redundant=suffices(found)))
 
 

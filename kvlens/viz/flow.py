@@ -16,7 +16,7 @@ from kvlens.viz._text import html_text, number, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 from kvlens.viz.tables import table_html
 
-MEASURES = {"alone": "kept by this part alone", "swap": "lost without this part alone"}
+MEASURES = {"alone": "effect kept by one part alone", "swap": "effect lost with one part"}
 DIGITS = 4
 """Of numbers in the page: probabilities near 1 keep one more than others need."""
 
@@ -41,15 +41,21 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant
     title = title or f"from the {by} to the answer"
     chosen = [*MEASURES] if redundant else [*reversed(MEASURES)]
     options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
+    about = {
+        "alone": f"A number is how much of the {by}'s effect remains, in nats of log-probability of “{found.answer}”, when "
+        f"this part alone reads the prompt with the {by} and everything else reads it without.",
+        "swap": f"A number is how much the log-probability of “{found.answer}” falls, in nats, when this part alone reads the "
+        f"prompt without the {by}.",
+    }
+    notes = "".join(f'<p class="note" data-measure="{name}">{html_text(about[name])}</p>' for name in chosen)
     said = (
-        f"Every line is one measured intervention. “{MEASURES['swap'].capitalize()}”: how much the log-probability of "
-        f"“{found.answer}” falls when one part reads the prompt without the {by}, and everything else the whole prompt. "
-        f"“{MEASURES['alone'].capitalize()}”: how much of the {by}'s effect remains the other way round. Lines do not add up: parts "
-        "can stand in for each other. Click a part to pin it; flip its switch to see what the model says without it."
+        "Every number was measured by itself; they do not add up, because parts can stand in for each other. Click a part to "
+        f"pin it. A part that is switched off reads the prompt without the {by}: the box on the right shows what the model "
+        "then says."
     )
     body = (
         f'<figure class="piece" data-kvlens="flow"><figcaption>{html_text(title)} '
-        f'<select aria-label="what the lines show">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
+        f'<select aria-label="what the lines show">{options}</select></figcaption>{notes}<p class="note">{html_text(said)}</p>'
         f'<div class="flow"></div><div class="numbers">{table_html(_numbers(flow, found, by))}</div>'
         f'<script type="application/json">{script_json(_json(flow, found, by))}</script></figure>'
     )
@@ -61,7 +67,7 @@ def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
     shown = {
         int(unit): {
             "positions": [*dict.fromkeys(rows.loc[rows["position"] != "", "position"])],
-            "heads": [*dict.fromkeys(rows.loc[(rows["heads"] != "") & (rows["position"] != ""), "heads"])] or _leading(rows),
+            "heads": _leading(rows),
         }
         for unit, rows in flow[(flow["unit"] >= 0) & (flow["removed"] == "")].groupby("unit", sort=False)
     }
@@ -89,9 +95,11 @@ def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
 
 
 def _leading(rows: pd.DataFrame) -> list[str]:
-    """The heads of the pairs, where no position leads."""
+    """The heads of the pairs; where there is one head alone, that head."""
     pairs = rows.loc[rows["heads"].str.contains("+", regex=False), "heads"]
-    return [*dict.fromkeys(head for pair in pairs for head in pair.split("+"))]
+    return [*dict.fromkeys(head for pair in pairs for head in pair.split("+"))] or [
+        *rows["heads"].loc[lambda x: x != ""].unique()
+    ]
 
 
 def _numbers(flow: pd.DataFrame, found: Any, by: str) -> pd.DataFrame:

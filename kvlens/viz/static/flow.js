@@ -2,7 +2,7 @@
 // what the model says with parts switched off was measured before; of other combinations the figure says that they were not.
 "use strict";
 (() => {
-  const { dataOf, label, running, short, number, percent, element, roving, selection, svg } = KVLENS;
+  const { dataOf, label, running, number, percent, element, roving, selection, svg } = KVLENS;
   const ROW = 17, PAD = 7, GAP = 12, TOP = 30, THICKEST = 16;
 
   const headName = (head) => (head.endsWith(".-1") ? `L${parseInt(head, 10)} convolution` : `L${head.replace(".", "H")}`);
@@ -25,9 +25,12 @@
     return kept;
   };
 
+  const capital = (text) => text[0].toUpperCase() + text.slice(1);
+  const cut = (text, letters) => ([...text].length > letters ? [...text].slice(0, letters - 1).join("") + "…" : text);
+
   const setUp = (figure) => {
     const data = dataOf(figure), place = figure.querySelector(".flow"), numbers = figure.querySelector(".numbers");
-    const measures = figure.querySelector("figcaption select"), status = element("p", "said"), told = element("p", "readout");
+    const measures = figure.querySelector("figcaption select"), status = element("p", "said"), told = element("p", "note");
     const slider = element("input"), limit = element("output"), controls = element("p", "controls"), on = element("button", "", "Switch everything on");
     const asTable = element("button", "", "Show as a table"), picture = element("div");
     const named = { u: (unit) => `${data.by} ${Number(unit) + 1}`, h: headName, p: (position) => (position === "shift_state" ? "the shift state" : `position ${position} “${label(data.tokens[position] ?? "")}”`) };
@@ -65,13 +68,14 @@
     const draw = () => {
       const focused = picture.contains(document.activeElement) ? document.activeElement.dataset.id : null;
       const wide = Math.max(340, place.clientWidth || 900), narrow = wide < 560, font = narrow ? 11 : 12.5, letter = font * 0.56;
-      const widths = (narrow ? [0.31, 0.2, 0.165, 0.215] : [0.3, 0.14, 0.12, 0.17]).map((part) => part * wide);
-      const between = (wide - widths.reduce((a, b) => a + b)) / 3;
-      const left = widths.map((_, i) => widths.slice(0, i).reduce((a, b) => a + b + between, 0));
+      const widths = (narrow ? [0.27, 0.2, 0.195, 0.225] : [0.3, 0.14, 0.12, 0.17]).map((part) => part * (wide - 4));
+      const between = (wide - 4 - widths.reduce((a, b) => a + b)) / 3;
+      const left = widths.map((_, i) => widths.slice(0, i).reduce((a, b) => a + b + between, 2));
       const edges = edgesOf(), strongest = Math.max(...edges.map(([, , value]) => Math.abs(value)), 1e-12);
       const least = strongest * (slider.value / 100) ** 2, total = whole();
       const visible = edges.filter(([, , value]) => Math.abs(value) >= least);
       limit.textContent = `${number(least)} nats`;
+      figure.querySelectorAll("[data-measure]").forEach((note) => { note.hidden = note.dataset.measure !== measures.value; });
 
       const used = (id) => visible.some(([from, to]) => from === id || to === id) || pinned.has(id) || off.has(id);
       const ids = (kind) => [...new Set(edges.flatMap(([from, to]) => [from, to]))].filter((id) => id[0] === kind && id !== "answer" && used(id));
@@ -81,10 +85,11 @@
         const letters = Math.floor((widths[i] - 2 * PAD) / letter);
         if (id[0] === "u") return lines(running(data.units[id.slice(1)][0].trim()), letters, narrow ? 5 : 3);
         if (id[0] === "h") return lines(headName(id.slice(1)), letters, 2);
-        return [id === "pshift_state" ? short("shift state", letters).replace("·", " ") : short(data.tokens[id.slice(1)] ?? "", letters)];
+        const token = data.tokens[id.slice(1)] ?? "shift state";
+        return [cut(token.trim() ? running(token.trim()) : label(token), letters)];
       };
       const boxes = {};
-      const heights = columns.map((column, i) => column.map((id) => (id === "answer" ? 5 * ROW + 2 * PAD : (textOf(id, i).length + 1) * ROW + 2 * PAD)));
+      const heights = columns.map((column, i) => column.map((id) => (id === "answer" ? (narrow ? 7 : 5) * ROW + 2 * PAD : (textOf(id, i).length + 1) * ROW + 2 * PAD)));
       const tallest = Math.max(...heights.map((column) => column.reduce((a, b) => a + b + GAP, 0)));
       columns.forEach((column, i) => {
         let y = TOP + (tallest - heights[i].reduce((a, b) => a + b + GAP, 0)) / 2;
@@ -107,13 +112,18 @@
         made.append(svg("title", {}, `${said}, ${number(value)} nats`));
         return made;
       };
-      const texts = [];
-      for (const [from, to, value] of visible) {
-        const a = boxes[from], b = boxes[to], y1 = a.y + a.h / 2, y2 = b.y + b.h / 2, x1 = a.x + a.w, x2 = b.x, bend = (x2 - x1) / 2;
+      const texts = [], middle = (id) => boxes[id].y + boxes[id].h / 2;
+      const port = (own, side, other) => { // the lines at one side of a node, from top to bottom as their other ends are
+        const ends = visible.filter((edge) => edge[side] === own).map((edge) => edge[1 - side]).sort((a, b) => middle(a) - middle(b));
+        return middle(own) + (ends.indexOf(other) - (ends.length - 1) / 2) * Math.min(12, (boxes[own].h - 10) / ends.length);
+      };
+      visible.forEach(([from, to, value]) => {
+        const x1 = boxes[from].x + boxes[from].w, x2 = boxes[to].x, y1 = port(from, 0, to), y2 = port(to, 1, from), bend = (x2 - x1) / 2;
         drawing.append(line(from, to, value, `M ${x1} ${y1} C ${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`));
-        if (from[0] === "p" && !narrow && (!anyHot || hot([from, to]))) // the numbers of the other lines stand in the nodes
-          texts.push(svg("text", { x: x1 + 0.26 * (x2 - x1), y: y1 + 0.16 * (y2 - y1) + 4, class: "value", "text-anchor": "middle" }, number(value)));
-      }
+        if (from[0] !== "p" || narrow || (anyHot ? !hot([from, to]) : Math.abs(value) < 0.25 * strongest)) return;
+        const t = 0.24, x = x1 + (x2 - x1) * (1.5 * t * (1 - t) + t ** 3), y = y1 + (y2 - y1) * t * t * (3 - 2 * t);
+        texts.push(svg("text", { x, y: y + 4, class: "value", "text-anchor": "middle" }, number(value))); // others stand in the nodes
+      });
       const source = boxes[`u${unit}`], answer = boxes.answer, below = high - 1.4 * ROW, x1 = source.x + source.w / 2, x2 = answer.x + answer.w / 2;
       drawing.append(line(`u${unit}`, "answer", total, `M ${x1} ${source.y + source.h} C ${x1} ${below} ${x1} ${below} ${x1 + 40} ${below} L ${x2 - 40} ${below} C ${x2} ${below} ${x2} ${below} ${x2} ${answer.y + answer.h}`));
       texts.push(svg("text", { x: wide / 2, y: below + 4, class: "value", "text-anchor": "middle" }, `in total ${number(total)} nats`));
@@ -145,40 +155,44 @@
         group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * said.length, class: "number" }, `${number(value ?? null)}${where}`));
         group.append(svg("title", {}, describe(id)));
         const toggle = svg("g", { class: "switch", role: "switch", "aria-checked": String(!off.has(id)), "aria-label": `${nameOf(id)} is on` });
-        const sx = box.x + box.w - 31, sy = box.y + box.h - 21;
+        const sx = box.x + box.w - 31, sy = box.y + box.h - 22;
         toggle.append(
-          svg("rect", { x: sx - 3, y: sy - 6, width: 32, height: 26, class: "area" }), svg("rect", { x: sx, y: sy, width: 26, height: 14, rx: 7, class: "track" }),
-          svg("circle", { cx: off.has(id) ? sx + 7 : sx + 19, cy: sy + 7, r: 5, class: "knob" }), svg("title", {}, off.has(id) ? "switch on" : "switch off"));
+          svg("rect", { x: sx - 3, y: sy - 6, width: 32, height: 26, class: "area" }), svg("rect", { x: sx, y: sy, width: 24, height: 14, rx: 7, class: "slot" }),
+          svg("circle", { cx: off.has(id) ? sx + 7 : sx + 17, cy: sy + 7, r: 5, class: "knob" }), svg("title", {}, off.has(id) ? "switch on" : "switch off"));
         drawing.append(group, toggle);
         const pin = () => choose(id), flip = () => turn(id);
         item(id, group, pin, flip);
         item(`switch ${id}`, toggle, flip, flip);
       }
-      drawing.append(...answerBox(boxes.answer, Math.floor((boxes.answer.w - 2 * PAD) / letter)));
+      drawing.append(...answerBox(boxes.answer, Math.floor((boxes.answer.w - 2 * PAD) / letter), narrow ? ROW : 0));
       picture.replaceChildren(drawing);
       roving(items, 0, (i) => actions[i](), () => { if (off.size) store(new Set()); });
       items.find((one) => one.dataset.id === focused)?.focus({ preventScroll: true });
       tell();
     };
 
-    const answerBox = (box, letters) => {
+    // the two answers with bars; `down` is how far the percentages stand below the names
+    const answerBox = (box, letters, down) => {
       const found = result(), made = [svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5, class: "answer" })];
       [[data.answer, found?.[1]], [data.rival, found?.[2]]].forEach(([name, p], i) => {
-        const y = box.y + PAD + 12 + 2.5 * ROW * i, w = box.w - 2 * PAD;
-        const value = p === undefined ? "not computed" : percent(p), room = letters - value.length - 1;
-        made.push(svg("text", { x: box.x + PAD, y, class: i ? "" : "strong" }, short(name, Math.max(3, p === undefined ? letters : room)).replace(/·/g, " ")));
-        made.push(svg("text", { x: box.x + box.w - PAD, y: p === undefined ? y + ROW : y, class: p === undefined ? "column" : "number", "text-anchor": "end" }, value));
+        const x = box.x + PAD, y = box.y + PAD + 12 + (2.5 * ROW + down) * i, w = box.w - 2 * PAD;
+        const said = p === undefined ? "not computed" : percent(p), below = down || p === undefined ? ROW : 0;
+        made.push(
+          svg("text", { x, y, class: i ? "" : "strong" }, cut(running(name), Math.max(3, below ? letters : letters - said.length - 1))),
+          svg("text", { x: x + w, y: y + below, class: p === undefined ? "column" : "number", "text-anchor": "end" }, said));
         if (p === undefined) return;
-        made.push(svg("rect", { x: box.x + PAD, y: y + 6, width: w, height: 8, class: "empty" }), svg("rect", { x: box.x + PAD, y: y + 6, width: Math.max(1, p * w), height: 8, class: "full" }));
+        made.push(
+          svg("rect", { x, y: y + below + 6, width: w, height: 8, class: "empty" }),
+          svg("rect", { x, y: y + below + 6, width: Math.max(1, p * w), height: 8, class: "full" }));
       });
       return made;
     };
 
     const describe = (id) => {
       const says = (found) => `“${data.answer}” ${percent(found[1])}, “${data.rival}” ${percent(found[2])}`;
-      if (id[0] === "u") return `${nameOf(id)}, “${running(data.units[id.slice(1)][0].trim())}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
+      if (id[0] === "u") return `${capital(nameOf(id))}, “${running(data.units[id.slice(1)][0].trim())}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
       const lost = state([], unit, ...partsOf(id), false), alone = state([], unit, ...partsOf(id), true);
-      const name = nameOf(id)[0].toUpperCase() + nameOf(id).slice(1);
+      const name = capital(nameOf(id));
       if (!lost) return `${name} was not measured for ${nameOf(`u${unit}`)}.`;
       return `${name}: ${number(lost[0])} nats are lost if only it reads the prompt without ${nameOf(`u${unit}`)} (${says(lost)})` +
         (alone ? `; ${number(whole() - alone[0])} of ${number(whole())} nats are kept if only it reads the prompt with it (${says(alone)}).` : ".");

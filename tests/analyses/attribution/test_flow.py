@@ -36,13 +36,11 @@ def found_in(model, significant=(1, 2), rival=None) -> Explained:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_row_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeypatch):
     monkeypatch.setattr(flow, "MOST_HEADS", 3)
-    monkeypatch.setattr(flow, "MOST_POSITIONS", 14)
+    monkeypatch.setattr(flow, "MOST_POSITIONS", 5)
     monkeypatch.setattr(flow, "NOTICEABLE", 0.0)
     model = random_model(**MODELS[name])
     table = answer_flow(model, PROMPT, TEXT, found_in(model))
-    shifts = model.cfg.kv_shift is not None
-    n_positions = len(PROMPT) + shifts
-    assert len(table) == 1 + 4 + 6 + 2 * (1 + 2 * 10 + 3 + 3 + n_positions * 2 * (1 + 3))
+    assert len(table) == 1 + 4 + 6 + 2 * (1 + 2 * 10 + 3 + 3 + 5 * 2 * (1 + 3))
     read = Passes(model)
     before = read.of(table.iloc[0])
     for row in table.itertuples():
