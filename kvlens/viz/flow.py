@@ -4,6 +4,7 @@ Every line is one row of :func:`kvlens.analyses.attribution.flow.answer_flow`, a
 says with parts switched off was measured too; of combinations that were not, the figure says so.
 """
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -81,7 +82,7 @@ def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
         "answer": found.answer,
         "rival": found.rival,
         "first": int(found.unit),
-        "units": [[text] for text in units["unit_text"]],
+        "units": units["unit_text"].tolist(),
         "shown": shown,
         "heads": [*dict.fromkeys(single["heads"])],
         "tokens": {position: str(tokens[int(position)]) for position in sorted(positions, key=int)},
@@ -113,28 +114,39 @@ def _numbers(flow: pd.DataFrame, found: Any, by: str) -> pd.DataFrame:
         not row.heads or "+" in row.heads or row.removed != "" or (row.unit, row.heads) in drawn for row in rows.itertuples()
     ]
     rows = rows[kept]
-    whole = flow[(flow["unit"] == -1)].set_index("removed")["effect"]
-    alone = [number(whole[str(row.unit)] - row.effect_alone) if pd.notna(row.effect_alone) else "" for row in rows.itertuples()]
+    whole = flow[flow["unit"] == -1].set_index("removed")["effect"]
+    kept_alone = [whole[str(row.unit)] - row.effect_alone if row.unit >= 0 else math.nan for row in rows.itertuples()]
     return pd.DataFrame(
         {
-            f"{by} removed": [_units(row.removed) for row in rows.itertuples()],
+            "switched off": [_switched_off(row, by) for row in rows.itertuples()],
             f"read without {by}": ["" if row.unit < 0 else str(row.unit + 1) for row in rows.itertuples()],
-            "at position": rows["position"].str.replace("_", " ").to_numpy(),
-            "by head": [_heads(row.heads, row.unit) for row in rows.itertuples()],
-            "lost, nats": rows["effect"].to_numpy(),
-            f"p({found.answer})": [percent(p) for p in rows["p_answer"]],
-            f"p({found.rival})": [percent(p) for p in rows["p_rival"]],
-            "kept alone, nats": alone,
-            f"p({found.answer}), alone": [percent(p) if pd.notna(p) else "" for p in rows["p_answer_alone"]],
+            "lost, nats": [_nats(x) for x in rows["effect"]],
+            f"{found.answer}": [_percent(p) for p in rows["p_answer"]],
+            f"{found.rival} (rival)": [_percent(p) for p in rows["p_rival"]],
+            "kept by it alone, nats": [_nats(x) for x in kept_alone],
+            f"{found.answer}, it alone on": [_percent(p) for p in rows["p_answer_alone"]],
         }
     )
 
 
-def _units(removed: str) -> str:
-    return " and ".join(str(int(unit) + 1) for unit in removed.split("+")) if removed else ""
+def _switched_off(row: Any, by: str) -> str:
+    """Which parts a row of the table is about."""
+    units = [int(unit) + 1 for unit in row.removed.split("+") if unit]
+    said = [f"{by}{'s' if units[1:] else ''} {' and '.join(map(str, units))}"] if units else []
+    heads = " and ".join(part_name(*map(int, head.split("."))) for head in row.heads.split("+") if head)
+    position = row.position.replace("_", " ") if row.position == SHIFT_STATE else f"position {row.position}"
+    if row.position:
+        said.append(f"{position} in {heads}" if heads else position)
+    elif row.unit >= 0:
+        said.append(heads or "all heads")
+    return "; ".join(said) or "nothing"
 
 
-def _heads(heads: str, unit: int) -> str:
-    if not heads:
-        return "" if unit < 0 else "all"
-    return " and ".join(part_name(*map(int, head.split("."))) for head in heads.split("+"))
+def _nats(x: float) -> str:
+    if not math.isfinite(x):
+        return ""
+    return number(x) if abs(x) >= 1e-3 or x == 0 else "< 0.001" if x > 0 else "> −0.001"
+
+
+def _percent(p: float) -> str:
+    return percent(p).replace(" ", "\u00a0") if math.isfinite(p) else ""

@@ -31,14 +31,21 @@
   const setUp = (figure) => {
     const data = dataOf(figure), place = figure.querySelector(".flow"), numbers = figure.querySelector(".numbers");
     const measures = figure.querySelector("figcaption select"), status = element("p", "said"), told = element("p", "note");
-    const slider = element("input"), limit = element("output"), controls = element("p", "controls"), on = element("button", "", "Switch everything on");
-    const asTable = element("button", "", "Show as a table"), picture = element("div");
-    const named = { u: (unit) => `${data.by} ${Number(unit) + 1}`, h: headName, p: (position) => (position === "shift_state" ? "the shift state" : `position ${position} “${label(data.tokens[position] ?? "")}”`) };
+    const slider = element("input"), limit = element("output"), controls = element("p", "controls"), picture = element("div");
+    const on = element("button", "", "Switch everything on"), asTable = element("button", "", "Show as a table");
+    const named = {
+      u: (unit) => `${data.by} ${Number(unit) + 1}`,
+      p: (position) => (position in data.tokens ? `position ${position} “${label(data.tokens[position])}”` : "the shift state"),
+      h: headName,
+    };
+    const idsOf = (kind, ids) => [...ids].filter((id) => id[0] === kind).map((id) => id.slice(1));
     const nameOf = (id) => named[id[0]](id.slice(1));
     let unit = null, pinned = new Set(), off = new Set();
 
     const state = (removed, of, position, heads, others) => data.states[keyOf(removed, of, position, heads, others)];
-    const whole = () => data.states[keyOf([unit], -1, "", [], false)][0];
+    const totalOf = (unit) => data.states[keyOf([unit], -1, "", [], false)][0];
+    const whole = () => totalOf(unit);
+    const largest = Math.max(1e-12, ...data.units.map((_, unit) => Math.abs(totalOf(unit)))); // as wide as a line gets
     const strength = (position, heads) => { // null where it was not measured
       const found = state([], unit, position, heads, measures.value === "alone");
       return !found ? null : measures.value === "alone" ? whole() - found[0] : found[0];
@@ -46,8 +53,8 @@
     const partsOf = (id) => (id[0] === "p" ? [id.slice(1), []] : ["", [id.slice(1)]]);
 
     const edgesOf = () => {
-      const { positions = [], heads = [] } = data.shown[unit] ?? {}, pins = [...pinned].filter((id) => id[0] === "h").map((id) => id.slice(1));
-      const every = [...new Set([...heads, ...pins, ...[...off].filter((id) => id[0] === "h").map((id) => id.slice(1))])];
+      const { positions = [], heads = [] } = data.shown[unit] ?? {};
+      const every = [...new Set([...heads, ...idsOf("h", pinned), ...idsOf("h", off)])];
       const found = [
         ...positions.map((p) => [`u${unit}`, `p${p}`, strength(p, [])]),
         ...positions.flatMap((p) => every.map((h) => [`p${p}`, `h${h}`, strength(p, [h])])),
@@ -58,8 +65,7 @@
 
     // what the switches say together: a state that was measured, or none
     const result = () => {
-      const of = (kind) => [...off].filter((id) => id[0] === kind).map((id) => id.slice(1));
-      const removed = of("u"), heads = of("h"), positions = of("p");
+      const removed = idsOf("u", off), heads = idsOf("h", off), positions = idsOf("p", off);
       if (removed.includes(String(unit)) || !(heads.length + positions.length)) return state(removed, -1, "", [], false);
       if (positions.length > 1 || (positions.length && heads.length)) return undefined;
       return state(removed, unit, positions[0] ?? "", heads, false);
@@ -74,41 +80,44 @@
       const edges = edgesOf(), strongest = Math.max(...edges.map(([, , value]) => Math.abs(value)), 1e-12);
       const least = strongest * (slider.value / 100) ** 2, total = whole();
       const visible = edges.filter(([, , value]) => Math.abs(value) >= least);
-      limit.textContent = `${number(least)} nats`;
+      limit.textContent = edges.length ? `${number(least)} nats` : "";
       figure.querySelectorAll("[data-measure]").forEach((note) => { note.hidden = note.dataset.measure !== measures.value; });
 
       const used = (id) => visible.some(([from, to]) => from === id || to === id) || pinned.has(id) || off.has(id);
-      const ids = (kind) => [...new Set(edges.flatMap(([from, to]) => [from, to]))].filter((id) => id[0] === kind && id !== "answer" && used(id));
-      const units = [...new Set([...Object.keys(data.shown), String(unit), ...[...off].filter((id) => id[0] === "u").map((id) => id.slice(1))])].sort(byNumber).map((u) => `u${u}`);
+      const ids = (kind) => [...new Set(edges.flatMap(([from, to]) => [from, to]))].filter((id) => id[0] === kind && used(id));
+      const units = [...new Set([...Object.keys(data.shown), String(unit), ...idsOf("u", off)])].sort(byNumber).map((u) => `u${u}`);
       const columns = [units, ids("p"), ids("h"), ["answer"]];
       const textOf = (id, i) => {
         const letters = Math.floor((widths[i] - 2 * PAD) / letter);
-        if (id[0] === "u") return lines(running(data.units[id.slice(1)][0].trim()), letters, narrow ? 5 : 3);
+        if (id[0] === "u") return lines(running(data.units[id.slice(1)].trim()), letters, narrow ? 5 : 3);
         if (id[0] === "h") return lines(headName(id.slice(1)), letters, 2);
         const token = data.tokens[id.slice(1)] ?? "shift state";
         return [cut(token.trim() ? running(token.trim()) : label(token), letters)];
       };
-      const boxes = {};
-      const heights = columns.map((column, i) => column.map((id) => (id === "answer" ? (narrow ? 7 : 5) * ROW + 2 * PAD : (textOf(id, i).length + 1) * ROW + 2 * PAD)));
+      const boxes = {}, rowsOf = (id, i) => (id === "answer" ? (narrow ? 7 : 5) : textOf(id, i).length + 1);
+      const heights = columns.map((column, i) => column.map((id) => rowsOf(id, i) * ROW + 2 * PAD));
       const tallest = Math.max(...heights.map((column) => column.reduce((a, b) => a + b + GAP, 0)));
       columns.forEach((column, i) => {
         let y = TOP + (tallest - heights[i].reduce((a, b) => a + b + GAP, 0)) / 2;
-        column.forEach((id, j) => { boxes[id] = { x: left[i], y, w: widths[i], h: heights[i][j], column: i }; y += heights[i][j] + GAP; });
+        column.forEach((id, j) => {
+          boxes[id] = { x: left[i], y, w: widths[i], h: heights[i][j], column: i };
+          y += heights[i][j] + GAP;
+        });
       });
       const high = TOP + tallest + 2 * ROW;
       const drawing = svg("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "group", "font-size": font });
       drawing.setAttribute("aria-label", "flow from the prompt to the answer; arrow keys move, Enter pins, Space switches off");
-      (narrow ? [data.by, "position", "head", "answer"] : [`the ${data.by}`, "read at position", "through head", "the model says"]).forEach((name, i) =>
-        drawing.append(svg("text", { x: left[i], y: 14, class: "column" }, name)));
+      const headings = narrow ? [data.by, "position", "head", "answer"] : [`the ${data.by}`, "read at position", "through head", "the model says"];
+      headings.forEach((name, i) => drawing.append(svg("text", { x: left[i], y: 14, class: "column" }, name)));
 
       const hot = (ends) => ends.some((id) => pinned.has(id) && id[0] !== "u");
       const anyHot = [...pinned].some((id) => id[0] !== "u" && used(id));
       const line = (from, to, value, path) => {
         const dim = off.has(from) || off.has(to) || (anyHot && !hot([from, to])) ? " dim" : "";
-        const made = svg("path", { d: path, class: `edge${value < 0 ? " less" : ""}${dim}`, "stroke-width": Math.max(1, THICKEST * Math.min(1, Math.abs(value) / Math.max(Math.abs(total), 1e-12))) });
-        const name = (id) => (id === "answer" ? data.answer : nameOf(id));
-        const what = measures.value === "alone" ? "kept by it alone" : "lost without it";
-        const said = to === "answer" && from[0] === "u" ? `total effect of ${name(from)}` : from[0] === "u" ? `${name(to)}: ${what}` : to === "answer" ? `${name(from)}: ${what}` : `${name(from)} in ${name(to)}: ${what}`;
+        const share = Math.min(1, Math.abs(value) / largest);
+        const made = svg("path", { d: path, class: `edge${value < 0 ? " less" : ""}${dim}`, "stroke-width": Math.max(1, THICKEST * share) });
+        const what = measures.value === "alone" ? "kept by it alone" : "lost without it", ends = [from, to].filter((id) => "ph".includes(id[0]));
+        const said = ends.length ? `${ends.map(nameOf).join(" in ")}: ${what}` : `total effect of ${nameOf(from)}`;
         made.append(svg("title", {}, `${said}, ${number(value)} nats`));
         return made;
       };
@@ -124,12 +133,14 @@
         const t = 0.24, x = x1 + (x2 - x1) * (1.5 * t * (1 - t) + t ** 3), y = y1 + (y2 - y1) * t * t * (3 - 2 * t);
         texts.push(svg("text", { x, y: y + 4, class: "value", "text-anchor": "middle" }, number(value))); // others stand in the nodes
       });
-      const source = boxes[`u${unit}`], answer = boxes.answer, below = high - 1.4 * ROW, x1 = source.x + source.w / 2, x2 = answer.x + answer.w / 2;
-      drawing.append(line(`u${unit}`, "answer", total, `M ${x1} ${source.y + source.h} C ${x1} ${below} ${x1} ${below} ${x1 + 40} ${below} L ${x2 - 40} ${below} C ${x2} ${below} ${x2} ${below} ${x2} ${answer.y + answer.h}`));
+      const source = boxes[`u${unit}`], { answer } = boxes, below = high - 1.4 * ROW;
+      const x1 = source.x + source.w / 2, x2 = answer.x + answer.w / 2, down = `M ${x1} ${source.y + source.h} C ${x1} ${below} ${x1} ${below}`;
+      const up = `C ${x2} ${below} ${x2} ${below} ${x2} ${answer.y + answer.h}`;
+      drawing.append(line(`u${unit}`, "answer", total, `${down} ${x1 + 40} ${below} L ${x2 - 40} ${below} ${up}`));
       texts.push(svg("text", { x: wide / 2, y: below + 4, class: "value", "text-anchor": "middle" }, `in total ${number(total)} nats`));
       drawing.append(...texts);
-      if (columns[1].length + columns[2].length === 0)
-        drawing.append(svg("text", { x: left[1], y: TOP + tallest / 2, class: "column" }, data.shown[unit] ? "all lines are hidden" : "not computed: no significant effect"));
+      const nothing = data.shown[unit] ? "all lines are hidden" : "not computed: no significant effect";
+      if (!columns[1].length && !columns[2].length) drawing.append(svg("text", { x: left[1], y: TOP + tallest / 2, class: "column" }, nothing));
 
       const items = [], actions = [];
       const item = (id, group, act, other) => {
@@ -144,21 +155,26 @@
       };
       for (const [id, box] of Object.entries(boxes)) {
         if (id === "answer") continue;
-        const group = svg("g", { class: `node${pinned.has(id) || id === `u${unit}` ? " pinned" : ""}${off.has(id) ? " off" : ""}`, role: "button" });
+        const look = `node${pinned.has(id) || id === `u${unit}` ? " pinned" : ""}${off.has(id) ? " off" : ""}`;
+        const group = svg("g", { class: look, role: "button" });
         const value = id[0] === "u" ? state([id.slice(1)], -1, "", [], false)?.[0] : strength(...partsOf(id));
         group.setAttribute("aria-pressed", String(pinned.has(id)));
-        group.setAttribute("aria-label", `${id[0] === "u" ? `${nameOf(id)}: ${data.units[id.slice(1)][0].trim()}` : nameOf(id)}, ${number(value ?? null)} nats`);
+        const called = id[0] === "u" ? `${nameOf(id)}: ${running(data.units[id.slice(1)].trim())}` : nameOf(id);
+        group.setAttribute("aria-label", `${called}, ${number(value ?? null)} nats`);
         group.append(svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5 }));
         const said = textOf(id, box.column);
         said.forEach((text, i) => group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * i }, text)));
         const where = id[0] === "p" && id !== "pshift_state" && !narrow ? ` at ${id.slice(1)}` : "";
-        group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * said.length, class: "number" }, `${number(value ?? null)}${where}`));
+        const beneath = { x: box.x + PAD, y: box.y + PAD + 12 + ROW * said.length, class: "number" };
+        group.append(svg("text", beneath, `${number(value ?? null)}${where}`));
         group.append(svg("title", {}, describe(id)));
-        const toggle = svg("g", { class: "switch", role: "switch", "aria-checked": String(!off.has(id)), "aria-label": `${nameOf(id)} is on` });
+        const toggle = svg("g", { class: "switch", role: "switch", "aria-checked": String(!off.has(id)), "aria-label": `switch ${nameOf(id)}` });
         const sx = box.x + box.w - 31, sy = box.y + box.h - 22;
         toggle.append(
-          svg("rect", { x: sx - 3, y: sy - 6, width: 32, height: 26, class: "area" }), svg("rect", { x: sx, y: sy, width: 24, height: 14, rx: 7, class: "slot" }),
-          svg("circle", { cx: off.has(id) ? sx + 7 : sx + 17, cy: sy + 7, r: 5, class: "knob" }), svg("title", {}, off.has(id) ? "switch on" : "switch off"));
+          svg("rect", { x: sx - 3, y: sy - 6, width: 32, height: 26, class: "area" }),
+          svg("rect", { x: sx, y: sy, width: 24, height: 14, rx: 7, class: "slot" }),
+          svg("circle", { cx: off.has(id) ? sx + 7 : sx + 17, cy: sy + 7, r: 5, class: "knob" }),
+          svg("title", {}, off.has(id) ? "switch on" : "switch off"));
         drawing.append(group, toggle);
         const pin = () => choose(id), flip = () => turn(id);
         item(id, group, pin, flip);
@@ -166,7 +182,7 @@
       }
       drawing.append(...answerBox(boxes.answer, Math.floor((boxes.answer.w - 2 * PAD) / letter), narrow ? ROW : 0));
       picture.replaceChildren(drawing);
-      roving(items, 0, (i) => actions[i](), () => { if (off.size) store(new Set()); });
+      roving(items, 0, (i) => actions[i](), () => off.size && store(new Set()));
       items.find((one) => one.dataset.id === focused)?.focus({ preventScroll: true });
       tell();
     };
@@ -190,7 +206,10 @@
 
     const describe = (id) => {
       const says = (found) => `“${data.answer}” ${percent(found[1])}, “${data.rival}” ${percent(found[2])}`;
-      if (id[0] === "u") return `${capital(nameOf(id))}, “${running(data.units[id.slice(1)][0].trim())}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
+      if (id[0] === "u") {
+        const text = running(data.units[id.slice(1)].trim());
+        return `${capital(nameOf(id))}, “${text}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
+      }
       const lost = state([], unit, ...partsOf(id), false), alone = state([], unit, ...partsOf(id), true);
       const name = capital(nameOf(id));
       if (!lost) return `${name} was not measured for ${nameOf(`u${unit}`)}.`;
@@ -199,17 +218,21 @@
     };
 
     const tell = () => {
-      const found = result(), names = [...off].map(nameOf), gone = off.has(`u${unit}`) && [...off].some((id) => id[0] !== "u");
+      const found = result(), names = [...off].sort((a, b) => nameOf(a).localeCompare(nameOf(b))).map(nameOf);
+      const gone = off.has(`u${unit}`) && [...off].some((id) => id[0] !== "u");
+      const idle = gone ? ` Without ${nameOf(`u${unit}`)} the switches of positions and heads change nothing.` : "";
       const before = names.length ? `With ${listed(names)} switched off` : "With everything switched on";
       status.textContent = found
-        ? `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ${percent(found[2])}.${gone ? ` Without ${nameOf(`u${unit}`)} the switches of positions and heads change nothing.` : ""}`
-        : `${before}: this combination was not computed. Computed are every ${data.by} and every head by itself, the positions shown, and pairs of the leading ${data.by}s and heads.`;
+        ? `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ${percent(found[2])}.${idle}`
+        : `${before}: this combination was not computed. Computed are every ${data.by}, every head and the positions shown, each by ` +
+          `itself, and pairs of the leading ${data.by}s and heads.`;
       told.textContent = [...pinned].map(describe).join(" ");
       on.hidden = !off.size;
       figure.dataset.off = [...off].join(" ");
     };
 
-    const store = (next) => selection.set({ off: next.size ? [...next].join(",") : null, unit: next.size ? String(unit) : selection.get().unit ?? null });
+    // what the switches are about stands in the address with them
+    const store = (next) => selection.set(next.size ? { off: [...next].join(","), unit: String(unit) } : { off: null });
     const turn = (id) => {
       const next = new Set(off);
       if (!next.delete(id)) next.add(id);
@@ -217,12 +240,18 @@
     };
     const choose = (id) => {
       const [kind, value] = [{ u: "unit", h: "head", p: "prompt" }[id[0]], id.slice(1)];
-      if (id === "pshift_state") { pinned = new Set(pinned.has(id) ? [...pinned].filter((one) => one !== id) : [...pinned, id]); return draw(); }
+      if (id === "pshift_state") { // no other figure knows it
+        if (!pinned.delete(id)) pinned.add(id);
+        return draw();
+      }
       selection.set(pinned.has(id) ? { [kind]: null, show: null } : { [kind]: value, show: kind });
     };
-    const known = (id) => (id[0] === "u" ? data.units[id.slice(1)] : id[0] === "h" ? data.heads.includes(id.slice(1)) : data.shown[unit]?.positions.includes(id.slice(1)));
+    const known = (id) => { // of positions and heads only where they were measured for the unit
+      const { positions } = data.shown[unit] ?? {};
+      return ({ u: Object.keys(data.units), h: positions && data.heads, p: positions })[id[0]]?.includes(id.slice(1)) ?? false;
+    };
     const follow = (selected) => {
-      unit = data.units[selected.unit] ? Number(selected.unit) : data.first;
+      unit = known(`u${selected.unit}`) ? Number(selected.unit) : data.first;
       const at = data.shown[unit]?.positions.find((position) => KVLENS.covers(selected.prompt, position));
       const pins = [selected.unit && `u${selected.unit}`, selected.head && `h${selected.head}`, at && `p${at}`];
       pinned = new Set([...pins.filter((id) => id && known(id)), ...[...pinned].filter((id) => id === "pshift_state")]);
@@ -238,7 +267,6 @@
     for (const button of [on, asTable]) button.type = "button";
     status.setAttribute("role", "status");
     controls.append(wrapped, asTable);
-    status.append("");
     const now = element("p", "now");
     now.append(on);
     place.append(controls, picture, status, now, told);
@@ -250,7 +278,10 @@
     slider.addEventListener("input", draw);
     measures.addEventListener("change", draw);
     let before = place.clientWidth;
-    window.addEventListener("resize", () => { if (place.clientWidth !== before) { before = place.clientWidth; draw(); } });
+    window.addEventListener("resize", () => {
+      if (place.clientWidth !== before) draw();
+      before = place.clientWidth;
+    });
     follow(selection.get());
     selection.listen(follow);
   };
