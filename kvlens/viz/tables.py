@@ -1,5 +1,6 @@
 """A tidy frame as a formatted table."""
 
+import math
 import numbers
 from typing import Any
 
@@ -49,13 +50,16 @@ def table_html(frame: pd.DataFrame) -> str:
 
 
 def _cell(value: Any, right: bool) -> str:
+    """A number that is shown with fewer digits than it has carries them all as its title, which copying and CSV files take."""
+    digits = ""
     if isinstance(value, numbers.Integral):
         shown = str(value)  # bool too
     elif isinstance(value, numbers.Real):
         shown = number(float(value))
+        digits = f' title="{float(value)!r}"' if math.isfinite(value) and shown != repr(float(value)) else ""
     else:
         shown = "–" if pd.isna(value) else html_text(str(value))
-    return f"<td{_right(right)}>{shown}</td>"
+    return f"<td{_right(right)}{digits}>{shown}</td>"
 
 
 def _right(right: bool) -> str:

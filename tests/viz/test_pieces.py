@@ -191,7 +191,7 @@ def test_a_table_shows_numbers_and_how_many_rows_there_are():
     body = error_table(
         pd.DataFrame({"name": ["<a>", None], "x": [0.12345, 2.0], "n": [3, 4], "ok": [True, False]}), max_rows=1
     ).body
-    assert '<td>&lt;a&gt;</td><td class="right">0.123</td><td class="right">3</td>' in body
+    assert '<td>&lt;a&gt;</td><td class="right" title="0.12345">0.123</td><td class="right">3</td>' in body
     assert "True" in body and "The first 1 of 2 rows." in body
 
 

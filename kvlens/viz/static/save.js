@@ -3,12 +3,12 @@
 "use strict";
 (() => {
   const { element } = KVLENS;
-  const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "font"];
+  const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "paint-order", "font"];
 
   const visible = (figure, what) => [...figure.querySelectorAll(what)].filter((one) => one.checkVisibility());
   const comma = (cells) => cells.map((text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text)).join(",");
   const tab = (cells) => cells.map((text) => text.replace(/\s+/g, " ")).join("\t");
-  const textOf = (cell) => (cell.textContent.trim() || cell.querySelector("[title]")?.title || "").replace(/^−(?=\d)/, "-");
+  const textOf = (cell) => (cell.title || cell.textContent.trim() || cell.querySelector("[title]")?.title || "").replace(/^−(?=\d)/, "-");
   const cellsOf = (figure, line) => {
     const tables = visible(figure, "table").map((table) => [...table.rows].map((row) => line([...row.cells].map(textOf))));
     const texts = visible(figure, ".tokens").map((tokens) =>
@@ -24,6 +24,13 @@
     copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
     return new XMLSerializer().serializeToString(copy);
   };
+
+  document.addEventListener("copy", (event) => { // a number of a table is copied with all its digits
+    const chosen = window.getSelection(), cell = chosen.anchorNode?.parentElement?.closest("td[title]");
+    if (!cell || chosen.toString().trim() !== cell.textContent.trim()) return;
+    event.clipboardData.setData("text/plain", cell.title);
+    event.preventDefault();
+  });
 
   const save = (name, blob) => {
     const link = element("a");
