@@ -25,7 +25,7 @@ SEVERAL = {
     "depth_map": lambda **axes: viz.depth_map(by_depth(), title="a map", **axes),
     "attention_view": lambda **axes: viz.attention_view(["a", "b", "c"], PATTERN, n_prompt=1, title="a map", **axes),
 }
-NOT_STATIC = {"linked_view", "generated_text", "error_table", "Page", "Piece"}
+NOT_STATIC = {"flow_view", "linked_view", "generated_text", "error_table", "Page", "Piece"}
 
 
 @pytest.fixture
