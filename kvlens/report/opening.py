@@ -37,7 +37,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     ]
     options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words, _, _ in views)
     prompts = "".join(
-        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words)}</div>'
+        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words, name)}</div>'
         for i, (name, words, units, column) in enumerate(views)
     )
     said = (
@@ -53,7 +53,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     return Piece("what the prompt does", body)
 
 
-def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
+def _colored_units(units: pd.DataFrame, column: str, words: str, name: str) -> str:
     tested = column == "total_effect"
     single = bool((units["level"] == "token").all())  # their 40 unrelated tokens are too few to adjust for all
     p = units["p_value" if single else "p_adjusted"]
@@ -62,7 +62,7 @@ def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     numbered = tested and int(significant.sum()) <= MOST_NUMBERED
     spans = "".join(
         _unit(row["unit_text"], row[column], top, bool(significant[i]), float(p[i]) if tested else None, numbered, place)
-        for (i, row), place in zip(units.iterrows(), _places(units, single), strict=True)
+        for (i, row), place in zip(units.iterrows(), _places(units, name), strict=True)
     )
     untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
     return (
@@ -70,9 +70,9 @@ def _colored_units(units: pd.DataFrame, column: str, words: str) -> str:
     )
 
 
-def _places(units: pd.DataFrame, single: bool) -> list[str]:
-    """What clicking each unit selects: the unit, and its positions; of single tokens the position."""
-    if single:
+def _places(units: pd.DataFrame, name: str) -> list[str]:
+    """What clicking each unit selects: the unit, and its positions; where tokens are shown as well, the position."""
+    if name == "tokens":
         return [f'data-prompt="{start}"' for start in units["start"]]
     return [f'data-unit="{row.unit}" data-start="{row.start}" data-stop="{row.stop}"' for row in units.itertuples()]
 
