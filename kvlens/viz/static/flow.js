@@ -25,6 +25,7 @@
     return kept;
   };
 
+  const shown = (token) => (token.trim() ? running(token.trim()) : label(token));
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const cut = (text, letters) => ([...text].length > letters ? [...text].slice(0, letters - 1).join("") + "…" : text);
 
@@ -35,7 +36,7 @@
     const on = element("button", "", "Switch everything on"), asTable = element("button", "", "Show as a table");
     const named = {
       u: (unit) => `${data.by} ${Number(unit) + 1}`,
-      p: (position) => (position in data.tokens ? `position ${position} “${label(data.tokens[position])}”` : "the shift state"),
+      p: (position) => (position in data.tokens ? `position ${position} “${shown(data.tokens[position])}”` : "the shift state"),
       h: headName,
     };
     const idsOf = (kind, ids) => [...ids].filter((id) => id[0] === kind).map((id) => id.slice(1));
@@ -91,8 +92,7 @@
         const letters = Math.floor((widths[i] - 2 * PAD) / letter);
         if (id[0] === "u") return lines(running(data.units[id.slice(1)].trim()), letters, narrow ? 5 : 3);
         if (id[0] === "h") return lines(headName(id.slice(1)), letters, 2);
-        const token = data.tokens[id.slice(1)] ?? "shift state";
-        return [cut(token.trim() ? running(token.trim()) : label(token), letters)];
+        return [cut(shown(data.tokens[id.slice(1)] ?? "shift state"), letters)];
       };
       const boxes = {}, rowsOf = (id, i) => (id === "answer" ? (narrow ? 7 : 5) : textOf(id, i).length + 1);
       const heights = columns.map((column, i) => column.map((id) => rowsOf(id, i) * ROW + 2 * PAD));
