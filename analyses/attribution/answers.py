@@ -122,11 +122,10 @@ class Question:
 
     def log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
-        shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else None
+        shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
         for tokens in answers:
-            alone = shared is None or len(tokens) > 1
-            logits = read(torch.cat([self.text, tokens[:-1]]), len(tokens)) if alone else shared
+            logits = shared if len(tokens) == 1 else read(torch.cat([self.text, tokens[:-1]]), len(tokens))
             found.append(_log_p(logits, tokens))
         return torch.stack(found, dim=1)
 
