@@ -163,8 +163,10 @@ class SoftmaxLayer:
         """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
         wide = torch.promote_types(q.dtype, torch.float32)
         b_kv, b_d = (self._read(name, b.to(q.device, wide)) for name, b in (("hook_b_kv", bias.b_kv), ("hook_b_d", bias.b_d)))
+        bias, unseen = bias.in_window(self.rule, positions)
         n_heads = max(b_kv.shape[1], b_d.shape[1])
-        b_kv, b_d = (b.repeat_interleave(n_heads // b.shape[1], dim=1) for b in (b_kv, b_d))
+        b_kv, b_d = (b if b.shape[1] == n_heads else b.repeat_interleave(n_heads // b.shape[1], dim=1) for b in (b_kv, b_d))
+        b_kv, b_d = b_kv[:, :, unseen:], b_d[:, :, unseen:]
         phi = bias.phi(q.to(wide), self.rule, positions if self.rule.needs_distance else None, b_kv, b_d)
         ones = torch.ones((), device=q.device, dtype=wide).expand(*q.shape[:-1], 1)
         joined = join_bias(ones, self._mass(scores.to(wide)), phi, b_kv, b_d)

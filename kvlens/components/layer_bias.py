@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlens._tl import HookPoint
 from kvlens.components.hooks import is_hooked, through
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias, SoftmaxFeatures
+from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -61,6 +61,22 @@ class LayerBias(NamedTuple):
         assert self.features is not None
         assert self.log_scale is not None
         return self.features.read(self.layer, q, rule, positions, self.log_scale.to(q), b_kv, b_d)
+
+    def in_window(self, rule: ScoreRule, positions: Int[Tensor, "#batch pos"]) -> tuple["LayerBias", int]:
+        """Without the first virtual keys, as many as no query at ``positions`` of the text sees, and how many those are.
+
+        One key always stays. Where ``rule`` has no window, nothing changes.
+        """
+        if rule.window is None or not isinstance(self.features, VirtualKeys):
+            return self, 0
+        distance = self.features.distance[self.layer]
+        seen = (distance + positions.min().to(distance) < rule.window).flatten(0, -2).any(dim=0)
+        first = int(seen.long().argmax()) if bool(seen.any()) else len(seen) - 1
+        if first == 0:
+            return self, 0
+        keys = self.features.keys[self.layer]
+        features = VirtualKeys(keys[None, ..., first:, :], distance[None, ..., first:])
+        return self._replace(b_kv=self.b_kv[..., first:, :], b_d=self.b_d[..., first:], features=features, layer=0), first
 
 
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:

@@ -87,7 +87,9 @@ class SoftmaxFeatures(ABC):
     ) -> ScaledFeatures:
         """phi(q) on the scale of a bias, for reading its b_KV and b_D."""
         heads = q.shape[2]
-        used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
+        used = None
+        if not bool((b_d != 0).all()):
+            used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
         phi = self.of_queries(layer, q, rule, positions, used)
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
         return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])

@@ -53,6 +53,19 @@ def measure(family: str, seed: int, dtype: torch.dtype, padded: bool) -> Errors:
     return Errors(*(relative_error(new, old) for new in (ours, theirs, whole)))
 
 
+def greedy(family: str, seed: int, n_new: int = 64) -> tuple[int, int, int]:
+    """Of greedy tokens generated under a converted prompt: how many there are, and how many are not the likeliest token of one
+    pass over the prompt and all that precedes them: near-ties, within the rounding of two passes, and others."""
+    prompts, texts = some_tokens(N_PAIRS, N_PROMPT, seed=2 * seed), some_tokens(N_PAIRS, N_TEXT, seed=2 * seed + 1)
+    model = KVTransformerBridge.boot_transformers(tiny(family, seed))
+    with model.kv_bias(convert_prompt(model, prompts)):
+        generated = model.generate(texts, max_new_tokens=n_new, do_sample=False, stop_at_eos=False, verbose=False)
+    logits = model(torch.cat([prompts, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
+    behind = logits.amax(dim=-1) - logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
+    wrong = behind > 10 * LEAST * logits.abs().amax(dim=-1)
+    return behind.numel(), int(((behind > 0) & ~wrong).sum()), int(wrong.sum())
+
+
 def relative_error(new: list[Tensor], old: list[Tensor]) -> float:
     """||new - old|| / ||old|| over all logits."""
     a, b = (torch.cat([x.flatten() for x in parts]).double() for parts in (new, old))
