@@ -59,6 +59,11 @@ class KVTransformerBridge(TransformerBridge):
         Raises:
             KVLensError: nothing can be loaded, or KV biases are not yet supported for the architecture.
         """
+        if not isinstance(model_name, str | Path | PreTrainedModel):
+            raise KVLensError(
+                "KVTransformerBridge.boot_transformers: expected a folder, a name on the hub or a loaded Transformers model, "
+                f"got {type(model_name).__name__}"
+            )
         if isinstance(model_name, PreTrainedModel):
             return cls.of(wrapped(model_name, *args, **options))
         return cls.of(loaded(model_name, *args, **options))

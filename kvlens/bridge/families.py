@@ -74,9 +74,11 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
     kind = type(attn).__name__
     native = attn is not None and type(attn.original_component).__name__ in NATIVE
     if kind not in POINTS and not native:
-        found = "has no attention" if attn is None else f"is a {kind}"
-        found = found if recurrent is None else f"is a {type(recurrent.original_component).__name__} without a mixer"
-        raise _no_way(family, f"layer {layer} {found}, which shows neither its queries nor its scores in a known place")
+        if recurrent is not None:
+            raise _no_way(family, f"kvlens has no mixer for layer {layer} ({type(recurrent.original_component).__name__})")
+        if attn is None:
+            raise _no_way(family, f"layer {layer} has neither attention nor a recurrent state")
+        raise _no_way(family, f"layer {layer} ({kind}) shows neither its queries nor its scores in a known place")
     module: Any = attn.original_component
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
         raise _no_way(family, f"layer {layer} clamps queries, keys and values behind their hook points (clip_qkv)")

@@ -180,7 +180,8 @@ class SoftmaxLayer:
         if sinks is not None:
             top = torch.maximum(top, sinks.detach()[:, None].to(top))
         shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
-        mass = (scores - shift[..., None]).exp().sum(dim=-1)
+        # a term below e^-80 of the largest changes no digit; left at a mask's size it would take exp ten times as long
+        mass = (scores - shift[..., None]).clamp(min=-80).exp().sum(dim=-1)
         if sinks is not None:
             mass = mass + (sinks[:, None].to(mass) - shift).exp()
         return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))

@@ -72,12 +72,9 @@ def relative_error(new: list[Tensor], old: list[Tensor]) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def typical(values: list[float], dtype: torch.dtype) -> float:
-    """The mean; in half precision the median, since a rounding may send a token to another expert, which outweighs the rest."""
-    return mean(values) if dtype == torch.float32 else median(values)
-
-
-def bound(errors: list[Errors], dtype: torch.dtype) -> float:
-    """What :func:`typical` of ours may be."""
-    theirs = FACTOR * typical([error.theirs for error in errors], dtype)
-    return max(theirs, LEAST) if dtype == torch.float32 else theirs
+def excess(errors: list[Errors], dtype: torch.dtype) -> float:
+    """Our errors over their bound: of the means in float32; in half precision, where a rounding may send a token to another
+    expert and one such model outweighs the rest, of the median ratio."""
+    if dtype == torch.float32:
+        return mean(error.ours for error in errors) / max(FACTOR * mean(error.theirs for error in errors), LEAST)
+    return median(error.ours / error.theirs for error in errors) / FACTOR

@@ -249,5 +249,10 @@ def test_an_architecture_without_a_way_is_named():
     both = tf.FalconH1Config(**sizes, **MAMBA, num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=48)
     with pytest.raises(KVLensError, match="FalconH1ForCausalLM has no way .*: layer 0 reads the sequence twice"):
         KVTransformerBridge.boot_transformers(tf.FalconH1ForCausalLM(both).eval())
+    mamba_1 = tf.MambaForCausalLM(tf.MambaConfig(**sizes))
+    with pytest.raises(KVLensError, match=r"MambaForCausalLM has no way .*: kvlens has no mixer for layer 0 \(MambaMixer\)"):
+        KVTransformerBridge.boot_transformers(mamba_1)
     with pytest.raises(KVLensError, match="no config.json"):
         KVTransformerBridge.boot_transformers("tests")
+    with pytest.raises(KVLensError, match="expected a folder, a name on the hub or a loaded Transformers model, got int"):
+        KVTransformerBridge.boot_transformers(3)

@@ -64,7 +64,7 @@ def join_bias(
     group = z_context.shape[2] // b_kv.shape[1]
     n_biases = max(len(b_kv), len(b_d))  # a hook may have expanded one of them to a batch
     stored = torch.cat([b_kv.expand(n_biases, -1, -1, -1), b_d[..., None].expand(n_biases, -1, -1, -1)], dim=-1)
-    size = stored.detach().abs().amax(dim=(-1, -2))
+    size = torch.linalg.vector_norm(stored.detach(), ord=torch.inf, dim=(-1, -2))
     numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
     log_size = size.log().repeat_interleave(group, dim=1)[:, None]
     top = torch.maximum(normalizer.log_scale, phi.log_scale + log_size)
