@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, N_CTX, cut_and_continued, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, N_CTX, WINDOW, cut_and_continued, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens.components import LayerBias
 from kvlens.kv_bias import VirtualKeys
 from kvlens.model.protocol import KVModel
+from kvlens.ops.softmax_features import ScoreRule
 
 LEAST = 2e-6
 """Relative error of logits below which two float32 passes of these models count as equal: a few hundred roundings."""
@@ -55,6 +57,20 @@ def test_converted_equals_prompted(model, family, transformers_errors):
         converted = model(text)
     assert largest(converted, whole) <= max(1.5 * transformers_errors[family], LEAST)
     assert largest(model(text), whole) > 0.01  # the prompt matters
+
+
+def test_keys_outside_a_window_are_not_scored():
+    model = KVTransformerBridge.boot_transformers(tiny("gemma3"))
+    bias = LayerBias.of(convert_prompt(model, some_tokens(N_PROMPT)), 0, torch.device("cpu"))
+    positions, rule = torch.arange(N_TEXT)[None], ScoreRule(2.0, window=WINDOW)
+    near, first = bias.in_window(rule, positions)
+    assert first == N_PROMPT - (WINDOW - 1) and near.b_kv.shape[2] == near.features.n_features == WINDOW - 1
+    q = torch.randn(1, N_TEXT, 6, 4, generator=torch.Generator().manual_seed(0))
+    scores = bias.features.log_features(0, q, rule, positions)
+    torch.testing.assert_close(near.features.log_features(0, q, rule, positions), scores[..., first:])
+    assert bool((scores[..., :first] == -torch.inf).all())
+    assert bias.in_window(rule, torch.tensor([[WINDOW]]))[0].b_d.shape[2] == 1  # none is seen, and one stays
+    assert bias.in_window(ScoreRule(2.0), positions)[1] == 0
 
 
 def test_gpt2_is_exact_in_float64():
@@ -254,5 +270,3 @@ def test_an_architecture_without_a_way_is_named():
         KVTransformerBridge.boot_transformers(mamba_1)
     with pytest.raises(KVLensError, match="no config.json"):
         KVTransformerBridge.boot_transformers("tests")
-    with pytest.raises(KVLensError, match="expected a folder, a name on the hub or a loaded Transformers model, got int"):
-        KVTransformerBridge.boot_transformers(3)

@@ -12,7 +12,7 @@ DENSE = ("bamba", "gemma3", "gpt2", "granite_hybrid", "llama", "olmo_hybrid", "q
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_as_exact_as_transformers_own_cache(family, padded):
-    errors = [measure(family, seed, torch.float32, padded) for seed in range(4)]
+    errors = [measure(family, seed, torch.float32, padded) for seed in range(3)]
     assert excess(errors, torch.float32) <= 1
 
 
