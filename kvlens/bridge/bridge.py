@@ -27,6 +27,7 @@ from kvlens.components import is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
+from kvlens.model.fingerprint import of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.protocol import DirectPath, LayerReading, PromptKeysAndValues, Unembedding
 from kvlens.zoo import folder_of, is_bridge
@@ -141,7 +142,8 @@ class KVTransformerBridge(TransformerBridge):
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
-        return fingerprint_of(self)
+        found: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self))
+        return found
 
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.

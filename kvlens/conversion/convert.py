@@ -37,6 +37,7 @@ from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
+from kvlens.model.fingerprint import of_weights
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
@@ -322,9 +323,13 @@ def _shift_state(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int)
     return like.new_zeros(like.shape[0], 0, n_heads, like.shape[-1]) if rows is None else rows.to(like)
 
 
+def _not_finite(model: HookedKVTransformer) -> list[str]:
+    suspects = [name for name, p in model.named_parameters() if not bool(p.detach().sum().isfinite())]
+    return [name for name in suspects if not bool(model.get_parameter(name).isfinite().all())]  # or the sum overflowed
+
+
 def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
-    broken = [name for name, p in model.named_parameters() if not bool(p.detach().sum().isfinite())]
-    broken = [name for name in broken if not bool(model.get_parameter(name).isfinite().all())]  # or the sum overflowed
+    broken = of_weights(model, "not finite", lambda: _not_finite(model))
     if broken:
         raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}")
     bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)

@@ -1,7 +1,10 @@
 """The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fingerprint`)."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 import xxhash
@@ -23,6 +26,32 @@ WITHOUT_EFFECT = {
 HASHED_AT_ONCE = 2**22
 """Numbers that are copied to float32 at once for hashing, 16 MiB."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
+_FOUND: ContextVar[dict[tuple[int, str], tuple[Any, Any]] | None] = ContextVar("weights_unchanged", default=None)
+
+
+@contextlib.contextmanager
+def weights_unchanged() -> Iterator[None]:
+    """Inside the block, in this thread, no weight of a model changes, so that each model's weights are hashed and checked once.
+
+    For work that attaches or converts many biases: reading all weights costs as much time as a dozen tokens.
+    """
+    before = _FOUND.get()
+    token = _FOUND.set({} if before is None else before)
+    try:
+        yield
+    finally:
+        _FOUND.reset(token)
+
+
+def of_weights(model: nn.Module, what: str, find: Callable[[], Any]) -> Any:
+    """``find()``, which reads the weights of ``model``; inside :func:`weights_unchanged` what it returned the first time."""
+    found = _FOUND.get()
+    if found is None:
+        return find()
+    key = (id(model), what)
+    if key not in found:
+        found[key] = (model, find())  # the model is kept, so that no other gets its id
+    return found[key][1]
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:

@@ -28,7 +28,7 @@ from kvlens.model.assembly import init_kv_parameters, replace_components, seeded
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.direct_path import direct_path_of, unembedding_of
-from kvlens.model.fingerprint import fingerprint_of, weights_hash
+from kvlens.model.fingerprint import fingerprint_of, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
@@ -402,7 +402,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
-        fingerprint = fingerprint_of(self, self.cfg)
+        fingerprint: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self, self.cfg))
         if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
             return Fingerprint(**{**fingerprint.to_json(), "weights": self.rounded_from[1]})
         return fingerprint

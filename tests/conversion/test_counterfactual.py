@@ -14,6 +14,7 @@ from kvlens import (
     logits_after,
 )
 from kvlens.conversion import Landmark, RandomProjections, Taylor
+from kvlens.model.fingerprint import fingerprint_of
 
 SIZES = dict(n_layers=3, d_model=20, d_head=4, n_heads=5, n_ctx=64, d_vocab=31, act_fn="gelu", dtype=torch.float64, seed=3)
 SHIFT = KVShiftConfig(window=2, queries=True)
@@ -133,6 +134,24 @@ def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
     counted.clear()
     close(logits_after(model, rows, TEXT, on_tokens=counted.append), alone)
     assert sum(counted) == 240 + sum(range(0, 220, 20)) + 220 + 12 * len(TEXT)  # the first row, what follows the others' gaps
+
+
+def test_weights_are_hashed_once_for_all_passes(monkeypatch):
+    model, hashed = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR})), []
+
+    def counted(*given):
+        hashed.append(given)
+        return fingerprint_of(*given)
+
+    monkeypatch.setattr("kvlens.model.transformer.fingerprint_of", counted)
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
+    rows = counterfactuals(model, PROMPT, [[(3, 6)], [(8, 9)]])
+    before = logits_after(model, rows, TEXT)
+    assert len(hashed) == 1
+    with torch.no_grad():
+        model.blocks[0].attn.W_K.mul_(2.0)
+    assert not torch.equal(logits_after(model, rows, TEXT), before)
+    assert len(hashed) == 2
 
 
 @pytest.mark.parametrize("positions", ["kept", "closed"])
