@@ -35,6 +35,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "bridge"))
 from bridge_models import FAMILIES
 from exactness import Errors, excess, greedy, measure
 
+ONLY_FLOAT32 = ("olmo2",)
+"""TransformerLens' bridge multiplies a float32 pattern with values in half precision there, which torch refuses."""
+
 
 def row(name: str, errors: list[Errors]) -> str:
     """A row of the table."""
@@ -67,6 +70,8 @@ def main(argv: list[str] | None = None) -> None:
                 print("| family | ours | theirs | whole | ours over theirs: means / median / maximum |\n|---|---|---|---|---|")
                 found = {}
                 for family in args.families:
+                    if family in ONLY_FLOAT32 and dtype != torch.float32:
+                        continue
                     found[family] = [measure(family, seed, dtype, bool(padded)) for seed in range(args.seeds)]
                     print(row(family, found[family]), flush=True)
                 over = {name: excess(errors, dtype) for name, errors in found.items()}
