@@ -28,6 +28,7 @@ from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
+from ..texts import joined
 from .answers import Answer, Positions, Question, Rival
 from .null import SIGNIFICANT, Null
 from .units import Spans, Unit, units_of
@@ -93,7 +94,7 @@ def attribution_by_head(
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = units_of(model, question.prompt, by)
     bias = convert_prompt(model, question.prompt)
-    everything = Unit("".join(unit.text for unit in units), question.n_always_there, len(question.prompt))
+    everything = Unit(joined(unit.text for unit in units), question.n_always_there, len(question.prompt))
     measured = [swapped_heads(question, bias, convert_prompt(model, question.baseline()))]
     deleted = question.rows([[(unit.start, unit.stop)] for unit in units])
     others = convert_prompt(model, deleted)

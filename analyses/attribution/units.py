@@ -14,7 +14,7 @@ from kvlens.errors import nearest
 
 from ..registry import UNITS
 from ..sequences import begins_with_bos
-from ..texts import token_texts
+from ..texts import joined, token_texts
 
 END_OF_SENTENCE = (".", "!", "?", "\u2026", "\u3002", "\uff01", "\uff1f")
 CLOSING = "\"')]\u201d\u2019\u00bb"
@@ -62,7 +62,7 @@ def units_of(model: KVModel, prompt: Int[Tensor, " pos"], by: str | Spans) -> li
         ranges = list(itertools.pairwise([*starts, len(texts)]))
     if not ranges:
         raise KVLensError("by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges")
-    return [Unit("".join(texts[start:stop]), start, stop) for start, stop in ranges]
+    return [Unit(joined(texts[start:stop]), start, stop) for start, stop in ranges]
 
 
 def positions_of(units: Sequence[Unit], n_tokens: int) -> Bool[Tensor, "unit pos"]:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
+from analyses.attribution.units import units_of
 from analyses.texts import UNREADABLE, joined
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
 
@@ -144,6 +145,7 @@ def test_tables_hold_whole_characters():
     effect = prompt_effect(model, PROMPT, text)
     first = effect[effect["condition"] == "with_prompt"]
     assert joined(first["token"]) == text
+    assert [unit.text for unit in units_of(model, model.to_tokens(text)[0], "sentence")] == [text]
     agrees = first["predicted_token"] == first["next_token"]
     ids = model.to_tokens(text, prepend_bos=False)[0]
     whole = torch.cat([model.to_tokens(PROMPT)[0], ids])
