@@ -31,7 +31,7 @@ def _not_on_the_bridge(reason: str) -> Reasons:
     return Reasons(softmax=reason, recurrent=reason)
 
 
-_NO_STATE = "the model has no recurrent layer, and keeps every key of a prompt instead of a state"
+_NO_STATE = "no layer of the model is recurrent with a state: it keeps every key of a prompt instead"
 _WEIGHTS = "it reads W_Q, W_K, W_V and W_O of every head, which families store, normalize and gate in ways of their own"
 _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
@@ -68,7 +68,7 @@ def kind_of(model: KVModel) -> str:
     """Which of the kinds a model is."""
     if isinstance(model, HookedKVTransformer):
         return HOOKED
-    return RECURRENT if model.recurrent_layers else SOFTMAX
+    return RECURRENT if any(model.heads_per_layer[layer] for layer in model.recurrent_layers) else SOFTMAX
 
 
 def reason_against(name: str, model: KVModel) -> str | None:

@@ -44,7 +44,7 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
     read = factors(model, prompt) if linear else None
     bias = convert_prompt(model, prompt) if read is None else read.bias
     states = None if bias.recurrent is None else state_terms(model, prompt)
-    for rows in units.split(max(1, BYTES_AT_ONCE // (bias.b_KV.numel() * bias.b_KV.element_size()))):
+    for rows in units.split(max(1, BYTES_AT_ONCE // max(1, bias.b_KV.numel() * bias.b_KV.element_size()))):
         gone, tensors = carriers(bias, rows), tensors_of(bias.repeat(len(rows)))
         shift_states = [name for name in (*OF_SHIFT_STATE, RECURRENT + "conv") if name in tensors]
         whole = with_tensors(bias.repeat(len(rows)), {name: _without_rows(tensors[name], rows) for name in shift_states})

@@ -97,7 +97,7 @@ def bias_by_layer(
         model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.
 
     Returns:
-        One row per layer:
+        One row per layer with heads:
 
         {columns}
 
@@ -105,9 +105,10 @@ def bias_by_layer(
         KVLensError: as :func:`bias_by_head`.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
-    groups = [[(layer, head) for head in range(bias.n_heads_of(layer))] for layer in range(bias.n_layers)]
+    layers = [layer for layer in range(bias.n_layers) if bias.n_heads_of(layer)]
+    groups = [[(layer, head) for head in range(bias.n_heads_of(layer))] for layer in layers]
     described = _describe(model, prompt, text, bias, groups, batch_size, on_progress)
-    return BY_LAYER.frame({"layer": range(bias.n_layers), **described})
+    return BY_LAYER.frame({"layer": layers, **described})
 
 
 def _describe(

@@ -10,6 +10,7 @@ but it is linear: the shares of all parts of z sum to 1, and those of all prompt
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -37,10 +38,16 @@ def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"], run: C
     def see(z: Tensor, hook: Any) -> None:
         seen[hook.name] = z[0].double().to(text.device)
 
-    names = {part: [f"blocks.{layer}.attn.hook_z_{part}" for layer in range(bias.n_layers)] for part in ("bias", "context")}
-    with model.kv_bias(bias), model.hooks(fwd_hooks=[(name, see) for part in names.values() for name in part]):
+    with_heads = [layer for layer in range(bias.n_layers) if bias.n_heads_of(layer)]
+    hooks = [(f"blocks.{layer}.attn.hook_z_{part}", see) for layer in with_heads for part in ("bias", "context")]
+    with model.kv_bias(bias), model.hooks(fwd_hooks=hooks):
         model.logits_on(text[None], 1) if run is None else run()
-    return BiasOutputs(*([seen[name] for name in names[part]] for part in ("bias", "context")))
+    none = torch.zeros(len(text), 0, 1, dtype=torch.float64, device=text.device)
+
+    def of(part: str) -> list[Tensor]:
+        return [seen.get(f"blocks.{layer}.attn.hook_z_{part}", none) for layer in range(bias.n_layers)]
+
+    return BiasOutputs(of("bias"), of("context"))
 
 
 def share_by_size(

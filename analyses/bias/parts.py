@@ -81,11 +81,15 @@ def exchangeable(bias: KVBias) -> list[tuple[int, int]]:
 
 
 def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
-    """What the attention layers have and what the recurrent layers have, in the order of the model's layers."""
+    """What the attention layers have and what the recurrent layers have, in the order of the model's layers.
+
+    A layer without heads has what no head of another layer has.
+    """
     rows = dict(zip(bias.attention_layers, of_attention, strict=True))
     if of_recurrent is not None:
         rows |= dict(zip(recurrent_layers(bias), of_recurrent, strict=True))
-    return [rows[layer] for layer in range(bias.n_layers)]
+    none = next(iter(rows.values()))[:0]
+    return [rows.get(layer, none) for layer in range(bias.n_layers)]
 
 
 def indicators(

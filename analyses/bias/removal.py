@@ -144,7 +144,7 @@ def _kept_heads(
                 )
             keep[row, layer, head] = 0
     keep_shift_state = keep.clone()
-    for layer in recurrent_layers(bias):
+    for layer in [layer for layer in recurrent_layers(bias) if bias.n_heads_of(layer)]:
         some_stay = keep[:, layer, : bias.n_heads_of(layer)].amax(dim=-1, keepdim=True)
         keep_shift_state[:, layer] = some_stay
     return keep, keep_shift_state

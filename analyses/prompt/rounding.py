@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVModel
+from kvlens import KVModel, KVTransformerBridge
 
 from ..predictions import text_logits
 
@@ -65,5 +65,7 @@ def _in_float64(model: KVModel) -> KVModel:
     with torch.no_grad():
         exact: Any = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer, id(attached): attached})
         exact.cfg.dtype = torch.float64
+        if isinstance(model, KVTransformerBridge):
+            exact.original_model.set_experts_implementation("eager")  # the fused form of experts has no float64
         torch.nn.Module.to(exact, dtype=torch.float64)
     return exact

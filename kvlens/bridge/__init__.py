@@ -14,6 +14,9 @@ hooked to one of them: the layer is then computed by its mixer, which rounds dif
 OLMo-Hybrid's attention exposes queries, keys and scores in the same way (:mod:`kvlens.bridge.native`). A fused projection with
 rotary positions has ``hook_rot_q`` and ``hook_rot_k``, with or without a bias (:mod:`kvlens.bridge.fused`).
 
+Which families it runs, and what each can do: :mod:`kvlens.bridge.table`. In Nemotron-H, whose blocks call every layer
+``mixer``, the hook points that kvlens adds are named as here, under ``attn``.
+
 With a bias, ``hook_pattern`` is divided by the whole normalizer, so that its rows sum to less than 1, as in
 :class:`kvlens.HookedKVTransformer`.
 """

@@ -17,12 +17,13 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from kvlens.bridge.families import layers_of
-from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of
+from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
 from kvlens.bridge.reading import direct_path, read_attention, unembedding
 from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.components import is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
@@ -99,7 +100,7 @@ class KVTransformerBridge(TransformerBridge):
         if isinstance(bridge, cls):
             return bridge
         layers = layers_of(bridge)
-        if any(isinstance(layer, RecurrentLayer) for layer in layers):
+        if any(isinstance(layer, SoftmaxLayer) for layer in layers):
             # generate then takes Transformers' own cache, as for Qwen3.5; of OLMo-Hybrid, TransformerLens asks for a class of
             # caches that Transformers 5 no longer has, and cannot generate without a cache
             bridge.cfg.is_stateful = False
@@ -264,8 +265,13 @@ class KVTransformerBridge(TransformerBridge):
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
 
-        attention = [layer.layer for layer in layers if layer.layer not in recurrent]
+        attention = [layer.layer for layer in layers if isinstance(layer, SoftmaxLayer)]
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
+        if not attention:
+            assert states is not None  # a model has layers of one kind or the other
+            sizes = sizes_of(layers)
+            none = states.b_KV.new_zeros(0, len(tokens), sizes.n_kv_heads, tokens.shape[1], sizes.d_head)
+            return PromptKeysAndValues(none, none, states)
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
 
     def read(self, tokens: Int[Tensor, "batch pos"], **options: Any) -> None:
@@ -363,12 +369,15 @@ class KVTransformerBridge(TransformerBridge):
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 
     def _initialize_hook_registry(self) -> None:
-        """As TransformerLens', with the hook points of the mixers, which are no part of the module tree."""
+        """As TransformerLens', with the hook points of layers by kvlens' names: a mixer's are no part of the module tree."""
         super()._initialize_hook_registry()
-        for layer in self.__dict__.get("_layers", ()):
-            for name, point in layer.hook_points().items():
-                point.name = name
-                self._hook_registry[name] = point
+        points = {name: point for layer in self.__dict__.get("_layers", ()) for name, point in layer.hook_points().items()}
+        ours = {id(point) for point in points.values()}
+        for name in [name for name, point in self._hook_registry.items() if id(point) in ours]:
+            del self._hook_registry[name]
+        for name, point in points.items():
+            point.name = name
+            self._hook_registry[name] = point
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""

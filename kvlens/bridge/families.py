@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 
 from kvlens.bridge.fused import show_rotated
-from kvlens.bridge.native import VALUES, open_up
+from kvlens.bridge.native import open_up
 from kvlens.bridge.recurrent import RecurrentLayer
-from kvlens.bridge.softmax import HeadSizes, Points, SoftmaxLayer
+from kvlens.bridge.softmax import IN_THE_OPEN, HeadSizes, Points, SoftmaxLayer
+from kvlens.bridge.table import NAMES
+from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
 from kvlens.ops.softmax_features import ScoreRule
+from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 
 FUSED = ("JointQKVPositionEmbeddingsAttentionBridge", "FusedRotaryAttention")
 """Components that show what they rotate once kvlens made them do so (:mod:`kvlens.bridge.fused`)."""
@@ -25,14 +28,13 @@ POINTS = {
     **dict.fromkeys(("PositionEmbeddingsAttentionBridge", "_SmolLM3AttentionBridge", *FUSED), Points()),
 }
 """The bridge's attention components that compute attention step by step, and where each shows queries, keys and values."""
-NATIVE = ("OlmoHybridAttention", "KimiLinearAttention")
+NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
-TRIED = (
-    "GPT-2, Llama, Qwen2, Qwen3, Mistral, Mixtral, Gemma 2, Gemma 3, GPT-OSS, GPT-NeoX, Phi-3, OLMo-2, SmolLM3, DeepSeek-V3, "
-    "Qwen3.5, Qwen3-Next, OLMo-Hybrid, Kimi Linear, MiniMax, Bamba, Granite 4"
-)
-RECURRENT = ("linear_attn", "mixer", "mamba")
-"""What the bridge calls a recurrent layer within its block."""
+RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
+"""What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""
+TOKENWISE = ("NemotronHMLP", "NemotronHMoE")
+"""Modules of Transformers that a block may have instead of attention, and that read no other token."""
+Layer = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
 VARIABLE_ROTARY = ("dynamic", "longrope")
 WINDOW_IN_FULL_ATTENTION = ("minimax",)
 """Model types whose window, where they have one, applies to the layers that they call full attention."""
@@ -44,7 +46,7 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def layers_of(bridge: Any) -> list[SoftmaxLayer | RecurrentLayer]:
+def layers_of(bridge: Any) -> list[Layer]:
     """The layers of ``bridge``, each as an object that reads a bias.
 
     Raises:
@@ -59,23 +61,26 @@ def layers_of(bridge: Any) -> list[SoftmaxLayer | RecurrentLayer]:
     config = text_config(model)
     _check_rotary(family, config)
     layers = [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
-    if not any(isinstance(layer, SoftmaxLayer) for layer in layers):
-        raise _no_way(family, "none of its layers is attention, and a bias of recurrent states alone has no form yet")
     return layers
 
 
-def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | RecurrentLayer:
-    recurrent: Any = _recurrent(bridge.blocks[layer])
-    attn: Any = getattr(bridge.blocks[layer], "attn", None)
+def _layer(bridge: Any, family: str, config: Any, layer: int) -> Layer:
+    block = bridge.blocks[layer]
+    recurrent: Any = _recurrent(block)
+    attn: Any = getattr(block, "attn", None)
+    held = "" if recurrent is None else type(recurrent.original_component).__name__
     if recurrent is not None and has_mixer(recurrent.original_component):
         if attn is not None:
             raise _no_way(family, f"layer {layer} reads the sequence twice, by attention and by a recurrent layer next to it")
         return RecurrentLayer(recurrent, layer)
+    if held in TOKENWISE:
+        return TokenwiseLayer(recurrent, layer, bridge.cfg.d_model)
+    attn = recurrent if held in NATIVE else attn
     kind = type(attn).__name__
     native = attn is not None and type(attn.original_component).__name__ in NATIVE
     if kind not in POINTS and not native:
         if recurrent is not None:
-            raise _no_way(family, f"kvlens has no mixer for layer {layer} ({type(recurrent.original_component).__name__})")
+            raise _no_way(family, f"kvlens has no mixer for layer {layer} ({held})")
         if attn is None:
             raise _no_way(family, f"layer {layer} has neither attention nor a recurrent state")
         raise _no_way(family, f"layer {layer} ({kind}) shows neither its queries nor its scores in a known place")
@@ -101,8 +106,9 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> SoftmaxLayer | 
         open_up(attn)
     if kind in FUSED:
         show_rotated(attn)
-    points = Points(v=VALUES) if native else POINTS[kind]
-    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points)
+    points = IN_THE_OPEN if native else POINTS[kind]
+    name = "mixer" if attn is recurrent else "attn"
+    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points, name)
 
 
 def _settle_latent(bridge: Any, attn: Any) -> None:
@@ -143,7 +149,8 @@ def _check_rotary(family: str, config: Any) -> None:
 
 
 def _no_way(family: str, why: str) -> KVLensError:
+    other = "; HookedKVTransformer.from_pretrained builds it with one" if family in SUPPORTED_ARCHITECTURES else ""
     return KVLensError(
-        f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {TRIED}, and others "
-        "whose layers the bridge computes in the same way; a plain TransformerBridge runs this one without a bias"
+        f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {NAMES}, and others "
+        f"whose layers the bridge computes in the same way; a plain TransformerBridge runs this one without a bias{other}"
     )

@@ -1,12 +1,14 @@
 """The fingerprint of a bridge: Transformers' configuration, and a hash of the weights by Transformers' names."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kvlens.bridge.families import text_config
-from kvlens.bridge.softmax import SoftmaxLayer
+from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.fingerprint import weights_hash
 
@@ -59,7 +61,8 @@ WITHOUT_EFFECT = {
 def fingerprint_of(bridge: Any) -> Fingerprint:
     """Structure and current weights. Reads every weight once."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
-    sizes = next(layer.sizes for layer in bridge.__dict__["_layers"] if isinstance(layer, SoftmaxLayer))
+    layers = bridge.__dict__["_layers"]
+    sizes = sizes_of(layers)
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {
         "architecture": cfg.architecture,
@@ -70,10 +73,10 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
     return Fingerprint(
         attention="softmax",
         n_layers=cfg.n_layers,
-        n_heads=cfg.n_heads,
+        n_heads=sizes.n_heads,
         n_kv_heads=sizes.n_kv_heads,
         d_model=cfg.d_model,
-        d_head=cfg.d_head,
+        d_head=sizes.d_head,
         d_phi=0,
         d_vocab=cfg.d_vocab,
         feature_map="none",
@@ -86,7 +89,24 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
         weights=weights_hash(_weights(bridge)),
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
+        attention_layers=_attention_layers(layers),
     )
+
+
+def sizes_of(layers: Sequence[Any]) -> HeadSizes:
+    """The heads of the attention layers; of a model without them, those of its states."""
+    for layer in layers:
+        if isinstance(layer, SoftmaxLayer):
+            return layer.sizes
+    mixer = layers[0].mixer
+    return HeadSizes(mixer.n_heads, mixer.n_heads, mixer.d_v, mixer.d_v)
+
+
+def _attention_layers(layers: Sequence[Any]) -> tuple[int, ...] | None:
+    """The numbers of the attention layers; None where they are all that are not recurrent."""
+    attention = tuple(layer.layer for layer in layers if isinstance(layer, SoftmaxLayer))
+    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+    return None if len(attention) + len(recurrent) == len(layers) else attention
 
 
 def _weights(bridge: Any) -> dict[str, Tensor]:

@@ -39,9 +39,7 @@ def read_memory(
     """See :meth:`kvlens.KVTransformerBridge.read_memory`; ``options`` are those of the pass that hides what ``mask`` does."""
     recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
     if not recurrent:
-        raise KVLensError(
-            f"read_memory: {model.cfg.architecture} has no recurrent layer: its layers keep every key, and none has a state"
-        )
+        raise KVLensError(f"read_memory: no layer of {model.cfg.architecture} has a recurrent state")
     model.check_tokens(tokens)
     seen: dict[tuple[int, str], Tensor] = {}
     handles = [
@@ -56,7 +54,13 @@ def read_memory(
     finally:
         for handle in handles:
             handle.remove()
-    return [_memory(layer, seen, mask) for layer in recurrent]
+    return [_memory(layer, seen, mask) if layer.n_heads else _no_memory(layer, tokens) for layer in recurrent]
+
+
+def _no_memory(layer: RecurrentLayer, tokens: Int[Tensor, " pos"]) -> LayerMemory:
+    """Of a short convolution alone, which has no heads."""
+    none = torch.zeros(len(tokens), 0, 1, dtype=torch.float64, device=tokens.device)
+    return LayerMemory(layer.layer, none, none[..., 0], none, none[:0].new_zeros(0, 1, 1), none.new_zeros(0, 1))
 
 
 def _memory(layer: RecurrentLayer, seen: dict[tuple[int, str], Tensor], mask: Bool[Tensor, "1 pos"] | None) -> LayerMemory:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformers import AttentionInterface
 
 from kvlens.components import is_hooked
@@ -27,8 +28,17 @@ OWNER = "_kvlens_component"
 
 
 def open_up(component: nn.Module) -> None:
-    """Give a bridge component that leaves attention to its Transformers module the hook points of the table above."""
+    """Give a bridge component that leaves attention to its Transformers module the hook points of the table above.
+
+    A component without its projections (Nemotron-H's, which is made for a Mamba layer) gets those too: q, k, v and o.
+    """
     held: Any = component
+    if "o" not in held._modules:
+        for name in "qkvo":
+            projection = LinearBridge(name=f"{name}_proj")
+            projection.set_original_component(getattr(held.original_component, f"{name}_proj"))
+            setattr(held.original_component, f"{name}_proj", projection)
+            held.add_module(name, projection)
     for name in POINTS:
         if not isinstance(getattr(held, name, None), HookPoint):
             setattr(held, name, HookPoint())

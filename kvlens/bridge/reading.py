@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
+from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
 from kvlens.model.protocol import DirectPath, LayerReading, Unembedding
 
-Layer = SoftmaxLayer | RecurrentLayer
+Layer = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
 PROBE = 1e3
 """Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
 DIRECT = 1e-2
@@ -31,6 +32,10 @@ def read_attention(
     found = []
     for layer in layers:
         of = {name: x for (number, name), x in seen.items() if number == layer.layer}
+        if not of:
+            no_heads = torch.zeros(m + len(text), 0, 1, dtype=torch.float64, device=prompt.device)
+            found.append(LayerReading(no_heads[m:].expand(-1, -1, m), no_heads[:m], no_heads[m:], None, None))
+            continue
         values = of["v"].repeat_interleave(layer.n_heads // of["v"].shape[1], dim=1)
         later = {name: of[name][m:] if name in of else None for name in ("z", "z_bias", "gate")}
         assert later["z"] is not None
@@ -49,15 +54,20 @@ def direct_path(model: Any, layers: list[Layer], text: Int[Tensor, " pos"]) -> D
                 if module is not None:
                     stack.enter_context(_hook(module, seen, (layer.layer, name), before=False))
             stack.enter_context(_hook(block, seen, (layer.layer, "in"), before=True))
-            if isinstance(layer, RecurrentLayer):
+            if _has_states(layer):
                 stack.enter_context(_hook(layer.output, seen, (layer.layer, "normed"), before=True))
                 stack.enter_context(_hook(layer.mixer.hook_z, seen, (layer.layer, "z"), before=False))
         stack.enter_context(_hook(model.ln_final, seen, (-1, "x"), before=True))
         model.logits_on(text[None], len(text))
     for layer in layers:
         _check_direct(model, layer, seen)
-    factors = [_factor(seen, layer) if isinstance(layer, RecurrentLayer) else None for layer in layers]
+    factors = [_factor(seen, layer) if _has_states(layer) else None for layer in layers]
     return DirectPath(_scale(model, seen[-1, "x"]), factors)
+
+
+def _has_states(layer: Layer) -> TypeGuard[RecurrentLayer]:
+    """Whether a norm and a gate stand behind a layer's heads: those of states."""
+    return isinstance(layer, RecurrentLayer) and layer.n_heads > 0
 
 
 def _check_direct(model: Any, layer: Layer, seen: dict[tuple[int, str], Tensor]) -> None:

@@ -100,6 +100,8 @@ class RecurrentLayer:
     def output_weights(self) -> Float[Tensor, "head d_v d_model"]:
         """W_O of each value head; a norm and a gate stand before it."""
         weights: Any = self.output.weight
+        if not self.n_heads:
+            return torch.zeros(0, 1, len(weights), dtype=weights.dtype, device=weights.device)
         by_head: Tensor = weights.T.unflatten(0, (self.mixer.n_heads, self.mixer.d_v))
         return by_head
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.bridge.native import POINTS, VALUES
 from kvlens.components import LayerBias, by_query_head, is_hooked
 from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
@@ -33,6 +34,10 @@ class Points(NamedTuple):
     q: str = "hook_rot_q"
     k: str = "hook_rot_k"
     v: str = "v.hook_out"
+
+
+IN_THE_OPEN = Points(v=VALUES)
+"""Of a component that :func:`kvlens.bridge.native.open_up` was given."""
 
 
 class HeadSizes(NamedTuple):
@@ -53,11 +58,21 @@ class SoftmaxLayer:
         sizes: of its heads.
         rule: how it scores a key.
         points: where its queries, keys and values are seen.
+        component_name: what its block calls the component.
     """
 
-    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, rule: ScoreRule, points: Points):
+    def __init__(
+        self,
+        attn: nn.Module,
+        layer: int,
+        sizes: HeadSizes,
+        rule: ScoreRule,
+        points: Points = IN_THE_OPEN,
+        component_name: str = "attn",
+    ):
         self.attn: Any = attn
         self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
+        self.component_name = component_name
         for name in HOOKS:
             if not isinstance(getattr(attn, name, None), HookPoint):
                 point = HookPoint()
@@ -70,8 +85,11 @@ class SoftmaxLayer:
         return self.sizes.n_heads
 
     def hook_points(self) -> dict[str, HookPoint]:
-        """Hook points that are no part of the module tree: none."""
-        return {}
+        """Hook points that TransformerLens' scan of the modules names otherwise: in Nemotron-H, all that kvlens adds."""
+        if self.component_name == "attn":
+            return {}
+        names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
+        return {f"blocks.{self.layer}.attn.{name}": self._point(name) for name in names}
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
@@ -143,8 +161,8 @@ class SoftmaxLayer:
         by_output = weights.T if type(self.attn.o.original_component).__name__ != "Conv1D" else weights
         return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
-    def _point(self, name: str) -> nn.Module:
-        point: nn.Module = attrgetter(name)(self.attn)
+    def _point(self, name: str) -> HookPoint:
+        point: HookPoint = attrgetter(name)(self.attn)
         return point
 
     def _heads(self, x: Tensor, point: str) -> Float[Tensor, "batch pos some_head d_head"]:

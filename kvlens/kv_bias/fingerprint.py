@@ -16,6 +16,7 @@ class Fingerprint:
 
     ``rest`` holds every other field of the configuration that shapes an activation; ``weights`` is a hash of the parameters
     in float32, weight processing included. ``d_key`` is the size of a key where it is not ``d_head``, as in latent attention.
+    ``attention_layers`` are the layers with attention, where these are not all that have no recurrent state.
     """
 
     attention: str
@@ -36,6 +37,11 @@ class Fingerprint:
     rest: str
     weights: str
     d_key: int | None = None
+    attention_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention_layers is not None:
+            object.__setattr__(self, "attention_layers", tuple(self.attention_layers))  # a list, as JSON has it
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
         """Raise KVLensError naming the first field in which ``other``, which belongs to ``whose``, differs."""

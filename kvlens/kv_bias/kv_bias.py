@@ -125,7 +125,9 @@ class KVBias:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers described by b_KV, b_D, features and the shift state: all but the recurrent ones."""
+        """The indices of the layers described by b_KV, b_D, features and the shift state: those with attention."""
+        if self.fingerprint.attention_layers is not None:
+            return self.fingerprint.attention_layers
         recurrent = () if self.recurrent is None else self.recurrent.layers
         return tuple(layer for layer in range(self.fingerprint.n_layers) if layer not in recurrent)
 
@@ -135,9 +137,13 @@ class KVBias:
         return self.fingerprint.n_heads
 
     def n_heads_of(self, layer: int) -> int:
-        """The number of heads that :meth:`select` can choose in a layer: query heads, or a recurrent layer's value heads."""
-        recurrent = self.recurrent
-        return recurrent.n_heads if recurrent is not None and layer in recurrent.layers else self.n_heads
+        """The number of heads that :meth:`select` can choose in a layer: query heads, or a recurrent layer's value heads.
+
+        A layer that is an MLP or experts alone has none.
+        """
+        if self.recurrent is not None and layer in self.recurrent.layers:
+            return self.recurrent.n_heads
+        return self.n_heads if layer in self.attention_layers else 0
 
     @property
     def d_phi(self) -> int:
@@ -164,16 +170,21 @@ class KVBias:
         return states + int(used_keys(self.b_KV, self.b_D, f.n_kv_heads).sum()) * of_a_key
 
     def __repr__(self) -> str:
-        f, family = self.fingerprint, "" if self.features is None else f"{self.features.kind}, "
+        f = self.fingerprint
+        family = "" if self.features is None or not self.attention_layers else f"{self.features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
-        sizes = f"{len(self.attention_layers)} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
-        if self.recurrent is not None:
+        sizes = []
+        if self.attention_layers:
+            sizes += [f"{len(self.attention_layers)} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"]
+        if self.recurrent is not None and not self.recurrent.n_heads:
+            sizes += [f"{len(self.recurrent.layers)} short convolutions"]
+        elif self.recurrent is not None:
             d_k, d_v = self.recurrent.b_KV.shape[-2:]
-            sizes += f", {len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"
+            sizes += [f"{len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"]
         return (
-            f"KVBias({family}{batch}{sizes}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
+            f"KVBias({family}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
         )
 
@@ -262,7 +273,7 @@ class KVBias:
         whole, changed = self.per_query_head(), {}
         if self.recurrent is not None:
             changed["recurrent"] = self.recurrent.select(torch.stack([keeps[layer] for layer in self.recurrent.layers]))
-        keep = torch.stack([keeps[layer] for layer in self.attention_layers])
+        keep = torch.cat([whole.b_D.new_zeros(0), *(keeps[layer] for layer in self.attention_layers)]).view(-1, self.n_heads)
         keep = keep if self.batch_size is None else keep[:, None]
         return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
 

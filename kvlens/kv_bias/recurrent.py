@@ -25,7 +25,8 @@ class RecurrentStates:
         layers: indices of the recurrent layers, ascending.
         b_KV: S after the prompt, [recurrent_layer, (batch,) head, d_k, d_v], per value head; a sum over the prompt's tokens.
         conv: raw inputs of the short convolution at the prompt's last tokens, oldest first, [recurrent_layer, (batch,) rows,
-            channel]; no rows if a layer has no convolution. Not a sum: like the shift state, it comes from a single prompt.
+            channel]; no rows if a layer has no convolution. Not a sum: like the shift state, it comes from a single prompt. In
+            LFM2, whose layers are short convolutions alone, there are no heads, and this is everything.
     """
 
     layers: tuple[int, ...]

@@ -4,6 +4,7 @@ from torch import nn
 
 from kvlens.errors import KVLensError
 from kvlens.mixers.kimi_linear import KimiMixer
+from kvlens.mixers.lfm2 import Lfm2Mixer
 from kvlens.mixers.mamba2 import Mamba2Mixer
 from kvlens.mixers.minimax import MiniMaxMixer
 from kvlens.mixers.olmo_hybrid import OlmoHybridMixer
@@ -11,7 +12,15 @@ from kvlens.mixers.protocol import Mixer
 from kvlens.mixers.qwen3_5 import Qwen35Mixer
 from kvlens.mixers.qwen3_next import Qwen3NextMixer
 
-MIXERS: tuple[type[Mixer], ...] = (Qwen3NextMixer, Qwen35Mixer, OlmoHybridMixer, KimiMixer, MiniMaxMixer, Mamba2Mixer)
+MIXERS: tuple[type[Mixer], ...] = (
+    Qwen3NextMixer,
+    Qwen35Mixer,
+    OlmoHybridMixer,
+    KimiMixer,
+    MiniMaxMixer,
+    Mamba2Mixer,
+    Lfm2Mixer,
+)
 
 
 def has_mixer(module: nn.Module) -> bool:

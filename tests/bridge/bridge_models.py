@@ -13,14 +13,13 @@ D_VOCAB = 53
 N_CTX = 96
 WINDOW = 6
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+SIZES = dict(num_hidden_layers=3, hidden_size=24, vocab_size=D_VOCAB)
 COMMON = dict(
-    num_hidden_layers=3,
-    hidden_size=24,
+    **SIZES,
     num_attention_heads=6,
     num_key_value_heads=3,
     head_dim=4,
     intermediate_size=20,
-    vocab_size=D_VOCAB,
     max_position_embeddings=N_CTX,
 )
 WITHOUT_D_HEAD = {name: size for name, size in COMMON.items() if name != "head_dim"}
@@ -84,11 +83,25 @@ HYBRIDS = {
     ),
     "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**HYBRID)),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**HYBRID, **MIXTURE)),
+    "nemotron_h": lambda: tf.NemotronHForCausalLM(
+        tf.NemotronHConfig(
+            **{name: size for name, size in COMMON.items() if name != "num_hidden_layers"},
+            layers_block_type=["linear_attention", "full_attention", "linear_attention", "moe", "mlp"],
+            mamba_num_heads=4,
+            mamba_head_dim=12,
+            ssm_state_size=6,
+            n_groups=2,
+            chunk_size=8,
+            n_routed_experts=4,
+            moe_intermediate_size=8,
+            moe_shared_expert_intermediate_size=8,
+        )
+    ),
     "olmo_hybrid": lambda: tf.OlmoHybridForCausalLM(
         tf.OlmoHybridConfig(**{**HYBRID, "hidden_size": 48}, pad_token_id=0, linear_allow_neg_eigval=True, rope_parameters=ROPE)
     ),
 }
-"""Models with recurrent layers: 0 and 2; layer 1 is attention."""
+"""Models with recurrent layers: 0 and 2; layer 1 is attention. Nemotron-H's layers 3 and 4 are experts and an MLP alone."""
 FAMILIES = {
     **HYBRIDS,
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
@@ -120,6 +133,11 @@ FAMILIES = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW)),
     "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**WITHOUT_D_HEAD, **SPECIAL)),
     "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**WITHOUT_D_HEAD, **SPECIAL, no_rope_layers=[1, 0, 1])),
+    "lfm2": lambda: tf.Lfm2ForCausalLM(
+        tf.Lfm2Config(
+            **WITHOUT_D_HEAD, **SPECIAL, layer_types=["conv", "full_attention", "conv"], conv_L_cache=4, block_multiple_of=4
+        )
+    ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
     "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(
         tf.DeepseekV3Config(
@@ -141,11 +159,28 @@ FAMILIES = {
 }
 
 
+PURELY_RECURRENT = {
+    "mamba2": lambda: tf.Mamba2ForCausalLM(
+        tf.Mamba2Config(
+            **SPECIAL,
+            hidden_size=24,
+            num_hidden_layers=3,
+            vocab_size=D_VOCAB,
+            num_heads=4,
+            head_dim=12,
+            state_size=6,
+            n_groups=2,
+        )
+    ),
+}
+"""Models none of whose layers is attention."""
+
+
 def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
     """A random model of a family, in evaluation mode."""
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    model = {**FAMILIES, **PURELY_RECURRENT}[family]().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):
@@ -168,6 +203,8 @@ class TextLength(MiniMaxCache):
 
 def cut_and_continued(model: tf.PreTrainedModel, prompt: Tensor, text: Tensor) -> Tensor:
     """Logits of a text that continues from Transformers' own cache of a prompt; Bamba's positions would ignore the cache."""
+    if model.config.model_type == "mamba2":
+        return model(text, cache_params=model(prompt, use_cache=True).cache_params, use_cache=True).logits
     cache = TextLength() if model.config.model_type == "minimax" else None
     cache = model(prompt, use_cache=True, past_key_values=cache).past_key_values
     positions = torch.arange(prompt.shape[1], prompt.shape[1] + text.shape[1])[None].expand(len(text), -1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, FAMILIES, HYBRIDS, MAMBA, N_CTX, WINDOW, cut_and_continued, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, FAMILIES, N_CTX, WINDOW, cut_and_continued, largest, some_tokens, tiny
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -129,7 +129,7 @@ def test_nothing_attached_changes_nothing(family):
     assert isinstance(model, TransformerBridge)
     logits, cache = bridge.run_with_cache(text)
     ours, our_cache = model.run_with_cache(text)
-    if family in HYBRIDS:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
+    if model.recurrent_layers:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
         assert largest(ours, logits) < 5 * LEAST and set(cache) < set(our_cache)
         ours = bridge(text)
     else:
@@ -212,6 +212,25 @@ def test_a_folder_a_file_and_arithmetic(tmp_path, family):
         KVTransformerBridge.boot_transformers(tiny(family, seed=1)).attach_kv_bias(bias)
 
 
+def test_short_convolutions_leave_their_last_inputs():
+    """LFM2: layers 0 and 2 have no heads and no state, and the rows of their convolutions matter."""
+    plain = tiny("lfm2")
+    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+    cache = plain(prompt, use_cache=True).past_key_values
+    model = KVTransformerBridge.boot_transformers(plain)
+    bias = convert_prompt(model, prompt)
+    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2) and model.heads_per_layer == [0, 6, 0]
+    assert bias.recurrent.b_KV.shape == (2, 2, 0, 1, 1) and bias.recurrent.conv.shape == (2, 2, 3, 24)
+    assert "1 layers x 6 heads" in repr(bias) and "2 short convolutions" in repr(bias)
+    for row, layer in enumerate((0, 2)):
+        assert largest(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < 5 * LEAST
+    with model.kv_bias(bias):
+        whole = model(text)
+        without = model.run_with_hooks(text, fwd_hooks=[("blocks.0.attn.hook_conv_state", lambda x, hook: 0 * x)])
+    assert largest(without, whole) > 0.01
+    assert [memory.values.shape for memory in model.read_memory(prompt[0])] == [(N_PROMPT, 0, 1)] * 2
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5", "kimi_linear"])
 def test_bad_input_that_overflows_half_precision_is_refused(family):
     plain = tiny(family)
@@ -254,18 +273,8 @@ def test_bad_input_is_refused_with_a_message(model, family):
     assert model.attached_kv_bias is None
 
 
-def test_an_architecture_without_a_way_is_named():
-    config = tf.GPTJConfig(n_embd=12, n_layer=1, n_head=3, n_positions=N_CTX, vocab_size=D_VOCAB, rotary_dim=2)
-    with pytest.raises(KVLensError, match="GPTJForCausalLM has no way to read a KV bias yet: layer 0"):
-        KVTransformerBridge.boot_transformers(tf.GPTJForCausalLM(config).eval())
-    sizes = dict(hidden_size=24, num_hidden_layers=1, vocab_size=D_VOCAB)
-    mamba = tf.Mamba2Config(**sizes, num_heads=4, head_dim=12, state_size=6, n_groups=2)
-    with pytest.raises(KVLensError, match="Mamba2ForCausalLM has no way .*: none of its layers is attention"):
-        KVTransformerBridge.boot_transformers(tf.Mamba2ForCausalLM(mamba).eval())
-    both = tf.FalconH1Config(**sizes, **MAMBA, num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=48)
-    with pytest.raises(KVLensError, match="FalconH1ForCausalLM has no way .*: layer 0 reads the sequence twice"):
-        KVTransformerBridge.boot_transformers(tf.FalconH1ForCausalLM(both).eval())
-    mamba_1 = tf.MambaForCausalLM(tf.MambaConfig(**sizes))
+def test_bad_input_without_a_mixer_or_a_model_is_refused():
+    mamba_1 = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=24, num_hidden_layers=1, vocab_size=D_VOCAB))
     with pytest.raises(KVLensError, match=r"MambaForCausalLM has no way .*: kvlens has no mixer for layer 0 \(MambaMixer\)"):
         KVTransformerBridge.boot_transformers(mamba_1)
     with pytest.raises(KVLensError, match="no config.json"):

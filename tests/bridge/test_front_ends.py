@@ -10,8 +10,8 @@ from kvlens.analyses import front_ends
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 CALLS = {
     "bias_singular_values": lambda f, m: f(m, PROMPT),
-    "baseline_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(0, 0)]]),
-    "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(0, 0)]]),
+    "baseline_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
+    "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
     "state_memory": lambda f, m: f(m, PROMPT),
     "state_maps": lambda f, m: f(m, PROMPT),
     "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
@@ -22,7 +22,7 @@ CALLS = {
 """How an analysis is called, where not as f(model, prompt, text)."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "nemotron_h", "mamba2", "lfm2"])
 def model(request):
     return KVTransformerBridge.boot_transformers(tiny(request.param))
 
@@ -43,7 +43,9 @@ def test_an_analysis_runs_or_says_why_not(model, name):
 @pytest.mark.skipif(not TRANSFORMER_LENS_3, reason=NEEDS_HOOKED_TRANSFORMER)
 def test_the_hooked_model_says_why_it_has_no_states():
     model = HookedKVTransformer.from_zoo("bigram-linear")
-    with pytest.raises(KVLensError, match="state_memory does not run on HookedKVTransformer: .* no recurrent layer"):
+    with pytest.raises(
+        KVLensError, match="state_memory does not run on HookedKVTransformer: no layer of the model is recurrent"
+    ):
         analyses.state_memory(model, PROMPT)
 
 

@@ -15,7 +15,7 @@ from kvlens.mixers import HOOKS
 
 LEAST = 2e-6
 N_PROMPT, N_TEXT = 13, 9
-MAMBA_2 = ("bamba", "granitemoehybrid")
+MAMBA_2 = ("bamba", "granitemoehybrid", "nemotron_h")
 STATES = {
     "kimi_linear": (3, 6, 6, 3, 3 * 3 * 6),
     "minimax": (6, 8, 8, 0, 0),
@@ -56,7 +56,8 @@ def test_layers_of_both_kinds(model, prompt):
     bias, kind = convert_prompt(model, prompt), model.original_model.config.model_type
     n_kv_heads, d_head, d_key = {"kimi_linear": (6, 5, 7), **dict.fromkeys(MAMBA_2, (3, 4, 4))}.get(kind, (3, 8, 8))
     n_heads, d_k, d_v, *conv = STATES.get(kind, (4, 6, 5, 3, 2 * 2 * 6 + 4 * 5))
-    assert bias.n_layers == 3 and bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2)
+    assert bias.n_layers == (5 if kind == "nemotron_h" else 3)
+    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2)
     assert bias.b_KV.shape == (1, 2, n_kv_heads, N_PROMPT, d_head) and bias.recurrent.b_KV.shape == (2, 2, n_heads, d_k, d_v)
     assert bias.features.keys.shape == (1, 2, n_kv_heads, N_PROMPT, d_key)
     assert bias.recurrent.conv.shape == (2, 2, *conv)

@@ -97,7 +97,7 @@ def test_bad_input_is_refused_with_a_message(model):
         state_memory(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="no tokenizer"):
         state_maps(model, "words")
-    with pytest.raises(KVLensError, match="LlamaForCausalLM.*has no recurrent layer"):
+    with pytest.raises(KVLensError, match="LlamaForCausalLM.*no layer of the model is recurrent"):
         state_memory(KVTransformerBridge.boot_transformers(tiny("llama")), some_tokens(N_PROMPT))
     with pytest.raises(KVLensError, match="model"):
         state_memory(HookedKVTransformer.from_zoo("bigram-linear"), some_tokens(N_PROMPT))

@@ -1,0 +1,114 @@
+"""Which families KVTransformerBridge runs. The tests go through :data:`FAMILIES`, with a tiny random model of each.
+
+- *conversion*: a converted prompt gives the prompted model's logits, at most 1.5 times as far from them as Transformers' own
+  cache is where a text is cut at the same place, and the same greedy tokens.
+- *causes*: ``kvlens.explain`` and the attributions of :mod:`kvlens.analyses`, to sentences, tokens, heads and positions.
+- *patterns*: what a text reads of a prompt by position: softmax attention, and the exact effective attention of a state.
+- *states*: how a recurrent layer updates its state, which a bias holds in addition to the keys and values of attention.
+- *logits of heads*: direct logit attribution (``bias_decomposition``). It needs heads that write to the residual stream
+  directly; where a norm or a factor stands behind attention, it says so.
+- *TransformerLens*: the releases whose bridge the tests run.
+
+Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.
+``tests/benchmarks/bench_bridge.py`` measures its time under a bias against the same pass from Transformers' cache.
+"""
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """A row of the table, about one model type of Transformers.
+
+    Attributes:
+        name: as people call it.
+        attention: whether it has layers of softmax attention.
+        states: the rule of its recurrent layers; None without such layers.
+        logits_of_heads: whether heads write to the residual stream directly.
+        remarks: what is special about it.
+    """
+
+    name: str
+    attention: bool = True
+    states: str | None = None
+    logits_of_heads: bool = True
+    remarks: str = ""
+
+    @property
+    def patterns(self) -> str:
+        """The kinds of its patterns."""
+        effective = self.states is not None and self.states != CONVOLUTION
+        return ", ".join(["softmax"] * self.attention + ["effective"] * effective)
+
+
+CONVOLUTION = "inputs of short convolutions"
+DELTA, KDA, LIGHTNING, SSD = "gated delta rule", "Kimi delta attention", "lightning attention", "state space (Mamba-2)"
+_WINDOW = "sliding window"
+_EXPERTS = "experts"
+_BEHIND = "norms behind attention"
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family("GPT-2", remarks="learned positions"),
+    "gpt_neox": Family(
+        "GPT-NeoX, Pythia", remarks="one projection for queries, keys and values; `hook_rot_q` and `hook_rot_k` added"
+    ),
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", remarks=_WINDOW),
+    "mixtral": Family("Mixtral", remarks=_EXPERTS),
+    "qwen2": Family("Qwen2, Qwen2.5", remarks=f"biases of queries, keys and values; {_WINDOW}"),
+    "qwen3": Family("Qwen3", remarks="normalized queries and keys"),
+    "gemma2": Family("Gemma 2", logits_of_heads=False, remarks=f"soft-capped scores and logits; {_WINDOW}; {_BEHIND}"),
+    "gemma3_text": Family("Gemma 3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
+    "gpt_oss": Family("GPT-OSS", remarks=f"attention sinks; {_WINDOW}; {_EXPERTS}"),
+    "phi3": Family(
+        "Phi-3", remarks=f"as GPT-NeoX; {_WINDOW}; not with LongRoPE, whose angles change with the length of the text"
+    ),
+    "olmo2": Family("OLMo-2", logits_of_heads=False, remarks=_BEHIND),
+    "smollm3": Family("SmolLM3", remarks="some layers without rotary positions"),
+    "deepseek_v3": Family("DeepSeek-V3", remarks=f"latent attention, kept as the keys and values of every head; {_EXPERTS}"),
+    "qwen3_5_text": Family("Qwen3.5", states=DELTA, remarks="gated attention; the language model of checkpoints with images"),
+    "qwen3_next": Family("Qwen3-Next", states=DELTA, remarks=f"gated attention; {_EXPERTS}"),
+    "olmo_hybrid": Family("OLMo-Hybrid", states=DELTA, logits_of_heads=False, remarks=f"write strength of up to 2; {_BEHIND}"),
+    "kimi_linear": Family("Kimi Linear", states=KDA, remarks=f"latent attention; {_EXPERTS}; kvlens' own adapter"),
+    "minimax": Family("MiniMax", states=LIGHTNING, logits_of_heads=False, remarks=f"{_EXPERTS}; kvlens' own adapter"),
+    "bamba": Family("Bamba", states=SSD),
+    "granitemoehybrid": Family("Granite 4", states=SSD, logits_of_heads=False, remarks="factors behind attention"),
+    "nemotron_h": Family("Nemotron-H", states=SSD, remarks=f"layers of one kind each, MLPs and {_EXPERTS} among them"),
+    "mamba2": Family("Mamba-2", attention=False, states=SSD, remarks="generates with a cache only, unless it has a tokenizer"),
+    "lfm2": Family("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
+}
+"""By Transformers' ``model_type``."""
+REFUSED: dict[str, str] = {
+    "FalconH1ForCausalLM": "every layer reads the sequence twice, by attention and by a state next to it",
+    "GPTJForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
+    "GPTNeoForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
+    "OPTForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
+    "BloomForCausalLM": "its scores depend on positions (ALiBi); HookedKVTransformer runs it",
+}
+"""Architectures that are refused, as others that are not in the table may be, and why."""
+NAMES = ", ".join(family.name for family in FAMILIES.values())
+RELEASES = ("3.9", "4.3")
+"""The releases of TransformerLens whose bridge the tests run."""
+
+
+def table() -> str:
+    """The table as Markdown."""
+    head = ["family", "conversion", "causes", "patterns", "states", "logits of heads", "TransformerLens", "remarks"]
+    rows = [
+        [
+            f.name,
+            "exact",
+            "yes",
+            f.patterns,
+            f.states or "none",
+            "yes" if f.logits_of_heads else "no",
+            ", ".join(RELEASES),
+            f.remarks,
+        ]
+        for f in FAMILIES.values()
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+__doc__ = f"{__doc__}\n{table()}\n\nRefused by name, among others:\n\n" + "\n".join(
+    f"- `{architecture}`: {why}." for architecture, why in REFUSED.items()
+)

@@ -1,0 +1,93 @@
+"""A model without attention (Mamba-2) on the bridge: its bias is the states alone."""
+
+import copy
+
+import pytest
+import torch
+from bridge_models import PURELY_RECURRENT, cut_and_continued, largest, some_tokens, tiny
+
+from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
+
+LEAST = 2e-6
+N_PROMPT, N_TEXT, N_NEW = 13, 9, 16
+
+
+@pytest.fixture(scope="module", params=PURELY_RECURRENT)
+def plain(request):
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(plain):
+    return KVTransformerBridge.boot_transformers(copy.deepcopy(plain))
+
+
+@pytest.fixture
+def prompt():
+    return some_tokens(2, N_PROMPT)
+
+
+@pytest.fixture
+def text():
+    return some_tokens(2, N_TEXT, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_as_exact_as_transformers_own_cache(model, plain, prompt, text):
+    whole = plain(torch.cat([prompt, text], dim=1)).logits[:, N_PROMPT:]
+    cut = largest(cut_and_continued(plain, prompt, text), whole)
+    with model.kv_bias(convert_prompt(model, prompt)):
+        assert largest(model(text), whole) <= max(1.5 * cut, LEAST)
+    assert torch.equal(model(text), plain(text).logits) and largest(model(text), whole) > 0.01
+
+
+def test_the_bias_is_the_states_alone(model, plain, prompt, text, tmp_path):
+    bias = convert_prompt(model, prompt)
+    assert bias.attention_layers == () and bias.recurrent.layers == (0, 1, 2) and not bias.b_KV.numel()
+    assert bias.recurrent.b_KV.shape == (3, 2, 4, 6, 12) and bias.num_parameters == bias.recurrent.b_KV.numel()
+    assert repr(bias).startswith("KVBias(batch 2, 3 recurrent layers x 4 heads, 6 x 12, n_prompt_tokens=13")
+    cache = plain(prompt, use_cache=True).cache_params
+    for layer in range(3):
+        assert largest(bias.recurrent.b_KV[layer], cache.layers[layer].recurrent_states[0].mT) < 5 * LEAST
+    bias.save(tmp_path / "bias.safetensors")
+    with model.kv_bias(bias):
+        expected = model(text)
+    rest = bias.select(heads=[(1, head) for head in (0, 1, 3)])
+    for same in (
+        KVBias.load(tmp_path / "bias.safetensors"),
+        bias.select(layers=[0, 2], heads=[(1, 2)]) + rest,
+        2 * bias - bias,
+    ):
+        with model.kv_bias(same):
+            assert largest(model(text), expected) < LEAST
+    with model.kv_bias(convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))):
+        assert largest(model(text), expected) < LEAST
+    with model.kv_bias(bias.select_prompt(1)):
+        assert largest(model(text[1:]), expected[1:]) < LEAST
+
+
+def test_greedy_tokens_are_those_behind_the_prompt(model, prompt, text):
+    seen = []
+    hooks = [("blocks.1.attn.hook_b_kv", lambda b, hook: seen.append(b.shape))]
+    options = dict(max_new_tokens=N_NEW, do_sample=False, stop_at_eos=False, verbose=False)
+    with model.kv_bias(convert_prompt(model, prompt)), model.hooks(fwd_hooks=hooks):
+        generated = model.generate(text, **options)
+    assert len(seen) == N_NEW
+    logits = model(torch.cat([prompt, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
+    chosen = logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
+    assert bool((logits.amax(dim=-1) - chosen < 10 * LEAST * logits.abs().amax(dim=-1)).all())
+
+
+def test_bad_input_is_refused_with_a_message(model, prompt, text):
+    bias = convert_prompt(model, prompt)
+    with pytest.raises(KVLensError, match="layer 3 does not exist; there are 3"):
+        bias.select(layers=[3])
+    with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 1"), model.kv_bias(bias):
+        model(text[:1])
+    with pytest.raises(KVLensError, match="weights differs"):
+        KVTransformerBridge.boot_transformers(tiny("mamba2", seed=1)).attach_kv_bias(bias)

@@ -1,0 +1,90 @@
+"""The table of families is what happens: each cell that can differ between families is held against a tiny model."""
+
+from importlib.metadata import version
+
+import pytest
+import torch
+import transformers as tf
+from bridge_models import D_VOCAB, MAMBA, N_CTX, PURELY_RECURRENT, some_tokens, tiny
+from bridge_models import FAMILIES as MODELS
+
+from kvlens import KVLensError, KVTransformerBridge
+from kvlens.analyses import bias_decomposition, prompt_attribution
+from kvlens.bridge import table
+from kvlens.bridge.softmax import SoftmaxLayer
+from kvlens.mixers.lfm2 import Lfm2Mixer
+from kvlens.mixers.mamba2 import Mamba2Mixer
+from kvlens.mixers.rules import DeltaRule, Lightning
+
+PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
+HEADS = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=D_VOCAB)
+REFUSED = {
+    "FalconH1ForCausalLM": tf.FalconH1Config(**HEADS, **MAMBA, num_key_value_heads=2, mamba_d_ssm=48),
+    "GPTJForCausalLM": tf.GPTJConfig(n_embd=12, n_layer=1, n_head=3, n_positions=N_CTX, vocab_size=D_VOCAB, rotary_dim=2),
+    "GPTNeoForCausalLM": tf.GPTNeoConfig(
+        hidden_size=24, num_layers=1, num_heads=6, vocab_size=D_VOCAB, attention_types=[[["global"], 1]]
+    ),
+    "OPTForCausalLM": tf.OPTConfig(**HEADS, ffn_dim=20, word_embed_proj_dim=24, max_position_embeddings=N_CTX),
+    "BloomForCausalLM": tf.BloomConfig(hidden_size=24, n_layer=1, n_head=6, vocab_size=D_VOCAB),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("family", [*MODELS, *PURELY_RECURRENT])
+def test_a_row_says_what_happens(family):
+    plain = tiny(family)
+    row = table.FAMILIES[plain.config.model_type]
+    model = KVTransformerBridge.boot_transformers(plain)
+    layers = model.__dict__["_layers"]
+    assert row.attention == any(isinstance(layer, SoftmaxLayer) for layer in layers)
+    assert {rule_of(layer.mixer) for layer in layers if hasattr(layer, "mixer")} == ({row.states} - {None})
+    assert len(prompt_attribution(model, PROMPT, TEXT, by="token")) == len(PROMPT)
+    kinds = set()
+    for layer, reading in zip(layers, model.read_attention(PROMPT, TEXT), strict=True):
+        assert reading.pattern.shape == (len(TEXT), model.heads_per_layer[layer.layer], len(PROMPT))
+        if isinstance(layer, SoftmaxLayer):
+            kinds.add("softmax")
+            assert bool((reading.pattern >= 0).all()) and bool((reading.pattern.sum(dim=-1) < 1).all())
+        elif layer.n_heads:
+            kinds.add("effective")
+            assert bool(reading.pattern.any())
+    assert ", ".join(sorted(kinds, reverse=True)) == row.patterns
+    if row.logits_of_heads:
+        assert len(bias_decomposition(model, PROMPT, TEXT)) == sum(model.heads_per_layer)
+    else:
+        with pytest.raises(KVLensError, match="is not the sum of its attention and its MLP"):
+            bias_decomposition(model, PROMPT, TEXT)
+
+
+def rule_of(mixer):
+    if isinstance(mixer, Lfm2Mixer):
+        return table.CONVOLUTION
+    if isinstance(mixer, Mamba2Mixer):
+        return table.SSD
+    if isinstance(mixer.rule, Lightning):
+        return table.LIGHTNING
+    assert isinstance(mixer.rule, DeltaRule)
+    return table.KDA if "Kimi" in type(mixer).__name__ else table.DELTA
+
+
+def test_the_reference_has_a_row_for_every_tested_family():
+    tested = {tiny(family).config.model_type for family in [*MODELS, *PURELY_RECURRENT]}
+    assert tested == set(table.FAMILIES)
+    for row in table.FAMILIES.values():
+        assert f"| {row.name} | exact | yes | {row.patterns} |" in table.__doc__
+    assert version("transformer-lens").startswith(table.RELEASES)
+
+
+@pytest.mark.parametrize("architecture", table.REFUSED)
+def test_a_refusal_names_the_family_and_what_can_be_done(architecture):
+    model = getattr(tf, architecture)(REFUSED[architecture]).eval()
+    with pytest.raises(KVLensError, match=f"{architecture} has no way to read a KV bias yet: layer 0") as refused:
+        KVTransformerBridge.boot_transformers(model)
+    says = str(refused.value)
+    assert table.NAMES in says and "a plain TransformerBridge runs this one without a bias" in says
+    assert ("HookedKVTransformer runs it" in table.REFUSED[architecture]) == ("HookedKVTransformer.from_pretrained" in says)
