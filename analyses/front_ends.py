@@ -37,12 +37,9 @@ _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
 _REPEATED = "it compares heads by their shift coefficients, weights and ablations on HookedKVTransformer's hook points"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
-_PARTS = "it reads every summand of the residual stream from HookedKVTransformer's hook points"
-_ROWS = "it reads the pattern of every layer in the one layout that HookedKVTransformer's hook points have"
 
 NOT_ON: Mapping[str, Reasons] = {
     "activation_patching": _not_on_the_bridge(_HOOKS),
-    "attention_rows": _not_on_the_bridge(_ROWS),
     "bias_addition": _not_on_the_bridge(_PROBES),
     "bias_overwriting": _not_on_the_bridge(_PROBES),
     "bias_similarity": _not_on_the_bridge(_PROBES),
@@ -51,12 +48,7 @@ NOT_ON: Mapping[str, Reasons] = {
     "dual_bound": _not_on_the_bridge(_DUAL),
     "dual_demonstrations": _not_on_the_bridge(_DUAL),
     "dual_losses": _not_on_the_bridge(_DUAL),
-    "head_details": _not_on_the_bridge(_ROWS),
-    "induction_heads": _not_on_the_bridge(_REPEATED),
     "induction_verdicts": _not_on_the_bridge(_REPEATED),
-    "layer_contributions": _not_on_the_bridge(_PARTS),
-    "linked_shares": _not_on_the_bridge(_ROWS),
-    "prompt_copies": _not_on_the_bridge(_ROWS),
     "state_erasure": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
     "state_maps": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
     "state_memory": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),

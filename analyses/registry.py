@@ -25,6 +25,9 @@ ANALYSES = {
     "prompt_by_depth": "kvlens.analyses.prompt.depth:PROMPT_BY_DEPTH",
     "prompt_copies": "kvlens.analyses.heads.copies:PROMPT_COPIES",
     "prompt_effect": "kvlens.analyses.prompt.effect:PROMPT_EFFECT",
+    "state_erasure": "kvlens.analyses.state.memory:STATE_ERASURE",
+    "state_maps": "kvlens.analyses.state.memory:STATE_MAPS",
+    "state_memory": "kvlens.analyses.state.memory:STATE_MEMORY",
 }
 """name -> MODULE:OBJECT of the `Analysis` that ``kvlens analyse NAME`` runs over many prompts."""
 

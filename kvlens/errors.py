@@ -20,6 +20,10 @@ class WrongArguments(KVLensError, TypeError):
     """A call with an unknown argument, with too many arguments, or without a required one."""
 
 
+class IndirectHeads(KVLensError):
+    """Direct logit attribution was asked of a model whose heads do not write to the residual stream directly."""
+
+
 class TooLarge(KVLensError):
     """A call that needs more memory than is available."""
 

@@ -1,5 +1,6 @@
 """The command line through ``main(argv)``: what it prints, its exit status, and that bad input gets one line and no folder."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, __version__, zoo
 from kvlens.cli import main
+from kvlens.cli.settings import add_settings, settings_of
 
 TABLES = (
     *("conversion_error", "prompt_effect", "prompt_by_depth", "prompt_copies"),
@@ -142,6 +144,20 @@ def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
     assert row[:3] + row[5:] == ["tiny-linear", "text", "12,345", "2.5000", "0.5000", "0.250"]
 
 
+def test_zoo_says_which_class_loads_which_model(capsys):
+    assert main(["zoo"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert 'Load facts-hybrid with KVTransformerBridge.from_zoo("facts-hybrid") and the others' in told
+    assert 'with HookedKVTransformer.from_zoo("docs-linear").' in told
+
+
+def test_settings_are_given_together_or_one_by_one():
+    parser = argparse.ArgumentParser()
+    add_settings(parser, "--set", "")
+    for words in (["--set", "a=1", "b=x"], ["--set", "a=1", "--set", "b=x"]):
+        assert settings_of("--set", parser.parse_args(words).set) == {"a": 1, "b": "x"}
+
+
 TINY_RUN = ["--device", "cpu", "--task", "vocab_size=13", "length=9", "--model", "n_layers=1", "d_model=12", "d_head=6"]
 TINY_RUN += ["--set", "steps=4", "batch_size=3", "eval_every=2", "eval_sequences=5"]
 
@@ -189,8 +205,9 @@ def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
             ["train", "induction", "--out", "m", "--model", "n_layer=4"],
             "--model: unknown setting 'n_layer'; did you mean 'n_layers'?",
         ),
-        (["train", "induction", "--out", "m", "--set", "steps"], "--set: expected KEY=VALUE, got 'steps'"),
+        (["train", "induction", "--out", "m", "--set", "steps"], "--set: expected NAME=VALUE, got 'steps'"),
         (["reproduce", "induction-dept"], "no experiment is called 'induction-dept'; did you mean 'induction-depth'?"),
+        (["reproduce", "--set", "seeds=4", "hops"], "--set: expected NAME=VALUE, got 'hops'; other arguments come before"),
         (["reproduce", "hops", "--set", "sead=4"], "hops has no setting 'sead'; did you mean 'seeds'?"),
         (["reproduce", "softmax-conversion", "--set", "keys=4"], "the setting keys must be a nonempty list"),
     ],

@@ -260,7 +260,7 @@ def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequ
     """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
     ``resample``."""
     units = {"head": sum(model.heads_per_layer), "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len(parts) if parts else 1 if getattr(model.cfg, "kv_shift", None) is None else len(PARTS)
+    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
     return units * n_parts * len(methods)
 
 

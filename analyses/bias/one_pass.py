@@ -42,20 +42,12 @@ class OnePassReading:
     ):
         self.model, self.n_prompt, self.layers = model, len(prompt), layers
         self.scale = torch.ones(len(text), 1, dtype=torch.float64, device=text.device)
-        self.factors: list[Tensor | None] = [None] * len(layers)
-        if not with_logits:
-            return
-        path = model.direct_path(torch.cat([prompt, text]))
-        self.scale = path.scale[self.n_prompt :]
-        self.factors = [None if factor is None else factor[self.n_prompt :] for factor in path.factors]
+        if with_logits:
+            self.scale = model.direct_path(torch.cat([prompt, text])).scale[self.n_prompt :]
 
     def text(self) -> tuple[list[TextReads], Float[Tensor, "text 1"]]:
         """The text's side of every layer, and the final norm's scale there."""
-        reads = [
-            TextReads(of.pattern, of.z, of.z_bias, None, of.gate, factor)
-            for of, factor in zip(self.layers, self.factors, strict=True)
-        ]
-        return reads, self.scale
+        return [TextReads(of.pattern, of.z, of.z_bias, None, of.gate, of.factor) for of in self.layers], self.scale
 
     def visit_prompt(self, visit: Callable[[int, Stretch], None]) -> None:
         """Hand every layer's values to ``visit(layer, stretch)``; a position's key is the position."""

@@ -21,6 +21,7 @@ from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..layers import zeros_by_head
 from ..predictions import OUTPUT_SHARE
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
@@ -141,15 +142,18 @@ def output_shares(
     *,
     on_progress: Progress | None = None,
 ) -> Float[Tensor, "layer head prompt_pos"]:
-    """``output_share`` of :func:`bias_positions` for every prompt position, all positions of the text together."""
+    """``output_share`` of :func:`bias_positions` for every prompt position, all positions of the text together.
+
+    NaN for heads that a layer of a hybrid model does not have.
+    """
     reading = reading_of(model, prompt, text, on_progress=on_progress, with_logits=False)
     layers, _ = reading.text()
     probes = [_gated(share_probes(reads.z, pooled=True)[..., None], reads) for reads in layers]
-    shares = torch.zeros(len(layers), model.cfg.n_heads, len(prompt), dtype=torch.float64)
+    shares = zeros_by_head(model, len(prompt), dtype=torch.float64)
 
     def add(layer: int, stretch: Stretch) -> None:
         numbers = _numbers(layers[layer].queries, stretch, probes[layer], pooled=True)
-        shares[layer, :, stretch.first : stretch.first + len(stretch.keys)] = numbers[:, 0, :, 1].cpu()
+        shares[layer, : len(numbers), stretch.first : stretch.first + len(stretch.keys)] = numbers[:, 0, :, 1].cpu()
 
     reading.visit_prompt(add)
     return shares

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from .repeated_tokens import RepeatedTokens
@@ -33,7 +33,7 @@ class AblationEffect(NamedTuple):
 
 
 def resampling_ablation(
-    model: HookedKVTransformer,
+    model: KVModel,
     repeated: RepeatedTokens,
     donors: RepeatedTokens,
     *,
@@ -58,22 +58,23 @@ def resampling_ablation(
     Raises:
         KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
     """
-    n_layers, n_heads, n_texts = model.cfg.n_layers, model.cfg.n_heads, len(repeated.tokens)
+    n_layers, n_heads, n_texts = model.cfg.n_layers, model.heads_per_layer, len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
         raise KVLensError("ablations: shortformer adds positions inside every layer, so a pass cannot start at a later layer")
     check_batch_size("ablations", batch_size)
-    heads = torch.arange(n_heads).repeat_interleave(n_texts)
-    texts = torch.arange(n_texts).repeat(n_heads)
-    rows = min(batch_size or rows_per_pass(model, repeated), len(heads))
-    passes = [(layer, part) for layer in range(n_layers) for part in torch.arange(len(heads)).split(rows)]
+    rows = batch_size or rows_per_pass(model, repeated)
+    passes = [
+        (layer, part // n_texts, part % n_texts)
+        for layer in range(n_layers)
+        for part in torch.arange(n_heads[layer] * n_texts).split(min(rows, n_heads[layer] * n_texts))
+    ]
     if on_start is not None:
-        on_start(n_layers * len(heads))
+        on_start(sum(n_heads) * n_texts)
     starts, names = residuals(model, repeated), [f"blocks.{layer}.attn.hook_z" for layer in range(n_layers)]
     others = cached(model, donors.tokens, names)
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
-    change = whole.new_zeros(2, n_layers, *(n_heads, n_texts), whole.shape[-1])
-    for done, (layer, part) in enumerate(passes, start=1):
-        head, text = heads[part], texts[part]
+    change = whole.new_zeros(2, n_layers, *(max(n_heads), n_texts), whole.shape[-1])
+    for done, (layer, head, text) in enumerate(passes, start=1):
         swap = replace_head(layer, head, others[names[layer]][text, :, head])
         effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
         change[:, layer, head, text] = effect - whole[:, text]
@@ -93,14 +94,15 @@ def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor,
     return torch.stack(errors).amax(dim=0) if errors else torch.full_like(changes[..., 0, 0], torch.inf)
 
 
-def rows_per_pass(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+def rows_per_pass(model: KVModel, repeated: RepeatedTokens) -> int:
     """Texts that fit into :data:`MEMORY_PER_PASS`: logits and exponentials, pattern and scores, widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
-    row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (cfg.n_heads * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
+    most = max(model.heads_per_layer)
+    row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (most * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
     return max(1, MEMORY_PER_PASS // row)
 
 
-def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:
+def residuals(model: KVModel, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:
     """The residual stream before every layer and after the last one."""
     names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)]
     names.append(f"blocks.{model.cfg.n_layers - 1}.hook_resid_post")
@@ -108,9 +110,16 @@ def residuals(model: HookedKVTransformer, repeated: RepeatedTokens) -> list[Floa
     return [own[name] for name in names]
 
 
-def cached(model: HookedKVTransformer, tokens: Tensor, names: list[str]) -> Any:
+def cached(model: KVModel, tokens: Tensor, names: list[str]) -> dict[str, Tensor]:
     """The activations at the hook points. The mask is needed because a pad token in the text is a token, not padding."""
-    return model.run_with_cache(tokens, attention_mask=torch.ones_like(tokens), return_type=None, names_filter=names)[1]
+    seen: dict[str, Tensor] = {}
+
+    def keep_as(name: str) -> Callable[[Tensor, Any], None]:
+        return lambda x, hook: seen.__setitem__(name, x)  # a bridge's hook points know their own names, not these
+
+    hooks = [(name, keep_as(name)) for name in names]
+    model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), return_type=None, fwd_hooks=hooks)
+    return seen
 
 
 def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
@@ -125,19 +134,10 @@ def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callabl
 
 
 def losses_and_logits(
-    model: HookedKVTransformer, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
+    model: KVModel, start: Tensor, layer: int, targets: Tensor, *hooks: tuple[str, Callable]
 ) -> Float[Tensor, "two batch target"]:
     """Loss and centered logit of every target, for residual streams before ``layer`` (after all layers: n_layers)."""
-
-    def keep_targets(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -targets.shape[1] - 1 : -1]  # no other position is unembedded
-
-    if layer == model.cfg.n_layers:
-        start = keep_targets(start, None)
-    else:
-        hooks = (*hooks, (f"blocks.{model.cfg.n_layers - 1}.hook_resid_post", keep_targets))
-    mask = torch.ones(start.shape[:2], dtype=torch.long, device=start.device)
-    logits = model.run_with_hooks(start, start_at_layer=layer, attention_mask=mask, fwd_hooks=list(hooks))
-    logits = logits.to(wide_dtype(model))
+    with model.hooks(fwd_hooks=list(hooks)):
+        logits = model.logits_of(start, layer, n_last=targets.shape[1] + 1)[:, :-1].to(wide_dtype(model))
     chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
     return torch.stack([logits.logsumexp(dim=-1) - chosen, chosen - logits.mean(dim=-1)])

@@ -12,57 +12,50 @@ and position, so no head's output is expanded to d_model numbers. If there is a 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens, ``logit_attrs``.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
+from kvlens.model.protocol import DirectPath, FrozenNorm
 
-from ..stream.logit_attribution import final_scale, final_scale_name, residual_directions
-from .weights import gain, norm_behind, wide_dtype
-
-
-def frozen_scales(model: HookedKVTransformer) -> list[str]:
-    """The hook points whose values :func:`head_logit_attribution` needs in addition to ``hook_z``."""
-    behind = [norm_behind(model, layer) for layer in range(model.cfg.n_layers)]
-    return [*(f"{norm}.hook_scale" for norm in behind if norm is not None), final_scale_name(model)]
+from ..stream.logit_attribution import residual_directions
+from .weights import wide_dtype
 
 
 def head_logit_attribution(
-    model: HookedKVTransformer,
-    cache: Mapping[str, Tensor],
+    model: KVModel,
+    path: DirectPath,
+    outputs: Sequence[Float[Tensor, "batch pos _ _"]],
     positions: slice,
     targets: Int[Tensor, "batch position"],
-) -> Float[Tensor, "layer head"]:
-    """Mean over batch and positions of what each head adds to the centered logit of the target.
+) -> list[Float[Tensor, " _"]]:
+    """Mean over batch and positions of what each head adds to the centered logit of the target, layer by layer.
 
     Args:
         model: the model that was run.
-        cache: every layer's ``hook_z`` and the :func:`frozen_scales` of that run.
+        path: what lay between its heads and its logits in that run.
+        outputs: z of every layer.
         positions: the positions whose logits are attributed.
         targets: the token at each position whose logit is attributed.
     """
     dtype = wide_dtype(model)
-    direction = residual_directions(model, targets) / final_scale(model, cache)[:, positions].to(dtype)
+    direction = residual_directions(model, targets) / path.scale[:, positions].to(dtype)
     rows = []
-    for layer in range(model.cfg.n_layers):
-        behind = norm_behind(model, layer)
-        into_stream = direction if behind is None else _in_front_of(model, behind, direction, cache, positions)
-        into_head = torch.einsum("bpm,hdm->bphd", into_stream, model.blocks[layer].attn.W_O.to(dtype))
-        z = cache[f"blocks.{layer}.attn.hook_z"][:, positions].to(dtype)
-        rows.append((z * into_head).sum(dim=-1).mean(dim=(0, 1)))
-    return torch.stack(rows)
+    for layer, (z, factor, norm) in enumerate(zip(outputs, path.factors, path.behind, strict=True)):
+        into_stream = direction if norm is None else _in_front_of(norm, direction, positions)
+        into_head = torch.einsum("bpm,hdm->bphd", into_stream, model.output_weights(layer).to(dtype))
+        written = z[:, positions].to(dtype)
+        written = written if factor is None else written * factor[:, positions].to(dtype)
+        rows.append((written * into_head).sum(dim=-1).mean(dim=(0, 1)))
+    return rows
 
 
-def _in_front_of(
-    model: HookedKVTransformer, norm: str, direction: Tensor, cache: Mapping[str, Tensor], positions: slice
-) -> Tensor:
+def _in_front_of(norm: FrozenNorm, direction: Tensor, positions: slice) -> Tensor:
     """Pull ``direction`` back through a frozen norm, from its output to its input."""
-    module: Any = model.get_submodule(norm)
-    direction = direction * gain(module)
-    if not type(module).__name__.startswith("RMS"):  # a LayerNorm subtracts the mean
+    direction = direction * norm.gain
+    if norm.centers:
         direction = direction - direction.mean(dim=-1, keepdim=True)
-    return direction / cache[f"{norm}.hook_scale"][:, positions].to(direction.dtype)
+    return direction / norm.scale[:, positions].to(direction.dtype)

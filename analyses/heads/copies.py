@@ -5,20 +5,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 from kvlens.checks import checked
 
+from ..bias.parts import HEAD
 from ..declaration import Analysis, Columns
-from ..front_ends import on_its_front_ends
 from ..inputs import PROMPT, TEXT
+from ..layers import heads_of_model
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
+from .ablation import cached
 from .rows import visit_rows
 from .shift_roles import layer_taps, roles, shifted_projections
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     position=("int64", "in the text"),
     prompt_position=("int64", "of the token after an earlier occurrence of the text's token"),
     attention=("float64", "of the head, from the one to the other"),
@@ -27,11 +29,10 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def prompt_copies(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -57,25 +58,25 @@ def prompt_copies(
     text = one_sequence(model, "text", text)
     pairs = repeated_pairs(prompt, text)
     queries, row = pairs[:, 0].unique(return_inverse=True)
-    n_layers, n_heads, n_pairs = model.cfg.n_layers, model.cfg.n_heads, len(pairs)
-    attention = torch.zeros(n_layers, n_heads, n_pairs)
+    n_pairs, counts = len(pairs), model.heads_per_layer
+    attention = torch.zeros(len(counts), max(counts), n_pairs)
 
     def pick(layer: int, first: int, rows: Tensor) -> None:
         here = (pairs[:, 1] >= first) & (pairs[:, 1] < first + rows.shape[-1])
-        attention[layer][:, here] = rows[:, row[here], pairs[here, 1] - first]
+        attention[layer, : len(rows), here] = rows[:, row[here], pairs[here, 1] - first]
 
     with bar_unless(on_progress, "prompt_copies") as tell:
         visit_rows(model, torch.cat([prompt, text]), queries, pick, on_progress=tell)
-    by_shift = torch.tensor([[role == "induction" for role in row] for row in _roles(model, prompt[:1])])
-    layer, head, pair = torch.meshgrid(torch.arange(n_layers), torch.arange(n_heads), torch.arange(n_pairs), indexing="ij")
+    by_shift = torch.tensor([role == "induction" for row in _roles(model, prompt[:1]) for role in row])
+    layer, head = heads = heads_of_model(model)
     return COLUMNS.frame(
         {
-            "layer": layer,
-            "head": head,
-            "position": (pairs[:, 0] - len(prompt))[pair],
-            "prompt_position": pairs[:, 1][pair],
-            "attention": attention,
-            "shifted": by_shift[..., None].expand_as(attention),
+            "layer": layer.repeat_interleave(n_pairs),
+            "head": head.repeat_interleave(n_pairs),
+            "position": (pairs[:, 0] - len(prompt)).repeat(len(head)),
+            "prompt_position": pairs[:, 1].repeat(len(head)),
+            "attention": attention[heads],
+            "shifted": by_shift.repeat_interleave(n_pairs),
         }
     )
 
@@ -88,14 +89,14 @@ def repeated_pairs(prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " text_
     return torch.stack([torch.cat(queries), torch.cat(keys)], dim=1)
 
 
-def _roles(model: HookedKVTransformer, token: Int[Tensor, " 1"]) -> list[list[str]]:
+def _roles(model: KVModel, token: Int[Tensor, " 1"]) -> list[list[str]]:
     """The role of every head by its shift coefficients, including the effect of hooks on them."""
     shifted = shifted_projections(model)
     names = [{x: f"blocks.{layer}.attn.hook_{x}_shift_coef" for x in shifted} for layer in range(model.cfg.n_layers)]
     wanted = [name for of_layer in names for name in of_layer.values()]
-    _, cache = model.run_with_cache(token[None], names_filter=wanted, stop_at_layer=model.cfg.n_layers)
+    cache = cached(model, token[None], wanted) if wanted else {}
     used = [{x: cache[name].cpu() for x, name in of_layer.items()} for of_layer in names]
-    return [roles(layer_taps(model, of_layer, torch.float64)) for of_layer in used]
+    return [roles(layer_taps(model, layer, of_layer, torch.float64)) for layer, of_layer in enumerate(used)]
 
 
 PROMPT_COPIES = Analysis(

@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 
 from ..bias.outputs import bias_outputs, share_by_size
 from ..bias.positions import output_shares
-from ..front_ends import on_its_front_ends
+from ..layers import stack_layers, zeros_by_head
 from ..segments import Progress, PromptColumns, bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from ..texts import token_texts
@@ -25,10 +25,13 @@ MAX_QUERIES, MAX_STRONGEST = 128, 64
 class HeadDetails:
     """Every head's attention on one prompt and text.
 
+    The axis ``head`` is as long as the largest layer needs; heads that a layer of a hybrid model does not have are NaN.
+
     Attributes:
         prompt, text: their tokens as text.
         queries: positions in prompt + text of the rows of ``pattern``, ascending: those of the text, or 128 of a longer text.
-        pattern: pattern of the unconverted model, [layer, head, query, column]. The first columns are the prompt's, each the
+        pattern: pattern of the unconverted model, [layer, head, query, column]; for recurrent layers the exact effective
+            attention. The first columns are the prompt's, each the
             sum over ``block`` neighboring tokens (the last one may have fewer); then the text's, one per token.
         prompt_shares: [layer, head, prompt] share of each prompt token in the head's output, over the whole text; with the
             shares of the shift state and of the text itself they sum to 1.
@@ -50,11 +53,10 @@ class HeadDetails:
     among: Float[Tensor, "layer head position position"] | None = None
 
 
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def head_details(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -64,15 +66,14 @@ def head_details(
     """Run the unconverted model on prompt and text, and the converted one on the text.
 
     Args:
-        model: linear or softmax, nothing attached.
+        model: a model with nothing attached.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it has been converted already; None converts it here.
         on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Raises:
-        KVLensError: an attached bias, an empty prompt or text, heads that do not write to the residual
-            stream directly.
+        KVLensError: an attached bias, an empty prompt or text.
     """
     if model.attached_kv_bias is not None:
         raise KVLensError("head_details: a bias is attached to this model; detach it first (model.detach_kv_bias())")
@@ -100,30 +101,28 @@ def head_details(
 
 
 def _rows(
-    model: HookedKVTransformer, everything: Tensor, queries: Tensor, n_prompt: int, tell: Progress
+    model: KVModel, everything: Tensor, queries: Tensor, n_prompt: int, tell: Progress
 ) -> tuple[Float[Tensor, "layer head query column"], Float[Tensor, " prompt_pos"]]:
     """The pattern at ``queries`` in columns, and the attention to each prompt token, summed over queries and heads."""
     columns = PromptColumns.of(n_prompt)
     n_text = len(everything) - n_prompt
-    pattern = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(queries), len(columns) + n_text)
+    pattern = zeros_by_head(model, len(queries), len(columns) + n_text)
     attended = torch.zeros(n_prompt)
 
     def add(layer: int, first: int, rows: Tensor) -> None:
         n_here = min(max(0, n_prompt - first), rows.shape[-1])
         of_prompt, of_text = rows[..., :n_here], rows[..., n_here:]
-        columns.add(pattern[layer, ..., : len(columns)], of_prompt, first)
+        columns.add(pattern[layer, : len(rows), :, : len(columns)], of_prompt, first)
         attended[first : first + n_here] += of_prompt.abs().sum(dim=(0, 1))
         behind = len(columns) + max(0, first - n_prompt)
-        pattern[layer, ..., behind : behind + of_text.shape[-1]] = of_text
+        pattern[layer, : len(rows), :, behind : behind + of_text.shape[-1]] = of_text
 
     visit_rows(model, everything, queries, add, on_progress=tell)
     return pattern, attended
 
 
-def _bias_shares(
-    model: HookedKVTransformer, text: Int[Tensor, " text_pos"], bias: KVBias
-) -> Float[Tensor, "layer head text_pos"]:
+def _bias_shares(model: KVModel, text: Int[Tensor, " text_pos"], bias: KVBias) -> Float[Tensor, "layer head text_pos"]:
     """The bias's share of every head's output at every position of the text."""
     outputs = bias_outputs(model, bias, text)
-    of_bias, of_context = (torch.stack(part).norm(dim=-1) for part in outputs)
+    of_bias, of_context = (stack_layers([z.norm(dim=-1) for z in part], dim=1, fill=torch.nan) for part in outputs)
     return share_by_size(of_bias, of_context).transpose(1, 2).float().cpu()

@@ -16,12 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, checked, ensure
 
+from ..bias.parts import HEAD
 from ..declaration import Analysis, Columns, Option
 from ..front_ends import on_its_front_ends
 from ..inputs import tokens_field
+from ..layers import heads_of_model
 from ..passes import check_batch_size
 from ..predictions import LOSS_CHANGE
 from ..sequences import one_sequence
@@ -37,7 +39,7 @@ DEFAULT_LENGTH = 50
 RepeatedPrompt = str | Int[Tensor, "*batch piece"]
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     kind=(
         "str",
         "what is attended to: ``prefix_matching``, the token after the first copy, from the second copy; "
@@ -64,7 +66,7 @@ COLUMNS = Columns(
 @checked
 @torch.no_grad()
 def induction_heads(
-    model: HookedKVTransformer,
+    model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
     n_sequences: int = 10,
@@ -109,17 +111,16 @@ def induction_heads(
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
         for kind in KINDS
     ]
-    layer, head, kind = torch.meshgrid(*(torch.arange(n) for n in found.swap_changes.movedim(0, -1).shape), indexing="ij")
+    heads = heads_of_model(model)
     return COLUMNS.frame(
         {
-            "layer": layer,
-            "head": head,
-            "kind": [KINDS[i] for i in kind.flatten().tolist()],
-            "score": scores.raw.movedim(1, -1),
-            "score_value": scores.value_side.movedim(1, -1),
-            "score_key": scores.key_side.movedim(1, -1),
-            "contrast": torch.stack(contrast, dim=-1),
-            "loss_change": found.swap_changes.movedim(0, -1),
+            **{name: number.repeat_interleave(len(KINDS)) for name, number in zip(("layer", "head"), heads, strict=True)},
+            "kind": list(KINDS) * len(heads[0]),
+            "score": scores.raw.movedim(1, -1)[heads],
+            "score_value": scores.value_side.movedim(1, -1)[heads],
+            "score_key": scores.key_side.movedim(1, -1)[heads],
+            "contrast": torch.stack(contrast, dim=-1)[heads],
+            "loss_change": found.swap_changes.movedim(0, -1)[heads],
         }
     )
 
@@ -143,7 +144,7 @@ class HeadsFound(NamedTuple):
 
 
 def look_at_heads(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: RepeatedPrompt | None,
     *,
     n_sequences: int,
@@ -165,7 +166,7 @@ def look_at_heads(
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
-    unknown = torch.full((len(KINDS), model.cfg.n_layers, model.cfg.n_heads), torch.nan)
+    unknown = torch.full((len(KINDS), model.cfg.n_layers, max(model.heads_per_layer)), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
@@ -178,7 +179,7 @@ def look_at_heads(
     return HeadsFound(repeated, measured, ablated, swaps.costs, losses)
 
 
-def check_model(model: HookedKVTransformer) -> None:
+def check_model(model: KVModel) -> None:
     """Raise KVLensError for a model in which induction is not defined."""
     if model.cfg.attention_dir != "causal":
         raise KVLensError("induction_heads: expected causal attention; a bidirectional model sees the next token")
@@ -189,7 +190,7 @@ def check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _pieces(model: HookedKVTransformer, prompt: Any) -> Tensor:
+def _pieces(model: KVModel, prompt: Any) -> Tensor:
     if isinstance(prompt, str) or (isinstance(prompt, Tensor) and prompt.dim() == 1):
         return one_sequence(model, "induction_heads: prompt", prompt)[None]
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
@@ -199,7 +200,7 @@ def _pieces(model: HookedKVTransformer, prompt: Any) -> Tensor:
 
 
 def of_prompt_repeated(
-    function: Callable[..., pd.DataFrame], model: HookedKVTransformer, prompt: Tensor, n_random: int, **options: Any
+    function: Callable[..., pd.DataFrame], model: KVModel, prompt: Tensor, n_random: int, **options: Any
 ) -> pd.DataFrame:
     """A table for a prompt, or for ``n_random`` sequences of random tokens of the same length."""
     if n_random:
@@ -207,16 +208,14 @@ def of_prompt_repeated(
     return function(model, prompt=prompt[None], **options)
 
 
-def _of_prompt(
-    model: HookedKVTransformer, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False
-) -> pd.DataFrame:
+def _of_prompt(model: KVModel, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False) -> pd.DataFrame:
     """:func:`induction_heads` on a prompt, or on random tokens."""
     return of_prompt_repeated(induction_heads, model, prompt, n_random, seed=seed, ablations=ablations)
 
 
-def n_ablations(model: HookedKVTransformer, *, n_random: int, ablations: bool, **_: object) -> int:
+def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) -> int:
     """Number of runs that the ablations of one prompt take."""
-    return model.cfg.n_layers * model.cfg.n_heads * max(1, n_random) if ablations else 0
+    return sum(model.heads_per_layer) * max(1, n_random) if ablations else 0
 
 
 REPEATED = tokens_field("prompt", prepend_bos=False)

@@ -1,20 +1,23 @@
 """All measures of heads that come from one forward pass over repeated tokens.
 
-Patterns are reduced to scores layer by layer, and never kept; the logits are not computed, because direct attribution needs
-only each head's output and the scale of the final norm.
+Patterns are reduced to scores layer by layer, and never kept; direct attribution needs only each head's output and what lies
+between the heads and the logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
+from kvlens.errors import IndirectHeads
+from kvlens.model.protocol import DirectPath, HeadsRead
 
+from ..layers import stack_layers
 from ..passes import MEMORY_PER_PASS
-from .attribution import frozen_scales, head_logit_attribution
+from .attribution import head_logit_attribution
 from .lags import PatternScores, pattern_scores
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps, layer_taps, shifted_projections
@@ -22,14 +25,17 @@ from .weights import wide_dtype
 
 
 class HeadMeasures(NamedTuple):
-    """Measures of every head from one run of the text, means over its sequences."""
+    """Measures of every head from one run of the text, means over its sequences.
+
+    The attribution is NaN in models whose heads do not write to the residual stream directly.
+    """
 
     scores: PatternScores
     attribution: Float[Tensor, "layer head"]
     taps: list[ShiftTaps]
 
 
-def measure_heads(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadMeasures:
+def measure_heads(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
     """Run the text, as many sequences at a time as memory allows, and average over all of them."""
     parts = repeated.split(max(1, MEMORY_PER_PASS // _bytes_per_sequence(model, repeated)))
     measured = [_measure_part(model, part) for part in parts]
@@ -38,7 +44,7 @@ def measure_heads(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadM
     return HeadMeasures(scores, _weighted(shares, [m.attribution for m in measured]), measured[0].taps)
 
 
-def _bytes_per_sequence(model: HookedKVTransformer, repeated: RepeatedTokens) -> int:
+def _bytes_per_sequence(model: KVModel, repeated: RepeatedTokens) -> int:
     """Bytes of one layer's pattern, scores and temporaries; every layer's z; the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     return 4 * pos * (6 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
@@ -48,36 +54,46 @@ def _weighted(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([share * x for share, x in zip(shares, tensors, strict=True)]).sum(dim=0)
 
 
-def _measure_part(model: HookedKVTransformer, repeated: RepeatedTokens) -> HeadMeasures:
-    """Run one forward pass without logits; patterns are reduced to scores immediately and never kept."""
-    cache: dict[str, Tensor] = {}
+def _measure_part(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
+    """Run one forward pass; patterns are reduced to scores immediately and never kept."""
+    coefficients: dict[str, Tensor] = {}
+    outputs: list[Tensor] = []
     taps: list[ShiftTaps] = []
     scores: list[PatternScores] = []
 
     def keep(x: Tensor, hook: Any) -> None:
-        cache[hook.name] = x
+        coefficients[hook.name] = x
 
-    def score(pattern: Tensor, hook: Any) -> None:
-        layer = len(scores)
-        used = {x: cache[f"blocks.{layer}.attn.hook_{x}_shift_coef"] for x in shifted_projections(model)}
-        taps.append(layer_taps(model, used, wide_dtype(model)))
-        scores.append(pattern_scores(pattern, repeated, taps[-1]))
+    def score(layer: int, read: HeadsRead) -> None:
+        used = {x: coefficients[f"blocks.{layer}.attn.hook_{x}_shift_coef"] for x in shifted_projections(model)}
+        taps.append(layer_taps(model, layer, used, wide_dtype(model)))
+        scores.append(pattern_scores(read.pattern, repeated, taps[-1]))
+        outputs.append(read.z)
 
-    kept = [*frozen_scales(model), *_kept_in_layers(model)]
-    patterns = [f"blocks.{layer}.attn.hook_pattern" for layer in range(model.cfg.n_layers)]
-    model.run_with_hooks(
-        repeated.tokens,
-        attention_mask=torch.ones_like(repeated.tokens),  # a pad token in the text is a token, not padding
-        return_type=None,
-        fwd_hooks=[*((name, keep) for name in kept), *((name, score) for name in patterns)],
-    )
-    positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
-    attribution = head_logit_attribution(model, cache, positions, repeated.next_tokens)
-    return HeadMeasures(PatternScores(*(torch.stack(x) for x in zip(*scores, strict=True))), attribution, taps)
+    shifts = [f"blocks.{i}.attn.hook_{x}_shift_coef" for i in range(model.cfg.n_layers) for x in shifted_projections(model)]
+    with model.hooks(fwd_hooks=[(name, keep) for name in shifts]):
+        path = _direct_path(model, repeated.tokens, lambda: model.visit_heads(repeated.tokens, score))
+    if path is None:
+        attribution = scores[0].raw.new_full((len(scores), max(model.heads_per_layer)), torch.nan)
+    else:
+        positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
+        attribution = stack_layers(head_logit_attribution(model, path, outputs, positions, repeated.next_tokens))
+    return HeadMeasures(_stacked(scores), attribution, taps)
 
 
-def _kept_in_layers(model: HookedKVTransformer) -> Iterator[str]:
-    for layer in range(model.cfg.n_layers):
-        yield f"blocks.{layer}.attn.hook_z"
-        for x in shifted_projections(model):
-            yield f"blocks.{layer}.attn.hook_{x}_shift_coef"
+def _direct_path(model: KVModel, tokens: Tensor, run: Callable[[], None]) -> DirectPath | None:
+    """What lies between the heads and the logits in the pass that ``run`` makes; None if the heads do not write directly."""
+    try:
+        return model.direct_path(tokens, run)
+    except IndirectHeads:
+        return None
+
+
+def _stacked(scores: Sequence[PatternScores]) -> PatternScores:
+    """The scores of all layers, zeros for heads that a layer does not have."""
+    per_kind = ("raw", "value_side", "key_side", "read", "squares")
+    stacks = {
+        name: stack_layers([getattr(of_layer, name) for of_layer in scores], dim=int(name in per_kind))
+        for name in PatternScores._fields
+    }
+    return PatternScores(**stacks)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import Within, ensure
 
 LONGEST = 2**20
@@ -49,7 +49,7 @@ class RepeatedTokens:
         return [RepeatedTokens(part, self.n_repeated) for part in self.tokens.split(n)]
 
 
-def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"], prepend_bos: bool | None) -> RepeatedTokens:
+def repeat_tokens(model: KVModel, piece: Int[Tensor, "batch piece"], prepend_bos: bool | None) -> RepeatedTokens:
     """Repeat each row of ``piece`` once.
 
     Args:
@@ -72,19 +72,17 @@ def repeat_tokens(model: HookedKVTransformer, piece: Int[Tensor, "batch piece"],
             f"induction_heads: {n_repeated} tokens, twice, take {n_positions} positions and n_ctx is {model.cfg.n_ctx}: "
             f"repeat at most {(model.cfg.n_ctx - len(bos)) // 2}"
         )
-    piece = piece.to(model.W_E.device)
+    piece = piece.to(model.cfg.device)
     front = torch.tensor(bos, dtype=piece.dtype, device=piece.device).expand(len(piece), -1)
     return RepeatedTokens(torch.cat([front, piece, piece], dim=1), n_repeated)
 
 
-def longest_repeat(model: HookedKVTransformer, prepend_bos: bool | None, most: int) -> int:
+def longest_repeat(model: KVModel, prepend_bos: bool | None, most: int) -> int:
     """The longest piece, at most ``most`` tokens, whose two copies fit within ``n_ctx``."""
     return max(2, min(most, (model.cfg.n_ctx - len(_bos(model, prepend_bos))) // 2))
 
 
-def draw_piece(
-    model: HookedKVTransformer, n_sequences: int, n_repeated: int, generator: torch.Generator
-) -> Int[Tensor, "batch piece"]:
+def draw_piece(model: KVModel, n_sequences: int, n_repeated: int, generator: torch.Generator) -> Int[Tensor, "batch piece"]:
     """Random tokens, the tokenizer's special ones left out.
 
     A row has no token twice, so that the position to attend to is unique; if the vocabulary is too small, tokens are drawn with
@@ -100,7 +98,7 @@ def draw_piece(
     return torch.multinomial(ordinary.expand(n_sequences, -1), n_repeated, replacement, generator=generator)
 
 
-def _bos(model: HookedKVTransformer, wanted: bool | None) -> list[int]:
+def _bos(model: KVModel, wanted: bool | None) -> list[int]:
     known = None if model.tokenizer is None else model.tokenizer.bos_token_id
     if known is None:
         if wanted:

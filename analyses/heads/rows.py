@@ -1,12 +1,13 @@
 """Attention patterns at chosen queries: rows of ``hook_pattern``, without the rest of it.
 
-TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a plot needs a few rows. For linear
-attention single rows can be computed from features,
+TransformerLens' pattern is N x N per head: 1.6 GB for 24 heads and 4,096 tokens, of which a plot needs a few rows. For a
+HookedKVTransformer with linear attention single rows can be computed from features,
 
     pattern[i, j] = phi~(q_i).phi~(k_j) gamma^{i-j} / n_i     for j <= i       (n_i = attn_scale under normalizer "none")
 
 (from ICLCA eq. 12-13): the queries are read first, then the keys, for a long text one segment at a time
-(:mod:`kvlens.analyses.segments`). For softmax attention all rows are computed, and the chosen ones selected layer by layer.
+(:mod:`kvlens.analyses.segments`). For softmax attention, and for the exact effective attention of recurrent layers, all rows
+are computed, and the chosen ones selected layer by layer.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.model.protocol import HeadsRead
 
-from ..front_ends import on_its_front_ends
+from ..layers import stack_layers, zeros_by_head
 from ..segments import Found, Looks, Progress, rows_at
 from ..sequences import PromptTokens, prompt_sequence
 
@@ -26,13 +28,12 @@ VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
 
 
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def attention_rows(
-    model: HookedKVTransformer, prompt: PromptTokens, queries: Int[Tensor, " query"]
+    model: KVModel, prompt: PromptTokens, queries: Int[Tensor, " query"]
 ) -> Float[Tensor, "layer head query pos"]:
-    """The model's pattern at ``queries``, float32 on the CPU.
+    """The model's pattern at ``queries``, float32 on the CPU; NaN for heads that a layer of a hybrid model does not have.
 
     Args:
         model: the model, with whatever is attached to it; a bias is part of the normalizer, but has no column.
@@ -49,10 +50,10 @@ def attention_rows(
         raise KVLensError(
             f"attention_rows: queries {int(queries.min())}..{int(queries.max())} do not lie in 0..{len(tokens) - 1}"
         )
-    rows = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(queries), len(tokens))
+    rows = zeros_by_head(model, len(queries), len(tokens))
 
     def keep(layer: int, first: int, part: Tensor) -> None:
-        rows[layer, :, :, first : first + part.shape[-1]] = part
+        rows[layer, : len(part), :, first : first + part.shape[-1]] = part
 
     visit_rows(model, tokens, queries, keep)
     return rows
@@ -60,7 +61,7 @@ def attention_rows(
 
 @torch.no_grad()
 def visit_rows(
-    model: HookedKVTransformer,
+    model: KVModel,
     tokens: Int[Tensor, " pos"],
     queries: Int[Tensor, " query"],
     visit: VisitRows,
@@ -74,15 +75,11 @@ def visit_rows(
         visit: called for each layer with consecutive parts of the keys.
         on_progress: called with the fraction done.
     """
-    queries = queries.to(model.W_E.device)
-    if model.cfg.attention == "softmax":
-
-        def cut(layer: int, first: int, found: Found) -> None:
-            rows = found["hook_pattern"][queries.to(found["hook_pattern"].device)]
-            visit(layer, first, rows.transpose(0, 1).float().cpu())
-
-        Looks(model, tokens, ["hook_pattern"], n_looks=1, on_progress=on_progress).look(cut)
+    queries = queries.to(model.cfg.device)
+    if model.cfg.attention != "linear":
+        visit_patterns(model, tokens, lambda layer, pattern: visit(layer, 0, pattern[:, queries].float().cpu()), on_progress)
         return
+    assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     query, key = _features(model)
     looks = Looks(model, tokens, [query, key, "hook_normalizer"], again=[key], on_progress=on_progress)
     unique, order = queries.unique(return_inverse=True)
@@ -97,31 +94,52 @@ def visit_rows(
     looks.look(multiply)
 
 
+def visit_patterns(
+    model: KVModel,
+    tokens: Int[Tensor, " pos"],
+    visit: Callable[[int, Float[Tensor, "head pos pos"]], None],
+    on_progress: Progress | None,
+) -> None:
+    """Call ``visit(layer, pattern)`` on the whole pattern of each layer, in one pass."""
+
+    def show(layer: int, read: HeadsRead) -> None:
+        visit(layer, read.pattern[0])
+        if on_progress is not None:
+            on_progress((layer + 1) / model.cfg.n_layers)
+
+    model.visit_heads(tokens[None], show)
+
+
 @torch.no_grad()
 def attention_among(
-    model: HookedKVTransformer,
+    model: KVModel,
     tokens: Int[Tensor, " pos"],
     positions: Int[Tensor, " position"],
     *,
     on_progress: Progress | None = None,
 ) -> Float[Tensor, "layer head position position"]:
-    """The pattern among chosen positions of a text, float32 on the CPU.
+    """The pattern among chosen positions of a text, float32 on the CPU; NaN for heads that a layer does not have.
 
     Args:
         model, tokens: as :func:`visit_rows`.
         positions: positions, ascending.
         on_progress: called with the fraction done.
     """
-    positions = positions.to(model.W_E.device)
-    softmax = model.cfg.attention == "softmax"
-    names = ["hook_pattern"] if softmax else [*_features(model), "hook_normalizer"]
+    positions = positions.to(model.cfg.device)
+    found: list[Tensor] = []
+    if model.cfg.attention != "linear":
+
+        def cut(layer: int, pattern: Tensor) -> None:
+            found.append(pattern[:, positions[:, None], positions].float().cpu())
+
+        visit_patterns(model, tokens, cut, on_progress)
+        return stack_layers(found, fill=torch.nan)
+    assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
+    names = [*_features(model), "hook_normalizer"]
     looks = Looks(model, tokens, names, n_looks=1, on_progress=on_progress)
-    layers = rows_at(looks, dict.fromkeys(names, positions))[: model.cfg.n_layers]
-    if softmax:
-        found = [of["hook_pattern"][..., positions.to(of["hook_pattern"].device)].transpose(0, 1) for of in layers]
-    else:
-        found = [_pattern(model, layer, of, of[names[1]], positions, positions) for layer, of in enumerate(layers)]
-    return torch.stack([pattern.float().cpu() for pattern in found])
+    for layer, of in enumerate(rows_at(looks, dict.fromkeys(names, positions))[: model.cfg.n_layers]):
+        found.append(_pattern(model, layer, of, of[names[1]], positions, positions).float().cpu())
+    return torch.stack(found)
 
 
 def _features(model: HookedKVTransformer) -> tuple[str, str]:

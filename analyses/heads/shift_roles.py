@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 
 
 class ShiftTaps(NamedTuple):
@@ -42,7 +42,7 @@ class ShiftTaps(NamedTuple):
     q: Float[Tensor, "head taps"]
 
 
-def shifted_projections(model: HookedKVTransformer) -> list[str]:
+def shifted_projections(model: KVModel) -> list[str]:
     """The projections ("k", "v", "q") that this model shifts."""
     shift = model.cfg.kv_shift
     if shift is None:
@@ -50,16 +50,16 @@ def shifted_projections(model: HookedKVTransformer) -> list[str]:
     return [x for x, on in (("k", shift.keys), ("v", shift.values), ("q", shift.queries)) if on]
 
 
-def layer_taps(model: HookedKVTransformer, used: dict[str, Tensor], dtype: torch.dtype) -> ShiftTaps:
+def layer_taps(model: KVModel, layer: int, used: dict[str, Tensor], dtype: torch.dtype) -> ShiftTaps:
     """The taps of one layer, for every query head.
 
     Args:
-        model: the model.
+        model, layer: the layer's model, and its number.
         used: the activations of ``hook_{k,v,q}_shift_coef``, [kv_head or head, taps], by "k", "v", "q"; shifted ones only.
         dtype: of the result.
     """
-    n_heads, window = model.cfg.n_heads, 0 if model.cfg.kv_shift is None else model.cfg.kv_shift.window
-    identity = torch.eye(1, window + 1, dtype=dtype, device=model.W_E.device).expand(n_heads, -1)
+    n_heads, window = model.heads_per_layer[layer], 0 if model.cfg.kv_shift is None else model.cfg.kv_shift.window
+    identity = torch.eye(1, window + 1, dtype=dtype, device=model.cfg.device).expand(n_heads, -1)
     taps = {x: coef.to(dtype).repeat_interleave(n_heads // coef.shape[0], dim=0) for x, coef in used.items()}
     return ShiftTaps(**{x: taps.get(x, identity) for x in "kvq"})
 

@@ -13,15 +13,16 @@ other text throughout.
 Source: Wang et al. 2022 (path patching) and Chan et al. 2022 (resampling), of one edge of the attention pattern.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
+from kvlens.model.protocol import HeadsRead
 
-from .ablation import cached, losses_and_logits, replace_head, residuals, rows_per_pass, standard_error
+from .ablation import losses_and_logits, replace_head, residuals, rows_per_pass, standard_error
 from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps
@@ -38,15 +39,19 @@ class SwapCosts(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """What one layer's heads write, their attention at each kind of position (0 if there is none), and the difference of v."""
+    """What one layer's heads write, their attention at each kind of position (0 if there is none), and the difference of v.
+
+    ``gate`` multiplies what the heads read; None without one.
+    """
 
     z: Float[Tensor, "text pos head d_head"]
     edges: Float[Tensor, "kind text head query"]
     difference: Float[Tensor, "text pos head d_head"]
+    gate: Float[Tensor, "text pos head d_head"] | None
 
 
 def swap_costs(
-    model: HookedKVTransformer,
+    model: KVModel,
     repeated: RepeatedTokens,
     donors: RepeatedTokens,
     taps: list[ShiftTaps],
@@ -97,33 +102,25 @@ def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, 
     z, difference = own.z[:, :, head], own.difference[:, :, head]
     lags = [lag for lag, _ in lags_and_queries(repeated).values()]
     read = torch.stack([difference.roll(lag, dims=1) for lag in lags])  # values wrapped around from the end have attention 0
-    return (z + own.edges[:, :, head, :, None] * read).flatten(0, 1)
+    read = own.edges[:, :, head, :, None] * read
+    return (z + (read if own.gate is None else read * own.gate[:, :, head])).flatten(0, 1)
 
 
-def _layers(
-    model: HookedKVTransformer, repeated: RepeatedTokens, donors: RepeatedTokens, taps: list[ShiftTaps]
-) -> list[_Layer]:
-    names = [[f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers)] for x in ("pattern", "v", "z")]
-    edges: list[Tensor] = []
+def _layers(model: KVModel, repeated: RepeatedTokens, donors: RepeatedTokens, taps: list[ShiftTaps]) -> list[_Layer]:
+    others: list[Tensor] = []
+    layers: list[_Layer] = []
 
-    def reduce(pattern: Tensor, hook: Any) -> None:
-        effective = value_side_pattern(pattern, taps[len(edges)])
-        at = [(at_lag(effective, lag), first) for lag, first in lags_and_queries(repeated).values()]
-        edges.append(
-            torch.stack([entries.index_fill(-1, torch.arange(first, device=pattern.device), 0) for entries, first in at])
-        )
+    def keep(layer: int, read: HeadsRead) -> None:
+        others.append(read.values)
 
-    with model.hooks(fwd_hooks=[(name, reduce) for name in names[0]]):
-        own = cached(model, repeated.tokens, names[1] + names[2])
-    others = cached(model, donors.tokens, names[1])
-    return [
-        _Layer(own[z], edge, _per_query_head(model, others[v]) - _per_query_head(model, own[v]))
-        for edge, v, z in zip(edges, names[1], names[2], strict=True)
-    ]
+    def reduce(layer: int, read: HeadsRead) -> None:
+        effective = value_side_pattern(read.pattern, taps[layer])
+        edges = [
+            at_lag(effective, lag).index_fill(-1, torch.arange(first, device=effective.device), 0)
+            for lag, first in lags_and_queries(repeated).values()
+        ]
+        layers.append(_Layer(read.z, torch.stack(edges), others[layer] - read.values, read.gate))
 
-
-def _per_query_head(model: HookedKVTransformer, v: Tensor) -> Float[Tensor, "text pos head d_head"]:
-    """Values as the heads read them: after the clamp of some architectures, one per query head."""
-    clip = model.cfg.clip_qkv
-    v = v if clip is None else v.clamp(min=-clip, max=clip)
-    return v.repeat_interleave(model.cfg.n_heads // v.shape[2], dim=2)
+    model.visit_heads(donors.tokens, keep)
+    model.visit_heads(repeated.tokens, reduce)
+    return layers

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, KVModel
 
 COMPOSITION_KINDS = ("Q", "K", "V")
 NORM_BEHIND_ATTENTION = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -42,7 +42,7 @@ class HeadWeights(NamedTuple):
     W_O: Float[Tensor, "head d_head d_model"]
 
 
-def wide_dtype(model: HookedKVTransformer) -> torch.dtype:
+def wide_dtype(model: KVModel) -> torch.dtype:
     """The model's dtype, or float32 if that is wider."""
     return torch.promote_types(model.W_E.dtype, torch.float32)
 

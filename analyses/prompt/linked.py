@@ -6,7 +6,8 @@ A_ij is the attention of the unconverted model from text position i to prompt po
 shift, if there is one), o what the head writes at i. <c, o> / |o|^2 is position j's share of what the head writes, exact and
 signed; |o| over the sum over all heads is the weight of the head. At each text token the w of all heads and positions,
 including those of the text, sum to 1. This holds for linear and softmax attention, since a conversion changes neither pattern
-nor values.
+nor values. In a recurrent layer A is the exact effective attention, and W_O stands for the frozen norm and gate after z,
+followed by the output projection; in a layer that gates its heads, c includes the gate.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,12 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 from kvlens.errors import brief
 
-from ..bias.reads import PromptReading, Stretch, TextReads
-from ..front_ends import on_its_front_ends
+from ..bias.positions import reading_of
+from ..bias.reads import Stretch, TextReads
+from ..layers import zeros_by_head
 from ..segments import Progress, PromptColumns, bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from ..texts import next_token_texts, token_texts
@@ -40,8 +42,8 @@ class LinkedShares:
 
     Attributes:
         prompt, text: their tokens as text.
-        by_prompt: w averaged over the text's tokens: [layer, head, prompt].
-        by_text: w summed over the prompt: [layer, head, text].
+        by_prompt: w averaged over the text's tokens: [layer, head, prompt]; NaN for heads that a layer does not have.
+        by_text: w summed over the prompt: [layer, head, text]; likewise.
         between: w summed over layers and heads: [text, column]. A column is the sum over ``block`` neighboring prompt tokens
             (the last one may have fewer).
         next_tokens: by condition ("with the prompt", ...), for each text token the most probable next tokens and their
@@ -77,11 +79,10 @@ class LinkedShares:
                 raise KVLensError(f"LinkedShares: coloring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
 
 
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def linked_shares(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
     *,
@@ -107,13 +108,13 @@ def linked_shares(
         KVLensError: invalid tokens.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
-    columns, shape = PromptColumns.of(len(prompt)), (model.cfg.n_layers, model.cfg.n_heads)
-    by_prompt, by_text = (torch.zeros(*shape, len(tokens), dtype=torch.float64) for tokens in (prompt, text))
+    columns = PromptColumns.of(len(prompt))
+    by_prompt, by_text = (zeros_by_head(model, len(tokens), dtype=torch.float64) for tokens in (prompt, text))
     between = torch.zeros(len(text), len(columns), dtype=torch.float64)
 
     def add(layer: int, first: int, shares: Tensor) -> None:
-        by_prompt[layer, :, first : first + shares.shape[-1]] = shares.mean(dim=1)
-        by_text[layer] += shares.sum(dim=2)
+        by_prompt[layer, : len(shares), first : first + shares.shape[-1]] = shares.mean(dim=1)
+        by_text[layer, : len(shares)] += shares.sum(dim=2)
         columns.add(between, shares.sum(dim=0), first)
 
     with bar_unless(on_progress, "linked_shares") as tell:
@@ -135,7 +136,7 @@ def linked_shares(
 
 @torch.no_grad()
 def visit_shares(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],
     visit: Callable[[int, int, Float[Tensor, "head text_pos pos"]], None],
@@ -144,10 +145,10 @@ def visit_shares(
     on_progress: Progress | None = None,
 ) -> None:
     """Call ``visit(layer, first, w)`` with w, in float64 on the CPU, for each layer on consecutive parts of the prompt."""
-    reading = PromptReading(model, prompt, text, segment_length=segment_length, on_progress=on_progress)
+    reading = reading_of(model, prompt, text, segment_length=segment_length, on_progress=on_progress, with_logits=False)
     layers, _ = reading.text()
     probes = _probes(model, layers)
-    at_once = max(1, MAX_AT_ONCE // (model.cfg.n_heads * len(text)))
+    at_once = max(1, MAX_AT_ONCE // (max(model.heads_per_layer) * len(text)))
 
     def multiply(layer: int, stretch: Stretch) -> None:
         for start in range(0, len(stretch.keys), at_once):
@@ -158,22 +159,26 @@ def visit_shares(
     reading.visit_prompt(multiply)
 
 
-def _probes(model: HookedKVTransformer, layers: Sequence[TextReads]) -> list[Float[Tensor, "text_pos head d_head"]]:
-    """The vectors whose product with a value, times the attention, is w: o W_O^T / (|o| sum of all heads' |o|)."""
+def _probes(model: KVModel, layers: Sequence[TextReads]) -> list[Float[Tensor, "text_pos head d_head"]]:
+    """The vectors whose product with a value, times the attention, is w: o W_O^T / (|o| sum of all heads' |o|).
+
+    A factor between z and W_O, and a gate before z, are part of the path from the value to what the head writes.
+    """
     backs, sizes = [], []
     for layer, reads in enumerate(layers):
-        w_o = model.blocks[layer].attn.W_O.double()
-        written = torch.einsum("thd,hdm->thm", reads.z, w_o)
-        backs.append(torch.einsum("thm,hdm->thd", written, w_o))  # <v W_O, o> = <v, o W_O^T>
+        w_o = model.output_weights(layer).to(reads.z)
+        written = torch.einsum("thd,hdm->thm", reads.z if reads.factor is None else reads.z * reads.factor, w_o)
+        back = torch.einsum("thm,hdm->thd", written, w_o)  # <v W_O, o> = <v, o W_O^T>
+        for path in (reads.factor, reads.gate):
+            back = back if path is None else back * path
+        backs.append(back)
         sizes.append(written.norm(dim=-1))
-    whole = torch.stack([size.cpu() for size in sizes]).sum(dim=(0, 2))  # of all heads, at each text token
+    whole = torch.stack([size.sum(dim=1).cpu() for size in sizes]).sum(dim=0)  # of all heads, at each text token
     weights = [size * whole.to(size)[:, None] for size in sizes]
     return [back / weight.where(weight > 0, 1.0)[..., None] for back, weight in zip(backs, weights, strict=True)]
 
 
-def likeliest(
-    model: HookedKVTransformer, text: Int[Tensor, " pos"], logits: Float[Tensor, "pos d_vocab"]
-) -> list[list[tuple[str, float]]]:
+def likeliest(model: KVModel, text: Int[Tensor, " pos"], logits: Float[Tensor, "pos d_vocab"]) -> list[list[tuple[str, float]]]:
     """The five likeliest next tokens at each position of a text, with their probabilities."""
     best = logits.double().softmax(dim=-1).topk(min(N_GUESSES, logits.shape[-1]))
     texts = next_token_texts(model, text, best.indices)

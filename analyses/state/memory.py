@@ -17,12 +17,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
-from ..declaration import Columns
+from ..declaration import Analysis, Columns
 from ..front_ends import on_its_front_ends
-from ..sequences import read_sequence
+from ..inputs import PROMPT, tokens_field
+from ..sequences import prompt_sequence
 from ..texts import token_texts
 
 HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
@@ -56,7 +57,7 @@ ERASURE = Columns(
 @on_its_front_ends
 @checked
 @torch.no_grad()
-def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
+def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
     """Measure how much of each token of a prompt remains in the states of the recurrent layers at its end.
 
     Args:
@@ -71,7 +72,7 @@ def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_pro
     Raises:
         KVLensError: a model without recurrent layers, several prompts, tokens outside the vocabulary.
     """
-    tokens = _tokens(model, prompt)
+    tokens = prompt_sequence(model, "prompt", prompt)
     n, texts = len(tokens), token_texts(model, tokens)
     frames = []
     for memory in model.read_memory(tokens):
@@ -91,7 +92,7 @@ def state_memory(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_pro
 @on_its_front_ends
 @checked
 @torch.no_grad()
-def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
+def state_maps(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
     """Compute the possible effect of a prompt on earlier states: the singular values of P.
 
     Args:
@@ -106,7 +107,7 @@ def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_promp
         KVLensError: as :func:`state_memory`.
     """
     frames = []
-    for memory in model.read_memory(_tokens(model, prompt)):
+    for memory in model.read_memory(prompt_sequence(model, "prompt", prompt)):
         values = torch.linalg.svdvals(memory.state_map)
         head, index = torch.cartesian_prod(*(torch.arange(n) for n in values.shape)).T
         frames.append(MAPS.frame({"layer": memory.layer, "head": head, "index": index, "singular_value": values}))
@@ -118,7 +119,7 @@ def state_maps(model: KVTransformerBridge, prompt: str | Int[Tensor, "*one_promp
 @checked
 @torch.no_grad()
 def state_erasure(
-    model: KVTransformerBridge,
+    model: KVModel,
     earlier: str | Int[Tensor, "*one_earlier earlier_pos"],
     prompt: str | Int[Tensor, "*one_prompt pos"],
 ) -> pd.DataFrame:
@@ -137,9 +138,9 @@ def state_erasure(
     Raises:
         KVLensError: as :func:`state_memory`.
     """
-    before = convert_prompt(model, _tokens(model, earlier))
+    before = convert_prompt(model, prompt_sequence(model, "earlier", earlier))
     with model.kv_bias(before):
-        memories = model.read_memory(_tokens(model, prompt))
+        memories = model.read_memory(prompt_sequence(model, "prompt", prompt))
     assert before.recurrent is not None
     frames = []
     for memory, old in zip(memories, before.recurrent.b_KV.to(torch.float64), strict=True):
@@ -154,8 +155,24 @@ def state_erasure(
     return pd.concat(frames, ignore_index=True)
 
 
-def _tokens(model: KVTransformerBridge, prompt: Any) -> Int[Tensor, " pos"]:
-    """One prompt as ids; a string gets a BOS as in ``convert_prompt``."""
-    if not isinstance(model, KVTransformerBridge):
-        raise KVLensError(f"state_memory: expected a KVTransformerBridge with recurrent layers, got {type(model).__name__}")
-    return read_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)
+STATE_MEMORY = Analysis(
+    name="state_memory",
+    summary="how much of each prompt token remains in the states of recurrent layers",
+    function=state_memory,
+    columns=MEMORY,
+    inputs={"prompt": PROMPT},
+)
+STATE_MAPS = Analysis(
+    name="state_maps",
+    summary="what a prompt does to earlier states of recurrent layers: the singular values of P",
+    function=state_maps,
+    columns=MAPS,
+    inputs={"prompt": PROMPT},
+)
+STATE_ERASURE = Analysis(
+    name="state_erasure",
+    summary="how much of an earlier prompt (field earlier) a prompt erases from the states of recurrent layers",
+    function=state_erasure,
+    columns=ERASURE,
+    inputs={"earlier": tokens_field("earlier", prepend_bos=True), "prompt": tokens_field("prompt", prepend_bos=False)},
+)

@@ -4,7 +4,7 @@
 
 is an identity: parts are only ever added. ``attention_input`` is what a layer's heads read from the text itself
 (``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
-bias, or with softmax attention, has only the first. Both share the normalizer: a prompt that adds nothing to the second still
+bias has only the first. Both share the normalizer: a prompt that adds nothing to the second still
 dilutes the first. With the final norm's scale frozen at its value in the run, the logit minus the mean logit of the vocabulary
 is a sum over the same parts (:mod:`kvlens.analyses.stream.logit_attribution`), plus one constant that belongs to none of them;
 with a soft cap, this is the logit before the cap.
@@ -14,7 +14,8 @@ These are direct contributions: the effects of a part through later layers are a
 Source: TransformerLens' ``ActivationCache.decompose_resid`` and ``logit_attrs``; the attention's split in two is ICLCA eq. 13.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -22,11 +23,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
+from kvlens.model.protocol import StreamReading
 
 from ..declaration import Analysis, Columns, Option
-from ..front_ends import on_its_front_ends
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
 from ..texts import token_texts
@@ -36,8 +37,6 @@ from .logit_attribution import (
     check_predicts_text,
     component_logits,
     constant_logits,
-    final_scale,
-    final_scale_name,
     logit_target,
 )
 
@@ -59,16 +58,13 @@ COLUMNS = Columns(
     logit=("float64", "sums to the logit less the mean logit of the vocabulary; NaN where no token follows"),
 )
 NO_HEAD = -1
-POSITIONS_ADDED = ("standard", "sinusoidal")
-"""The kinds of positional embedding that are added to the residual stream; the others act inside the attention."""
 
 
 @COLUMNS.document
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def layer_contributions(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: KVBias | PromptTokens | None,
     text: TextTokens,
     *,
@@ -79,7 +75,8 @@ def layer_contributions(
     """Split the final residual stream and chosen logits of a text, position by position.
 
     Args:
-        model: with any attention; its heads must write to the residual stream directly.
+        model: with any attention; its heads must write to the residual stream directly, or, in a recurrent layer, through a
+            norm and a gate, which are held as in this pass.
         prompt: a bias, attached during the analysis; or a string or tokens [pos], which precede the text unconverted and get no
             rows. None takes the model as it is, with an attached or trained bias if it has one.
         text: a string, or tokens [pos], without BOS if it follows a prompt.
@@ -101,14 +98,13 @@ def layer_contributions(
     bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
     text, before = _text_and_before(model, text, None if isinstance(prompt, KVBias) else prompt, bias)
     targets = _targets(model, text, next_token, tokens)
-    cache = _run(model, torch.cat([before, text]), len(text), bias)
-    residual = cache[_last(model)].double()
-    scale = final_scale(model, cache)
+    stream = _read(model, torch.cat([before, text]), len(text), bias)
+    residual, scale = stream.residual.double(), stream.scale
     parts, unexplained = [], residual.clone()
-    for part in _parts(model, cache, per_head):
+    for part in _parts(model, stream, per_head):
         unexplained -= part.vectors.double().sum(dim=0)
         parts.append(_measure(model, part, residual, scale, targets))
-    _check_complete(model, residual, unexplained)
+    _check_complete(stream.residual, unexplained)
     labels = [label for part in parts for label in part.labels] + [("unembed_bias", model.cfg.n_layers, NO_HEAD)]
     constant = torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None]
     nothing = residual.new_zeros(1, len(text))
@@ -123,7 +119,7 @@ def layer_contributions(
 
 
 def _text_and_before(
-    model: HookedKVTransformer, text: TextTokens, prompt: PromptTokens | None, bias: KVBias | None
+    model: KVModel, text: TextTokens, prompt: PromptTokens | None, bias: KVBias | None
 ) -> tuple[Tensor, Tensor]:
     """Read prompt and text, with BOS prepended to the string that the model reads first."""
     begins = model.prepends_bos and bias is None and model.attached_kv_bias is None
@@ -158,7 +154,7 @@ class _Measured(NamedTuple):
     logits: Float[Tensor, "target component pos"]
 
 
-def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
+def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
     targets = []
     if next_token:
         check_predicts_text(model, text)
@@ -172,57 +168,36 @@ def _targets(model: HookedKVTransformer, text: Tensor, next_token: bool, tokens:
     return targets
 
 
-def _last(model: HookedKVTransformer) -> str:
-    return f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+def _read(model: KVModel, tokens: Tensor, n_text: int, bias: KVBias | None) -> StreamReading:
+    """The summands at the text's positions, in one pass."""
+    with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
+        return model.read_stream(tokens, n_text)
 
 
-def _run(model: HookedKVTransformer, tokens: Tensor, n_text: int, bias: KVBias | None) -> Mapping[str, Tensor]:
-    """Run the model and return the activations behind the parts, at the text's positions: [pos, ...]."""
-    cfg = model.cfg
-    names = ["hook_embed", _last(model), final_scale_name(model)]
-    names += ["hook_pos_embed"] if cfg.positional_embedding_type in POSITIONS_ADDED else []
-    names += [f"blocks.{layer}.attn.hook_{z}" for layer in range(cfg.n_layers) for z in ("z", "z_context", "z_bias")]
-    names += [] if cfg.attn_only else [f"blocks.{layer}.hook_mlp_out" for layer in range(cfg.n_layers)]
-    how = dict(attention_mask=torch.ones_like(tokens[None]), names_filter=names, return_type=None)
-    if bias is None:
-        _, cache = model.run_with_cache(tokens[None], **how)
-    else:
-        with model.kv_bias(bias):
-            _, cache = model.run_with_cache(tokens[None], **how)
-    return {name: value[0, -n_text:] for name, value in cache.items()}
-
-
-def _parts(model: HookedKVTransformer, cache: Mapping[str, Tensor], per_head: bool) -> Iterator[_Part]:
+def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_Part]:
     """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""
-    embeddings = [name for name in ("embed", "pos_embed") if f"hook_{name}" in cache]
-    yield _Part([(name, -1, NO_HEAD) for name in embeddings], torch.stack([cache[f"hook_{name}"] for name in embeddings]))
-    for layer in range(model.cfg.n_layers):
-        attn = model.blocks[layer].attn
-        heads = list(range(model.cfg.n_heads)) if per_head else [NO_HEAD]
+    yield _Part([(name, -1, NO_HEAD) for name in stream.embeddings], torch.stack([*stream.embeddings.values()]))
+    for layer, of in enumerate(stream.layers):
+        heads = list(range(of.z_context.shape[1])) if per_head else [NO_HEAD]
         vectors, labels = [], []
-        for component, z in _head_outputs(cache, f"blocks.{layer}.attn."):
-            w_o = attn.W_O.to(z)
-            of_heads = torch.einsum("phd,hdm->hpm", z, w_o) if per_head else torch.einsum("phd,hdm->pm", z, w_o)[None]
-            vectors.append(of_heads)
+        for component, z in (("attention_input", of.z_context), ("attention_bias", of.z_bias)):
+            if z is None:
+                continue
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            w_o, written = model.output_weights(layer).to(z), z if of.factor is None else z * of.factor.to(z)
+            summed = torch.einsum("phd,hdm->hpm" if per_head else "phd,hdm->pm", written, w_o)
+            vectors.append(summed if per_head else summed[None])
             labels += [(component, layer, head) for head in heads]
-        vectors.append(attn.b_O.to(of_heads).expand_as(of_heads[:1]))
+        like = vectors[0][:1]
+        vectors.append(torch.zeros_like(like) if of.b_O is None else of.b_O.to(like).expand_as(like))
         labels.append(("attention_b_O", layer, NO_HEAD))
-        if not model.cfg.attn_only:
-            vectors.append(cache[f"blocks.{layer}.hook_mlp_out"][None].to(of_heads))
+        if of.mlp is not None:
+            vectors.append(of.mlp[None].to(like))
             labels.append(("mlp", layer, NO_HEAD))
         yield _Part(labels, torch.cat(vectors))
 
 
-def _head_outputs(cache: Mapping[str, Tensor], attn: str) -> list[tuple[str, Float[Tensor, "pos head d_head"]]]:
-    """The summands of ``hook_z``, in float32 or better; ``hook_z`` itself where no bias was read."""
-    summands = {"attention_input": "z_context", "attention_bias": "z_bias"}
-    if f"{attn}hook_z_bias" not in cache:
-        summands = {"attention_input": "z"}
-    found = [(component, cache[f"{attn}hook_{name}"]) for component, name in summands.items()]
-    return [(component, z.to(torch.promote_types(z.dtype, torch.float32))) for component, z in found]
-
-
-def _measure(model: HookedKVTransformer, part: _Part, residual: Tensor, scale: Tensor, targets: Sequence[_Target]) -> _Measured:
+def _measure(model: KVModel, part: _Part, residual: Tensor, scale: Tensor, targets: Sequence[_Target]) -> _Measured:
     vectors = part.vectors.double()
     return _Measured(
         part.labels,
@@ -232,10 +207,10 @@ def _measure(model: HookedKVTransformer, part: _Part, residual: Tensor, scale: T
     )
 
 
-def _check_complete(model: HookedKVTransformer, residual: Tensor, unexplained: Tensor) -> None:
+def _check_complete(residual: Tensor, unexplained: Tensor) -> None:
     """Refuse a table that does not add up, up to the square root of the dtype's precision, far above rounding."""
-    missing = float(unexplained.norm() / residual.norm().clamp(min=torch.finfo(torch.float64).tiny))
-    if missing > torch.finfo(model.cfg.dtype).eps ** 0.5:
+    missing = float(unexplained.norm() / residual.double().norm().clamp(min=torch.finfo(torch.float64).tiny))
+    if missing > torch.finfo(residual.dtype).eps ** 0.5:
         raise KVLensError(
             f"layer_contributions: {missing:.1%} of the final residual stream comes from something other than embeddings, "
             "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not support)"
@@ -271,7 +246,7 @@ def _frame(
 
 
 def _after_prompt(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Tensor,
     text: Tensor,
     answer: Token | None,
@@ -279,18 +254,18 @@ def _after_prompt(
     *,
     per_head: bool = False,
 ) -> pd.DataFrame:
-    """:func:`layer_contributions` with the prompt converted if that is exact, else placed before the text."""
-    linear = model.cfg.attention == "linear"
+    """:func:`layer_contributions` with the prompt converted if the model turns it into states, else placed before the text."""
+    keeps_states = model.cfg.attention != "softmax"
     return layer_contributions(
         model,
-        convert_prompt(model, prompt) if linear else prompt,
+        convert_prompt(model, prompt) if keeps_states else prompt,
         text,
         tokens=[token for token in (answer, rival) if token is not None],
         per_head=per_head,
     )
 
 
-def _check_model(model: HookedKVTransformer) -> None:
+def _check_model(model: KVModel) -> None:
     check_heads_write_directly(model, "layer_contributions")
 
 

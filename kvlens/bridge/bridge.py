@@ -5,7 +5,7 @@ duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`)
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
-from kvlens.bridge.reading import direct_path, read_attention, unembedding
+from kvlens.bridge.reading import direct_path, read_attention, read_stream, unembedding, visit_heads
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.components import is_hooked
@@ -30,7 +30,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
-from kvlens.model.protocol import DirectPath, LayerReading, PromptKeysAndValues, Unembedding
+from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, PromptKeysAndValues, StreamReading, Unembedding
 from kvlens.zoo import folder_of, is_bridge
 
 
@@ -100,6 +100,10 @@ class KVTransformerBridge(TransformerBridge):
         if isinstance(bridge, cls):
             return bridge
         layers = layers_of(bridge)
+        recurrent = any(isinstance(layer, RecurrentLayer) for layer in layers)
+        bridge.cfg.attention = "hybrid" if recurrent else "softmax"
+        bridge.cfg.kv_shift = bridge.cfg.attention_variant = None
+        bridge.cfg.has_position_limit = True
         if any(isinstance(layer, SoftmaxLayer) for layer in layers):
             # generate then takes Transformers' own cache, as for Qwen3.5; of OLMo-Hybrid, TransformerLens asks for a class of
             # caches that Transformers 5 no longer has, and cannot generate without a cache
@@ -309,13 +313,15 @@ class KVTransformerBridge(TransformerBridge):
             logits: Tensor = self(tokens, **options)
         return logits
 
-    def logits_of(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
-        """See :meth:`kvlens.KVModel.logits_of`: in a pass over any tokens, whose last layer's output is replaced."""
-        hook = (f"blocks.{self.cfg.n_layers - 1}.hook_out", lambda x, hook: residual.to(x))
-        with self.hooks(fwd_hooks=[hook]):
-            anything = torch.zeros(residual.shape[:2], dtype=torch.long, device=residual.device)
-            logits: Tensor = self(anything, attention_mask=torch.ones_like(anything))
-        return logits
+    def logits_of(
+        self, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_of`: a pass over any tokens, in which the residual stream is replaced."""
+        last = self.cfg.n_layers - 1
+        name = f"blocks.{last}.hook_out" if layer in (None, last + 1) else f"blocks.{layer}.hook_in"
+        anything = torch.zeros(residual.shape[:2], dtype=torch.long, device=residual.device)
+        with self.hooks(fwd_hooks=[(name, lambda x, hook: residual.to(x))]):
+            return self.logits_on(anything, residual.shape[1] if n_last is None else n_last)
 
     def unembedding(self) -> Unembedding:
         """See :meth:`kvlens.KVModel.unembedding`."""
@@ -327,9 +333,19 @@ class KVTransformerBridge(TransformerBridge):
         return weights
 
     @torch.no_grad()
-    def direct_path(self, text: Int[Tensor, " pos"]) -> DirectPath:
+    @torch.no_grad()
+    def read_stream(self, text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
+        """See :meth:`kvlens.KVModel.read_stream`."""
+        return read_stream(self, self.__dict__["_layers"], text, n_last)
+
+    def visit_heads(self, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:
+        """See :meth:`kvlens.KVModel.visit_heads`."""
+        visit_heads(self, self.__dict__["_layers"], tokens, visit)
+
+    @torch.no_grad()
+    def direct_path(self, text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None = None) -> DirectPath:
         """See :meth:`kvlens.KVModel.direct_path`."""
-        return direct_path(self, self.__dict__["_layers"], text)
+        return direct_path(self, self.__dict__["_layers"], text, run)
 
     @torch.no_grad()
     def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading]:

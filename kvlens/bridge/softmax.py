@@ -155,10 +155,16 @@ class SoftmaxLayer:
         """The bridge's attention component."""
         return self.attn
 
+    @property
+    def output(self) -> nn.Module:
+        """The output projection."""
+        projection: nn.Module = self.attn.o.original_component
+        return projection
+
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""
-        weights: Tensor = self.attn.o.original_component.weight
-        by_output = weights.T if type(self.attn.o.original_component).__name__ != "Conv1D" else weights
+        weights: Any = self.output.weight
+        by_output: Tensor = weights.T if type(self.output).__name__ != "Conv1D" else weights
         return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
     def _point(self, name: str) -> HookPoint:

@@ -79,9 +79,8 @@ def add_command(commands: Any) -> None:
     report.add_argument(
         "--new-tokens",
         type=int,
-        default=40,
         metavar="N",
-        help="number of tokens to generate in each case (default: %(default)s)",
+        help="number of tokens to generate in each case (default: 40, or as many as the model's context has room for)",
     )
     report.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: %(default)g)"
@@ -117,7 +116,8 @@ def _report(args: argparse.Namespace) -> int:
     from kvlens.report.folder import check_folder  # light: bad input is reported before torch is imported
 
     ensure("--seed", Seed, args.seed)
-    ensure("--new-tokens", Annotated[int, Within(1)], args.new_tokens)
+    if args.new_tokens is not None:
+        ensure("--new-tokens", Annotated[int, Within(1)], args.new_tokens)
     ensure("--temperature", Annotated[float, Within(0)], args.temperature)
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
@@ -141,7 +141,7 @@ def _report(args: argparse.Namespace) -> int:
         check_device("--device", args.device)
         method = _method(args)
         model = load_model(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
-        if args.method not in (None, "exact") and getattr(model.cfg, "attention", "softmax") == "linear":
+        if args.method not in (None, "exact") and model.cfg.attention == "linear":
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 
         from kvlens.report.build import build_report

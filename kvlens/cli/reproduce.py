@@ -1,7 +1,6 @@
 """``kvlens reproduce``: measure a figure, table or theorem of the papers, and compare with the paper's numbers."""
 
 import argparse
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from kvlens.arguments import path_of
+from kvlens.cli.settings import add_settings, settings_of
 from kvlens.errors import KVLensError
 from kvlens.terminal import terminal_width, visible
 
@@ -38,13 +38,7 @@ def add_command(commands: Any) -> None:
         help="for experiments on a given model: a shipped model (see `kvlens zoo`), a folder or a llama2.c checkpoint",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change a setting, where VALUE is JSON or a string; may be repeated; summary.json lists all settings",
-    )
+    add_settings(parser, "--set", "change settings, where VALUE is JSON or a string; summary.json lists all settings")
     parser.add_argument("--out", metavar="DIR", help="output folder (default: NAME-SCALE)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in DIR; no other files are touched")
     parser.set_defaults(run=_reproduce)
@@ -53,6 +47,7 @@ def add_command(commands: Any) -> None:
 def _reproduce(args: argparse.Namespace) -> int:
     from kvlens.experiments import all_experiments, find_experiment
 
+    settings = settings_of("--set", args.set)
     if args.name is None:
         for experiment in all_experiments():
             facts = f"{experiment.name}  ({experiment.source}; small: {experiment.cost['small']})"
@@ -63,7 +58,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 
     from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
 
-    experiment = _with_settings(find_experiment(args.name), args)
+    experiment = _with_settings(find_experiment(args.name), args, settings)
     folder = path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out)
     check_outcome_folder(folder, overwrite=args.overwrite)
     print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
@@ -74,28 +69,16 @@ def _reproduce(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_settings(experiment: Any, args: argparse.Namespace) -> Any:
+def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """The experiment with the settings of its scale changed by --model, --tokenizer and --set."""
     from kvlens.experiments.shared.settings import changed_settings
 
-    words = [word.partition("=") for word in args.set]
-    for name, equals, _ in words:
-        if not (name and equals):
-            raise KVLensError(f"--set: expected NAME=VALUE, got {name + equals!r}")
     given = {"model": args.model, "tokenizer": args.tokenizer}
     for name, value in given.items():
         own = [scale.get(name, {}) for scale in experiment.scales.values()]
         if value is not None and all(isinstance(setting, dict) for setting in own):
             raise KVLensError(f"--{name}: {experiment.name} does not run on an existing model")
-    changes = {name: _value(text) for name, _, text in words} | {k: v for k, v in given.items() if v is not None}
-    return changed_settings(experiment, args.scale, changes)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return changed_settings(experiment, args.scale, settings | {k: v for k, v in given.items() if v is not None})
 
 
 def _tell(text: str) -> None:

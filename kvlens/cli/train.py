@@ -1,15 +1,14 @@
 """``kvlens train``: train a shipped model again, or your own on any task; interrupted runs are resumed."""
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
+from kvlens.cli.settings import add_settings, settings_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.terminal import how_it_ended, visible
 
@@ -35,7 +34,7 @@ def add_command(commands: Any) -> None:
         ("--model", "model settings, fields of HookedKVTransformerConfig", "n_layers=1 kv_shift=true"),
         ("--set", "training settings, fields of TrainSettings", "steps=500 batch_size=64"),
     ):
-        train.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=f"{what}, e.g. {example}")
+        add_settings(train, flag, f"{what}, e.g. {example}")
     train.add_argument("--steps", type=int, help="largest number of updates (default: the recipe's)")
     train.add_argument("--minutes", type=float, metavar="M", help="time budget in minutes (default: none)")
     train.add_argument("--seed", type=int, help="random seed for weights and batches (default: the recipe's)")
@@ -45,7 +44,7 @@ def add_command(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    task, model, training = (_settings(flag, getattr(args, flag)) for flag in ("task", "model", "set"))
+    task, model, training = (settings_of(f"--{name}", getattr(args, name)) for name in ("task", "model", "set"))
     for flag, kind, value in (
         ("--steps", Annotated[int, Within(1)], args.steps),
         ("--minutes", Annotated[float, Within(above=0)], args.minutes),
@@ -98,20 +97,6 @@ def _train(args: argparse.Namespace) -> int:
     if facts:
         _print_facts(facts, args.out)
     return 0
-
-
-def _settings(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """``["steps=5", "kv_shift=true"]`` -> values parsed as JSON, or as strings if they are not JSON."""
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise KVLensError(f"--{flag}: expected KEY=VALUE, got {pair!r}")
-        try:
-            settings[key] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[key] = value
-    return settings
 
 
 def _print_facts(facts: dict[str, Any], out: str) -> None:

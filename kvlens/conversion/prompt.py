@@ -97,7 +97,7 @@ def _describe(prompt: object) -> str:
 
 def length_note(model: KVModel, n_tokens: int) -> str | None:
     """A warning if a prompt is longer than ``n_ctx`` and the positions allow it (otherwise it is refused elsewhere)."""
-    if getattr(model.cfg, "has_position_limit", True) or n_tokens <= model.cfg.n_ctx:
+    if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
         return None
     return (
         f"The prompt has {n_tokens:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "

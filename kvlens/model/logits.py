@@ -1,4 +1,4 @@
-"""Logits at the end of a text, without the others: :meth:`kvlens.KVModel.logits_on` of a HookedKVTransformer."""
+"""Logits at the end of a text, without the others: ``logits_on`` and ``logits_of`` of a HookedKVTransformer."""
 
 from typing import Any
 
@@ -47,4 +47,20 @@ def logits_on(
         mask[:, :n_before] = kept
     with hidden_tokens_keep_positions(keeps_positions):
         logits: Tensor = model.run_with_hooks(text, attention_mask=mask, fwd_hooks=hooks, **options)
+    return logits
+
+
+def logits_of(
+    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None, n_last: int | None
+) -> Float[Tensor, "batch n_last d_vocab"]:
+    """See :meth:`kvlens.KVModel.logits_of`."""
+    n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
+    hooks: list[Any] = []
+    if layer is None or layer == n_layers:
+        residual = residual[:, -n_last:]
+    elif n_last < residual.shape[1]:
+        hooks = [(f"blocks.{n_layers - 1}.hook_resid_post", lambda resid, hook: resid[:, -n_last:])]
+    mask = torch.ones(residual.shape[:2], dtype=torch.long, device=residual.device)
+    start = n_layers if layer is None else layer
+    logits: Tensor = model.run_with_hooks(residual, start_at_layer=start, attention_mask=mask, fwd_hooks=hooks)
     return logits

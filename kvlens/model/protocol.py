@@ -30,17 +30,82 @@ class Unembedding(NamedTuple):
     centers: bool
 
 
+class FrozenNorm(NamedTuple):
+    """A norm between a layer's heads and the residual stream, with its scale held: x -> (x - mean(x)) / scale * gain.
+
+    ``gain`` is 1 if it has been folded; ``centers`` says whether the mean is subtracted.
+    """
+
+    scale: Float[Tensor, "*batch pos 1"]
+    gain: Tensor | float
+    centers: bool
+
+
 class DirectPath(NamedTuple):
     """What lies between the heads' outputs and the logits in one pass, for direct logit attribution.
 
     Attributes:
         scale: s of the final norm at each position; 1 without one.
-        factors: of each layer what a head's output is multiplied by before its output projection, a norm's frozen scale and a
-            gate among it; None where nothing is.
+        factors: for each layer, what a head's output is multiplied by before its output projection (a norm's frozen scale and a
+            gate); None if there is no such factor.
+        behind: for each layer, the norm between its heads and the residual stream; None without one.
     """
 
+    scale: Float[Tensor, "*batch pos 1"]
+    factors: list[Float[Tensor, "*batch pos head d_head"] | None]
+    behind: list[FrozenNorm | None]
+
+
+class HeadsRead(NamedTuple):
+    """The attention of one layer in a pass over a batch: z_i = gate_i * sum_j pattern_ij values_j + what a bias contributes.
+
+    With a KV shift, the values are those before the shift.
+
+    Attributes:
+        pattern: the attention pattern; for a recurrent layer the exact effective attention.
+        values: of each query head.
+        z: the heads' outputs, before the output projection (and, in a recurrent layer, before its norm and gate).
+        gate: what the heads' outputs are multiplied by before z is read; None without one.
+    """
+
+    pattern: Float[Tensor, "batch head pos pos"]
+    values: Float[Tensor, "batch pos head d_head"]
+    z: Float[Tensor, "batch pos head d_head"]
+    gate: Float[Tensor, "batch pos head d_head"] | None
+
+
+class LayerSummands(NamedTuple):
+    """What one layer adds to the residual stream: (z_context + z_bias) * factor W_O, b_O and the output of its MLP.
+
+    Attributes:
+        z_context: the heads' outputs, or, if a bias is read, the part that comes from the text.
+        z_bias: the part that comes from the bias; None without one.
+        factor: what z is multiplied by before W_O, the norm and gate of a recurrent layer; None without one.
+        b_O: bias of the output projection; None without one.
+        mlp: output of the MLP; None without one.
+    """
+
+    z_context: Float[Tensor, "pos head d_head"]
+    z_bias: Float[Tensor, "pos head d_head"] | None
+    factor: Float[Tensor, "pos head d_head"] | None
+    b_O: Float[Tensor, " d_model"] | None
+    mlp: Float[Tensor, "pos d_model"] | None
+
+
+class StreamReading(NamedTuple):
+    """The summands of the residual stream at some positions of one pass.
+
+    Attributes:
+        embeddings: ``embed`` and, where positions are added to the stream, ``pos_embed``.
+        layers: what each layer adds.
+        residual: the stream after the last layer.
+        scale: s of the final norm; 1 without one.
+    """
+
+    embeddings: dict[str, Float[Tensor, "pos d_model"]]
+    layers: list[LayerSummands]
+    residual: Float[Tensor, "pos d_model"]
     scale: Float[Tensor, "pos 1"]
-    factors: list[Float[Tensor, "pos head d_head"] | None]
 
 
 class LayerReading(NamedTuple):
@@ -52,6 +117,7 @@ class LayerReading(NamedTuple):
         z: the heads' whole outputs on the text.
         z_bias: what a bias that stands in front of the prompt gives to them; None without one.
         gate: what the heads' outputs are multiplied by before z is taken; None without one.
+        factor: what z is multiplied by before the output projection, the norm and gate of a recurrent layer; None without one.
     """
 
     pattern: Float[Tensor, "text head prompt"]
@@ -59,6 +125,7 @@ class LayerReading(NamedTuple):
     z: Float[Tensor, "text head d_head"]
     z_bias: Float[Tensor, "text head d_head"] | None
     gate: Float[Tensor, "text head d_head"] | None
+    factor: Float[Tensor, "text head d_head"] | None
 
 
 @runtime_checkable
@@ -66,7 +133,9 @@ class KVModel(Protocol):
     """A TransformerLens model that reads a KV bias.
 
     Attributes:
-        cfg: sizes under TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, n_ctx, device.
+        cfg: sizes under TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, d_vocab_out,
+            n_ctx, device; and ``attention`` ("linear", "softmax", or "hybrid" if some layers are recurrent), ``kv_shift`` and
+            ``attention_variant`` (None without them), ``has_position_limit`` (whether ``n_ctx`` limits the length of a text).
         tokenizer: None for a model of token ids.
     """
 
@@ -76,6 +145,10 @@ class KVModel(Protocol):
     @property
     def hook_dict(self) -> Any:
         """The hook points by name."""
+
+    @property
+    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The token embedding."""
 
     @property
     def heads_per_layer(self) -> list[int]:
@@ -153,8 +226,16 @@ class KVModel(Protocol):
                 layer and after the last.
         """
 
-    def logits_of(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab"]:
-        """What the model makes of a residual stream behind its last layer: final norm and unembedding."""
+    def logits_of(
+        self, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """The logits that result from a residual stream before ``layer``, with the hooks that are currently set.
+
+        Args:
+            residual: the residual stream at every position.
+            layer: the layer that reads it; None for the final norm and unembedding alone.
+            n_last: compute the logits of this many positions, from the end; None for all.
+        """
 
     def unembedding(self) -> Unembedding:
         """The final norm and the unembedding."""
@@ -166,11 +247,28 @@ class KVModel(Protocol):
             KVLensError: the heads of this family have no such matrix.
         """
 
-    def direct_path(self, text: Int[Tensor, " pos"]) -> DirectPath:
-        """What lies between the heads and the logits in a pass over a text, behind what is attached.
+    def read_stream(self, text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
+        """The summands of the residual stream at the last ``n_last`` positions of a text, behind what is attached.
 
         Raises:
-            KVLensError: a family whose heads do not write to the residual stream directly.
+            IndirectHeads: a family whose layers add something other than the outputs of heads and MLPs.
+        """
+
+    def visit_heads(self, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:
+        """One pass over texts of equal length, behind what is attached: ``visit(layer, read)`` as each layer is computed.
+
+        Every token is read, also one with the number of a pad token. Patterns of different layers are never kept together.
+        """
+
+    def direct_path(self, text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None = None) -> DirectPath:
+        """What lies between the heads and the logits in a pass over a text, behind what is attached.
+
+        Args:
+            text: one text, or several of equal length.
+            run: a function that makes the pass over all positions, if the caller needs it for something else as well.
+
+        Raises:
+            IndirectHeads: a family with something else between its heads and the residual stream.
         """
 
     def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading] | None:

@@ -6,7 +6,7 @@ It relies on these internals of TransformerLens 3.9, in addition to the public n
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.model.direct_path import direct_path_of, unembedding_of
+from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
 from kvlens.model.fingerprint import fingerprint_of, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
 from kvlens.model.hooks import ChecksHookNames
@@ -41,8 +41,8 @@ from kvlens.model.inputs import (
     check_tokens,
 )
 from kvlens.model.load_and_save import LoadsAndSaves
-from kvlens.model.logits import logits_on
-from kvlens.model.protocol import DirectPath, Unembedding
+from kvlens.model.logits import logits_of, logits_on
+from kvlens.model.protocol import DirectPath, HeadsRead, StreamReading, Unembedding
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
@@ -179,10 +179,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """See :meth:`kvlens.KVModel.logits_on`."""
         return logits_on(self, text, n_last, before, kept, keeps_positions, residuals)
 
-    def logits_of(self, residual: Tensor) -> Tensor:
+    def logits_of(self, residual: Tensor, layer: int | None = None, n_last: int | None = None) -> Tensor:
         """See :meth:`kvlens.KVModel.logits_of`."""
-        logits: Tensor = self(residual, start_at_layer=self.cfg.n_layers)
-        return logits
+        return logits_of(self, residual, layer, n_last)
 
     def unembedding(self) -> Unembedding:
         """See :meth:`kvlens.KVModel.unembedding`."""
@@ -192,9 +191,17 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """W_O of each head of a layer, [head, d_head, d_model]."""
         return self.blocks[layer].attn.W_O
 
-    def direct_path(self, text: Tensor) -> DirectPath:
+    def read_stream(self, text: Tensor, n_last: int) -> StreamReading:
+        """See :meth:`kvlens.KVModel.read_stream`."""
+        return read_stream(self, text, n_last)
+
+    def visit_heads(self, tokens: Tensor, visit: Callable[[int, HeadsRead], None]) -> None:
+        """See :meth:`kvlens.KVModel.visit_heads`."""
+        visit_heads(self, tokens, visit)
+
+    def direct_path(self, text: Tensor, run: Callable[[], Any] | None = None) -> DirectPath:
         """See :meth:`kvlens.KVModel.direct_path`."""
-        return direct_path_of(self, text)
+        return direct_path_of(self, text, run)
 
     def read_attention(self, prompt: Tensor, text: Tensor) -> None:
         """None: hook points show it segment by segment, in bounded memory."""

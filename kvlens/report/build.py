@@ -46,6 +46,8 @@ from kvlens.report.notes import notes_on
 from kvlens.report.summary import CONDITIONS, answer_figures, conversion_figures, effect_figures, model_facts, versions
 
 FORMAT_VERSION = 3
+NEW_TOKENS = 40
+"""The number of tokens that are generated in each condition by default."""
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 MOST_EXPLAINED = 1024
@@ -99,7 +101,7 @@ def build_report(
     text: str,
     *,
     model_name: str | None = None,
-    new_tokens: int = 40,
+    new_tokens: int | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     dual: bool = False,
@@ -117,7 +119,7 @@ def build_report(
         prompt: not empty; it gets a BOS by the model's default.
         text: not empty; tokenized separately, without BOS.
         model_name: the model's name in the report; None takes that of the configuration.
-        new_tokens: how many tokens to generate in each condition.
+        new_tokens: how many tokens to generate in each condition; None generates 40, or as many as ``n_ctx`` has room for.
         temperature: 0 generates greedily; above 0 samples, with the same random numbers in the three conditions.
         seed: random seed for sampling; the global generators are not changed.
         dual: also analyze each head as a gradient step on the prompt's tokens.
@@ -140,7 +142,7 @@ def build_report(
     _check_model(model)
     prompt_tokens = _tokens_of(model, "prompt", prompt, model.prepends_bos)
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
-    _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     if dual:
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
@@ -263,8 +265,10 @@ def _dual_tables(model: Any, prompt: Tensor, text: Tensor) -> dict[str, pd.DataF
 
 
 def _by_head(table: pd.DataFrame, column: str, bias: KVBias) -> Tensor:
-    """A column of a table with one row per head, in order, as [layer, head]."""
-    return torch.tensor(table[column].to_numpy(), dtype=torch.float64).view(bias.n_layers, bias.n_heads)
+    """A column of a table with one row per head as [layer, head]; NaN for heads that a layer does not have."""
+    found = torch.full((bias.n_layers, max(map(bias.n_heads_of, range(bias.n_layers)))), torch.nan, dtype=torch.float64)
+    found[table["layer"].tolist(), table["head"].tolist()] = torch.tensor(table[column].tolist(), dtype=torch.float64)
+    return found
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -299,16 +303,20 @@ def _tokens_of(model: KVModel, what: str, text: str, prepend_bos: bool) -> Tenso
     return tokens
 
 
-def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int, temperature: float) -> None:
+def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None, temperature: float) -> int:
+    """How many tokens are generated; raise KVLensError if they, or prompt and text alone, are too many."""
+    room = model.cfg.n_ctx - prompt - text if model.cfg.has_position_limit else NEW_TOKENS
+    new_tokens = max(1, min(NEW_TOKENS, room)) if new_tokens is None else new_tokens
     if new_tokens < 1:
         raise KVLensError(f"new_tokens must be at least 1, got {new_tokens}")
     if not is_temperature(temperature):
         raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
-    if getattr(model.cfg, "has_position_limit", True) and prompt + text + new_tokens > model.cfg.n_ctx:
+    if new_tokens > room and model.cfg.has_position_limit:
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "
-            f"this model's learned positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
+            f"this model's positions end at n_ctx={model.cfg.n_ctx}; shorten one of the three"
         )
+    return new_tokens
 
 
 def _check_dual_length(model: KVModel, n_prompt: int) -> None:

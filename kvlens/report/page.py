@@ -265,8 +265,7 @@ def _contributions(table: pd.DataFrame) -> Piece:
 def _arcs(report: Report) -> Piece:
     copies, linked = report.tables["prompt_copies"], report.linked
     assert linked is not None
-    n_layers, n_heads = linked.by_text.shape[:2]
-    everyone = pd.MultiIndex.from_product([range(n_layers), range(n_heads)], names=["layer", "head"])
+    everyone = pd.MultiIndex.from_frame(report.tables["bias_by_head"][["layer", "head"]])
     scores = (
         copies.groupby(["layer", "head"])["attention"].mean().reindex(everyone, fill_value=0.0).rename("score").reset_index()
     )

@@ -17,14 +17,14 @@ from torch import nn
 from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
-from kvlens.files import CARD, list_files, read_json, write_folder
+from kvlens.files import CARD, LIST, check_folder, list_files, read_json, write_folder
 from kvlens.model.storage import check_model_folder
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card
-from kvlens.training.checkpoint import check_run_folder, only_run_in
+from kvlens.training.checkpoint import LOCK, RUN_FOLDER, check_run_folder, only_run_in
 from kvlens.training.distributed import Workers
-from kvlens.training.hybrid import measure_hybrid, new_hybrid, train_hybrid, write_hybrid
+from kvlens.training.hybrid import CONFIG, measure_hybrid, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, score_heldout, train
@@ -60,7 +60,7 @@ def train_recipe(
         KVLensError: as for :func:`kvlens.training.train`.
     """
     if recipe.architecture is not None:
-        return _train_hybrid(recipe, path_of("train: folder", folder), device, progress)
+        return _train_hybrid(recipe, path_of("train: folder", folder), device, restart, progress)
     folder = path_of("train: folder", folder)
     check_run_folder(folder)  # before the corpus is built, which takes time
     check_model_folder(folder / "model", overwrite=True)
@@ -86,10 +86,22 @@ def train_recipe(
     return facts
 
 
-def _train_hybrid(recipe: Recipe, folder: Path, device: Any, progress: bool) -> dict[str, Any]:
+def _trained_hybrid(folder: Path) -> set[str] | None:
+    """The files of a folder that :func:`_train_hybrid` wrote; None for any other folder."""
+    listed = read_json("train", folder / "model" / CONFIG).get(LIST) if (folder / "model" / FACTS).is_file() else None
+    return {LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
+
+
+HYBRID_FOLDER = RUN_FOLDER._replace(
+    name="a trained model (models of Transformers' classes are trained without a checkpoint to resume from)",
+    own_files=_trained_hybrid,
+    allow="ask for a restart (--restart)",
+)
+
+
+def _train_hybrid(recipe: Recipe, folder: Path, device: Any, restart: bool, progress: bool) -> dict[str, Any]:
     """`train_recipe` for a class of Transformers; there is no checkpoint."""
-    check_run_folder(folder)
-    check_model_folder(folder / "model", overwrite=True)
+    check_folder(folder, HYBRID_FOLDER, overwrite=restart)
     task, settings = build_task(recipe), TrainSettings.of(dict(recipe.training))
     settings.check_batches(task)
     model = new_hybrid(task, recipe.model).to(device or "cpu")

@@ -34,7 +34,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     """
     if not len(data.prompt) or not len(data.text):
         raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
-    whole = float(data.by_text.sum(dim=(0, 1)).mean())
+    whole = float(data.by_text.nansum(dim=(0, 1)).mean())
     said = (
         f"Shares of the prompt in the attention output; in total {percent(whole)}, averaged over the text's tokens; the rest "
         "comes from the text itself. Blue adds to the output, red subtracts from it; a marked corner is beyond the scale."

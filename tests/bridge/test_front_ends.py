@@ -17,6 +17,11 @@ CALLS = {
     "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
     "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
     "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+    "attention_rows": lambda f, m: f(m, PROMPT, torch.tensor([3, 7])),
+    "head_details": lambda f, m: f(m, PROMPT, TEXT).pattern,
+    "induction_heads": lambda f, m: f(m, n_sequences=1, n_repeated=8),
+    "linked_shares": lambda f, m: f(m, PROMPT, TEXT).by_prompt,
+    "prompt_copies": lambda f, m: f(m, PROMPT, PROMPT[2:5]),
     "attribution_by_position": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
 }
 """How an analysis is called, where not as f(model, prompt, text)."""

@@ -9,7 +9,7 @@ from bridge_models import HYBRID
 from tiny_hf import D_VOCAB, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from kvlens import HookedKVTransformer, KVTransformerBridge
+from kvlens import HookedKVTransformer, KVTransformerBridge, analyses
 from kvlens.__main__ import main
 from kvlens.bridge import load_model
 
@@ -33,9 +33,8 @@ def test_a_report(folder, tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["conversion"]["relative_error"] < 1e-5 and summary["generation"]["converted_equals_with_prompt"]
     tables = {path.stem for path in out.glob("*.parquet")}
-    assert {"bias_by_head", "prompt_by_depth", "prompt_effect"} <= tables and "layer_contributions" not in tables
-    page = (out / "report.html").read_text()
-    assert page.count("why it is not shown for this model") == 4  # linked view, contributions, induction, patterns
+    assert {"bias_by_head", "prompt_by_depth", "prompt_effect", "layer_contributions", "prompt_copies"} <= tables
+    assert "why it is not shown for this model" not in (out / "report.html").read_text()
     heads = pd.read_parquet(out / "bias_by_head.parquet").groupby("layer")["head"].count()
     assert heads.tolist() == [4, 6, 4]
 
@@ -53,7 +52,27 @@ def test_a_batch_keeps_front_ends_apart(folder, tmp_path):
     assert main([*words, "--model", str(folder)]) == 0
     assert len(pd.read_parquet(out)) == 4 + 6 + 4
     assert main(["analyse", "composition", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", str(folder)]) == 2
-    assert main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", str(folder)]) == 2
+
+
+def test_states_in_a_batch(folder, tmp_path, capsys):
+    """The rows are those of the functions, prompt by prompt."""
+    model, stories = load_model(folder, device="cpu"), {"a": PROMPT, "b": "the dog sat."}
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"id": name, "prompt": story, "earlier": "the log."}) for name, story in stories.items()]
+    prompts.write_text("\n".join(lines))
+    for name in ("state_memory", "state_maps", "state_erasure"):
+        out = tmp_path / f"{name}.parquet"
+        assert main(["analyse", name, str(prompts), "--out", str(out), "--device", "cpu", "--model", str(folder)]) == 0
+        table = pd.read_parquet(out).set_index("prompt_id")
+        for each, story in stories.items():
+            given = ("the log.", story) if name == "state_erasure" else (story,)
+            expected = getattr(analyses, name)(model, *given)
+            found = table.loc[each].reset_index(drop=True).drop(columns="model")
+            pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-6)
+    assert (
+        main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", "bigram-linear"]) == 2
+    )
+    assert "no recurrent layer" in capsys.readouterr().err
 
 
 def test_a_folder_goes_to_the_front_end_that_runs_it(folder, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -17,6 +18,7 @@ from analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, print_report, write_report
+from kvlens.report.build import _check_lengths
 from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
 
@@ -217,6 +219,17 @@ def with_a_bias():
 def test_bad_input(make, options, message):
     with pytest.raises(KVLensError, match=message):
         build_report(make(), **{"prompt": PROMPT, "text": TEXT, **options})
+
+
+@pytest.mark.parametrize(("n_ctx", "expected"), [(512, 40), (64, 4)])
+def test_as_many_tokens_are_generated_as_there_is_room_for(n_ctx, expected):
+    model = SimpleNamespace(cfg=SimpleNamespace(n_ctx=n_ctx, has_position_limit=True))
+    assert _check_lengths(model, 40, 20, None, 0.0) == expected
+    model.cfg.has_position_limit = False
+    assert _check_lengths(model, 60, 20, None, 0.0) == 40
+    model.cfg = SimpleNamespace(n_ctx=60, has_position_limit=True)
+    with pytest.raises(KVLensError, match="shorten one of the three"):
+        _check_lengths(model, 40, 20, None, 0.0)
 
 
 def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):

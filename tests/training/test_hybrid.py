@@ -9,11 +9,12 @@ import torch
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt, zoo
 from kvlens.bridge import load_model
-from kvlens.files import check_listed
+from kvlens.files import check_folder, check_listed
 from kvlens.tasks import make_task
 from kvlens.training import find_recipe, train_recipe
 from kvlens.training.hybrid import AnswerLoss, computed_by_mixers, new_hybrid
 from kvlens.training.run import decayed_parameters
+from kvlens.training.ship import HYBRID_FOLDER
 
 RECIPE = find_recipe("facts-hybrid")
 TASK = make_task(RECIPE.task, **RECIPE.task_settings)
@@ -116,6 +117,17 @@ def test_a_damaged_file_is_noticed_and_notes_of_the_run_change_no_fingerprint(wr
     (copy / "model.safetensors").write_bytes(weights)
     with pytest.raises(KVLensError, match="damaged"):
         KVTransformerBridge.boot_transformers(copy, device="cpu")
+
+
+def test_a_second_training_into_the_same_folder_says_what_to_do(written):
+    folder = written[0].parent
+    with pytest.raises(KVLensError, match=r"already holds a trained model \(.*--restart\) to replace it"):
+        train_recipe(RECIPE, folder, device="cpu")
+    check_folder(folder, HYBRID_FOLDER, overwrite=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(KVLensError, match=r"not part of a trained model .*notes\.txt"):
+        train_recipe(RECIPE, folder, device="cpu", restart=True)
+    (folder / "notes.txt").unlink()
 
 
 def test_settings_that_transformers_refuses():

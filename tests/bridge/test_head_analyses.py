@@ -1,0 +1,198 @@
+"""Analyses of heads on the bridge: equal to those on HookedKVTransformer, or to slow forms with hooks."""
+
+import pytest
+import torch
+from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tokens, tiny
+from pandas.testing import assert_frame_equal
+
+from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
+from kvlens import analyses as an
+from kvlens.errors import IndirectHeads
+
+AS_THEY_ARE = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+TOLERANCE = {"gpt2": 1e-9, "llama": 2e-6}
+"""Transformers computes Llama's norms, rotary angles and softmax in float32, also in a float64 model."""
+ROUNDING = 5e-6
+"""Nats: losses of a few nats from float32 logits of a few tens."""
+PROMPT = some_tokens(11)
+TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])
+REPEATED = dict(n_sequences=2, n_repeated=9)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def both(request, tmp_path_factory):
+    """One model in float64 on both front ends, and how far their tables may differ."""
+    if not TRANSFORMER_LENS_3:
+        pytest.skip(NEEDS_HOOKED_TRANSFORMER)
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny(request.param).double().save_pretrained(folder)
+    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
+    bridge = KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+    return (hooked, bridge), dict(rtol=TOLERANCE[request.param], atol=TOLERANCE[request.param])
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "bamba", "kimi_linear"])
+def hybrid(request):
+    return KVTransformerBridge.boot_transformers(tiny(request.param))
+
+
+def test_heads_on_repeated_tokens_are_those_of_the_hooked_model(both):
+    models, tolerance = both
+    tables = [an.induction_heads(model, ablations=True, batch_size=7, **REPEATED) for model in models]
+    assert tables[0]["loss_change"].abs().max() > 1e-3
+    assert_frame_equal(*tables, **tolerance)
+
+
+def test_every_head_of_a_hybrid_is_scored(hybrid):
+    table = an.induction_heads(hybrid, **REPEATED)
+    heads = [(layer, head) for layer, n_heads in enumerate(hybrid.heads_per_layer) for head in range(n_heads)]
+    assert list(table[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None)) == heads
+    with pytest.MonkeyPatch.context() as patch:
+        tokens = repeated_text(patch, hybrid)
+    seen = {}
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", lambda a, hook, at=layer: seen.__setitem__(at, a)) for layer in range(3)]
+    hybrid.run_with_hooks(tokens, fwd_hooks=hooks)
+    found = table[table["kind"] == "previous_token"].set_index(["layer", "head"])["score"]
+    for layer, head in heads:
+        expected = seen[layer][:, head].diagonal(offset=-1, dim1=-2, dim2=-1).mean()
+        assert abs(found[layer, head] - float(expected)) < 1e-5 * max(1.0, abs(float(expected)))
+
+
+def repeated_text(patch, model, which=0):
+    """The tokens that the analysis draws: the repeated text, or (1) the one that ablations resample from."""
+    from kvlens.analyses.heads import induction
+
+    made = []
+    original = induction.repeat_tokens
+    patch.setattr(induction, "repeat_tokens", lambda *args: made.append(original(*args)) or made[-1])
+    an.induction_heads(model, ablations=which > 0, **REPEATED)
+    return made[which].tokens
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, layer):
+    """Of the largest in a recurrent layer and in one of attention, from passes with hooks to the pattern."""
+    with pytest.MonkeyPatch.context() as patch:
+        own, other = (repeated_text(patch, hybrid, which) for which in (0, 1))
+    table = an.induction_heads(hybrid, ablations=True, **REPEATED)
+    table = table[table["layer"] == layer].set_index(["head", "kind"])["loss_change"]
+    (head, kind), found = table.abs().idxmax(), table[table.abs().idxmax()]
+    n = REPEATED["n_repeated"]
+    lag = {"prefix_matching": n - 1, "previous_token": 1, "duplicate_token": n, "current_token": 0}[kind]
+    there = torch.diag(torch.ones(2 * n - lag), -lag)
+    there[: n if lag >= n - 1 else 1] = 0  # only these queries are scored
+    z_name, pattern, v_name = (f"blocks.{layer}.attn.hook_{name}" for name in ("z", "pattern", "v"))
+    v_name = v_name if v_name in hybrid.hook_dict else f"blocks.{layer}.attn.hook_values"  # latent attention
+    seen = {}
+
+    def outputs(change):
+        """z of a pass over the text in which the pattern is multiplied by ``change``."""
+        hooks = [(z_name, lambda z, hook: seen.__setitem__("z", z.clone())), (pattern, lambda a, hook: a * change)]
+        hybrid.run_with_hooks(own, fwd_hooks=hooks)
+        return seen["z"][:, :, head]
+
+    hybrid.run_with_hooks(other, fwd_hooks=[(v_name, lambda v, hook: seen.__setitem__("v", v.clone()))])
+    swapped = outputs(1 - there)
+    with hybrid.hooks(fwd_hooks=[(v_name, lambda v, hook: seen["v"])]):
+        swapped = swapped + outputs(there)
+
+    def replace(z, hook):
+        z = z.clone()
+        z[:, :, head] = swapped
+        return z
+
+    def loss(hooks):
+        log_p = hybrid.run_with_hooks(own, fwd_hooks=hooks)[:, n:-1].double().log_softmax(dim=-1)
+        return -float(log_p.gather(-1, own[:, n + 1 :, None]).mean())
+
+    expected = loss([(z_name, replace)]) - loss([])
+    assert abs(found - expected) < ROUNDING and abs(expected) > 10 * ROUNDING
+
+
+def test_patterns_and_shares_are_those_of_the_hooked_model(both):
+    models, tolerance = both
+    queries = torch.tensor([3, 8])
+    for analysis, argument in ((an.attention_rows, queries), (an.prompt_copies, TEXT)):
+        found, expected = (analysis(model, PROMPT, argument) for model in reversed(models))
+        if isinstance(found, torch.Tensor):
+            torch.testing.assert_close(found, expected, **{**tolerance, "rtol": 1e-6, "atol": 1e-6})  # both are float32
+        else:
+            assert len(found)
+            assert_frame_equal(found, expected, **{**tolerance, "rtol": 1e-6, "atol": 1e-6})
+    details = [an.head_details(model, PROMPT, TEXT) for model in models]
+    for name in ("pattern", "prompt_shares", "bias_shares", "among"):
+        torch.testing.assert_close(*(getattr(of, name) for of in details), rtol=1e-5, atol=1e-6)  # float32
+    linked = [an.linked_shares(model, PROMPT, TEXT) for model in models]
+    for name in ("by_prompt", "by_text", "between"):
+        torch.testing.assert_close(*(getattr(of, name) for of in linked), **tolerance)
+
+
+def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value(hybrid):
+    """c of the linked view, from two passes: W_O of a head's output, and of its output with a prompt token's value zero."""
+    layer, position, at = 0, 2, len(PROMPT) + 1
+    tokens, seen = torch.cat([PROMPT, TEXT])[None], {}
+    rows = {}
+    from kvlens.analyses.prompt.linked import visit_shares
+
+    visit_shares(hybrid, PROMPT, TEXT, lambda of, first, w: rows.setdefault(of, w))
+    writes = hybrid.output_weights(layer).double()
+    v_name, z_name = (f"blocks.{layer}.attn.hook_{name}" for name in ("v", "z"))
+    factor = hybrid.direct_path(tokens[0]).factors[layer][at]
+
+    def zero(v, hook):
+        v = v.clone()
+        v[:, position] = 0
+        return v
+
+    for name, hooks in (("whole", []), ("without", [(v_name, zero)])):
+        keep = (z_name, lambda z, hook, name=name: seen.__setitem__(name, z[0, at].double()))
+        hybrid.run_with_hooks(tokens, fwd_hooks=[*hooks, keep])
+    whole, without = (torch.einsum("hd,hdm->hm", seen[name] * factor, writes) for name in ("whole", "without"))
+    outputs = []
+    path = hybrid.direct_path(tokens[0], lambda: hybrid.visit_heads(tokens, lambda of, read: outputs.append(read.z)))
+    total = 0.0
+    for each, (z, factor) in enumerate(zip(outputs, path.factors, strict=True)):
+        z = z[0, at].double() if factor is None else z[0, at].double() * factor[at]
+        total += float(torch.einsum("hd,hdm->hm", z, hybrid.output_weights(each).double()).norm(dim=1).sum())
+    expected = ((whole - without) * whole).sum(dim=1) / whole.norm(dim=1) / total
+    torch.testing.assert_close(rows[layer][:, 1, position], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_contributions_are_those_of_the_hooked_model(both, per_head):
+    models, tolerance = both
+    for prompt in (None, PROMPT, "converted"):
+        prompts = [convert_prompt(model, PROMPT) if prompt == "converted" else prompt for model in models]
+        options = dict(tokens=[5], per_head=per_head)
+        tables = [an.layer_contributions(*given, TEXT, **options) for given in zip(models, prompts, strict=True)]
+        assert_frame_equal(*tables, **tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "bamba", "kimi_linear", "gpt_oss"])
+def test_contributions_add_up_to_the_logits(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    bias, answer = convert_prompt(model, PROMPT), 3
+    table = an.layer_contributions(model, bias, TEXT, tokens=[answer], per_head=True)
+    with model.kv_bias(bias):
+        logits = model(TEXT[None])[0].double()
+    sums = table[table["target"] == "chosen"].groupby("position")[["logit", "residual_share"]].sum()
+    expected = (logits[:, answer] - logits.mean(dim=-1)).numpy()
+    assert abs(sums["logit"].to_numpy() - expected).max() < 1e-5 * abs(logits).max()
+    assert abs(sums["residual_share"] - 1).max() < 1e-5
+    heads = table[(table["component"] == "attention_bias") & (table["position"] == 0) & (table["target"] == "next")]
+    assert heads.groupby("layer")["head"].count().tolist() == model.heads_per_layer
+    assert (heads.groupby("layer")["norm"].max() > 0).all() or family == "kimi_linear"  # whose random decays leave nothing
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "minimax", "granite_hybrid"])
+def test_contributions_are_refused_behind_norms_and_factors(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    with pytest.raises(IndirectHeads, match="not the sum of its attention"):
+        an.layer_contributions(model, PROMPT, TEXT)
+    assert an.linked_shares(model, PROMPT, TEXT).by_prompt.isfinite().any()
