@@ -65,9 +65,14 @@ def visit_heads(
         values = of["v"].repeat_interleave(layer.n_heads // of["v"].shape[2], dim=2)
         visit(layer.layer, HeadsRead(of["pattern"], values, of["z"], of.get("gate")))
 
+    batch, n = tokens.shape
+    nothing = torch.zeros(batch, n, 0, 1, device=tokens.device)
+    no_heads = HeadsRead(torch.zeros(batch, 0, n, n, device=tokens.device), nothing, nothing, None)
     with ExitStack() as stack:
         for layer in layers:
             if not layer.n_heads:
+                handle = layer.component.register_forward_hook(lambda *_, layer=layer: visit(layer.layer, no_heads))
+                stack.callback(handle.remove)
                 continue
             points = layer.attention_points()
             for name, (point, form) in points.items():
@@ -99,8 +104,8 @@ def read_stream(model: Any, layers: list[Layer], text: Int[Tensor, " pos"], n_la
     with_heads = [layer for layer in layers if not isinstance(layer, TokenwiseLayer) and layer.n_heads]
     if len(with_heads) < len(layers):
         raise IndirectHeads(
-            f"{model.cfg.architecture}: {len(layers) - len(with_heads)} of {len(layers)} layers have no heads, so what enters the "
-            "residual stream is not a sum over heads and MLPs; this needs a model whose layers all have heads"
+            f"{model.cfg.architecture}: {len(layers) - len(with_heads)} of {len(layers)} layers have no heads, so what "
+            "enters the residual stream is not a sum over heads and MLPs; this needs a model whose layers all have heads"
         )
     with ExitStack() as stack:
         _watch_summands(stack, model, layers, seen)

@@ -147,7 +147,7 @@ def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
     for name in columns:
         in_percent = name in (MEASURES["bias_share"], ON_ANSWER["leads"])
         shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
-    return error_table(shown, title=f"heads, sorted by {by}", max_rows=TOP_HEADS)
+    return error_table(shown, title=f"heads, in descending order of: {by}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:

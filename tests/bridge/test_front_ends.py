@@ -6,6 +6,7 @@ from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tok
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses
 from kvlens.analyses import front_ends
+from kvlens.errors import IndirectHeads
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 CALLS = {
@@ -37,7 +38,10 @@ def test_an_analysis_runs_or_says_why_not(model, name):
     function, reason = getattr(analyses, name), front_ends.reason_against(name, model)
     call = CALLS.get(name, lambda f, m: f(m, PROMPT, TEXT))
     with torch.no_grad():
-        if reason is None:
+        if name == "layer_contributions" and 0 in model.heads_per_layer:
+            with pytest.raises(IndirectHeads, match="layers have no heads"):
+                call(function, model)
+        elif reason is None:
             assert len(call(function, model))
         else:
             with pytest.raises(KVLensError, match=f"{name} does not run on KVTransformerBridge") as refused:
