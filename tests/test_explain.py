@@ -8,7 +8,7 @@ import torch
 from kvlens.analyses.attribution.explain import explain
 from kvlens.analyses.attribution.null import Null
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.cli import main
 from kvlens.report.explanation import in_a_sentence
 
@@ -30,6 +30,9 @@ def test_the_sentence_names_what_matters(name):
     assert found.answer == "donkey"
     assert found.p_answer[0] == pytest.approx(answer_probability(model, STORY, " donkey"), abs=1e-4)
     assert found.p_answer[1] < 0.1 < 0.9 < found.p_answer[0]
+    with torch.no_grad(), model.kv_bias(convert_prompt(model, STORY, without=[(1, len(model.to_tokens(STORY)[0]))])):
+        alone = model(QUESTION, prepend_bos=False)[0, -1].softmax(dim=-1)[model.to_single_token(" donkey")]
+    assert found.p_answer[2] == pytest.approx(float(alone), abs=1e-4)
     said = in_a_sentence(found, "sentence")
     assert said.startswith("Without 'At night Kaya feeds a donkey.' the answer 'donkey' falls from ")
     named = found.needed() or found.sufficient()

@@ -12,7 +12,7 @@ from kvlens.checks import checked
 from kvlens.errors import warn
 
 from ..bias.parts import part_name
-from ..sequences import PromptTokens, TextTokens
+from ..sequences import PromptTokens, TextTokens, begins_with_bos
 from ..texts import joined, token_texts
 from .answers import Answer, Question, Rival
 from .by_head import attribution_by_head
@@ -34,9 +34,10 @@ class Explained:
 
     Attributes:
         answer, rival: as text.
-        p_answer, p_rival: probabilities of the answer and of its rival with the whole prompt, and without the unit that matters
-            most; the latter None where no unit is significant (adjusted for the number of units). Where no rival is given, it
-            is the most probable other first token without that unit (with the prompt, where no unit is significant).
+        p_answer, p_rival: probabilities of the answer and of its rival with the whole prompt, without the unit that matters
+            most (None where no unit is significant, adjusted for the number of units), and without the prompt: after BOS alone,
+            the text in its place. Where no rival is given, it is the most probable other first token without that unit (with
+            the prompt, where no unit is significant).
         units, heads, positions: the tables of `prompt_attribution`, and of that unit those of `attribution_by_head` and
             `attribution_by_position`; empty where no unit is significant.
         unit: number of that unit, or None.
@@ -45,8 +46,8 @@ class Explained:
 
     answer: str
     rival: str
-    p_answer: tuple[float, float | None]
-    p_rival: tuple[float, float | None]
+    p_answer: tuple[float, float | None, float]
+    p_rival: tuple[float, float | None, float]
     units: pd.DataFrame
     heads: pd.DataFrame
     positions: pd.DataFrame
@@ -115,21 +116,22 @@ def explain(
         )
     ranked = units[units["p_adjusted"] <= SIGNIFICANT].sort_values("total_effect", ascending=False, key=abs)
     chosen = None if ranked.empty else int(ranked.index[0])
-    rows = [[]] if chosen is None else [[], [(int(units["start"][chosen]), int(units["stop"][chosen]))]]
-    prompts = question.rows(rows)
+    unit = [] if chosen is None else [(int(units["start"][chosen]), int(units["stop"][chosen]))]
+    everything = (int(begins_with_bos(model, question.prompt)), len(question.prompt))
+    prompts = question.rows([[], [everything], *([unit] if unit else [])])
     first = logits_after(model, prompts, question.text)[:, 0]
-    other = question.rival if question.rival is not None else _nearest(first[-1], question.answer)
+    other = question.rival if question.rival is not None else _nearest(first[2 if unit else 0], question.answer)
     p = [_probabilities(question, prompts, first, tokens) for tokens in (question.answer, other)]
     heads = positions = pd.DataFrame()
     if chosen is not None:
-        given = dict(by=[rows[1][0]], answer=question.answer, rival=question.rival)
+        given = dict(by=unit, answer=question.answer, rival=question.rival)
         of_heads = replace(null, n_units=min(n_null, FEWEST))
         heads = attribution_by_head(model, question.prompt, question.text, null=of_heads, **given)  # type: ignore[arg-type]
         heads = heads[heads["unit"] == 0].reset_index(drop=True)
         positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
     behind = len(question.text)
     texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
-    with_and_without = [(each[0], each[1] if len(each) > 1 else None) for each in p]
+    with_and_without = [(each[0], each[2] if unit else None, each[1]) for each in p]
     of_both = [tuple(tokens.tolist()) for tokens in (question.answer, other)]
     said = (texts[0], texts[1], with_and_without[0], with_and_without[1])
     return Explained(*said, units, heads, positions, chosen, *of_both)

@@ -21,7 +21,7 @@ def in_a_sentence(found: Any, by: str) -> str:
     if found.unit is None:
         return (
             f"No {by} of the prompt changes the probability of {found.answer!r} more than {by}s of unrelated texts do "
-            f"(it is {percent(found.p_answer[0])} with the prompt)."
+            f"(it is {percent(found.p_answer[0])} with the prompt, {percent(found.p_answer[2])} without the prompt)."
         )
     removed, effect = _short(found.units["unit_text"][found.unit].strip()), float(found.units["total_effect"][found.unit])
     verb = "falls" if effect > 0 else "rises"

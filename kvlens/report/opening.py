@@ -98,15 +98,16 @@ def _shown(text: str) -> str:
 
 
 def _odds(explained: Any, by: str) -> str:
-    """A table of two answers, before and after, with bars."""
+    """A table of two answers with the prompt, without the unit and without the prompt, with bars."""
     without = explained.p_answer[1] is not None
-    heads = ["the model continues with", "with the prompt", *([f"without that {by}"] if without else [])]
+    removed = [f"without that {by}"] if without else []
+    heads = ["the model continues with", "with the prompt", *removed, "without the prompt"]
     named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "rival", explained.p_rival)]
     rows = "".join(
         f'<tr><th scope="row"><bdi>{html_text(name)}</bdi> <span class="unit">{what}</span></th>'
-        + "".join(_odd(p) for p in both if p is not None)
+        + "".join(_odd(p) for p in each if p is not None)
         + "</tr>"
-        for name, what, both in named
+        for name, what, each in named
     )
     head = "".join(f'<th scope="col">{html_text(words)}</th>' for words in heads)
     return f'<table class="odds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'

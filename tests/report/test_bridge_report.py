@@ -72,7 +72,7 @@ def test_states_in_a_batch(folder, tmp_path, capsys):
     assert (
         main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", "bigram-linear"]) == 2
     )
-    assert "no recurrent layer" in capsys.readouterr().err
+    assert "no layer of the model is recurrent" in capsys.readouterr().err
 
 
 def test_a_folder_goes_to_the_front_end_that_runs_it(folder, tmp_path):
