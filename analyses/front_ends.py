@@ -65,7 +65,9 @@ def kind_of(model: KVModel) -> str:
 
 def reason_against(name: str, model: KVModel) -> str | None:
     """Why an analysis does not run on a model; None where it does."""
-    reasons = NOT_ON.get(name, Reasons())
+    reasons = NOT_ON.get(name)
+    if reasons is None:
+        return None
     return dict(zip((HOOKED, SOFTMAX, RECURRENT), reasons, strict=True))[kind_of(model)]
 
 

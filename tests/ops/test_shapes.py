@@ -11,6 +11,7 @@ from kvlens.ops import attention_variants, dual, feature_maps, induction, kv_shi
 from kvlens.ops import softmax_attention as softmax
 from kvlens.ops import softmax_features as features
 from kvlens.ops.affine import affine
+from kvlens.ops.landmarks.gram import Products
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 SIZES = dict(b=2, p=7, key=7, h=6, g=3, d=4, f=5, r=5, m=8, w=1, t=2, c=6, n=3, e=9, one=1, two=2, all=6)
@@ -52,7 +53,8 @@ def made(x: Any) -> Any:
 RULE = features.ScoreRule(2.0)
 QUERIES = landmarks.Queries("b p h d", "b p h d", "b p h", ints("p"))
 PROMPT = landmarks.PromptKeys("b g r d", "b g r d", ints("b g r"), None, RULE)
-SUMS = landmarks.Statistics("c r r", "c r", "c r d", "c", 14)
+SUMS = landmarks.Statistics(Products(torch.rand(6, 5, 5)), "c r", "c r d", "c", 14)
+CHOSEN = landmarks.Chosen(ints("c two"), "c two", "c two two", "c two")
 KERNEL = dual.LogKernel("h p p", None)
 EXTRA = softmax.ExtraKeys("b g r d", "b g r", "b g r d")
 PHI = softmax.ScaledFeatures("b p h r", "b p h")
@@ -96,9 +98,9 @@ OPS: dict[Any, dict[str, Any]] = {
     features.scaled_exp: dict(log_features="b p h r", used=bools("b h r")),
     features.taylor_features: dict(x="b p h d", scale=2.0),
     landmarks.shares: dict(queries=QUERIES, prompt=PROMPT),
-    landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="g d d"),
+    landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="b g d d"),
     landmarks.choose_keys: dict(sums=SUMS, r=2),
-    landmarks.fit_weights: dict(sums=SUMS, index=torch.arange(2).expand(6, 2), active=bools("c two")),
+    landmarks.fit_weights: dict(chosen=CHOSEN, active=bools("c two")),
     landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
     landmarks.greedy_budgets: dict(gain="n b g r", total=ints("b")),
     attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e d"], activation=torch.relu),

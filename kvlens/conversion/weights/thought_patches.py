@@ -61,6 +61,7 @@ class ThoughtPatches(WeightChange):
         return changed if self.matrices is None else changed + x @ self.matrices[layer].to(x)
 
 
+@checked
 @torch.no_grad()
 def thought_vectors(patches: TokenPatches) -> ThoughtPatches:
     """The mean change: 2 d_model numbers per layer."""

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.checks import checked
 from kvlens.conversion.weights.change import WeightChange, change_blocks, check_changeable, watched
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -74,6 +75,7 @@ class TokenPatches(WeightChange):
         return x + along * self.changes[layer].to(x)
 
 
+@checked
 @torch.no_grad()
 def token_patches(model: HookedKVTransformer, bias: KVBias, texts: Int[Tensor, "text pos"]) -> TokenPatches:
     """Patches with which ``model``, with what is attached to it now, reads ``texts`` as it does with ``bias`` instead.

@@ -112,4 +112,4 @@ def test_curves_are_drawn_in_the_tables_order_and_the_given_colors():
     assert [line.get_label() for line in lines] == ["b", "a"]
     assert lines[1].get_ydata().tolist() == [0.5, 0.25]
     assert matplotlib.colors.to_hex(lines[1].get_color()) == "#010203"
-    assert matplotlib.colors.to_hex(lines[0].get_color()) == curves.PALETTE[0]
+    assert matplotlib.colors.to_hex(lines[0].get_color()) == curves.PALETTE[0].lower()
