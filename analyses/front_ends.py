@@ -32,10 +32,12 @@ def _not_on_the_bridge(reason: str) -> Reasons:
 
 
 _NO_STATE = "no layer of the model is recurrent with a state: it keeps every key of a prompt instead"
-_WEIGHTS = "it reads W_Q, W_K, W_V and W_O of every head, which families store, normalize and gate in ways of their own"
+_WEIGHTS = (
+    "it multiplies the matrices W_Q, W_K, W_V and W_O of heads, and a recurrent layer's queries, keys and values are not "
+    "linear in the residual stream: they pass a short convolution, an activation, or both"
+)
 _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
-_REPEATED = "it compares heads by their shift coefficients, weights and ablations on HookedKVTransformer's hook points"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
 NOT_ON: Mapping[str, Reasons] = {
@@ -44,11 +46,10 @@ NOT_ON: Mapping[str, Reasons] = {
     "bias_overwriting": _not_on_the_bridge(_PROBES),
     "bias_similarity": _not_on_the_bridge(_PROBES),
     "circuits": _not_on_the_bridge(_PROBES),
-    "composition": _not_on_the_bridge(_WEIGHTS),
+    "composition": Reasons(recurrent=_WEIGHTS),
     "dual_bound": _not_on_the_bridge(_DUAL),
     "dual_demonstrations": _not_on_the_bridge(_DUAL),
     "dual_losses": _not_on_the_bridge(_DUAL),
-    "induction_verdicts": _not_on_the_bridge(_REPEATED),
     "state_erasure": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
     "state_maps": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
     "state_memory": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import pandas as pd
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Analysis, Columns, Option
 from ..front_ends import on_its_front_ends
-from .weights import COMPOSITION_KINDS, composition_scores, head_weights
+from .weights import COMPOSITION_KINDS, composition_scores
 
 COLUMNS = Columns(
     kind=("str", '"Q", "K" or "V": what of the later head reads'),
@@ -40,11 +40,11 @@ COLUMNS = Columns(
 @on_its_front_ends
 @checked
 @torch.no_grad()
-def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
+def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
     """Composition scores of all pairs of heads in different layers.
 
     Args:
-        model: a model of at least two layers, otherwise the table is empty.
+        model: a model of at least two layers with heads, otherwise the table is empty.
         kinds: some of "Q", "K", "V", in the order of the rows.
 
     Returns:
@@ -53,22 +53,24 @@ def composition(model: HookedKVTransformer, *, kinds: Sequence[str] = COMPOSITIO
         {columns}
 
     Raises:
-        KVLensError: an unknown kind, or none.
+        KVLensError: an unknown kind, or none; heads whose queries, keys or values are not linear in the residual stream.
     """
     if not len(kinds) or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
         raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
-    n_layers = model.cfg.n_layers
-    weights = [head_weights(model, layer) for layer in range(n_layers)]
-    in_order = torch.arange(n_layers)[:, None] < torch.arange(n_layers)  # [layer, later_layer]
+    with_heads = torch.tensor([layer for layer, n_heads in enumerate(model.heads_per_layer) if n_heads])
+    weights = [matrices for matrices in model.head_matrices() if matrices is not None]
+    if len(weights) < len(with_heads):
+        raise KVLensError("composition: in this model queries, keys or values of heads are not linear in the residual stream")
+    in_order = with_heads[:, None] < with_heads  # [layer, later_layer]
     pairs = in_order[:, None, :, None].expand(-1, model.cfg.n_heads, -1, model.cfg.n_heads)
     layer, head, later_layer, later_head = pairs.nonzero().repeat(len(kinds), 1).T
     n_pairs = len(layer) // len(kinds)
     return COLUMNS.frame(
         {
             "kind": [kind for kind in kinds for _ in range(n_pairs)],
-            "layer": layer,
+            "layer": with_heads[layer],
             "head": head,
-            "later_layer": later_layer,
+            "later_layer": with_heads[later_layer],
             "later_head": later_head,
             "score": torch.cat([composition_scores(weights, kind).cpu()[pairs] for kind in kinds]),
         }

@@ -14,17 +14,19 @@ lowers its logit has the verdict ``induction`` and a negative ``copying_score``.
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
+import math
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
 
+from ..bias.parts import HEAD
 from ..declaration import Analysis, Columns, Option
-from ..front_ends import on_its_front_ends
+from ..layers import heads_of_model
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from .ablation import Progress, Start
 from .induction import (
@@ -41,11 +43,11 @@ from .induction import (
 )
 from .shift_roles import displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
-from .weights import composition_scores, copying_scores, head_weights
+from .weights import composition_scores, copying_scores
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
-    head=("int64", "query head"),
+    head=("int64", HEAD),
     verdict=(
         "str",
         '"induction", "previous token", "duplicate token", "current token", or several joined by " / " if they are not '
@@ -69,13 +71,21 @@ COLUMNS = Columns(
     copying_score=(
         "float64",
         "sum(lambda) / sum(|lambda|), in [-1, 1], over the eigenvalues of W_E W_V W_O W_U, the last three folded: times their "
-        "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary",
+        "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary; NaN "
+        "for heads whose values are not linear in the residual stream (recurrent layers)",
     ),
-    logit_attribution=("float64", "mean direct contribution to the centered logit of the right next token, second copy"),
+    logit_attribution=(
+        "float64",
+        "mean direct contribution to the centered logit of the right next token, second copy; NaN in models whose heads do not "
+        "write to the residual stream directly",
+    ),
     ablation_loss_change=("float64", f"{LOSS_CHANGE}; resampled head, mean over the second copy; NaN unless asked for"),
     ablation_loss_error=("float64", "standard error of ablation_loss_change"),
     ablation_logit_change=("float64", f"{LOGIT_CHANGE}; the right next token's, likewise; NaN unless asked for"),
-    k_composition_layer=("Int64", "the earlier head that this head's keys read most; NA in the first layer"),
+    k_composition_layer=(
+        "Int64",
+        "the earlier head that this head's keys read most; NA in the first layer, and in hybrid models",
+    ),
     k_composition_head=("Int64", "which of that layer"),
     k_composition_score=("float64", "||W_OV W_K W_Q^T|| / (||W_OV|| ||W_K W_Q^T||), folded likewise; NaN in the first layer"),
     alpha_1=("float64", "key coefficient of the token; 1 without a shift"),
@@ -91,11 +101,10 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def induction_verdicts(
-    model: HookedKVTransformer,
+    model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
     n_sequences: int = 10,
@@ -138,39 +147,52 @@ def induction_verdicts(
         batch_size=batch_size, on_start=on_start, on_progress=on_progress,
     )  # fmt: skip
     verdicts = name_heads(found.measured.scores, found.repeated, found.losses, threshold=threshold, ratio=ratio)
-    return _frame(model, found, [verdict for layer in verdicts for verdict in layer], threshold)
+    return _frame(model, found, verdicts, threshold)
 
 
 def _frame(
-    model: HookedKVTransformer,
+    model: KVModel,
     found: HeadsFound,
-    verdicts: list[Verdict],
+    verdicts: list[list[Verdict]],
     threshold: float,
 ) -> pd.DataFrame:
-    n_layers, n_heads, measured = model.cfg.n_layers, model.cfg.n_heads, found.measured
-    weights = [head_weights(model, layer) for layer in range(n_layers)]
+    measured, heads = found.measured, heads_of_model(model)
+    matrices = model.head_matrices()
+    linear = [of_layer for of_layer in matrices if of_layer is not None]
+    scores = iter(copying_scores(model, linear))
+    copying = [
+        torch.full((n,), torch.nan) if w is None else next(scores) for w, n in zip(matrices, model.heads_per_layer, strict=True)
+    ]
+    of_heads = [verdicts[layer][head] for layer, head in zip(*(x.tolist() for x in heads), strict=True)]
     columns: dict[str, Any] = {
-        "layer": torch.arange(n_layers).repeat_interleave(n_heads),
-        "head": torch.arange(n_heads).repeat(n_layers),
-        "verdict": [verdict.name for verdict in verdicts],
-        "stretch_share": [verdict.share for verdict in verdicts],
-        "stretch_ratio": [verdict.ratio for verdict in verdicts],
-        "stretch_start": [verdict.start for verdict in verdicts],
-        "spread": spreads(measured.scores, found.repeated),
+        "layer": heads[0],
+        "head": heads[1],
+        "verdict": [verdict.name for verdict in of_heads],
+        "stretch_share": [verdict.share for verdict in of_heads],
+        "stretch_ratio": [verdict.ratio for verdict in of_heads],
+        "stretch_start": [verdict.start for verdict in of_heads],
+        "spread": spreads(measured.scores, found.repeated)[heads],
         "threshold": threshold,
         "role": [role for taps in measured.taps for role in roles(taps)],
-        "copying_score": copying_scores(model, weights),
-        "logit_attribution": measured.attribution,
-        "ablation_loss_change": found.ablation.loss_change,
-        "ablation_loss_error": found.ablation.loss_error,
-        "ablation_logit_change": found.ablation.logit_change,
-        "displacement": torch.stack([displacement(taps) for taps in measured.taps]),
+        "copying_score": torch.cat([score.double() for score in copying]),
+        "logit_attribution": measured.attribution[heads],
+        "ablation_loss_change": found.ablation.loss_change[heads],
+        "ablation_loss_error": found.ablation.loss_error[heads],
+        "ablation_logit_change": found.ablation.logit_change[heads],
+        "displacement": torch.cat([displacement(taps) for taps in measured.taps]),
     }
     for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
-        by_lag = torch.nn.functional.pad(torch.stack(taps), (0, 1))  # append a zero, since without a shift there is one column
+        by_lag = torch.nn.functional.pad(torch.cat(taps), (0, 1))  # append a zero, since without a shift there is one column
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
-    columns |= _strongest_k_composition(composition_scores(weights, "K"))
+    composed = composition_scores(linear, "K") if len(linear) == len(matrices) else None
+    columns |= _unknown_composition(len(of_heads)) if composed is None else _strongest_k_composition(composed)
     return COLUMNS.frame(columns)
+
+
+def _unknown_composition(n_rows: int) -> dict[str, Any]:
+    """In the place of :func:`_strongest_k_composition`, if some heads are not linear maps."""
+    unknown = [pd.NA] * n_rows
+    return {"k_composition_layer": unknown, "k_composition_head": unknown, "k_composition_score": [math.nan] * n_rows}
 
 
 def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
@@ -187,7 +209,7 @@ def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
 
 
 def _of_prompt(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Tensor,
     *,
     n_random: int = 0,

@@ -14,32 +14,22 @@ with g = 1 and C = 1 if there is no norm. Weights that TransformerLens has folde
 
 Grouped queries: every query head has its own W_Q and W_O and its group's W_K and W_V.
 
-Positions and shifts are left out too: rotary embeddings rotate W_Q W_K^T by a lag, and shift coefficients multiply W_K and W_V
-by numbers that cancel in all ratios below.
+Positions, norms of queries and keys, and shifts are left out too: rotary embeddings rotate W_Q W_K^T by a lag, and shift
+coefficients multiply W_K and W_V by numbers that cancel in all ratios below.
 
 Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (composition; eigenvalues of the OV circuit).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError, KVModel
+from kvlens import KVLensError, KVModel
+from kvlens.model.protocol import HeadMatrices
 
 COMPOSITION_KINDS = ("Q", "K", "V")
-NORM_BEHIND_ATTENTION = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Architectures whose ``ln1`` comes after the attention, not before it."""
-
-
-class HeadWeights(NamedTuple):
-    """One layer's matrices, with gains and means folded, in float32 or wider."""
-
-    W_Q: Float[Tensor, "head d_model d_head"]
-    W_K: Float[Tensor, "head d_model d_head"]
-    W_V: Float[Tensor, "head d_model d_head"]
-    W_O: Float[Tensor, "head d_head d_model"]
 
 
 def wide_dtype(model: KVModel) -> torch.dtype:
@@ -47,34 +37,7 @@ def wide_dtype(model: KVModel) -> torch.dtype:
     return torch.promote_types(model.W_E.dtype, torch.float32)
 
 
-def norm_behind(model: HookedKVTransformer, layer: int) -> str | None:
-    """The name of the norm between a layer's heads and the residual stream, None for nearly all models."""
-    if model.cfg.original_architecture in NORM_BEHIND_ATTENTION:
-        return f"blocks.{layer}.ln1"
-    return f"blocks.{layer}.ln1_post" if model.cfg.use_normalization_before_and_after else None
-
-
-def gain(norm: Any) -> Tensor | float:
-    """A norm's gain [d_model]; 1 if it has been folded, or there is no norm."""
-    return getattr(norm, "w", 1.0)
-
-
-def head_weights(model: HookedKVTransformer, layer: int) -> HeadWeights:
-    """The matrices of one layer."""
-    attn, dtype, behind = model.blocks[layer].attn, wide_dtype(model), norm_behind(model, layer)
-    in_front = 1.0 if model.cfg.original_architecture in NORM_BEHIND_ATTENTION else gain(model.blocks[layer].ln1)
-    reading = in_front[:, None] if isinstance(in_front, Tensor) else in_front
-    writing = 1.0 if behind is None else gain(model.get_submodule(behind))
-    W_Q, W_K, W_V = ((W * reading).to(dtype) for W in (attn.W_Q, attn.W_K, attn.W_V))
-    W_O = (attn.W_O * writing).to(dtype)
-    if _reads_centered(model, layer):
-        W_Q, W_K, W_V = (W - W.mean(dim=1, keepdim=True) for W in (W_Q, W_K, W_V))
-    if _all_read_centered(model):
-        W_O = W_O - W_O.mean(dim=2, keepdim=True)
-    return HeadWeights(W_Q, W_K, W_V, W_O)
-
-
-def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Float[Tensor, "layer head"]:
+def copying_scores(model: KVModel, weights: Sequence[HeadMatrices]) -> list[Float[Tensor, " head"]]:
     """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out, of the folded matrices.
 
     1: reading a token always raises its own logit; -1: it lowers it; random weights give about 0. The matrices are folded as
@@ -85,40 +48,27 @@ def copying_scores(model: HookedKVTransformer, weights: list[HeadWeights]) -> Fl
     Raises:
         KVLensError: input and output vocabularies differ.
     """
-    W_E, W_U = model.W_E, model.W_U
+    W_E, way = model.W_E, model.unembedding()
+    W_U = way.W_U
     if W_E.shape[0] != W_U.shape[1]:
         raise KVLensError(
             f"the copying score needs one vocabulary for input and output; the model reads {W_E.shape[0]} tokens and "
             f"predicts {W_U.shape[1]}"
         )
-    dtype, norm = wide_dtype(model), getattr(model, "ln_final", None)
-    final = gain(norm)
-    W_U = W_U.to(dtype) * (final.to(dtype)[:, None] if isinstance(final, Tensor) else final)
+    dtype = wide_dtype(model)
+    W_U = W_U.to(dtype) if way.norm_weight is None else W_U.to(dtype) * way.norm_weight.to(dtype)[:, None]
     W_U = W_U - W_U.mean(dim=1, keepdim=True)
-    W_U = W_U - W_U.mean(dim=0) if _centers(norm) else W_U
+    W_U = W_U - W_U.mean(dim=0) if way.centers else W_U
     unembed_embed = W_U @ W_E.to(dtype)
-    circuits = torch.stack([w.W_O @ unembed_embed @ w.W_V for w in weights])
-    total = torch.linalg.eigvals(circuits).abs().sum(dim=-1)
-    return _ratio(circuits.diagonal(dim1=-2, dim2=-1).sum(dim=-1), total)  # the trace is the sum of the eigenvalues
+    found = []
+    for w in weights:
+        circuits = w.W_O @ unembed_embed @ w.W_V
+        total = torch.linalg.eigvals(circuits).abs().sum(dim=-1)
+        found.append(_ratio(circuits.diagonal(dim1=-2, dim2=-1).sum(dim=-1), total))  # the trace is the sum of the eigenvalues
+    return found
 
 
-def _centers(norm: Any) -> bool:
-    return type(norm).__name__ in ("LayerNorm", "LayerNormPre")
-
-
-def _all_read_centered(model: HookedKVTransformer) -> bool:
-    """Whether everything that reads the residual stream subtracts its mean first."""
-    return _centers(getattr(model, "ln_final", None)) and all(
-        _reads_centered(model, layer) for layer in range(model.cfg.n_layers)
-    )
-
-
-def _reads_centered(model: HookedKVTransformer, layer: int) -> bool:
-    """Whether a norm before the layer's heads subtracts the mean."""
-    return model.cfg.original_architecture not in NORM_BEHIND_ATTENTION and _centers(getattr(model.blocks[layer], "ln1", None))
-
-
-def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "layer head later_layer later_head"]:
+def composition_scores(weights: Sequence[HeadMatrices], kind: str) -> Float[Tensor, "layer head later_layer later_head"]:
     """How much of what an earlier head writes a later head reads, with its queries, keys or values.
 
         ||W_OV W|| / (||W_OV|| ||W||)      W = W_Q W_K^T ("Q"),  W_K W_Q^T ("K"),  W_OV ("V")       W_OV = W_V W_O
@@ -145,7 +95,7 @@ def composition_scores(weights: list[HeadWeights], kind: str) -> Float[Tensor, "
     return scores
 
 
-def _read_by(w: HeadWeights, kind: str) -> Tensor:
+def _read_by(w: HeadMatrices, kind: str) -> Tensor:
     left, right = {"Q": (w.W_Q, w.W_K.mT), "K": (w.W_K, w.W_Q.mT), "V": (w.W_V, w.W_O)}[kind]
     return _without_left_isometry(right.mT, left.mT).mT
 

@@ -21,16 +21,25 @@ from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
 from kvlens.bridge.positions import positions_under, text_positions
-from kvlens.bridge.reading import direct_path, read_attention, read_stream, unembedding, visit_heads
+from kvlens.bridge.reading import direct_path, read_attention, read_stream, visit_heads
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
+from kvlens.bridge.weights import head_matrices, unembedding
 from kvlens.components import is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
-from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, PromptKeysAndValues, StreamReading, Unembedding
+from kvlens.model.protocol import (
+    DirectPath,
+    HeadMatrices,
+    HeadsRead,
+    LayerReading,
+    PromptKeysAndValues,
+    StreamReading,
+    Unembedding,
+)
 from kvlens.zoo import folder_of, is_bridge
 
 
@@ -326,6 +335,11 @@ class KVTransformerBridge(TransformerBridge):
     def unembedding(self) -> Unembedding:
         """See :meth:`kvlens.KVModel.unembedding`."""
         return unembedding(self)
+
+    @torch.no_grad()
+    def head_matrices(self) -> list[HeadMatrices | None]:
+        """See :meth:`kvlens.KVModel.head_matrices`: None for recurrent layers, and for gated or latent attention."""
+        return head_matrices(self, self.__dict__["_layers"])
 
     def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head of a layer; in a recurrent layer a norm and a gate stand before it (:meth:`direct_path`)."""

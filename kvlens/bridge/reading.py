@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.tokenwise import TokenwiseLayer
+from kvlens.bridge.weights import unembedding
 from kvlens.errors import IndirectHeads
-from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, LayerSummands, StreamReading, Unembedding
+from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, LayerSummands, StreamReading
 
 Layer = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
 Seen = dict[tuple[int, str], Tensor]
 """What passed certain points of certain layers: (layer, name) -> [batch, ...]."""
-PROBE = 1e3
-"""Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
 DIRECT = 1e-2
 """Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, in half precision too."""
 
@@ -186,35 +185,6 @@ def _factor(of: dict[str, Tensor], layer: Layer) -> Float[Tensor, "*batch pos he
     z = of["z"].double()
     factor = of["normed"].double().reshape(z.shape) / z.where(z != 0, 1.0)
     return factor.where(z != 0, 0.0)
-
-
-def unembedding(model: Any) -> Unembedding:
-    """See :meth:`kvlens.KVModel.unembedding`; the norm's weights are measured: families write them in ways of their own."""
-    norm = _norm(model)
-    d_model = model.cfg.d_model
-    sign = torch.ones(d_model, dtype=torch.float64)
-    sign[1::2] = -1
-    sign = sign - sign.mean()  # an odd number of dimensions leaves a mean
-    there, back, raised = (norm(PROBE * x) for x in (sign, -sign, sign + 1))
-    size = sign.square().mean().sqrt()
-    weight, bias = (there - back) / 2 * size / sign, (there + back) / 2
-    centers = bool(torch.allclose(raised, there, rtol=1e-3, atol=1e-3 * float(there.abs().max())))
-    b_u = getattr(model, "b_U", None)
-    w_u = model.W_U
-    b_u = torch.zeros(w_u.shape[1], device=w_u.device) if b_u is None else b_u
-    return Unembedding(w_u, b_u, weight.to(w_u), bias.to(w_u) if float(bias.abs().max()) > 1e-6 else None, centers)
-
-
-def _norm(model: Any) -> Callable[[Tensor], Tensor]:
-    """The final norm on one vector, without hooks."""
-    module = model.ln_final.original_component
-    weights = next(module.parameters(), model.W_U)
-
-    def apply(x: Tensor) -> Tensor:
-        result: Tensor = module(x.to(weights)[None, None])[0, 0]
-        return result.double().cpu()
-
-    return apply
 
 
 def _scale(model: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos 1"]:

@@ -74,6 +74,18 @@ class HeadsRead(NamedTuple):
     gate: Float[Tensor, "batch pos head d_head"] | None
 
 
+class HeadMatrices(NamedTuple):
+    """A layer's weights by query head, as linear maps from and to the residual stream, in float32 or wider.
+
+    The linear part of the norms before and after the heads is folded in (:mod:`kvlens.analyses.heads.weights`).
+    """
+
+    W_Q: Float[Tensor, "head d_model d_key"]
+    W_K: Float[Tensor, "head d_model d_key"]
+    W_V: Float[Tensor, "head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+
+
 class LayerSummands(NamedTuple):
     """What one layer adds to the residual stream: (z_context + z_bias) * factor W_O, b_O and the output of its MLP.
 
@@ -239,6 +251,13 @@ class KVModel(Protocol):
 
     def unembedding(self) -> Unembedding:
         """The final norm and the unembedding."""
+
+    def head_matrices(self) -> list[HeadMatrices | None]:
+        """The matrices of each layer's heads, folded; None if queries, keys or values are not linear in the residual stream, or
+        the front end does not show their weights.
+
+        Norms, rotations and shifts of queries and keys are left out.
+        """
 
     def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head of a layer.

@@ -30,6 +30,7 @@ from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
 from kvlens.model.fingerprint import fingerprint_of, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
+from kvlens.model.head_matrices import head_matrices_of
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
     as_kv_config,
@@ -42,7 +43,7 @@ from kvlens.model.inputs import (
 )
 from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.logits import logits_of, logits_on
-from kvlens.model.protocol import DirectPath, HeadsRead, StreamReading, Unembedding
+from kvlens.model.protocol import DirectPath, HeadMatrices, HeadsRead, StreamReading, Unembedding
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
@@ -186,6 +187,10 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     def unembedding(self) -> Unembedding:
         """See :meth:`kvlens.KVModel.unembedding`."""
         return unembedding_of(self)
+
+    def head_matrices(self) -> list[HeadMatrices | None]:
+        """See :meth:`kvlens.KVModel.head_matrices`."""
+        return head_matrices_of(self)
 
     def output_weights(self, layer: int) -> Tensor:
         """W_O of each head of a layer, [head, d_head, d_model]."""

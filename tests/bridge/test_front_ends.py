@@ -20,6 +20,8 @@ CALLS = {
     "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
     "attention_rows": lambda f, m: f(m, PROMPT, torch.tensor([3, 7])),
     "head_details": lambda f, m: f(m, PROMPT, TEXT).pattern,
+    "composition": lambda f, m: f(m).columns,
+    "induction_verdicts": lambda f, m: f(m, n_sequences=1, n_repeated=8),
     "induction_heads": lambda f, m: f(m, n_sequences=1, n_repeated=8),
     "linked_shares": lambda f, m: f(m, PROMPT, TEXT).by_prompt,
     "prompt_copies": lambda f, m: f(m, PROMPT, PROMPT[2:5]),
@@ -62,4 +64,4 @@ def test_the_reference_has_a_row_for_every_analysis():
     assert set(front_ends.NOT_ON) <= set(front_ends.analyses())
     for name in front_ends.analyses():
         assert f"| `{name}` |" in front_ends.__doc__
-    assert "| `composition` | yes | no (" in front_ends.__doc__
+    assert "| `composition` | yes | yes | no (" in front_ends.__doc__

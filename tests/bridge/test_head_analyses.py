@@ -196,3 +196,34 @@ def test_contributions_are_refused_behind_norms_and_factors(family):
     with pytest.raises(IndirectHeads, match="not the sum of its attention"):
         an.layer_contributions(model, PROMPT, TEXT)
     assert an.linked_shares(model, PROMPT, TEXT).by_prompt.isfinite().any()
+
+
+def test_weights_and_verdicts_are_those_of_the_hooked_model(both):
+    models, tolerance = both
+    assert_frame_equal(*(an.composition(model) for model in models), **tolerance)
+    verdicts = [an.induction_verdicts(model, ablations=True, **REPEATED) for model in models]
+    assert verdicts[0]["copying_score"].abs().max() > 0.01 and verdicts[0]["logit_attribution"].abs().max() > 0.01
+    assert_frame_equal(*verdicts, **tolerance)
+
+
+def test_verdicts_on_hybrids_and_behind_norms(hybrid):
+    table = an.induction_verdicts(hybrid, **REPEATED)
+    assert table.groupby("layer")["head"].count().tolist() == hybrid.heads_per_layer
+    assert table[table["layer"] != 1]["copying_score"].isna().all() and table["k_composition_layer"].isna().all()
+    assert table["logit_attribution"].notna().all()
+    gemma = KVTransformerBridge.boot_transformers(tiny("gemma3"))
+    assert an.induction_verdicts(gemma, **REPEATED)["logit_attribution"].isna().all()
+
+
+def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(hybrid):
+    """In the last layer: over heads, what attention contributes to the centered logits of the next tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        tokens = repeated_text(patch, hybrid)
+    table = an.induction_verdicts(hybrid, **REPEATED)
+    n, expected = REPEATED["n_repeated"], []
+    for text in tokens:
+        parts = an.layer_contributions(hybrid, None, text)
+        parts = parts[(parts["component"] == "attention_input") & (parts["layer"] == 2) & (parts["target"] == "next")]
+        expected.append(parts[parts["position"].between(n, 2 * n - 2)]["logit"].mean())
+    found = table[table["layer"] == 2]["logit_attribution"].sum()
+    assert abs(found - sum(expected) / len(expected)) < 1e-4 * max(1.0, abs(found))
