@@ -37,8 +37,8 @@ COLUMNS = Columns(
 
 
 @COLUMNS.document
-@on_its_front_ends
 @checked
+@on_its_front_ends
 @torch.no_grad()
 def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
     """Composition scores of all pairs of heads in different layers.

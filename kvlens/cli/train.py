@@ -110,4 +110,5 @@ def _print_facts(facts: dict[str, Any], out: str) -> None:
         print(f"  without context         {held['without']:.3f} nats per token")
         print(f"  after the context       {held['with_context']:.3f}")
         print(f"  context converted       {held['converted']:.3f}  (relative error of the logits {held['relative_error']:.1e})")
-    print(f"Written to {visible(out)}; load it with HookedKVTransformer.load({str(out) + '/model'!r})")
+    loader = "KVTransformerBridge.boot_transformers" if facts["recipe"]["architecture"] else "HookedKVTransformer.load"
+    print(f"Written to {visible(out)}; load it with {loader}({str(out) + '/model'!r})")
