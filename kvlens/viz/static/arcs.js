@@ -77,7 +77,7 @@
     roving(buttons, 0, toggle, () => { chosen.clear(); draw(); });
     draw();
     follow(selection.get());
-    selection.listen(follow);
+    selection.listen(["head"], follow);
     scroll.scrollLeft = wide; // scroll to the text, where the arcs start
   };
 

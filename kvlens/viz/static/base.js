@@ -115,8 +115,9 @@ const KVLENS = (() => {
     let now = read();
     const become = (next) => {
       if (names.every((name) => next[name] === now[name])) return;
+      const before = now;
       now = next;
-      listeners.forEach((listener) => listener(now));
+      for (const [own, listener] of listeners) if (own.some((name) => next[name] !== before[name])) listener(now);
     };
     window.addEventListener("hashchange", () => location.hash.includes("=") && become(read()));
     return {
@@ -126,7 +127,7 @@ const KVLENS = (() => {
         try { history.replaceState(null, "", `#${new URLSearchParams(next)}`); } catch { /* a notebook's frame has no address */ }
         become(next);
       },
-      listen: (listener) => listeners.push(listener),
+      listen: (own, listener) => listeners.push([own, listener]), // only to changes of these names
     };
   })();
 
@@ -172,7 +173,7 @@ const KVLENS = (() => {
     };
     follow(selection.get());
     if (!figure.dataset.selected && isKnown(first)) choose(first.dataset.layer, first.dataset.head);
-    selection.listen(follow);
+    selection.listen(["head"], follow);
     window.addEventListener("resize", () => redraw());
     for (const event of ["beforeprint", "afterprint"]) // canvases too are printed in the light colors
       window.addEventListener(event, () => {

@@ -67,7 +67,7 @@
     const follow = ({ text }) => cells.forEach((cell, i) => cell.classList.toggle("of-chosen", String(data.positions[i % columns]) === text));
     roving(cells, columns, (i) => selection.set({ text: String(data.positions[i % columns]), show: "text" }), null);
     follow(selection.get());
-    selection.listen(follow);
+    selection.listen(["text"], follow);
   };
 
   document.querySelectorAll('[data-kvlens="depth"]').forEach(setUp);

@@ -283,7 +283,7 @@
       before = place.clientWidth;
     });
     follow(selection.get());
-    selection.listen(follow);
+    selection.listen(["unit", "head", "prompt", "off"], follow);
   };
 
   document.querySelectorAll('[data-kvlens="flow"]').forEach(setUp);

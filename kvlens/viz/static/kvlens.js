@@ -25,6 +25,19 @@
     return { left, top, gap, cell, row, width, height: top + nRows * row + 4 };
   };
 
+  // one pixel for each cell, to be drawn larger: thousands of rectangles would take longer than a click may
+  const pixelsOf = (values, width, height, full, paper, positive, negative) => {
+    const small = element("canvas"), pixels = new ImageData(width, height);
+    Object.assign(small, { width, height });
+    values.forEach((x, i) => {
+      const strength = Math.min(1, Math.abs(x ?? 0) / full), end = x < 0 ? negative : positive;
+      for (let k = 0; k < 3; k++) pixels.data[4 * i + k] = paper[k] + strength * (end[k] - paper[k]); // rounded when stored
+      pixels.data[4 * i + 3] = 255;
+    });
+    small.getContext("2d").putImageData(pixels, 0, 0);
+    return small;
+  };
+
   const drawPattern = (canvas, data, columns, values, nPrompt, full, at) => {
     const nRows = data.queries.length;
     const box = layoutOf(canvas.parentElement.clientWidth || 900, nRows, columns.length);
@@ -37,17 +50,16 @@
     const color = colorReader(context);
     const [paper, positive, negative, ink] = ["--cell", "--positive-fill", "--negative-fill", "--muted"].map(color);
     const xOf = (column) => box.left + column * box.cell + (column >= nPrompt ? box.gap : 0);
-    values.forEach((x, i) => {
-      const row = Math.floor(i / columns.length), column = i % columns.length;
-      const strength = Math.min(1, Math.abs(x ?? 0) / full);
-      const end = x < 0 ? negative : positive;
-      const mixed = paper.map((from, k) => Math.round(from + strength * (end[k] - from)));
-      context.fillStyle = `rgb(${mixed})`;
-      context.fillRect(xOf(column), box.top + row * box.row, box.cell + 0.3, box.row - (box.row > 8 ? 1 : 0));
-      if (Math.abs(x ?? 0) > 1.0005 * full && box.cell > 5 && box.row > 8) { // beyond full color: a corner
-        context.fillStyle = `rgb(${ink})`;
-        context.fillRect(xOf(column) + box.cell - 3, box.top + row * box.row, 3, 3);
-      }
+    const cells = pixelsOf(values, columns.length, nRows, full, paper, positive, negative);
+    const high = nRows * box.row;
+    context.imageSmoothingEnabled = false;
+    for (const [first, last] of [[0, nPrompt], [nPrompt, columns.length]])
+      if (last > first) context.drawImage(cells, first, 0, last - first, nRows, xOf(first), box.top, (last - first) * box.cell, high);
+    if (box.row > 8) for (let row = 1; row <= nRows; row++) context.clearRect(box.left, box.top + row * box.row - 1, box.width, 1);
+    context.fillStyle = `rgb(${ink})`;
+    if (box.cell > 5 && box.row > 8) values.forEach((x, i) => { // beyond full color: a corner
+      if (Math.abs(x ?? 0) <= 1.0005 * full) return;
+      context.fillRect(xOf(i % columns.length) + box.cell - 3, box.top + Math.floor(i / columns.length) * box.row, 3, 3);
     });
     if (at) {
       context.strokeStyle = `rgb(${ink})`;
@@ -114,7 +126,11 @@
   // one scale for all heads, so that they can be compared
   const scalesOf = (data) => {
     const all = (name) => data.heads.flat().flatMap((head) => (head[name] ? valuesOf(head[name]) : []));
-    return { pattern: strongest(all("pattern")), shares: strongest(all("shares")), bias: strongest(all("bias")) };
+    const names = ["pattern", "shares", "bias"], signed = (name) => data.heads.flat().some((one) => one[name]?.cells.some((cell) => cell < 0));
+    return {
+      ...Object.fromEntries(names.map((name) => [name, strongest(all(name))])),
+      signed: Object.fromEntries(names.map((name) => [name, signed(name)])),
+    };
   };
 
   const showHead = (place, data, scales, layer, headIndex) => {
@@ -125,17 +141,16 @@
     const patternTitle = element("h4", "", "Attention pattern of the unconverted model");
     place.replaceChildren(title, patternTitle, panel);
     draw();
-    const signed = (name) => data.heads.flat().some((one) => one[name]?.cells.some((cell) => cell < 0));
-    const negative = signed("pattern") ? "Linear attention weights can be negative (red), and a row need not sum to 1." : "";
+    const { signed } = scales, negative = signed.pattern ? "Linear attention weights can be negative (red), and a row need not sum to 1." : "";
     panel.prepend(
       element("p", "note", ["Rows are the text's tokens.", negative, ...data.notes].filter(Boolean).join(" ")),
-      legend(scales.pattern, "of the head's attention; the same scale for every head", signed("pattern")));
+      legend(scales.pattern, "of the head's attention; the same scale for every head", signed.pattern));
     const most = shares.map((x, i) => [x ?? 0, i]).sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 5);
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${data.blocks[i].place}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
       element("p", "note", `All together: ${number(head.whole)}; the rest comes from the text itself and the shift state. Largest: ${list}.`),
-      legend(scales.shares, "of the head's output", signed("shares")),
+      legend(scales.shares, "of the head's output", signed.shares),
       coloredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);

@@ -233,7 +233,7 @@
     text.note.textContent = data.note;
     show("text", data.text.length - 1); // show the next-token predictions at once
     follow(selection.get());
-    selection.listen(follow);
+    selection.listen(["head", "prompt", "text", "unit", "show"], follow);
   };
 
   const coloringChoice = (heads, data) => {

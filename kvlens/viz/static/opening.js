@@ -27,5 +27,5 @@ document.querySelectorAll('[data-kvlens="opening"]').forEach((figure) => {
     roving(spans, 0, (i) => choose(spans[i]), () => selection.set({ unit: null, show: null }));
   }
   follow(selection.get());
-  selection.listen(follow);
+  selection.listen(["unit", "prompt"], follow);
 });
