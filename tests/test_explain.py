@@ -63,6 +63,7 @@ def test_a_null_that_is_too_small_for_the_number_of_units_warns():
     with pytest.warns(UserWarning, match="none of 3 units can be significant.*a null of 60 units"):
         found = explain(model, STORY, QUESTION, answer=" donkey", null=Null(19))
     assert found.unit is None
+    assert in_a_sentence(found, "sentence").startswith("The prompt has 3 sentences, too many for any of them to be significant")
 
 
 def test_a_result_without_effects_says_so():

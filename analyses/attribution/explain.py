@@ -42,6 +42,7 @@ class Explained:
             `attribution_by_position`; empty where no unit is significant.
         unit: number of that unit, or None.
         answer_tokens, rival_tokens: the two answers as token ids.
+        testable: whether there were enough unrelated units for any of these to be significant.
     """
 
     answer: str
@@ -54,6 +55,7 @@ class Explained:
     unit: int | None
     answer_tokens: tuple[int, ...] = ()
     rival_tokens: tuple[int, ...] = ()
+    testable: bool = True
 
     def needed(self) -> list[str]:
         """Heads whose swap alone costs a significant share of the whole effect, such as "L0H2", the strongest first, at most
@@ -109,7 +111,8 @@ def explain(
         model, question.prompt, question.text, by=by, answer=question.answer, rival=question.rival, method=method, null=null
     )
     n_null = null.n_for(len(units))
-    if n_null < enough_for(len(units)):
+    testable = n_null >= enough_for(len(units))
+    if not testable:
         warn(
             f"explain: with {n_null} unrelated units none of {len(units)} units can be significant: give coarser units, or a "
             f"null of {enough_for(len(units))} units"
@@ -134,7 +137,7 @@ def explain(
     with_and_without = [(each[0], each[2] if unit else None, each[1]) for each in p]
     of_both = [tuple(tokens.tolist()) for tokens in (question.answer, other)]
     said = (texts[0], texts[1], with_and_without[0], with_and_without[1])
-    return Explained(*said, units, heads, positions, chosen, *of_both)
+    return Explained(*said, units, heads, positions, chosen, *of_both, testable)
 
 
 def _nearest(logits: Float[Tensor, " d_vocab"], answer: Int[Tensor, " answer_pos"]) -> Int[Tensor, "1"]:

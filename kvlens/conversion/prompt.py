@@ -100,6 +100,6 @@ def length_note(model: KVModel, n_tokens: int) -> str | None:
     if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
         return None
     return (
-        f"The prompt has {n_tokens:,} tokens, and the model was made for n_ctx={model.cfg.n_ctx:,}. Its positions allow more, "
+        f"The prompt is longer than n_ctx={model.cfg.n_ctx:,}, for which the model was made. Its positions allow more, "
         "but it was not trained on them: such a prompt may raise the loss instead of lowering it."
     )

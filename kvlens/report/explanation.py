@@ -18,6 +18,13 @@ LONGEST_UNIT = 160
 
 def in_a_sentence(found: Any, by: str) -> str:
     """The result in one or two sentences."""
+    if found.unit is None and not found.testable:
+        largest = found.units.loc[found.units["total_effect"].abs().idxmax()]
+        return (
+            f"The prompt has {len(found.units):,} {by}s, too many for any of them to be significant against this number of "
+            f"unrelated texts; the largest effect on the answer {found.answer!r} is that of "
+            f"{_short(largest['unit_text'].strip())!r}, {largest['total_effect']:.3g} nats, which was not tested."
+        )
     if found.unit is None:
         return (
             f"No {by} of the prompt changes the probability of {found.answer!r} more than {by}s of unrelated texts do "

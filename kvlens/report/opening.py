@@ -42,7 +42,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     )
     said = (
         f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
-        "than the effects of unrelated texts in its place (p > 0.05, for units other than tokens adjusted for their number)."
+        f"than the effects of unrelated texts in its place (p > 0.05{_adjusted(explained.units, by)})."
     )
     body = (
         f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
@@ -51,6 +51,11 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         f'aria-label="the text that follows">{_shown(text)}</div></figure>'
     )
     return Piece("what the prompt does", body)
+
+
+def _adjusted(units: pd.DataFrame, by: str) -> str:
+    """What is said of the p-values of several units."""
+    return "" if len(units) == 1 else f"; for a {by}, adjusted for the number of {by}s by Holm's method"
 
 
 def _colored_units(units: pd.DataFrame, column: str, words: str, name: str) -> str:

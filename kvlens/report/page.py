@@ -186,8 +186,8 @@ def _subtitle(summary: dict[str, Any]) -> str:
     model = summary["model"]
     return (
         f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
-        f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a bias of {summary['bias']['n_numbers']:,} numbers; "
-        f"it is evaluated on a text of {summary['text']['n_tokens']:,} tokens."
+        f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a KV bias, {summary['bias']['n_numbers']:,} numbers that "
+        f"the attention heads read in its place, and is evaluated on a text of {summary['text']['n_tokens']:,} tokens."
     )
 
 

@@ -51,9 +51,11 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant
     notes = "".join(f'<p class="note" data-measure="{name}">{html_text(about[name])}</p>' for name in chosen)
     said = (
         "Every number was measured by itself; they do not add up, because parts can stand in for each other. Click a part to "
-        f"pin it. A part that is switched off reads the prompt without the {by}: the box on the right shows what the model "
-        "then says."
+        f"pin it. Switch a part off, and it reads the prompt without the {by} while all others read the whole prompt; the box "
+        "on the right shows what the model then answers."
     )
+    if (flow["position"] == SHIFT_STATE).any():
+        said += " “shift state” is what the model's KV shift carries from the prompt's last tokens to the first of the text."
     body = (
         f'<figure class="piece" data-kvlens="flow"><figcaption>{html_text(title)} '
         f'<select aria-label="what the lines show">{options}</select></figcaption>{notes}<p class="note">{html_text(said)}</p>'

@@ -379,7 +379,7 @@ def test_a_prompt_beyond_n_ctx_is_warned_of_where_positions_allow_it(recwarn):
     bias = convert_prompt(model, tokens(2, 12))
     assert not recwarn.list
     for options in (dict(prompt=tokens(2, 13)), dict(prompt=tokens(2, 1), initial=bias)):
-        with pytest.warns(UserWarning, match="The prompt has 13 tokens, and the model was made for n_ctx=12"):
+        with pytest.warns(UserWarning, match="The prompt is longer than n_ctx=12, for which the model was made"):
             convert_prompt(model, **options)
     with pytest.raises(KVLensError, match="n_ctx=12"):
         convert_prompt(model_of("learned", n_ctx=12), tokens(2, 13))

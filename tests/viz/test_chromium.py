@@ -24,7 +24,7 @@ from kvlens.viz import (
     generated_text,
     head_heatmap,
 )
-from kvlens.viz._text import label, running
+from kvlens.viz._text import label, number, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)]
 
@@ -122,8 +122,10 @@ def test_circuitsvis_waits_until_it_is_asked_for(report, tmp_path):
     assert "Head Selector" in visible_text(visit(tmp_path / "alone.html", tmp_path).dom)
 
 
-def test_the_switch_of_the_opening_shows_another_effect(report, tmp_path):
-    switch = """
+def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_as_in_python(report, tmp_path):
+    values = [0, 7.0, 7.02, -0.5, 12.34, 1234.4, 1e-7, -2.5e6, 0.00123, 0.0009]
+    switch = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
+    switch += """
         const figure = document.querySelector('[data-kvlens="opening"]'), select = figure.querySelector("select");
         select.value = "hidden";
         select.dispatchEvent(new Event("change"));
@@ -131,7 +133,9 @@ def test_the_switch_of_the_opening_shows_another_effect(report, tmp_path):
         document.body.dataset.shown = shown.map((text) => text.dataset.column);
     """
     (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), switch), encoding="utf-8")
-    assert 'data-shown="hidden"' in visit(tmp_path / "page.html", tmp_path).dom
+    dom = visit(tmp_path / "page.html", tmp_path).dom
+    assert 'data-shown="hidden"' in dom
+    assert f'data-numbers="{"|".join(map(number, values))}"' in dom
 
 
 def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report, tmp_path):

@@ -47,6 +47,7 @@ METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
     "Attention Matching, greedy budgets": (AttentionMatching, dict(keys="pursuit", budget="greedy")),
     "landmark, equal budgets": (Landmark, {}),
     OURS: (Landmark, dict(budget="greedy")),
+    "landmark, budgets by logits": (Landmark, dict(budget="logits")),
 }
 TOKENS, VECTORS, MATRICES = "token patches, for one text", "thought vectors", "thought matrices"
 DISTILLED = "distillation"

@@ -23,12 +23,18 @@ const KVLENS = (() => {
     const signs = [...withoutBytes(token)]; // so that none is cut in two
     return label((signs.length > longest ? [...signs.slice(0, longest - 1), "…"] : signs).join(""));
   };
-  const number = (x) => (x === null ? "–" : String(Number(x.toPrecision(3))).replace("-", "−"));
-  // like percent in _text.py
+  // like number and percent in _text.py
+  const number = (x) => {
+    if (x === null) return "–";
+    const size = Math.abs(x);
+    if (size !== 0 && (size < 1e-3 || size >= 1e5)) return x.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2").replaceAll("-", "−");
+    const digits = size === 0 ? 0 : Math.max(0, 2 - Math.floor(Math.log10(size)));
+    return x.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace("-", "−");
+  };
   const percent = (x, least = 0.001) => {
     if (x === null) return number(x);
     if (x !== 0 && Math.abs(x) < least) return `${x > 0 ? "< " : "> −"}${100 * least}\u00a0%`;
-    const shown = number(100 * x);
+    const shown = String(Number((100 * x).toPrecision(3))).replace("-", "−");
     return `${x < 1 && shown === "100" ? "> 99.9" : shown}\u00a0%`;
   };
   const valuesOf = (quantized) => quantized.cells.map((cell) => (cell === null ? null : cell * quantized.unit));

@@ -262,7 +262,7 @@
     slider.type = "range";
     Object.assign(slider, { min: 0, max: 100, value: 32 });
     slider.setAttribute("aria-label", "hide lines weaker than");
-    const wrapped = element("label", "", "hide lines below ");
+    const wrapped = element("label", "", "hide lines weaker than ");
     wrapped.append(slider, " ", limit);
     for (const button of [on, asTable]) button.type = "button";
     status.setAttribute("role", "status");

@@ -59,7 +59,7 @@
     } catch {
       button.textContent = "the browser refuses to copy; save as CSV";
     }
-    setTimeout(() => { button.textContent = "copy cells"; }, 2000);
+    setTimeout(() => { button.textContent = "copy the table"; }, 2000);
   };
 
   document.querySelectorAll("figure.piece").forEach((figure) => {
@@ -73,7 +73,7 @@
     }
     if (!line.childNodes.length) return;
     line.prepend("Save as ");
-    if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy cells", `copy cells: ${title}`, copyCells(figure)));
+    if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy the table", `copy the table: ${title}`, copyCells(figure)));
     figure.append(line);
   });
 })();
