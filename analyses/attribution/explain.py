@@ -135,9 +135,9 @@ def explain(
     behind = len(question.text)
     texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
     with_and_without = [(each[0], each[2] if unit else None, each[1]) for each in p]
-    of_both = [tuple(tokens.tolist()) for tokens in (question.answer, other)]
+    of_answer, of_rival = (tuple(tokens.tolist()) for tokens in (question.answer, other))
     said = (texts[0], texts[1], with_and_without[0], with_and_without[1])
-    return Explained(*said, units, heads, positions, chosen, *of_both, testable)
+    return Explained(*said, units, heads, positions, chosen, of_answer, of_rival, testable)
 
 
 def _nearest(logits: Float[Tensor, " d_vocab"], answer: Int[Tensor, " answer_pos"]) -> Int[Tensor, "1"]:

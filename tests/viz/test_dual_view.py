@@ -146,7 +146,7 @@ def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonst
     found = json.loads(html.unescape(re.search(r'<body data-found="(.*?)"', dom)[1]))
     assert found["first"] == "1.2"  # the largest drop
     assert found["colors"] == found["kept"] == pytest.approx([0, 20, 40, 60, 80, 100], abs=0.3)  # 3 digits of -10
-    assert found["label"] == "layer 0 head 1: drop −9"
+    assert found["label"] == "layer 0 head 1: drop −9.00"
     assert (found["selected"], found["title"]) == ("0.1", "Layer 0, head 1: its demonstrations")
     assert found["rows"][1] == ["1", "·<b>", "28.6\u00a0%", "20\u00a0%", "0.2", "−0.5", "0.5"]
     assert found["ways"] == ["what each prompt token contributes to its gradient step"] and found["focus"]
