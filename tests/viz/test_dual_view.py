@@ -148,7 +148,7 @@ def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonst
     assert found["colors"] == found["kept"] == pytest.approx([0, 20, 40, 60, 80, 100], abs=0.3)  # 3 digits of -10
     assert found["label"] == "layer 0 head 1: drop −9.00"
     assert (found["selected"], found["title"]) == ("0.1", "Layer 0, head 1: its demonstrations")
-    assert found["rows"][1] == ["1", "·<b>", "28.6\u00a0%", "20\u00a0%", "0.2", "−0.5", "0.5"]
+    assert found["rows"][1] == ["1", "·<b>", "28.6\u00a0%", "20\u00a0%", "0.200", "−0.500", "0.500"]
     assert found["ways"] == ["what each prompt token contributes to its gradient step"] and found["focus"]
     assert found["moved"].startswith("layer 1, head 1") and found["then"] == "1.1"
     assert found["shares"].endswith("%")
