@@ -97,12 +97,12 @@ const KVLENS = (() => {
     return box;
   };
 
-  // tokens as running text, each with its color and a tooltip
-  const coloredTokens = (tokens, values, top, describe) => {
+  // tokens as running text, each with its color and a tooltip; `name` says to a screen reader which text this is
+  const coloredTokens = (name, tokens, values, top, describe) => {
     const box = element("div", "tokens");
     box.tabIndex = 0; // it scrolls where there are many
     box.setAttribute("role", "region");
-    box.setAttribute("aria-label", "colored tokens");
+    box.setAttribute("aria-label", name);
     tokens.forEach((token, i) => {
       const span = element("span", "none", running(token).replace(/\n/g, NEWLINE + "\n"));
       paint(span, values[i], top);

@@ -28,7 +28,7 @@
   };
 
   const colored = (data, values, top, what) =>
-    coloredTokens(data.blocks.map((block) => block.text), values, top,
+    coloredTokens(`demonstrations, colored by their share of the ${what}`, data.blocks.map((block) => block.text), values, top,
       (token, i, x) => `${data.blocks[i].place} ${label(token)}: ${share(x)} of the ${what}`);
 
   const setUp = (figure) => {

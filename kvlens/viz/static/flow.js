@@ -159,15 +159,13 @@
         const group = svg("g", { class: look, role: "button" });
         const value = id[0] === "u" ? state([id.slice(1)], -1, "", [], false)?.[0] : strength(...partsOf(id));
         group.setAttribute("aria-pressed", String(pinned.has(id)));
-        const called = id[0] === "u" ? `${nameOf(id)}: ${running(data.units[id.slice(1)].trim())}` : nameOf(id);
-        group.setAttribute("aria-label", `${called}, ${number(value ?? null)} nats`);
         group.append(svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5 }));
         const said = textOf(id, box.column);
         said.forEach((text, i) => group.append(svg("text", { x: box.x + PAD, y: box.y + PAD + 12 + ROW * i }, text)));
         const where = id[0] === "p" && id !== "pshift_state" && !narrow ? ` at ${id.slice(1)}` : "";
         const beneath = { x: box.x + PAD, y: box.y + PAD + 12 + ROW * said.length, class: "number" };
         group.append(svg("text", beneath, `${number(value ?? null)}${where}`));
-        group.append(svg("title", {}, describe(id)));
+        group.append(svg("title", {}, describe(id))); // its accessible name as well
         const toggle = svg("g", { class: "switch", role: "switch", "aria-checked": String(!off.has(id)), "aria-label": `switch ${nameOf(id)}` });
         const sx = box.x + box.w - 31, sy = box.y + box.h - 22;
         toggle.append(

@@ -151,14 +151,14 @@
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
       element("p", "note", `All together: ${number(head.whole)}; the rest comes from the text itself and the shift state. Largest: ${list}.`),
       legend(scales.shares, "of the head's output", signed.shares),
-      coloredTokens(tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
+      coloredTokens("prompt tokens, colored by their share of the head's output", tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
     if (head.bias) {
       const bias = valuesOf(head.bias);
       place.append(
         element("h4", "", "Text tokens by the share of the bias in the head's output"),
         element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
         legend(scales.bias, "of the head's output, by size", false),
-        coloredTokens(data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
+        coloredTokens("text tokens, colored by the share of the bias", data.text, bias, scales.bias, (token, i, x) => `text ${i} ${label(token)}: ${number(x)}`));
     }
     return draw;
   };
