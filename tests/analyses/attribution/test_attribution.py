@@ -435,7 +435,7 @@ def test_unrelated_units_are_seldom_significant():
 def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
     """Prompts of random tokens, and a null of random tokens: each set of three units is drawn as the null's are. Without the
     adjustment one in seven prompts has a unit with p <= 0.05."""
-    model, n = random_model(n_layers=1, kv_shift=None), 200
+    model, n = random_model(n_layers=1, kv_shift=None), 100
     spans = [(0, 4), (4, 8), (8, 12)]
     any_adjusted = any_single = 0
     for seed in range(n):
