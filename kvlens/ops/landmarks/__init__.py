@@ -3,7 +3,7 @@
 Source: based on Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), which selects keys by their attention or by
 matching pursuit, then fits weights to the normalizer and values to the output. Here keys are selected by the output error, the
 fit of the values corrects for the error that the weights leave in the normalizer, and keys are allotted to the heads where
-they reduce the error most.
+they reduce the error most. Weights are never negative, as in Attention Matching.
 """
 
 from kvlens.ops.landmarks.budgets import greedy_budgets
