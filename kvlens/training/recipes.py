@@ -157,7 +157,7 @@ RECIPES: dict[str, Recipe] = {
             "softmax attention, that reads a made-up story of two to four facts and answers questions about it. "
             "KVTransformerBridge.from_zoo loads it.",
             task="facts",
-            task_settings=dict(max_facts=4, length=72, whole_share=0.0),
+            task_settings=dict(max_facts=4, length=72, whole_share=0.04),
             model=dict(
                 hidden_size=64,
                 intermediate_size=128,
@@ -171,7 +171,7 @@ RECIPES: dict[str, Recipe] = {
                 linear_value_head_dim=16,
                 linear_conv_kernel_dim=4,
             ),
-            training=dict(steps=6000, batch_size=16, learning_rate=3e-3, weight_decay=0.05, eval_every=200),
+            training=dict(steps=10_000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=200),
             stored_dtype="float16",
             architecture="qwen3_5",
         ),

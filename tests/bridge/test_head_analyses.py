@@ -49,12 +49,10 @@ def test_heads_on_repeated_tokens_are_those_of_the_hooked_model(both):
     assert_frame_equal(*tables, **tolerance)
 
 
-def test_every_head_of_a_hybrid_is_scored(hybrid):
-    table = an.induction_heads(hybrid, **REPEATED)
+def test_every_head_of_a_hybrid_is_scored(hybrid, scored):
+    table, (tokens, _) = scored
     heads = [(layer, head) for layer, n_heads in enumerate(hybrid.heads_per_layer) for head in range(n_heads)]
     assert list(table[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None)) == heads
-    with pytest.MonkeyPatch.context() as patch:
-        tokens = repeated_text(patch, hybrid)
     seen = {}
     hooks = [(f"blocks.{layer}.attn.hook_pattern", lambda a, hook, at=layer: seen.__setitem__(at, a)) for layer in range(3)]
     hybrid.run_with_hooks(tokens, fwd_hooks=hooks)
@@ -64,23 +62,24 @@ def test_every_head_of_a_hybrid_is_scored(hybrid):
         assert abs(found[layer, head] - float(expected)) < 1e-5 * max(1.0, abs(float(expected)))
 
 
-def repeated_text(patch, model, which=0):
-    """The tokens that the analysis draws: the repeated text, or (1) the one that ablations resample from."""
+@pytest.fixture(scope="module")
+def scored(hybrid):
+    """The table of a hybrid's heads, and the two texts that the analysis draws: the repeated one, and the one that ablations
+    resample from."""
     from kvlens.analyses.heads import induction
 
     made = []
     original = induction.repeat_tokens
-    patch.setattr(induction, "repeat_tokens", lambda *args: made.append(original(*args)) or made[-1])
-    an.induction_heads(model, ablations=which > 0, **REPEATED)
-    return made[which].tokens
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(induction, "repeat_tokens", lambda *args: made.append(original(*args)) or made[-1])
+        table = an.induction_heads(hybrid, ablations=True, **REPEATED)
+    return table, [each.tokens for each in made]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, layer):
+def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer):
     """Of the largest in a recurrent layer and in one of attention, from passes with hooks to the pattern."""
-    with pytest.MonkeyPatch.context() as patch:
-        own, other = (repeated_text(patch, hybrid, which) for which in (0, 1))
-    table = an.induction_heads(hybrid, ablations=True, **REPEATED)
+    table, (own, other) = scored
     table = table[table["layer"] == layer].set_index(["head", "kind"])["loss_change"]
     (head, kind), found = table.abs().idxmax(), table[table.abs().idxmax()]
     n = REPEATED["n_repeated"]
@@ -215,10 +214,9 @@ def test_verdicts_on_hybrids_and_behind_norms(hybrid):
     assert an.induction_verdicts(gemma, **REPEATED)["logit_attribution"].isna().all()
 
 
-def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(hybrid):
+def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(hybrid, scored):
     """In the last layer: over heads, what attention contributes to the centered logits of the next tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        tokens = repeated_text(patch, hybrid)
+    _, (tokens, _) = scored
     table = an.induction_verdicts(hybrid, **REPEATED)
     n, expected = REPEATED["n_repeated"], []
     for text in tokens:
