@@ -62,7 +62,8 @@ class Landmark(FewKeys):
             most error of their outputs after W_O; "logits": likewise, with errors (also those by which keys are chosen)
             weighted by their effect on the logits (:mod:`~kvlens.conversion.softmax.logit_effects`; one backward pass over at
             most 32 reference texts). The error is 0.30 to 0.42 times that of "greedy" on docs-gpt2, 0.96 to 1 on stories260K.
-        polish_steps: number of gradient steps after the fit.
+        polish_steps: number of gradient steps after the fit. On docs-gpt2, 200 of them leave 0.63 times the error of
+            ``budget="logits"``, and 0.22 times that of "greedy" without polishing.
         texts_per_step: number of reference texts per gradient step.
         objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
             of the next-token distribution.
