@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from kvlens.bridge.fused import show_rotated
-from kvlens.bridge.native import open_up
+from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import IN_THE_OPEN, HeadSizes, Points, SoftmaxLayer
 from kvlens.bridge.table import NAMES
@@ -103,7 +103,7 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> Layer:
         scale *= layer + 1
     rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
     if native:
-        open_up(attn)
+        add_hook_points(attn)
     if kind in FUSED:
         show_rotated(attn)
     points = IN_THE_OPEN if native else POINTS[kind]

@@ -21,13 +21,13 @@ from transformers import AttentionInterface
 
 from kvlens.components import is_hooked
 
-NAME = "kvlens_in_the_open"
+NAME = "kvlens_hooked"
 VALUES = "hook_values"
 POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_component"
 
 
-def open_up(component: nn.Module) -> None:
+def add_hook_points(component: nn.Module) -> None:
     """Give a bridge component that leaves attention to its Transformers module the hook points of the table above.
 
     A component without its projections (Nemotron-H's, which is made for a Mamba layer) gets those too: q, k, v and o.
@@ -44,11 +44,11 @@ def open_up(component: nn.Module) -> None:
             setattr(held, name, HookPoint())
     held.original_component.__dict__[OWNER] = held
     # a component hands attributes that it does not know on to the module; a bound method follows when the model is copied
-    held.__dict__["forward"] = _InTheOpen(held).forward
+    held.__dict__["forward"] = _HookedForward(held).forward
 
 
-class _InTheOpen:
-    """The forward pass of a component that :func:`open_up` was given."""
+class _HookedForward:
+    """The forward pass of a component that :func:`add_hook_points` was given."""
 
     def __init__(self, component: Any):
         self.component, self.forward_of_bridge = component, component.forward
@@ -65,7 +65,7 @@ class _InTheOpen:
             config._attn_implementation = before
 
 
-def attention_in_the_open(
+def hooked_attention(
     module: Any,
     query: Float[Tensor, "batch head pos d_key"],
     key: Float[Tensor, "batch kv_head key d_key"],
@@ -97,4 +97,4 @@ def _masked(scores: Float[Tensor, "batch head pos key"], mask: Tensor | None) ->
     return scores + mask
 
 
-AttentionInterface.register(NAME, attention_in_the_open)
+AttentionInterface.register(NAME, hooked_attention)

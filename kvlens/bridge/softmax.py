@@ -37,7 +37,7 @@ class Points(NamedTuple):
 
 
 IN_THE_OPEN = Points(v=VALUES)
-"""Of a component that :func:`kvlens.bridge.native.open_up` was given."""
+"""Of a component that :func:`kvlens.bridge.native.add_hook_points` was given."""
 
 
 class HeadSizes(NamedTuple):
