@@ -10,6 +10,7 @@ from small_models import relative_error, small_model, tokens
 
 from kvlens import KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.conversion.softmax import learned
+from kvlens.conversion.softmax import polish as polishing
 
 MORE = dict(n_ctx=120, dtype=torch.float64)
 KINDS = {
@@ -158,6 +159,26 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     assert [p.requires_grad for p in (model.blocks[0].attn.W_O, model.blocks[0].attn.W_Q)] == [False, True]
     assert model.attached_kv_bias is None
     assert not polished.b_KV.requires_grad
+
+
+def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatch):
+    model = model_of(positional_embedding_type="rotary")
+    before_any_step = []
+
+    def only_measured(free, loss_on, *, n_rows, **_):
+        before_any_step.append(loss_on(torch.arange(n_rows)).item())
+        return iter(())
+
+    monkeypatch.setattr(polishing, "descend", only_measured)
+    texts = tokens(6, 3, seed=8)
+    at = dict(method="landmark", n_features=3, reference=texts, polish_steps=1, objective="kl", verbose=False)
+    bias, seen = convert_prompt(model, PROMPT, **at), texts[1:]  # the first text is held out
+    whole = model(torch.cat([PROMPT.expand(5, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
+    with model.kv_bias(bias):
+        log_p = model(seen).log_softmax(dim=-1)
+    forward, backward = ((a.exp() * (a - b)).sum(dim=-1).mean().item() for a, b in ((whole, log_p), (log_p, whole)))
+    assert before_any_step == [pytest.approx(forward, rel=1e-6)]
+    assert abs(backward - forward) > 0.01 * forward
 
 
 def test_random_features_come_near_where_scores_are_small():

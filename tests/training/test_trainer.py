@@ -70,6 +70,14 @@ def test_training_lowers_the_loss_restores_the_mode_and_leaves_the_best_weights(
     assert score_heldout(model, tiny_task(), 7)[0] == pytest.approx(result.heldout["loss"].min(), rel=1e-6)
 
 
+def test_the_best_weights_are_left_where_the_loss_rises_again():
+    model = tiny_model()
+    result = run(model, steps=8, eval_every=1, learning_rate=0.3, schedule="constant")
+    losses = result.heldout["loss"]
+    assert losses.iloc[-1] > 1.01 * losses.min()
+    assert score_heldout(model, tiny_task(), 7)[0] == pytest.approx(losses.min(), rel=1e-6)
+
+
 def test_one_adamw_step_by_hand_decays_matrices_alone():
     """After one step from zero moments Adam moves every number by the rate against the sign of its gradient."""
     model, twin = tiny_model(), tiny_model()

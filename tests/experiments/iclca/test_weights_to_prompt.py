@@ -149,6 +149,16 @@ def test_of_the_biases_shown_the_nearest_is_kept():
     assert best.of(bad) is good
 
 
+def test_free_keys_do_not_see_the_texts_that_choose_among_them(texts):
+    model, changed = small_model(), changed_model(".mlp.b_out")
+    bias = imitation.imitation(model, changed, texts, texts, 2, torch.Generator(), n_candidates=4)
+    others = texts.clone()
+    others[-len(imitation.held_out(texts)) :] = 0
+    assert not torch.equal(others, texts)
+    found = [[*weights_to_prompt.freed(model, changed, bias, x, 3, torch.Generator())][-1] for x in (texts, others)]
+    assert torch.equal(found[0].b_KV, found[1].b_KV) and not torch.equal(found[0].b_KV, bias.b_KV)
+
+
 def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
     model, changed = small_model(), changed_model(".mlp.b_out")
     generator = torch.Generator().manual_seed(2)

@@ -315,3 +315,8 @@ def test_paper_scale_is_the_papers_and_all_scales_have_the_same_settings():
     assert len({tuple(sorted(settings)) for settings in scales.values()}) == 1
     assert scales["paper"]["task"] == dict(dimensions=20, n_points=41)
     assert set(scales["paper"]["classes"]) == set(FUNCTION_CLASSES)
+
+
+def test_the_margins_of_two_curves_add_up_in_their_gap():
+    ours, theirs = ({3: function_class_claims.Measured(*of)} for of in ((0.25, 0.125), (0.75, 0.0625)))
+    assert function_class_claims.gap_between(ours, theirs) == {3: (0.5, 0.1875)}

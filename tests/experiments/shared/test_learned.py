@@ -137,5 +137,15 @@ def test_a_rate_is_chosen_on_seeds_that_are_not_compared():
     assert set(table["learning_rate"]) == {1e-2} and set(table["seed"]) == {0, 3} and N_TUNING == 2
 
 
+def test_a_rate_is_as_good_as_the_best_evaluation_of_its_runs(monkeypatch):
+    losses = {0.1: [3.0, 1.0], 0.2: [1.5, 1.4]}
+
+    def trained(task, models, training, seeds, tell, **_):
+        return pd.DataFrame(dict(model="m", seed=0, split="heldout", step=[2, 4], loss=losses[training["learning_rate"]]))
+
+    monkeypatch.setattr("kvlens.experiments.shared.curves.train_and_compare", trained)
+    assert best_rate(TASK, "m", MODEL, TRAINING, [0.1, 0.2], [0], [].append) == 0.1
+
+
 def test_the_only_rate_is_not_tried(monkeypatch):
     assert best_rate(TASK, "m", MODEL, TRAINING, [0.5], [0], pytest.fail) == 0.5
