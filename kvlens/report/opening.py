@@ -28,7 +28,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         text: what follows the prompt.
         tokens: the same effects of each token, as :func:`kvlens.analyses.attribution.prompt.prompt_attribution` returns them.
     """
-    sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%")
+    sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;")
     claim = f'<p class="claim">{sentence}</p>'
     views = [
         ("removed", f"effect of removing a {by}, nats", explained.units, "total_effect"),

@@ -6,9 +6,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.iclca.compaction_ways import DISTILLED, METHODS, TOKENS
+from kvlens.experiments.shared.curves import PALETTE
 
-COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#8B5A2B", "#777777")
-"""Okabe and Ito's, and two more."""
+FEW_KEYS, WEIGHTS = "osD^vPX", "ovsD^<>pd"
+"""Markers: of methods that keep few keys, one for each color; of changes of the weights, which are hollow and black."""
+LINES = ("-", "--", "-.", ":")
 ERRORS = {"relative_error": "relative error of the logits", "kl": "divergence of the next token, nats"}
 DROPPED, EXACT = "prompt left out", "every key kept"
 
@@ -27,7 +29,7 @@ def draw(table: pd.DataFrame, model: str, n_contexts: int) -> Figure:
     figure = Figure(figsize=(3.9 * len(lengths) + 3.2, 7.6), layout="constrained")
     panels = figure.subplots(2, len(lengths), sharex=True, sharey="row", squeeze=False)
     methods = [method for method in dict.fromkeys(table["method"]) if method not in (DROPPED, EXACT, TOKENS)]
-    styles = _styles([*METHODS, *methods])
+    styles = styles_of([*METHODS, *methods])
     for (column, words), row in zip(ERRORS.items(), panels, strict=True):
         floor = table.loc[table["method"].isin(methods), column].min() / 1.8
         for axes, length in zip(row, lengths, strict=True):
@@ -55,13 +57,18 @@ def draw(table: pd.DataFrame, model: str, n_contexts: int) -> Figure:
     return figure
 
 
-def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
-    families = list(dict.fromkeys(map(family, methods)))
-    seen: dict[str, int] = {}
-    styles = {}
-    for method in dict.fromkeys(methods):
-        group = family(method)
-        nth = seen[group] = seen.get(group, -1) + 1
-        line = "none" if group in (DISTILLED, family("thought")) else ("-", "--", "-.", ":")[nth % 4]
-        styles[method] = dict(color=COLORS[families.index(group) % len(COLORS)], marker="osD^"[nth % 4], linestyle=line)
+def styles_of(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """No two alike: a color and a marker for each family of methods that keep few keys, a kind of line for each of its members;
+    a hollow marker for each change of the weights, which has one size.
+    """
+    methods = list(dict.fromkeys(methods))
+    weights = [method for method in methods if family(method) in (DISTILLED, family("thought"))]
+    families = list(dict.fromkeys(family(method) for method in methods if method not in weights))
+    styles: dict[str, dict[str, Any]] = {}
+    for color, marker, group in zip(PALETTE, FEW_KEYS, families, strict=False):
+        members = [method for method in methods if family(method) == group]
+        for line, method in zip(LINES, members, strict=False):
+            styles[method] = dict(color=color, marker=marker, linestyle=line, markersize=5)
+    for marker, method in zip(WEIGHTS, weights, strict=False):
+        styles[method] = dict(color="#222222", marker=marker, linestyle="none", markerfacecolor="none", markersize=6)
     return styles

@@ -35,6 +35,7 @@ from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
+from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
@@ -195,10 +196,15 @@ def score(
 
 
 def accuracy_by_use(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Number of scored positions, and of correct ones, by condition and use of the trigger in the text."""
-    grouped = predictions.groupby(["condition", "use"], sort=False)["is_right"]
-    table = grouped.agg(n_scored="size", n_right="sum").reset_index()
-    return table.assign(accuracy=table["n_right"] / table["n_scored"])
+    """Number of scored positions, and of correct ones, by condition and use of the trigger in the text.
+
+    ``low`` and ``high`` are the ends of the accuracy's 95 % interval over sequences.
+    """
+    grouped = predictions.groupby(["condition", "use"], sort=False)
+    table = grouped["is_right"].agg(n_scored="size", n_right="sum")
+    ends = [share_interval(rows["is_right"], rows["sequence"]) for _, rows in grouped]
+    table = table.assign(accuracy=table["n_right"] / table["n_scored"], low=[a for a, _ in ends], high=[b for _, b in ends])
+    return table.reset_index()
 
 
 def n_disagreeing(predictions: pd.DataFrame) -> int:
@@ -334,12 +340,15 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
     for number, condition in enumerate(CONDITIONS):
         rows = shown[shown["condition"] == condition].sort_values("use")
         place = rows["use"] + (number - 1) * 0.27
-        axes.bar(place, rows["accuracy"], width=0.25, color=COLORS[condition], label=condition)
+        interval = [rows["accuracy"] - rows["low"], rows["high"] - rows["accuracy"]]
+        look: dict[str, Any] = dict(color=COLORS[condition], label=condition, ecolor="#222222", capsize=2)
+        axes.bar(place, rows["accuracy"], width=0.25, yerr=interval, **look)
     axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
     axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
-    axes.set(xlabel="use of a trigger in the text", ylabel="accuracy", ylim=(0, 1.18), yticks=[0, 0.25, 0.5, 0.75, 1])
+    axes.set(xlabel="use of a trigger in the text", ylabel="accuracy, 95 % interval over sequences", ylim=(0, 1.04))
     axes.set_title("Accuracy with the prompt and with its bias", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper left", columnspacing=1, handlelength=1.4)
+    below: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    axes.legend(frameon=False, fontsize=9, ncols=4, columnspacing=1, handlelength=1.4, **below)
 
 
 def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.curves import MARKERS
+from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
@@ -143,11 +144,16 @@ def chance(stories: Sequence[Story]) -> float:
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
-    """By way and ratio: ``keys``, ``n_answers`` (right with the story), ``n_kept`` (of those), ``share_kept``."""
+    """By way and ratio: ``keys``, ``n_answers`` (right with the story), ``n_kept`` (of those), ``share_kept``.
+
+    ``low`` and ``high`` are the ends of the share's 95 % interval over stories.
+    """
     right = answers[answers["right_with_story"]]
     grouped = right.groupby(["way", "ratio"], sort=False)
-    table = grouped.agg(keys=("keys", "mean"), n_answers=("is_right", "size"), n_kept=("is_right", "sum")).reset_index()
-    return table.assign(share_kept=table["n_kept"] / table["n_answers"])
+    table = grouped.agg(keys=("keys", "mean"), n_answers=("is_right", "size"), n_kept=("is_right", "sum"))
+    ends = [share_interval(rows["is_right"], rows["story"]) for _, rows in grouped]
+    table = table.assign(share_kept=table["n_kept"] / table["n_answers"], low=[a for a, _ in ends], high=[b for _, b in ends])
+    return table.reset_index()
 
 
 def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
@@ -223,18 +229,24 @@ COLORS = {GREEDY: "#009E73", EQUAL: "#0072B2", NO_FIT: "#D55E00"}
 
 
 def draw(kept: pd.DataFrame) -> Figure:
-    """Share of answers kept against virtual keys per head, a line for each way."""
+    """Share of answers kept against virtual keys per head, a line for each way, with 95 % intervals over stories."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     ends = {name: _row(kept, name, ratio) for name, ratio in ((EXACT, 1.0), (DROPPED, 0.0))}
-    for marker, (way, color) in zip(MARKERS, COLORS.items(), strict=False):
-        rows = pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]).sort_values("keys")
-        axes.plot(rows["keys"].astype(float), rows["share_kept"].astype(float), marker=marker, color=color, label=way)
-    polished = _row(kept, POLISHED, AIM_RATIO)
-    axes.plot([polished["keys"]], [polished["share_kept"]], "D", color="#CC79A7", label=POLISHED)
+    shown = {way: pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]) for way in COLORS}
+    shown[POLISHED] = kept[(kept["way"] == POLISHED) & (kept["ratio"] == AIM_RATIO)]
+    for marker, (way, rows) in zip(MARKERS, shown.items(), strict=False):
+        keys, share, low, high = rows.sort_values("keys")[["keys", "share_kept", "low", "high"]].to_numpy(dtype=float).T
+        color = COLORS.get(way, "#CC79A7")
+        axes.errorbar(keys, share, [share - low, high - share], marker=marker, color=color, capsize=2, label=way)
     axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")
     axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
-    axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct", xscale="log", ylim=(0, 1.04))
+    axes.set(
+        xlabel="virtual keys per head",
+        ylabel="share of correct answers that stay correct, 95 % interval",
+        xscale="log",
+        ylim=(0, 1.04),
+    )
     axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

@@ -23,6 +23,8 @@ KIND_LABELS = {
     ("bidirectional", "sinusoidal"): "sinusoidal positions,\nno mask",
 }
 POSITION_STYLES = {"standard": ("learned positions", "#D55E00"), "sinusoidal": ("sinusoidal positions", "#CC79A7")}
+BELOW: dict[str, Any] = dict(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+"""Where a panel's own legend stands: outside it, so that it covers nothing."""
 LOWEST, HIGHEST = 3e-4, 3.0
 """The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
 
@@ -33,14 +35,15 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
     classes, shifts = list(settings["classes"]), list(SHIFT_TITLES)
     figure = Figure(figsize=(18, 8.2), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-    above.suptitle("In distribution: error on new functions of the class trained on", x=0.005, ha="left", fontsize=12)
-    below.suptitle(
-        "Linear functions out of distribution, and the effect of positional embeddings", x=0.005, ha="left", fontsize=12
-    )
+    said = "In distribution: error on new functions of the class trained on; mean over seeds, band from least to largest"
+    above.suptitle(said, x=0.005, ha="left", fontsize=12)
+    trained, drawn = _seeds(error[error["functions"] == "linear"]), tables["equivariance"]["seed"].nunique()
+    said = f"Linear functions out of distribution, {trained}; longer prompts, 1 seed; permutations, {drawn} draws of weights"
+    below.suptitle(said, x=0.005, ha="left", fontsize=12)
     panels = above.subplots(1, len(classes), sharey=True, squeeze=False)[0]
     for axes, functions in zip(panels, classes, strict=True):
         rows = error[(error["functions"] == functions) & (error["shift"] == "none")]
-        draw_errors(axes, rows, functions.replace("_", " "), dimensions)
+        draw_errors(axes, rows, f"{functions.replace('_', ' ')}, {_seeds(rows)}", dimensions)
     panels[0].set_ylabel("squared error / that of always saying 0")
 
     panels = below.subplots(1, len(shifts) + 2, width_ratios=[1] * (len(shifts) + 1) + [1.25])
@@ -52,6 +55,11 @@ def draw(tables: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> Fig
     handles, labels = above.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=10)
     return figure
+
+
+def _seeds(rows: pd.DataFrame) -> str:
+    n = rows.loc[rows["predictor"] == "transformer", "seed"].nunique()
+    return f"{n} seed{'s' if n > 1 else ''}"
 
 
 def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
@@ -87,7 +95,7 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8.5, loc="lower left")
+    axes.legend(**BELOW)
 
 
 def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
@@ -106,4 +114,4 @@ def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
     axes.grid(color="#dddddd", linewidth=0.6, axis="x")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(frameon=False, fontsize=8.5, loc="lower left")
+    axes.legend(**BELOW)

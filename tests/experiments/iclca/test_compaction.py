@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvlens import convert_prompt
-from kvlens.experiments.iclca import compaction, compaction_facts, compaction_ways
+from kvlens.experiments.iclca import compaction, compaction_facts, compaction_figure, compaction_ways
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 
 TINY = {**compaction.EXPERIMENT.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
@@ -121,3 +121,13 @@ def test_facts_are_counted_by_hand():
     assert row["loss_interval"] == pytest.approx(1.96 * np.std([1.05, 0.3], ddof=1) / 2**0.5)
     by_sentence = compaction_facts.kept(answers, ["sentence"]).set_index("sentence")
     assert by_sentence["share_kept"].tolist() == [1.0, 0.0] and by_sentence["mean_loss"].tolist() == [pytest.approx(0.2), 2.0]
+
+
+def test_every_method_of_the_picture_looks_its_own():
+    weights = compaction_ways.weight_methods(compaction.EXPERIMENT.scales["paper"])
+    paper = [name for name in weights if name != compaction_ways.TOKENS]  # drawn at the lower edge
+    styles = compaction_figure.styles_of([*KEPT, *paper])
+    looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]
+    assert [*styles] == [*KEPT, *paper] and len(set(looks)) == len(looks)
+    by_family = {compaction_figure.family(method): styles[method]["color"] for method in KEPT}
+    assert len(set(by_family.values())) == len(by_family)

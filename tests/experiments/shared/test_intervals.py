@@ -1,0 +1,28 @@
+"""Intervals of shares: Wilson's numbers for independent answers; answers that repeat within a group say nothing new."""
+
+import pandas as pd
+import pytest
+
+from kvlens.experiments.shared.intervals import share_interval
+
+
+def interval(n_right: int, n_groups: int, repeats: int = 1) -> tuple[float, float]:
+    """Of one answer in each group, repeated."""
+    answers = [(i < n_right, i) for i in range(n_groups) for _ in range(repeats)]
+    table = pd.DataFrame(answers, columns=["is_right", "group"])
+    return share_interval(table["is_right"], table["group"])
+
+
+@pytest.mark.parametrize("repeats", [1, 5])
+@pytest.mark.parametrize(
+    ("n_right", "low", "high"),
+    [(8, 0.4902, 0.9433), (10, 0.7225, 1.0), (0, 0.0, 0.2775)],  # by hand; 8 of 10 as in Newcombe's tables
+)
+def test_repeated_answers_give_wilsons_interval_of_the_groups(n_right, low, high, repeats):
+    assert interval(n_right, 10, repeats) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_answers_that_do_not_cluster_all_count():
+    """Each group has four right answers of five: the groups do not differ, so the 50 answers count as independent."""
+    table = pd.DataFrame({"is_right": [True, True, False, True, True] * 10, "group": [i // 5 for i in range(50)]})
+    assert share_interval(table["is_right"], table["group"]) == pytest.approx(interval(40, 50), abs=1e-12)
