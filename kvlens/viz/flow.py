@@ -4,6 +4,7 @@ Every line is one row of :func:`kvlens.analyses.attribution.flow.answer_flow`, a
 says with parts switched off was measured too; of combinations that were not, the figure says so.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 from kvlens.analyses.attribution.flow import SHIFT_STATE
 from kvlens.analyses.bias.parts import part_name
 from kvlens.checks import checked
+from kvlens.viz import _flow_figure
 from kvlens.viz._frames import check_columns
 from kvlens.viz._text import html_text, number, percent, rounded, script_json
 from kvlens.viz.piece import Piece
@@ -23,7 +25,9 @@ DIGITS = 4
 
 
 @checked
-def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant: bool = False, title: str = "") -> Piece:
+def flow_view(
+    flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant: bool = False, title: str = "", ax: Any = None
+) -> Piece | Any:
     """Draw the flow of an explained answer, with a switch for each unit, position and head.
 
     Works with the keyboard: arrow keys move among the parts, Enter pins one, Space switches it off, Escape switches all on.
@@ -34,13 +38,19 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant
         by: what a unit is called.
         redundant: begin with what each part keeps alone, where none is necessary.
         title: title above the picture.
+        ax: draw the static picture, of the unit with the largest effect, into these matplotlib axes instead, and return them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
 
     Raises:
         KVLensError: a missing column (the nearest is proposed).
     """
     check_columns("flow_view", flow, ("removed", "unit", "position", "heads"))
     title = title or f"from the {by} to the answer"
-    chosen = [*MEASURES] if redundant else [*reversed(MEASURES)]
+    chosen, data = [*MEASURES] if redundant else [*reversed(MEASURES)], _json(flow, found, by)
+    if ax is not None:
+        return _flow_figure.draw(ax, data, chosen[0], title)
     options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
     about = {
         "alone": f"A number is how much of the {by}'s effect remains, in nats of log-probability of “{found.answer}”, when "
@@ -60,9 +70,9 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant
         f'<figure class="piece" data-kvlens="flow"><figcaption>{html_text(title)} '
         f'<select aria-label="what the lines show">{options}</select></figcaption>{notes}<p class="note">{html_text(said)}</p>'
         f'<div class="flow"></div><div class="numbers">{table_html(_numbers(flow, found, by))}</div>'
-        f'<script type="application/json">{script_json(_json(flow, found, by))}</script></figure>'
+        f'<script type="application/json">{script_json(data)}</script></figure>'
     )
-    return Piece(title, body)
+    return Piece(title, body, figure=functools.partial(_flow_figure.figure, data, chosen[0], title))
 
 
 def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:

@@ -4,16 +4,18 @@ import html
 import json
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 from headless_chromium import CHROMIUM, WITHOUT, visible_text, visit, with_script
 from kvlens.analyses.attribution.explain import explain
 from kvlens.analyses.attribution.flow import answer_flow
+from matplotlib.patches import PathPatch
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.report.example import example_for
 from kvlens.report.opening import opening
 from kvlens.viz import Page, flow_view
-from kvlens.viz._text import percent
+from kvlens.viz._text import number, percent
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,20 @@ def test_without_scripts_the_numbers_are_a_table(flow, page):
 def test_a_table_without_its_columns_is_refused(flow, found):
     with pytest.raises(KVLensError, match="'removed'"):
         flow_view(flow.drop(columns="removed"), found)
+
+
+def test_the_static_picture_shows_the_tables_numbers(flow, found, tmp_path):
+    figure, ax = plt.subplots()
+    assert flow_view(flow, found, ax=ax) is ax
+    words = "\n".join(text.get_text() for text in ax.texts)
+    rows = flow[(flow["unit"] == 5) & (flow["removed"] == "") & (flow["position"] == "") & ~flow["others"]].set_index("heads")
+    assert f"L0H2\n{number(rows.loc['0.2', 'effect'])}" in words
+    whole = flow[(flow["unit"] == -1) & (flow["removed"] == "")].iloc[0]
+    assert f"donkey {percent(whole['p_answer'])}\nparrot {percent(whole['p_rival'])}" in words
+    assert len([patch for patch in ax.patches if isinstance(patch, PathPatch)]) > 5
+    plt.close(figure)
+    flow_view(flow, found, redundant=True).save_svg(tmp_path / "flow.svg")
+    assert "<svg" in (tmp_path / "flow.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
