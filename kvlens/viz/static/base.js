@@ -29,8 +29,8 @@ const KVLENS = (() => {
     const size = Math.abs(x);
     if (size !== 0 && (size < 1e-3 || size >= 1e5)) return x.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2").replaceAll("-", "−");
     const digits = size === 0 ? 0 : Math.max(0, 2 - Math.floor(Math.log10(size)));
-    const rounded = Number(x.toFixed(digits)); // as Python rounds: by the binary value
-    return rounded.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace("-", "−");
+    const shown = x.toFixed(digits); // rounded as Python does, by the binary value; toLocaleString takes much longer
+    return (digits ? shown : shown.replace(/\B(?=(\d{3})+$)/g, ",")).replace("-", "−");
   };
   const percent = (x, least = 0.001) => {
     if (x === null) return number(x);
