@@ -91,6 +91,9 @@ def test_a_then_b_is_the_concatenation(model):
         expected = model(text)
     with model.kv_bias(both):
         assert largest(model(text), expected) < LEAST
+        with model.kv_bias(whole):
+            assert model.attached_kv_bias is whole
+        assert model.attached_kv_bias is both  # an inner bias gives way to the outer one again
 
 
 def test_greedy_tokens_are_those_behind_the_prompt(model):
