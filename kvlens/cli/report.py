@@ -148,7 +148,7 @@ def _report(args: argparse.Namespace) -> int:
         from kvlens.report.write import write_report
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The prompt has")  # the report says so itself
+            warnings.filterwarnings("ignore", message="The prompt is longer than n_ctx")  # the report says so itself
             report = build_report(
                 model,
                 prompt,

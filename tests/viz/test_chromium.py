@@ -281,14 +281,16 @@ def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
     piece = head_heatmap(by_head(), details=details_of(HOSTILE, HOSTILE))
     output = piece._repr_html_() + colored_tokens(HOSTILE, range(len(HOSTILE)))._repr_html_()
     report_heights = """
-        addEventListener("load", () => setInterval(() => {  // growing later waits for the next drawing
+        const look = () => {  // at every drawing, because a frame grows when it is drawn
             const frames = [...document.querySelectorAll("iframe")];
             document.title = JSON.stringify(frames.map((frame) => [
                 frame.contentDocument.documentElement.offsetHeight <= parseInt(frame.style.height),
                 frame.style.height !== "420px",
                 frame.contentDocument.querySelectorAll("canvas").length,
             ]));
-        }, 100));
+            requestAnimationFrame(look);
+        };
+        addEventListener("load", look);
     """
     page = f"<!DOCTYPE html><title>start</title><body>{output}<script>{report_heights}</script></body>"
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
