@@ -2,6 +2,7 @@
 
 import bench_attention_variants
 import bench_attribution
+import bench_attribution_cost
 import bench_bridge
 import bench_bridge_exactness
 import bench_conversion_error
@@ -21,6 +22,11 @@ import bench_speed
 import bench_training
 import pytest
 import torch
+
+
+def test_attribution_cost_smoke(capsys):
+    bench_attribution_cost.main(["--small", "--kinds", "linear"])
+    assert capsys.readouterr().out.count("layers 1 to 2") == 6
 
 
 def test_linear_attention_smoke(capsys):
