@@ -256,6 +256,17 @@ def test_bad_input_of_another_model_or_kind_is_refused():
         gpt2.attach_kv_bias(replace(bias, fingerprint=hooked))
 
 
+def test_bad_input_of_another_window_or_rotary_positions_that_grow_is_refused():
+    bias = convert_prompt(KVTransformerBridge.boot_transformers(tiny("gemma3")), some_tokens(N_PROMPT))
+    other = tiny("gemma3")
+    other.config.sliding_window = WINDOW + 1
+    with pytest.raises(KVLensError, match=f"'sliding_window {WINDOW}' for the bias, 'sliding_window {WINDOW + 1}'"):
+        KVTransformerBridge.boot_transformers(other).attach_kv_bias(bias)
+    other.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    with pytest.raises(KVLensError, match=r"rotary positions \(dynamic\) change with the length"):
+        KVTransformerBridge.boot_transformers(other)
+
+
 def test_bad_input_is_refused_with_a_message(model, family):
     bias, named = convert_prompt(model, some_tokens(2, N_PROMPT)), model.cfg.architecture
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):

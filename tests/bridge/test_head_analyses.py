@@ -205,6 +205,20 @@ def test_weights_and_verdicts_are_those_of_the_hooked_model(both):
     assert_frame_equal(*verdicts, **tolerance)
 
 
+def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
+    plain = tiny("gemma3")
+    for block in plain.model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            torch.nn.init.normal_(norm.weight)
+    model = KVTransformerBridge.boot_transformers(plain)
+    for block, found in zip(plain.model.layers, model.head_matrices(), strict=True):
+        attn = block.self_attn
+        values = attn.v_proj.weight.unflatten(0, (3, 4)).mT.repeat_interleave(2, dim=0)
+        assert torch.equal(found.W_V, values * (1 + block.input_layernorm.weight)[:, None])  # Gemma's gains are 1 + weight
+        output = attn.o_proj.weight.mT.unflatten(0, (6, 4))
+        assert torch.equal(found.W_O, output * (1 + block.post_attention_layernorm.weight))
+
+
 def test_verdicts_on_hybrids_and_behind_norms(hybrid):
     table = an.induction_verdicts(hybrid, **REPEATED)
     assert table.groupby("layer")["head"].count().tolist() == hybrid.heads_per_layer

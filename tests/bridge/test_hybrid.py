@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers as tf
 from bridge_models import D_VOCAB, HYBRID, HYBRIDS, MIXTURE, WINDOW, largest, some_tokens, tiny
+from kvlens.analyses.bias.baseline import baseline_of
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens.analyses import baseline_ablation
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.mixers import HOOKS
 
@@ -160,6 +162,39 @@ def test_hooks_without_a_bias_change_decoding_too(model, text):
         cached, whole = (model.generate(text, use_past_kv_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, whole)
     assert largest(model.run_with_hooks(text, fwd_hooks=hooks), model(text)) > 0.01
+
+
+def test_a_token_decoded_behind_padding_is_no_padding():
+    model = KVTransformerBridge.boot_transformers(tiny("qwen3_5"))
+    text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
+    mask[0, :4] = 0
+    plain = model.original_model
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_v", lambda v, hook: v)]):  # so that the mixers compute the layers
+        first = plain(text[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+        decoded = plain(text[:, -1:], attention_mask=mask, past_key_values=first.past_key_values).logits[:, -1]
+    for row, start in ((0, 4), (1, 0)):
+        assert largest(decoded[row], model(text[row : row + 1, start:])[0, -1]) < 5 * LEAST
+
+
+def test_the_convolution_is_replaced_with_all_heads_of_its_layer():
+    """baseline_ablation, against biases put together by hand."""
+    model = KVTransformerBridge.boot_transformers(tiny("qwen3_5"))
+    prompt, text = torch.cat([torch.zeros(1, dtype=torch.long), some_tokens(10)]), some_tokens(6, seed=1)
+    bias, baseline = convert_prompt(model, prompt), baseline_of(model, prompt).recurrent
+    b_kv, conv = bias.recurrent.b_KV, bias.recurrent.conv
+    one, every, other_conv = b_kv.clone(), b_kv.clone(), conv.clone()
+    one[0, 1], every[0], other_conv[0] = baseline.b_KV[0, 0, 1], baseline.b_KV[0, 0], baseline.conv[0, 0]
+
+    def log_p(recurrent):
+        with model.kv_bias(replace(bias, recurrent=recurrent)):
+            return model(text[None])[0].double().log_softmax(-1)
+
+    own, expected = log_p(bias.recurrent), []
+    for by_hand in (replace(bias.recurrent, b_KV=one), replace(bias.recurrent, b_KV=every, conv=other_conv)):
+        expected.append(float((own.exp() * (own - log_p(by_hand))).sum(-1).mean()))
+    table = baseline_ablation(model, prompt, text, [[(0, 1)], [(0, head) for head in range(4)]])
+    assert expected[0] < 1e-4 < 0.1 < expected[1]
+    assert table["kl"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_arithmetic_selection_and_files(model, prompt, text, tmp_path):

@@ -66,6 +66,10 @@ def test_gradcheck(adjacent_pairs):
     x = normal(3, D, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(turned, x, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(turned, x)
+    with torch.autograd.forward_ad.dual_level():  # of a tensor that has a gradient too
+        tangent = normal(3, D, seed=2)
+        there = torch.autograd.forward_ad.unpack_dual(turned(torch.autograd.forward_ad.make_dual(x, tangent))).tangent
+    torch.testing.assert_close(there, turned(tangent))  # a rotation is linear
 
 
 def test_a_quarter_turn_by_hand():
