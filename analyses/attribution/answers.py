@@ -26,10 +26,13 @@ class Account:
 
     n_tokens_per_pass: int
     n_tokens: int = 0
+    on_tokens: Callable[[int], None] | None = None
 
     def count(self, n_tokens: int) -> None:
-        """Add tokens that went through the model."""
+        """Add tokens that went through the model, and tell ``on_tokens`` how many there are by now."""
         self.n_tokens += n_tokens
+        if self.on_tokens is not None:
+            self.on_tokens(self.n_tokens)
 
     @property
     def n_passes(self) -> float:

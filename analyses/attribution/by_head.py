@@ -11,21 +11,23 @@ other counterfactuals than the deletion: how often a head leads when its part co
 (resample ablation) says whether the ranking depends on that choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel, convert_prompt
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..bias.parts import exchangeable, indicators
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..passes import MEMORY_PER_PASS
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined
@@ -74,7 +76,9 @@ def attribution_by_head(
     answer: Answer = None,
     rival: Rival = None,
     null: Null | None = None,
+    n_tested: Annotated[int, Within(1)] | None = None,
     positions: Positions = "kept",
+    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """What each head does for each unit of a prompt, and for the whole prompt against the baseline.
 
@@ -82,6 +86,9 @@ def attribution_by_head(
         model, prompt, text, by, answer, rival, positions: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values and the
             ranking's stability out.
+        n_tested: of each unit, so many heads are compared with the null: those whose swap changes the answer most, or that
+            keep most of the effect alone; the others have no p-value, and `leads` is among those compared. None: all heads.
+        on_progress: called with the fraction done, in 0..1.
 
     Returns:
         One row per unit (the whole prompt first), layer and head:
@@ -95,6 +102,7 @@ def attribution_by_head(
     units = units_of(model, question.prompt, by)
     bias = convert_prompt(model, question.prompt)
     everything = Unit(joined(unit.text for unit in units), question.n_always_there, len(question.prompt))
+    tell = on_progress or (lambda done: None)
     measured = [swapped_heads(question, bias, convert_prompt(model, question.baseline()))]
     deleted = question.rows([[(unit.start, unit.stop)] for unit in units])
     others = convert_prompt(model, deleted)
@@ -106,12 +114,18 @@ def attribution_by_head(
     swap, converse = (torch.cat([each[i] for each in measured]) for i in (1, 2))
     total = swap.view(-1, n_pairs).sum(dim=1).repeat_interleave(n_pairs)
     p, p_alone, leads = torch.full((3, len(listed), n_pairs), float("nan"), dtype=torch.float64)
-    for number, unit in enumerate(units if null is not None else ()):
+    for number, unit in enumerate(units if null is not None else (), start=1):
         assert null is not None
-        unrelated, unrelated_alone, resampled = unrelated_swaps(question, bias, unit, null)
-        p[1 + number] = head_p_values(swap.view(-1, n_pairs)[1 + number], unrelated)
-        p_alone[1 + number] = head_p_values((whole - converse).view(-1, n_pairs)[1 + number], unrelated_alone)
-        leads[1 + number] = torch.bincount(resampled.argmax(dim=1), minlength=n_pairs).double() / len(resampled)
+        swaps, alone = swap.view(-1, n_pairs)[number], (whole - converse).view(-1, n_pairs)[number]
+        tested = _largest(swaps, alone, n_tested or n_pairs)
+
+        def part(done: float, before: int = number - 1) -> None:
+            tell((before + done) / len(units))
+
+        unrelated, unrelated_alone, resampled = unrelated_swaps(question, bias, unit, null, tested, part)
+        p[number, tested] = head_p_values(swaps[tested], unrelated)
+        p_alone[number, tested] = head_p_values(alone[tested], unrelated_alone)
+        leads[number, tested] = torch.bincount(resampled.argmax(dim=1), minlength=len(tested)).double() / len(resampled)
     return COLUMNS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(n_pairs),
@@ -133,6 +147,12 @@ def attribution_by_head(
     )
 
 
+def _largest(swap: Float[Tensor, " part"], alone: Float[Tensor, " part"], n: int) -> Int[Tensor, " tested"]:
+    """The parts of largest swap and those of largest effect alone, in turn, the swap first; in ascending order."""
+    by_swap, by_alone = (x.abs().argsort(descending=True, stable=True).argsort() for x in (swap, alone))
+    return torch.minimum(2 * by_swap, 2 * by_alone + 1).argsort(stable=True)[:n].sort().values
+
+
 def row_of(biases: KVBias, index: int) -> KVBias:
     """One prompt of a batch, as a batch of one."""
     return biases.select_prompt(index).repeat(1)
@@ -145,7 +165,12 @@ def head_p_values(effects: Float[Tensor, " part"], unrelated: Float[Tensor, "nul
 
 
 def unrelated_swaps(
-    question: Question, bias: KVBias, unit: Unit, null: Null
+    question: Question,
+    bias: KVBias,
+    unit: Unit,
+    null: Null,
+    which: Int[Tensor, " part"],
+    on_progress: Callable[[float], None],
 ) -> tuple[Float[Tensor, "null part"], Float[Tensor, "null part"], Float[Tensor, "null part"]]:
     """For unrelated units in the unit's place: swap and whole - converse from a prompt with one to that without it, and the
     swap from the prompt itself to a prompt with one."""
@@ -153,32 +178,44 @@ def unrelated_swaps(
     new = null.drawn(question, [unit] * null.n_for(1))
     with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
     without = convert_prompt(question.model, question.rows([[span]]))
-    unrelated = [swapped_heads(question, with_them.select_prompt(i), without) for i in range(len(new))]
-    resampled = [swapped_heads(question, bias, row_of(with_them, i), converse=False)[1] for i in range(len(new))]
-    alone = torch.stack([whole - converse for whole, _, converse in unrelated])
-    return torch.stack([swap for _, swap, _ in unrelated]), alone, torch.stack(resampled)
+    swaps, alone, resampled = [], [], []
+    for i in range(len(new)):
+        whole, swap, converse = swapped_heads(question, with_them.select_prompt(i), without, which)
+        swaps.append(swap)
+        alone.append(whole - converse)
+        resampled.append(swapped_heads(question, bias, row_of(with_them, i), which, converse=False)[1])
+        on_progress((i + 1) / len(new))
+    return torch.stack(swaps), torch.stack(alone), torch.stack(resampled)
 
 
 def swapped_heads(
-    question: Question, bias: KVBias, other: KVBias, *, converse: bool = True
+    question: Question, bias: KVBias, other: KVBias, which: Int[Tensor, " part"] | None = None, *, converse: bool = True
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " part"], Float[Tensor, " part_or_none"]]:
-    """(whole, swap, converse): by how much the score falls with all heads' parts from ``other``, one head's, all but one's; the
-    last are left out on request."""
+    """(whole, swap, converse): by how much the score falls with all heads' parts from ``other``, one head's, all but one's.
+
+    ``which`` of the heads, all by default; the last are left out on request.
+    """
     own, donors = with_references(bias, other)
     assert donors is not None
-    parts = exchangeable(own)
+    every = exchangeable(own)
+    parts = every if which is None else [every[i] for i in which.tolist()]
     n = len(parts)
     keep_bias, keep_shift_state = (
-        torch.cat([torch.ones_like(part[:1]), torch.zeros_like(part[:1]), 1.0 - part, part[: n if converse else 0]])
+        torch.cat([torch.ones_like(part[:1]), torch.zeros_like(part[:1]), 1.0 - part, part[: len(part) if converse else 0]])
         for part in indicators(own, parts)
     )
-    scores = []
-    for bias_rows, shift_rows in zip(keep_bias.split(64), keep_shift_state.split(64), strict=True):
+    scores, at_once = [], rows_at_once(own)
+    for bias_rows, shift_rows in zip(keep_bias.split(at_once), keep_shift_state.split(at_once), strict=True):
         donor = torch.zeros(len(bias_rows), dtype=torch.long, device=bias_rows.device)
         scores.append(question.scores_under(intervened(own, Interventions(bias_rows, shift_rows, donor, donors))))
     found = torch.cat(scores)
     falls = found[0] - found
     return falls[1], falls[2 : 2 + n], falls[2 + n :]
+
+
+def rows_at_once(bias: KVBias) -> int:
+    """So many variants of a bias are read in one pass, as there is memory for."""
+    return max(4, min(64, MEMORY_PER_PASS // (8 * bias.num_parameters)))
 
 
 def _by_head(

@@ -1,5 +1,6 @@
 """One question, one answer: which unit of the prompt made the model say it, through which heads, read at which positions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -17,10 +18,11 @@ from ..texts import joined, token_texts
 from .answers import Answer, Question, Rival
 from .by_head import attribution_by_head
 from .by_position import attribution_by_position
-from .methods import Method
+from .cost import QUICK_HEADS, cost_of
+from .methods import Method, method_of
 from .null import FEWEST, SIGNIFICANT, Null, enough_for
 from .prompt import prompt_attribution
-from .units import Spans
+from .units import Spans, units_of
 
 NEEDED, SUFFICIENT = 0.1, 0.5
 """Shares of a unit's total effect: what a head's swap must cost to be named, and what it must keep alone."""
@@ -91,6 +93,8 @@ def explain(
     rival: Rival = None,
     method: str | Method = "leave_one_out",
     null: Null | None = None,
+    quick: bool = False,
+    on_progress: Callable[[str, float], None] | None = None,
 ) -> Explained:
     """Explain an answer: effects of all units, and of the one that matters most the heads and positions.
 
@@ -101,14 +105,33 @@ def explain(
         null: None takes units of texts that the model writes by itself. A unit is significant where its adjusted p-value is at
             most 0.05: of prompts that have nothing to do with the answer, at most one in twenty has any such unit. A warning
             says where the null has too few units for that. Heads are compared with at most 40 units, each by itself.
+        quick: compare only the eight heads with the largest effects with unrelated units, which is what takes longest where
+            there are many heads; the others have no p-value.
+        on_progress: called with a description and the fraction done, in 0..1; :mod:`kvlens.analyses.attribution.cost` says
+            beforehand what there is to read.
 
     Raises:
         KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
     """
     question = Question.of(model, prompt, text, answer, rival)
     null = Null() if null is None else null
+    n_tested = QUICK_HEADS if quick else None
+    cost = cost_of(question, units_of(model, question.prompt, by), null, method_of(method), n_tested)
+
+    def part(description: str, before: int, tokens: int) -> Callable[[float], None]:
+        tell = on_progress or (lambda description, done: None)
+        return lambda done: tell(description, (before + done * tokens) / cost.total)
+
+    asked = dict(answer=question.answer, rival=question.rival)
     units = prompt_attribution(
-        model, question.prompt, question.text, by=by, answer=question.answer, rival=question.rival, method=method, null=null
+        model,
+        question.prompt,
+        question.text,
+        by=by,
+        method=method,
+        null=null,
+        on_progress=part("removing units of the prompt", 0, cost.units),
+        **asked,  # type: ignore[arg-type]
     )
     n_null = null.n_for(len(units))
     testable = n_null >= enough_for(len(units))
@@ -127,11 +150,19 @@ def explain(
     p = [_probabilities(question, prompts, first, tokens) for tokens in (question.answer, other)]
     heads = positions = pd.DataFrame()
     if chosen is not None:
-        given = dict(by=unit, answer=question.answer, rival=question.rival)
-        of_heads = replace(null, n_units=min(n_null, FEWEST))
-        heads = attribution_by_head(model, question.prompt, question.text, null=of_heads, **given)  # type: ignore[arg-type]
+        heads = attribution_by_head(
+            model,
+            question.prompt,
+            question.text,
+            by=unit,
+            null=replace(null, n_units=min(n_null, FEWEST)),
+            n_tested=n_tested,
+            on_progress=part("exchanging heads", cost.units, cost.heads),
+            **asked,  # type: ignore[arg-type]
+        )
         heads = heads[heads["unit"] == 0].reset_index(drop=True)
-        positions = attribution_by_position(model, question.prompt, question.text, **given)  # type: ignore[arg-type]
+        part("exchanging positions", cost.units + cost.heads, cost.positions)(0.0)
+        positions = attribution_by_position(model, question.prompt, question.text, by=unit, **asked)  # type: ignore[arg-type]
     behind = len(question.text)
     texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
     with_and_without = [(each[0], each[2] if unit else None, each[1]) for each in p]

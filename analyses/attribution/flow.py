@@ -35,10 +35,10 @@ from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..bias.parts import exchangeable, indicators
 from ..declaration import Columns
-from ..passes import MEMORY_PER_PASS
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Question, Read, Rival
+from .by_head import rows_at_once
 from .by_position import ALL, exchanged_positions, positions_of_both, with_shift_state
 from .explain import Explained
 from .null import SIGNIFICANT
@@ -244,7 +244,7 @@ def _exchange(
 
 def _under(question: Question, own: KVBias, rows: Interventions) -> Read:
     """Reads a text under each intervention, so many at once as there is memory for."""
-    n_rows, at_once = len(rows.donor), max(4, min(64, MEMORY_PER_PASS // (8 * own.num_parameters)))
+    n_rows, at_once = len(rows.donor), rows_at_once(own)
 
     def read(text: Tensor, n_last: int) -> Tensor:
         question.account.count(n_rows * len(text))

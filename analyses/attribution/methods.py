@@ -14,6 +14,7 @@ All of them read counterfactual prompts (units deleted) and ask for the answer's
 A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol, runtime_checkable
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from kvlens import KVLensError
 from kvlens.checks import Finite, Seed, Within, checked
+from kvlens.errors import nearest
 
+from ..registry import ATTRIBUTION_METHODS
 from .answers import Question
 from .units import LEVELS, Unit, positions_of, units_of
 
@@ -57,6 +60,23 @@ class Method(Protocol):
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """The effect of each unit."""
+
+
+def method_of(method: str | Method) -> Method:
+    """A method by its name with its default options, or the method that was given.
+
+    Raises:
+        KVLensError: neither.
+    """
+    if isinstance(method, str):
+        known = ATTRIBUTION_METHODS
+        if method not in known:
+            raise KVLensError(f"method: expected one of {', '.join(known)}, got {method!r}{nearest(method, known)}")
+        module, _, kind = known[method].partition(":")
+        return getattr(importlib.import_module(module), kind)()
+    if not callable(getattr(method, "explain", None)):
+        raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
+    return method
 
 
 def subset_scores(question: Question, units: list[Unit], kept: Bool[Tensor, "row unit"]) -> Float[Tensor, " row"]:

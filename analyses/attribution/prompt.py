@@ -1,16 +1,14 @@
 """Which units of a prompt made the model say the answer: their total and their attention-knockout effects, with a null."""
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import KVModel
 from kvlens.checks import checked, ensure, one_of
-from kvlens.errors import nearest
 
 from ..declaration import Analysis, Columns, Option
 from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
@@ -18,7 +16,8 @@ from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
-from .methods import Explanation, Method
+from .cost import cost_of
+from .methods import Explanation, Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
 from .units import Spans, Unit, positions_of, units_of
@@ -64,6 +63,7 @@ def prompt_attribution(
     method: str | Method = "leave_one_out",
     null: Null | None = None,
     positions: Positions = "kept",
+    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """The effect of each unit of a prompt on an answer.
 
@@ -78,6 +78,7 @@ def prompt_attribution(
         method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values out.
         positions: ``kept``: what follows a deleted unit stays where it stood; ``closed``: it moves up.
+        on_progress: called with the fraction done, in 0..1, about.
 
     Returns:
         One row per unit, in the prompt's order (coarse units first, where a method cuts further):
@@ -89,6 +90,9 @@ def prompt_attribution(
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = units_of(model, question.prompt, by)
+    if on_progress is not None:
+        expected = cost_of(question, units, null, method_of(method)).units
+        question.account.on_tokens = lambda n: on_progress(min(1.0, n / expected))
     found = method_of(method).explain(question, units)
     baseline = float(question.scores(question.baseline())[0])
     whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
@@ -115,23 +119,6 @@ def prompt_attribution(
 
 def _levels(found: Explanation, by: str | Spans) -> list[str | None]:
     return [*found.levels] or [by if isinstance(by, str) else None] * len(found.units)
-
-
-def method_of(method: str | Method) -> Method:
-    """A method by its name with its default options, or the method that was given.
-
-    Raises:
-        KVLensError: neither.
-    """
-    if isinstance(method, str):
-        known = ATTRIBUTION_METHODS
-        if method not in known:
-            raise KVLensError(f"method: expected one of {', '.join(known)}, got {method!r}{nearest(method, known)}")
-        module, _, kind = known[method].partition(":")
-        return getattr(importlib.import_module(module), kind)()
-    if not callable(getattr(method, "explain", None)):
-        raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
-    return method
 
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:

@@ -57,6 +57,11 @@ def add_command(commands: Any) -> None:
         "between 40 and 1,000)",
     )
     explain.add_argument("--seed", type=int, default=0, help="random seed for choosing these texts (default: %(default)s)")
+    explain.add_argument(
+        "--quick",
+        action="store_true",
+        help="compare only the eight heads with the largest effects with unrelated texts: much faster with many heads",
+    )
     explain.add_argument("--out", metavar="DIR", help="write the tables to this folder, as Parquet (default: print only)")
     explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     explain.set_defaults(run=_explain)
@@ -74,25 +79,19 @@ def _explain(args: argparse.Namespace) -> int:
         raise KVLensError(f"--out: {out} is a file; give a folder")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import progress_bar
+    from kvlens.report.console import announce, progress_bar
 
-    with progress_bar("loading the model"):
+    with progress_bar("loading the model") as tell:
+        from kvlens.analyses.attribution.cost import expected_cost
         from kvlens.analyses.attribution.explain import explain
         from kvlens.analyses.attribution.null import Null
         from kvlens.bridge import load_model
 
         check_device("--device", args.device)
         model = load_model(source, tokenizer=args.tokenizer, device=args.device)
-        found = explain(
-            model,
-            prompt,
-            text,
-            by=args.by,
-            answer=args.answer,
-            rival=args.rival,
-            method=args.method,
-            null=Null(args.null, seed=args.seed),
-        )
+        asked: dict[str, Any] = dict(by=args.by, method=args.method, null=Null(args.null, seed=args.seed))
+        announce(expected_cost(model, prompt, text, **asked), quick=args.quick)
+        found = explain(model, prompt, text, answer=args.answer, rival=args.rival, quick=args.quick, on_progress=tell, **asked)
 
     from kvlens.report.explanation import print_explanation
 

@@ -105,6 +105,12 @@ def add_command(commands: Any) -> None:
     opening.add_argument(
         "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
     )
+    opening.add_argument(
+        "--quick",
+        action="store_true",
+        help="compare only the eight heads with the largest effects with unrelated texts, and skip the effects of single "
+        "tokens: much faster for large models",
+    )
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     report.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
@@ -122,9 +128,9 @@ def _report(args: argparse.Namespace) -> int:
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
-    if args.by == "none" and (args.answer or args.rival):
+    if args.by == "none" and (args.answer or args.rival or args.quick):
         raise KVLensError(
-            "--answer and --rival choose what is explained, and --by none skips the explanation; leave out either"
+            "--answer, --rival and --quick belong to the explanation, and --by none skips the explanation; leave out either"
         )
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
@@ -133,7 +139,7 @@ def _report(args: argparse.Namespace) -> int:
     prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import progress_bar
+    from kvlens.report.console import announce, progress_bar
 
     with progress_bar("loading the model") as tell:
         from kvlens.bridge import load_model
@@ -162,7 +168,9 @@ def _report(args: argparse.Namespace) -> int:
                 by=None if args.by == "none" else args.by,
                 answer=args.answer,
                 rival=args.rival,
+                quick=args.quick,
                 on_progress=tell,
+                on_estimate=lambda expected: announce(expected, quick=args.quick),
             )
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)

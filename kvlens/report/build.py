@@ -26,6 +26,7 @@ from kvlens.analyses import (
     prompt_copies,
     prompt_effect,
 )
+from kvlens.analyses.attribution.cost import Estimate, expected_cost
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.flow import answer_flow
 from kvlens.analyses.attribution.null import Null
@@ -42,7 +43,7 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
-from kvlens.report.notes import notes_on
+from kvlens.report.notes import QUICK, notes_on
 from kvlens.report.summary import CONDITIONS, answer_figures, conversion_figures, effect_figures, model_facts, versions
 
 FORMAT_VERSION = 3
@@ -109,7 +110,9 @@ def build_report(
     by: By | None = "sentence",
     answer: str | None = None,
     rival: str | None = None,
+    quick: bool = False,
     on_progress: Callable[[str, float], None] | None = None,
+    on_estimate: Callable[[Estimate], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure on ``text`` how exact the conversion is, what the prompt changes, and which heads matter.
 
@@ -131,7 +134,10 @@ def build_report(
             of them and for 40 unrelated ones.
         answer, rival: which answer is explained, as in :func:`kvlens.analyses.attribution.explain.explain`; by default the most
             probable token after the text.
+        quick: explain with only the eight heads with the largest effects compared with unrelated texts, and leave out the
+            effects of single tokens; the report has a note of it.
         on_progress: called with a description and the fraction done, in 0..1.
+        on_estimate: called at the start with what the explanation will take.
 
     Raises:
         KVLensError: options that the model or the method does not have, weights that are not finite, no tokenizer, an empty
@@ -146,33 +152,37 @@ def build_report(
     if dual:
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
+    by = by if len(prompt_tokens) <= MOST_EXPLAINED else None
+    single_tokens = by not in (None, "token") and len(prompt_tokens) <= MOST_TOKENS
+    if on_estimate is not None and by is not None:
+        on_estimate(expected_cost(model, prompt_tokens, text_tokens, by=by, single_tokens=single_tokens))
     missing = {name: reason for name in OF_THE_PAGE if (reason := reason_against(name, model)) is not None}
 
     def part(description: str, start: float, end: float) -> Callable[[float], None]:
         tell(description, start)
         return lambda done: tell(description, start + (end - start) * done)
 
-    converting = part("converting the prompt", 0.0, 0.08)
+    converting = part("converting the prompt", 0.0, 0.04)
     bias = convert_prompt(model, prompt_tokens, on_progress=converting, method=method, verbose=False)
-    tell("comparing predictions", 0.08)
+    tell("comparing predictions", 0.04)
     readings = read_text(model, prompt_tokens, text_tokens, bias=bias, residuals=True)
     errors = conversion_error(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     if not bool(errors["squared_norm"].map(lambda x: x < float("inf")).all()):
         raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
     effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     sequences = (model, prompt_tokens, text_tokens)
-    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("ablating heads", 0.16, 0.35))
-    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("ablating layers", 0.35, 0.4))
+    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("ablating heads", 0.08, 0.16))
+    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("ablating layers", 0.16, 0.18))
     everything = list(by_head[["layer", "head"]].itertuples(index=False, name=None))
     total = baseline_ablation(model, prompt_tokens, text_tokens, [everything], bias=bias).iloc[0]
     heads = copies = None
     if "head_details" not in missing:
-        heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.4, 0.65))
+        heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.18, 0.28))
     if "prompt_copies" not in missing:
-        copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.65, 0.75))
+        copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.28, 0.32))
     generated = {}
     for i, condition in enumerate(CONDITIONS):
-        tell(f"generating, {condition.replace('_', ' ')}", 0.75 + 0.1 * i / 3)
+        tell(f"generating, {condition.replace('_', ' ')}", 0.32 + 0.08 * i / 3)
         generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
     written = _generated_table(model, text_tokens, generated)
     summary = {
@@ -186,7 +196,7 @@ def build_report(
         "answer": None,
         "conversion": conversion_figures(bias, errors),
         "prompt_effect": effect_figures(effect),
-        "notes": notes_on(model, prompt_tokens, effect, bias),
+        "notes": [*notes_on(model, prompt_tokens, effect, bias), *([QUICK] if quick and by is not None else [])],
         "bias": {
             "n_numbers": bias.num_parameters,
             "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and the features' parameters",
@@ -219,16 +229,19 @@ def build_report(
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
         dual_steps = {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
     explained = None
-    if by is not None and len(prompt_tokens) <= MOST_EXPLAINED:
-        tell(f"removing each {by} in turn", 0.85)
-        explained = explain(model, prompt_tokens, text_tokens, by=by, answer=answer, rival=rival)
+    if by is not None:
+        explaining = part("explaining the answer", 0.4, 0.8)
+        explained = explain(
+            *sequences, by=by, answer=answer, rival=rival, quick=quick, on_progress=lambda _, done: explaining(done)
+        )
         tables |= _answer_tables(explained)
         if explained.unit is not None:
-            tell("switching off units, heads and positions", 0.88)
-            tables["answer_flow"] = answer_flow(model, prompt_tokens, text_tokens, explained, rival=rival)
-        if len(prompt_tokens) <= MOST_TOKENS and by != "token":
+            tell("switching off units, heads and positions", 0.8)
+            tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
+        if single_tokens and not quick:
             asked: dict[str, Any] = dict(by="token", answer=answer, rival=rival, null=Null())
-            tables["answer_tokens"] = prompt_attribution(model, prompt_tokens, text_tokens, **asked)
+            removing = part("removing single tokens", 0.85, 0.92)
+            tables["answer_tokens"] = prompt_attribution(*sequences, **asked, on_progress=removing)
         summary["answer"] = answer_figures(explained, by)
     linked = None
     if "linked_shares" not in missing:
@@ -238,7 +251,7 @@ def build_report(
             colorings={ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps},
             without_zero=["dual loss drop (log)"],
             readings=readings,
-            on_progress=part("linking prompt and text", 0.9, 1.0),
+            on_progress=part("linking prompt and text", 0.92, 1.0),
         )
     return Report(summary, tables, bias, heads, linked, _bias_share(model, bias, text_tokens), explained, missing)
 

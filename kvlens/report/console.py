@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 WIDTH = 80
+LONG = 60.0
+"""Seconds from which on an explanation announces how long it will take."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -14,6 +17,28 @@ def make_console(*, stderr: bool = False) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return console
+
+
+def announce(expected: Any, *, quick: bool) -> None:
+    """Say on stderr how long an explanation will take, where that is more than `LONG`, and what ``--quick`` would take.
+
+    Args:
+        expected: an `Estimate` of :mod:`kvlens.analyses.attribution.cost`.
+        quick: whether it will be quick.
+    """
+    tokens, seconds = (expected.quick_tokens, expected.quick_seconds) if quick else (expected.tokens, expected.seconds)
+    if seconds < LONG:
+        return
+    said = f"Explaining the answer takes about {_duration(seconds)} ({tokens:,} tokens to read)"
+    shorter = not quick and expected.quick_seconds < 0.8 * seconds
+    said += f"; with --quick about {_duration(expected.quick_seconds)}." if shorter else "."
+    make_console(stderr=True).print(said)
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{round(seconds / 60)} minutes" if seconds >= 90 else f"{round(seconds)} seconds"
 
 
 @contextlib.contextmanager
@@ -24,7 +49,13 @@ def progress_bar(first: str) -> Iterator[Callable[[str, float], None]]:
         A function of a description and the fraction done; the bar pulses until it is first called.
     """
     console = make_console(stderr=True)
-    columns = (TextColumn("{task.description:<28}", markup=False), BarColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<28}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(first, total=None)  # pulses
         yield lambda text, done: bar.update(task, description=text, completed=done, total=1.0)

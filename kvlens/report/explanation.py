@@ -88,9 +88,9 @@ def print_explanation(found: Any, by: str) -> None:
     heads = found.heads.assign(name=[part_name(a, b) for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
     heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
     heads = heads.assign(
-        p=heads["p_value"].map("{:.3f}".format),
-        alone=heads["p_value_alone"].map("{:.3f}".format),
-        leads=heads["leads"].map(percent),
+        p=heads["p_value"].map("{:.3f}".format, na_action="ignore").fillna("not tested"),
+        alone=heads["p_value_alone"].map("{:.3f}".format, na_action="ignore").fillna("not tested"),
+        leads=heads["leads"].map(percent, na_action="ignore").fillna("not tested"),
     )
     console.print(f"heads: nats lost when they read the prompt without that {by}", style="bold")
     console.print(

@@ -6,6 +6,7 @@ import re
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.attribution.cost import Estimate
 from kvlens.analyses.attribution.explain import explain
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
@@ -14,8 +15,10 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.cli import main
 from kvlens.report import build as building
 from kvlens.report import build_report, print_report, write_report
+from kvlens.report.console import announce
 from kvlens.report.example import example_for
-from kvlens.report.explanation import in_a_sentence
+from kvlens.report.explanation import in_a_sentence, print_explanation
+from kvlens.report.notes import QUICK
 from kvlens.report.opening import exactness, opening
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ABLATION, ranked_heads
@@ -100,6 +103,36 @@ def test_without_an_explanation_the_page_says_so(monkeypatch, tmp_path):
     long = build_report(model, PROMPT, TEXT, new_tokens=1)
     assert long.explained is None and "tokens, more than 3" in build_page(long).to_html()
     assert (write_report(long, tmp_path / "r") / "report.html").is_file()
+
+
+def test_a_quick_report_says_what_it_left_out(monkeypatch):
+    """Three of facts-linear's eight heads are compared with unrelated sentences."""
+    monkeypatch.setattr("kvlens.analyses.attribution.explain.QUICK_HEADS", 3)
+    model, estimates = HookedKVTransformer.from_zoo("facts-linear"), []
+    options = dict(model_name="facts-linear", new_tokens=1, quick=True, on_estimate=estimates.append)
+    report = build_report(model, *example_for("facts-linear"), **options)
+    (estimate,) = estimates
+    assert 0 < estimate.quick_tokens < estimate.tokens and estimate.quick_seconds < estimate.seconds
+    assert "answer_tokens" not in report.tables and report.summary["answer"]["unit"] == 5
+    assert report.explained.heads["p_value"].notna().sum() == 3 and QUICK in report.summary["notes"]
+    page = build_page(report).to_html()
+    assert html_text(QUICK) in page and "<td>–</td>" in page
+    screen = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr("kvlens.report.explanation.make_console", lambda: screen)
+    print_explanation(report.explained, "sentence")
+    assert screen.file.getvalue().count("not tested") == 3 * 2  # of the five heads that are listed
+
+
+def test_a_long_explanation_is_announced(capsys):
+    announce(Estimate(9000, 59.0, 100, 2.0), quick=False)
+    assert capsys.readouterr().err == ""
+    announce(Estimate(480_000, 9000.0, 45_000, 700.0), quick=False)
+    announce(Estimate(480_000, 9000.0, 45_000, 70.0), quick=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "Explaining the answer takes about 2.5 hours (480,000 tokens to read); with --quick about 12 minutes. "
+        "Explaining the answer takes about 70 seconds (45,000 tokens to read)."
+    )
 
 
 def test_units_that_do_nothing_leave_the_ranking_to_the_text():

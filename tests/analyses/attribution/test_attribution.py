@@ -6,10 +6,13 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
+from pandas.testing import assert_frame_equal
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from analyses.attribution.answers import Question
 from analyses.attribution.by_head import swapped_heads
+from analyses.attribution.cost import cost_of, expected_cost
+from analyses.attribution.explain import explain
 from analyses.attribution.methods import Hierarchical, LeaveOneOut, LinearFit, chosen_subsets, fitted, lasso, over_pairs
 from analyses.attribution.null import Null, enough_for, holm, p_values
 from analyses.attribution.terms import factors, hidden_from_text, written
@@ -483,6 +486,55 @@ def test_a_heads_p_values_count_the_prompts_with_unrelated_units(model):
         assert found[name].between(0.05, 1).all()
     assert found["leads"].tolist() == pytest.approx(leads.tolist(), abs=1e-6)
     assert found["significant"].tolist() == (found["p_value"] <= 0.05).tolist()
+
+
+def test_heads_that_are_compared_are_compared_as_all_are():
+    model, null = random_model(), Null(19)
+    given = dict(by=[(4, 7)], answer=5, null=null)
+    every = attribution_by_head(model, PROMPT, TEXT, **given)
+    done: list[float] = []
+    some = attribution_by_head(model, PROMPT, TEXT, n_tested=3, on_progress=done.append, **given)
+    assert done == pytest.approx([(i + 1) / 19 for i in range(19)])
+    tested = some["p_value"].notna()
+    assert tested.sum() == 3 and not tested[some["unit"] == -1].any()
+    for name in ("p_value", "p_value_alone"):
+        assert some.loc[tested, name].tolist() == every.loc[tested, name].tolist()
+    assert some["leads"].sum() == pytest.approx(1)
+    assert_frame_equal(some[["swap", "converse", "whole"]], every[["swap", "converse", "whole"]])
+    of_unit = every[every["unit"] == 0]
+    largest = [of_unit["swap"].abs().idxmax(), (of_unit["whole"] - of_unit["converse"]).abs().idxmax()]
+    assert tested[largest].all()
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("spans", [SPANS, [(2, 9)]])
+def test_what_an_explanation_reads_is_known_before(attention, spans, monkeypatch):
+    model = random_model(attention=attention, kv_shift=None)
+    null, accounts = Null(), []
+    real = Question.of.__func__
+
+    def noted(cls, *given, **named):
+        accounts.append(real(cls, *given, **named))
+        return accounts[-1]
+
+    monkeypatch.setattr(Question, "of", classmethod(noted))
+    monkeypatch.setattr("analyses.attribution.explain.SIGNIFICANT", 1.0)  # so that heads and positions are read too
+    seen: list[tuple[str, float]] = []
+    explain(model, PROMPT, TEXT, by=spans, answer=5, null=null, on_progress=lambda text, done: seen.append((text, done)))
+    question, units = accounts[0], units_of(model, PROMPT, spans)
+    expected = cost_of(question, units, null, LeaveOneOut())
+    _, units_read, heads_read, positions_read = (account.account.n_tokens for account in accounts[:4])
+    assert 0.7 < expected.units / units_read < 1.4  # a small model reads shared prefixes again where that is quicker
+    assert 0.8 < expected.heads / heads_read < 1.8  # converted prompts are not in the account
+    assert 0.8 < expected.positions / positions_read < 2.0
+    assert [done for _, done in seen] == sorted(done for _, done in seen) and seen[0][1] > 0 and seen[-1][1] <= 1
+    assert list(dict.fromkeys(text for text, _ in seen)) == [
+        "removing units of the prompt",
+        "exchanging heads",
+        "exchanging positions",
+    ]
+    estimate = expected_cost(model, PROMPT, TEXT, by=spans, null=null)
+    assert estimate.tokens == expected.total and estimate.quick_tokens <= estimate.tokens and estimate.seconds > 0
 
 
 @pytest.mark.unhooked
