@@ -215,7 +215,8 @@ def swapped_heads(
 
 def rows_at_once(bias: KVBias) -> int:
     """So many variants of a bias are read in one pass, as there is memory for."""
-    return max(4, min(64, MEMORY_PER_PASS // (8 * bias.num_parameters)))
+    group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
+    return max(4, min(64, MEMORY_PER_PASS // (8 * group * bias.num_parameters)))
 
 
 def _by_head(

@@ -27,6 +27,7 @@ from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Rival
+from .by_head import rows_at_once
 from .terms import carriers, factors, state_terms, with_states, written
 from .units import Spans, Unit, positions_of, units_of
 
@@ -141,7 +142,7 @@ def exchanged_positions(
     def measure(layer: int, biases: tuple[KVBias, KVBias]) -> None:
         found[layer].append(score - torch.stack([question.scores_under(each) for each in biases]))
 
-    for positions in torch.arange(len(question.prompt)).split(32):
+    for positions in torch.arange(len(question.prompt)).split(min(32, rows_at_once(here))):
         of_layer = make(positions)
         for layer in layers:
             measure(layer, of_layer(layer))

@@ -95,7 +95,8 @@ def intervened(bias: KVBias, rows: Interventions) -> KVBias:
     for name, keep in _kept(bias, rows).items():
         tensor = tensors_of(bias)[name]
         keep = keep.reshape(*keep.shape, *[1] * (tensor.dim() + 1 - keep.dim())).bool()
-        mixed[name] = torch.where(keep, tensor[:, None], donated[name][:, rows.donor])
+        donor = donated[name] if donated[name].shape[1] == 1 else donated[name][:, rows.donor]
+        mixed[name] = torch.where(keep, tensor[:, None], donor)
     return with_tensors(bias.repeat(len(rows.donor)), mixed)
 
 

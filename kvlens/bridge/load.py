@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvlens.bridge.adapters import ADAPTERS
+from kvlens.bridge.table import FAMILIES, NAMES
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
 from kvlens.pretrained.folder import without_progress_bars
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+N_CHECKED = 8
+"""Tokens on which a bridge of a family that the tests do not hold is compared with Transformers."""
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
 BY_TRANSFORMERS = (*TEXT_PART, *(adapter.model_type for adapter in ADAPTERS.values()))
@@ -25,15 +29,42 @@ PLAIN_OPTIONS = {"device", "dtype", "tokenizer"}
 
 
 def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
-    """A bridge around ``model``, which keeps its device and dtype."""
+    """A bridge around ``model``, which keeps its device and dtype.
+
+    Raises:
+        KVLensError: no architecture that TransformerLens knows, or one that kvlens' tests do not hold
+            (:data:`kvlens.bridge.table.FAMILIES`) and for which the bridge gives other logits than Transformers.
+    """
     model = _language_model(model)
     name = getattr(model, "name_or_path", "") or type(model).__name__
+    expected = None if model.config.model_type in FAMILIES else _few_logits(model)
     try:
-        return build_bridge_from_module(
+        bridge = build_bridge_from_module(
             model, type(model).__name__, hf_config=model.config, tokenizer=tokenizer, model_name=str(name)
         )
     except (ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise _unreadable(type(model).__name__, error) from error
+    if expected is not None:
+        _check_logits(type(model).__name__, _few_logits(bridge), expected)
+    return bridge
+
+
+@torch.no_grad()
+def _few_logits(model: Any) -> Tensor:
+    """Of as many tokens as a check needs, before or after a bridge was built around a model."""
+    tokens = torch.arange(N_CHECKED)[None] % int(getattr(model, "original_model", model).config.vocab_size)
+    found = model(tokens.to(next(model.parameters()).device))
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def _check_logits(architecture: str, found: Tensor, expected: Tensor) -> None:
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= torch.finfo(found.dtype).eps ** 0.5:  # rounding is below that in every dtype
+        raise KVLensError(
+            f"KVTransformerBridge: TransformerLens' bridge does not compute what {architecture} computes: on {N_CHECKED} "
+            f"tokens its logits differ from Transformers' by {error:.1%}, so whatever was measured would be about another "
+            f"model. Take a family that the tests hold ({NAMES}), or another release of TransformerLens"
+        )
 
 
 def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
@@ -54,7 +85,8 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         with without_progress_bars():
             name = str(folder) if folder.is_dir() else str(source)
             plain = not args and set(options) <= PLAIN_OPTIONS
-            if plain and ((folder.is_dir() and not has_tokenizer) or _model_type(name) in BY_TRANSFORMERS):
+            by_transformers = _model_type(name) in BY_TRANSFORMERS or _model_type(name) not in FAMILIES
+            if plain and ((folder.is_dir() and not has_tokenizer) or by_transformers):
                 model = AutoModelForCausalLM.from_pretrained(
                     name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
                 )

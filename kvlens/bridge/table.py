@@ -9,6 +9,9 @@
   directly; where a norm or a factor stands behind attention, it says so.
 - *TransformerLens*: the releases whose bridge the tests run.
 
+A model of any other family is compared with Transformers on eight tokens when it is loaded, and refused where the bridge's
+logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9).
+
 Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.
 ``tests/benchmarks/bench_bridge.py`` measures its time under a bias against the same pass from Transformers' cache.
 """
@@ -55,13 +58,23 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("Mixtral", remarks=_EXPERTS),
     "qwen2": Family("Qwen2, Qwen2.5", remarks=f"biases of queries, keys and values; {_WINDOW}"),
     "qwen3": Family("Qwen3", remarks="normalized queries and keys"),
+    "qwen3_moe": Family("Qwen3-MoE", remarks=f"normalized queries and keys; {_EXPERTS}"),
+    "gemma": Family("Gemma 1"),
     "gemma2": Family("Gemma 2", logits_of_heads=False, remarks=f"soft-capped scores and logits; {_WINDOW}; {_BEHIND}"),
     "gemma3_text": Family("Gemma 3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
     "gpt_oss": Family("GPT-OSS", remarks=f"attention sinks; {_WINDOW}; {_EXPERTS}"),
     "phi3": Family(
         "Phi-3", remarks=f"as GPT-NeoX; {_WINDOW}; not with LongRoPE, whose angles change with the length of the text"
     ),
+    "phi": Family("Phi-1, Phi-2", remarks="attention and MLP side by side; part of each head is rotated"),
+    "olmo": Family("OLMo-1", remarks="norms without weights"),
     "olmo2": Family("OLMo-2", logits_of_heads=False, remarks=_BEHIND),
+    "olmo3": Family("OLMo-3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
+    "olmoe": Family("OLMoE", remarks=_EXPERTS),
+    "glm": Family("GLM-4 9B (glm)", remarks="part of each head is rotated, in neighboring pairs"),
+    "glm4": Family("GLM-4 0414 (glm4)", logits_of_heads=False, remarks=f"as the former; {_BEHIND}"),
+    "granite": Family("Granite 3", logits_of_heads=False, remarks="factors behind attention"),
+    "starcoder2": Family("StarCoder2", remarks=_WINDOW),
     "smollm3": Family("SmolLM3", remarks="some layers without rotary positions"),
     "deepseek_v3": Family("DeepSeek-V3", remarks=f"latent attention, kept as the keys and values of every head; {_EXPERTS}"),
     "qwen3_5_text": Family("Qwen3.5", states=DELTA, remarks="gated attention; the language model of checkpoints with images"),

@@ -17,7 +17,7 @@ from kvlens.model import HookedKVTransformer
 from kvlens.model.fingerprint import weights_unchanged
 from kvlens.model.protocol import KVModel
 
-TOKENS_PER_PASS = 4096
+TOKENS_PER_PASS = 1536
 """At most so many tokens go through the model at once, with at least one row."""
 FIXED_COST = 350_000_000
 """The fixed cost of converting a prefix and of a pass behind it on a CPU, as tokens times weights of the model: 200 tokens of a

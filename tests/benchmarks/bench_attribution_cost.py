@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_attribution_cost.py [--small] [--kinds softmax linear] [--repeats 5]
 
 Random weights, one thread, processor time, the least of several runs. One quantity is doubled at a time, the others stay:
-8 layers, 8 heads of 32 (d_model 256 throughout, so that weights grow with heads), a vocabulary of 4,096, a prompt of 512
+4 layers, 4 heads of 32 (d_model 256 throughout, so that weights grow with heads), a vocabulary of 4,096, a prompt of 256
 tokens in 8 units, a text of 8 tokens. The exponent is the slope of log time over log size between the two largest sizes:
 at small ones the fixed cost per operation flattens the curve. Next to the analyses stands one forward pass over prompt and
 text that computes the last position's logits only. "times a pass" is the cost at the largest size, over that of this pass.
@@ -28,8 +28,8 @@ from timing import check_close, times
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 
 N_TEXT, N_UNITS, ANSWER = 8, 8, 3
-BASE = dict(layers=8, heads=8, vocabulary=4096, prompt=512)
-SIZES = dict(layers=(4, 8, 16), heads=(4, 8, 16, 32), vocabulary=(4096, 16384, 65536), prompt=(256, 512, 1024, 2048))
+BASE = dict(layers=4, heads=4, vocabulary=4096, prompt=256)
+SIZES = dict(layers=(4, 8, 16), heads=(4, 8, 16), vocabulary=(4096, 16384, 65536), prompt=(256, 512, 1024))
 SMALL_BASE = dict(layers=2, heads=2, vocabulary=64, prompt=32)
 SMALL_SIZES = dict(layers=(1, 2))
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,42 +93,39 @@ def calls(kind: str, layers: int, heads: int, vocabulary: int, prompt: int) -> d
     }
 
 
-def measured(kind: str, base: dict[str, int], sizes: dict[str, tuple[int, ...]], repeats: int) -> pd.DataFrame:
-    """A row per analysis and quantity: seconds at each size, the exponent, and the cost over a forward pass."""
-    rows = []
-    for name, values in sizes.items():
-        taken: dict[str, list[float]] = {}
-        for value in values:
-            each = calls(kind, **{**base, name: value})
-            for what, runs in zip(each, times(*each.values(), repeats=repeats, clock="processor"), strict=True):
-                taken.setdefault(what, []).append(min(runs))
-        for what, seconds in taken.items():
-            exponent = math.log(seconds[-1] / seconds[-2]) / math.log(values[-1] / values[-2])
-            rows.append(
-                {
-                    "grows": f"{name} {values[0]:,} to {values[-1]:,}",
-                    "analysis": what,
-                    "seconds": " / ".join(f"{s:.3g}" for s in seconds),
-                    "exponent": round(exponent, 2),
-                    "times a pass": round(seconds[-1] / taken["forward pass"][-1], 1),
-                }
-            )
+def measured(kind: str, base: dict[str, int], name: str, values: tuple[int, ...], repeats: int) -> pd.DataFrame:
+    """A row per analysis: seconds at each size of one quantity, the exponent, and the cost over a forward pass."""
+    taken: dict[str, list[float]] = {}
+    for value in values:
+        each = calls(kind, **{**base, name: value})
+        for what, runs in zip(each, times(*each.values(), repeats=repeats, clock="processor"), strict=True):
+            taken.setdefault(what, []).append(min(runs))
+    rows = [
+        {
+            "grows": f"{name} {values[0]:,} to {values[-1]:,}",
+            "analysis": what,
+            "seconds": " / ".join(f"{s:.3g}" for s in seconds),
+            "exponent": round(math.log(seconds[-1] / seconds[-2]) / math.log(values[-1] / values[-2]), 2),
+            "times a pass": round(seconds[-1] / taken["forward pass"][-1], 1),
+        }
+        for what, seconds in taken.items()
+    ]
     return pd.DataFrame(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a smoke test")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     for kind in args.kinds:
         check(kind, SMALL_BASE)
         base, sizes = (SMALL_BASE, SMALL_SIZES) if args.small else (BASE, SIZES)
-        table = measured(kind, base, sizes, 1 if args.small else args.repeats)
         print(f"{kind} attention")
-        print(table.to_string(index=False))
+        for name, values in sizes.items():
+            print(measured(kind, base, name, values, 1 if args.small else args.repeats).to_string(index=False), flush=True)
 
 
 if __name__ == "__main__":

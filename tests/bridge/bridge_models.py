@@ -158,7 +158,30 @@ FAMILIES = {
     ),
 }
 
-
+BY_ROTARY_PARTS = dict(**SPECIAL, partial_rotary_factor=0.5)
+MORE_EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+LIKE_THE_OTHERS = {
+    "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**COMMON)),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**WITHOUT_D_HEAD, **BY_ROTARY_PARTS)),
+    "olmo": lambda: tf.OlmoForCausalLM(tf.OlmoConfig(**WITHOUT_D_HEAD, **SPECIAL)),
+    "olmo3": lambda: tf.Olmo3ForCausalLM(tf.Olmo3Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW, layer_types=KINDS)),
+    "olmoe": lambda: tf.OlmoeForCausalLM(tf.OlmoeConfig(**WITHOUT_D_HEAD, **SPECIAL, **MORE_EXPERTS)),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**COMMON, **MORE_EXPERTS, moe_intermediate_size=8)),
+    "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**COMMON, **BY_ROTARY_PARTS)),
+    "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**COMMON, **BY_ROTARY_PARTS)),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(
+            **WITHOUT_D_HEAD,
+            **SPECIAL,
+            attention_multiplier=0.3,
+            residual_multiplier=0.5,
+            embedding_multiplier=2.0,
+            logits_scaling=2.0,
+        )
+    ),
+    "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW)),
+}
+"""Softmax families whose layers the bridge computes as those above: held by exactness and the table of families alone."""
 PURELY_RECURRENT = {
     "mamba2": lambda: tf.Mamba2ForCausalLM(
         tf.Mamba2Config(
@@ -180,7 +203,7 @@ def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
     """A random model of a family, in evaluation mode."""
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = {**FAMILIES, **PURELY_RECURRENT}[family]().eval()
+    model = {**FAMILIES, **LIKE_THE_OTHERS, **PURELY_RECURRENT}[family]().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, MAMBA, N_CTX, PURELY_RECURRENT, some_tokens, tiny
+from bridge_models import D_VOCAB, LIKE_THE_OTHERS, MAMBA, N_CTX, PURELY_RECURRENT, SPECIAL, WITHOUT_D_HEAD, some_tokens, tiny
 from bridge_models import FAMILIES as MODELS
 
 from kvlens import KVLensError, KVTransformerBridge
@@ -35,7 +35,7 @@ def without_gradients():
         yield
 
 
-@pytest.mark.parametrize("family", [*MODELS, *PURELY_RECURRENT])
+@pytest.mark.parametrize("family", [*MODELS, *LIKE_THE_OTHERS, *PURELY_RECURRENT])
 def test_a_row_says_what_happens(family):
     plain = tiny(family)
     row = table.FAMILIES[plain.config.model_type]
@@ -73,7 +73,7 @@ def rule_of(mixer):
 
 
 def test_the_reference_has_a_row_for_every_tested_family():
-    tested = {tiny(family).config.model_type for family in [*MODELS, *PURELY_RECURRENT]}
+    tested = {tiny(family).config.model_type for family in [*MODELS, *LIKE_THE_OTHERS, *PURELY_RECURRENT]}
     assert tested == set(table.FAMILIES)
     for row in table.FAMILIES.values():
         assert f"| {row.name} | exact | yes | {row.patterns} |" in table.__doc__
@@ -88,3 +88,19 @@ def test_a_refusal_names_the_family_and_what_can_be_done(architecture):
     says = str(refused.value)
     assert table.NAMES in says and "a plain TransformerBridge runs this one without a bias" in says
     assert ("HookedKVTransformer runs it" in table.REFUSED[architecture]) == ("HookedKVTransformer.from_pretrained" in says)
+
+
+def test_a_family_that_the_bridge_computes_otherwise_is_refused():
+    """TransformerLens leaves out norms of StableLM; families that the tests hold are not compared at every load."""
+    stablelm = tf.StableLmForCausalLM(tf.StableLmConfig(**WITHOUT_D_HEAD, **SPECIAL)).eval()
+    with pytest.raises(
+        KVLensError, match=r"does not compute what StableLmForCausalLM computes: on 8 tokens .* differ .* by \d"
+    ):
+        KVTransformerBridge.boot_transformers(stablelm)
+
+
+def test_a_family_of_which_nothing_is_known_is_compared_with_transformers(monkeypatch):
+    monkeypatch.setattr("kvlens.bridge.load.FAMILIES", {})
+    plain = tiny("llama")
+    expected = plain(TEXT[None]).logits
+    assert torch.allclose(KVTransformerBridge.boot_transformers(plain)(TEXT[None]), expected, atol=1e-5)
