@@ -126,9 +126,10 @@ def _about_heads(report: Report) -> str:
     return (
         f"{own[0].upper()}{own[1:]}: how much the log-probability of {found.answer!r} falls when this head alone reads the "
         f"prompt without the {by} {_short(text)!r}. {alone[0].upper()}{alone[1:]}: how much of the {by}'s effect remains when "
-        f"all other heads read the prompt without it. p, p alone: the share of unrelated {by}s in its place with an effect as "
-        "large, for each head by itself (not adjusted for the number of heads; – where a head was not compared). Ranks first: "
-        f"the share of them for which this head has the largest effect. {ablation}"
+        f"all other heads read the prompt without it. p, p alone: the share of unrelated {by}s, put in its place, with an "
+        "effect as large, for each head by itself (not adjusted for the number of heads; – where a head was not compared). "
+        f"Ranks first: the share of these unrelated {by}s with which this head, too, has the largest effect of all heads. "
+        f"{ablation}"
     )
 
 
