@@ -20,7 +20,7 @@ from kvlens.pretrained.folder import without_progress_bars
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 N_CHECKED = 8
-"""Tokens on which a bridge of a family that the tests do not hold is compared with Transformers."""
+"""Tokens on which the bridge of an untested family is compared with Transformers."""
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
 BY_TRANSFORMERS = (*TEXT_PART, *(adapter.model_type for adapter in ADAPTERS.values()))
@@ -32,8 +32,8 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBrid
     """A bridge around ``model``, which keeps its device and dtype.
 
     Raises:
-        KVLensError: no architecture that TransformerLens knows, or one that kvlens' tests do not hold
-            (:data:`kvlens.bridge.table.FAMILIES`) and for which the bridge gives other logits than Transformers.
+        KVLensError: no architecture that TransformerLens knows, or an untested one (not in
+            :data:`kvlens.bridge.table.FAMILIES`) for which the bridge gives other logits than Transformers.
     """
     model = _language_model(model)
     name = getattr(model, "name_or_path", "") or type(model).__name__
@@ -51,9 +51,13 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBrid
 
 @torch.no_grad()
 def _few_logits(model: Any) -> Tensor:
-    """Of as many tokens as a check needs, before or after a bridge was built around a model."""
-    tokens = torch.arange(N_CHECKED)[None] % int(getattr(model, "original_model", model).config.vocab_size)
+    """Without dropout, of as many tokens as a check needs, before or after a bridge was built around a model."""
+    plain = getattr(model, "original_model", model)
+    tokens = torch.arange(N_CHECKED)[None] % int(plain.config.get_text_config().vocab_size)
+    was_training = plain.training
+    plain.eval()
     found = model(tokens.to(next(model.parameters()).device))
+    plain.train(was_training)
     return found if isinstance(found, Tensor) else found.logits
 
 
@@ -63,7 +67,7 @@ def _check_logits(architecture: str, found: Tensor, expected: Tensor) -> None:
         raise KVLensError(
             f"KVTransformerBridge: TransformerLens' bridge does not compute what {architecture} computes: on {N_CHECKED} "
             f"tokens its logits differ from Transformers' by {error:.1%}, so whatever was measured would be about another "
-            f"model. Take a family that the tests hold ({NAMES}), or another release of TransformerLens"
+            f"model. Try another release of TransformerLens, or take one of the tested families: {NAMES}"
         )
 
 
@@ -85,7 +89,8 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         with without_progress_bars():
             name = str(folder) if folder.is_dir() else str(source)
             plain = not args and set(options) <= PLAIN_OPTIONS
-            by_transformers = _model_type(name) in BY_TRANSFORMERS or _model_type(name) not in FAMILIES
+            kind = _model_type(name)
+            by_transformers = kind in BY_TRANSFORMERS or (kind is not None and kind not in FAMILIES)
             if plain and ((folder.is_dir() and not has_tokenizer) or by_transformers):
                 model = AutoModelForCausalLM.from_pretrained(
                     name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False

@@ -10,7 +10,8 @@
 - *TransformerLens*: the releases whose bridge the tests run.
 
 A model of any other family is compared with Transformers on eight tokens when it is loaded, and refused where the bridge's
-logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9).
+logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9). If it loads,
+:func:`kvlens.analyses.conversion_error` measures how exact a conversion is.
 
 Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.
 ``tests/benchmarks/bench_bridge.py`` measures its time under a bias against the same pass from Transformers' cache.
