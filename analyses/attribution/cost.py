@@ -1,13 +1,13 @@
 """How many tokens an explanation reads, and how long that will take: known before it starts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from kvlens import KVModel, logits_after
+from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..sequences import PromptTokens, TextTokens
@@ -16,6 +16,8 @@ from .methods import Method, method_of
 from .null import FEWEST, Null
 from .units import Spans, Unit, units_of
 
+N_TIMED = 8
+"""Rows of the batch that is timed."""
 QUICK_HEADS = 8
 """Heads that are compared with unrelated units where an explanation is to be quick."""
 
@@ -44,8 +46,7 @@ class Estimate(NamedTuple):
     """What an explanation will take.
 
     Attributes:
-        tokens, seconds: of all of it; seconds are rough, since short texts in large batches are read at another speed than the
-            one long text that was timed.
+        tokens, seconds: of all of it; seconds are rough.
         quick_tokens, quick_seconds: with ``quick``.
     """
 
@@ -67,7 +68,10 @@ def expected_cost(
     null: Null | None = None,
     single_tokens: bool = False,
 ) -> Estimate:
-    """What :func:`kvlens.analyses.attribution.explain.explain` will take, from the time of one pass over prompt and text.
+    """What :func:`kvlens.analyses.attribution.explain.explain` will take.
+
+    Two kinds of pass are timed: over prompt and text, and over a batch of the text alone under a bias, as heads and positions
+    are exchanged.
 
     Args:
         model, prompt, text, by, method, null: as they will be given to `explain`.
@@ -78,16 +82,24 @@ def expected_cost(
     """
     question = Question.of(model, prompt, text, answer=0)
     units, how = units_of(model, question.prompt, by), method_of(method)
-    slow, quick = (cost_of(question, units, null or Null(), how, n_tested).total for n_tested in (None, QUICK_HEADS))
-    if single_tokens:
-        slow += cost_of(question, units_of(model, question.prompt, "token"), Null(), method_of("leave_one_out")).units
+    bias = convert_prompt(model, question.prompt)
+    long = _seconds_per_token(question, lambda: question.scores(question.rows([[]])))
+    short = _seconds_per_token(question, lambda: question.scores_under(bias.repeat(N_TIMED)))
+    slow, quick = (cost_of(question, units, null or Null(), how, n_tested) for n_tested in (None, QUICK_HEADS))
+    single = cost_of(question, units_of(model, question.prompt, "token"), Null(), method_of("leave_one_out")).units
+    more = single if single_tokens else 0
+    seconds, quick_seconds = (cost.units * long + (cost.heads + cost.positions) * short for cost in (slow, quick))
+    return Estimate(slow.total + more, seconds + more * long, quick.total, quick_seconds)
+
+
+def _seconds_per_token(question: Question, read: Callable[[], object]) -> float:
+    """The shorter of two readings: the first one fetches weights from disk."""
     taken = []
-    for _ in range(2):  # the first one reads the weights from disk
-        start = perf_counter()
-        logits_after(model, question.rows([[]]), question.text)
-        taken.append(perf_counter() - start)
-    per_token = min(taken) / question.account.n_tokens_per_pass
-    return Estimate(slow, slow * per_token, quick, quick * per_token)
+    for _ in range(2):
+        before, start = question.account.n_tokens, perf_counter()
+        read()
+        taken.append((perf_counter() - start) / (question.account.n_tokens - before))
+    return min(taken)
 
 
 def cost_of(question: Question, units: Sequence[Unit], null: Null | None, method: Method, n_tested: int | None = None) -> Cost:
