@@ -11,7 +11,7 @@ from torch import nn
 from kvlens.bridge.fused import show_rotated
 from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.recurrent import RecurrentLayer
-from kvlens.bridge.softmax import IN_THE_OPEN, HeadSizes, Points, SoftmaxLayer
+from kvlens.bridge.softmax import HOOKED_BY_KVLENS, HeadSizes, Points, SoftmaxLayer
 from kvlens.bridge.table import NAMES
 from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
@@ -106,7 +106,7 @@ def _layer(bridge: Any, family: str, config: Any, layer: int) -> Layer:
         add_hook_points(attn)
     if kind in FUSED:
         show_rotated(attn)
-    points = IN_THE_OPEN if native else POINTS[kind]
+    points = HOOKED_BY_KVLENS if native else POINTS[kind]
     name = "mixer" if attn is recurrent else "attn"
     return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points, name)
 

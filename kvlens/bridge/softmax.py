@@ -36,7 +36,7 @@ class Points(NamedTuple):
     v: str = "v.hook_out"
 
 
-IN_THE_OPEN = Points(v=VALUES)
+HOOKED_BY_KVLENS = Points(v=VALUES)
 """Of a component that :func:`kvlens.bridge.native.add_hook_points` was given."""
 
 
@@ -67,7 +67,7 @@ class SoftmaxLayer:
         layer: int,
         sizes: HeadSizes,
         rule: ScoreRule,
-        points: Points = IN_THE_OPEN,
+        points: Points = HOOKED_BY_KVLENS,
         component_name: str = "attn",
     ):
         self.attn: Any = attn
