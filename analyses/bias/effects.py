@@ -42,7 +42,7 @@ from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
 from .interventions import Interventions, donors_of, logits_under
 from .one_space import singles, with_others, with_references
-from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution, most_heads, recurrent_layers
+from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution, most_heads
 
 METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
@@ -187,9 +187,8 @@ def _units(bias: KVBias, by: str, part: str) -> list[tuple[int, int]]:
         return [(layer, ALL) for layer in range(bias.n_layers)]
     if part == "bias":
         return heads_of(bias)
-    recurrent = recurrent_layers(bias)
     shifts = part == "both" or any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
-    heads = [(layer, head) for layer, head in heads_of(bias) if layer not in recurrent and shifts]
+    heads = [(layer, head) for layer, head in heads_of(bias) if head < bias.first_state_head(layer) and shifts]
     return sorted([*heads, *((layer, ALL) for layer in layers_with_convolution(bias))]) if part == "shift_state" else heads
 
 

@@ -110,9 +110,10 @@ def _kept(bias: KVBias, rows: Interventions) -> dict[str, Tensor]:
     kept = {"b_KV": keep, "b_D": keep, "last_q": keep_q[:, :, None]}
     kept |= dict.fromkeys(("last_k", "last_v"), keep_kv[:, :, None])
     if bias.recurrent is not None:
-        recurrent = list(bias.recurrent.layers)
-        kept[RECURRENT + "b_KV"] = of_bias[recurrent][..., : bias.recurrent.n_heads]
-        kept[RECURRENT + "conv"] = of_shift_state[recurrent].amin(dim=-1)
+        first = [(layer, bias.first_state_head(layer)) for layer in bias.recurrent.layers]
+        n_heads = bias.recurrent.n_heads
+        kept[RECURRENT + "b_KV"] = torch.stack([of_bias[layer, :, i : i + n_heads] for layer, i in first])
+        kept[RECURRENT + "conv"] = torch.stack([of_shift_state[layer, :, i:].amin(dim=-1) for layer, i in first])
     return kept
 
 

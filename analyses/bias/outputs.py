@@ -15,6 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
+from kvlens.ops.heads import joined_heads
+
+PARTS = ("hook_z_bias", "hook_z_context")
 
 
 class BiasOutputs(NamedTuple):
@@ -38,16 +41,16 @@ def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"], run: C
     def see(z: Tensor, hook: Any) -> None:
         seen[hook.name] = z[0].double().to(text.device)
 
-    with_heads = [layer for layer in range(bias.n_layers) if bias.n_heads_of(layer)]
-    hooks = [(f"blocks.{layer}.attn.hook_z_{part}", see) for layer in with_heads for part in ("bias", "context")]
+    hooks = [(name, see) for layer in range(bias.n_layers) for part in PARTS for name in model.head_hooks(layer, part)]
     with model.kv_bias(bias), model.hooks(fwd_hooks=hooks):
         model.logits_on(text[None], 1) if run is None else run()
     none = torch.zeros(len(text), 0, 1, dtype=torch.float64, device=text.device)
 
     def of(part: str) -> list[Tensor]:
-        return [seen.get(f"blocks.{layer}.attn.hook_z_{part}", none) for layer in range(bias.n_layers)]
+        names = [model.head_hooks(layer, part) for layer in range(bias.n_layers)]
+        return [joined_heads([seen[name] for name in of_layer]) if of_layer else none for of_layer in names]
 
-    return BiasOutputs(of("bias"), of("context"))
+    return BiasOutputs(*map(of, PARTS))
 
 
 def share_by_size(

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVBias
+from kvlens.ops.heads import joined_heads
 
 OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of the attention layers in a bias, and those of the shift state that it carries."""
@@ -81,13 +82,14 @@ def exchangeable(bias: KVBias) -> list[tuple[int, int]]:
 
 
 def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
-    """What the attention layers have and what the recurrent layers have, in the order of the model's layers.
+    """What the heads of attention layers have and what those of recurrent layers have, in the order of the model's layers.
 
-    A layer without heads has what no head of another layer has.
+    A layer without heads has what no head of another layer has. Where a layer has both kinds, rows of numbers of different
+    length are padded with zeros.
     """
     rows = dict(zip(bias.attention_layers, of_attention, strict=True))
-    if of_recurrent is not None:
-        rows |= dict(zip(recurrent_layers(bias), of_recurrent, strict=True))
+    for layer, row in () if of_recurrent is None else zip(recurrent_layers(bias), of_recurrent, strict=True):
+        rows[layer] = joined_heads([rows[layer], row], dim=-row.dim()) if layer in rows else row
     none = next(iter(rows.values()))[:0]
     return [rows.get(layer, none) for layer in range(bias.n_layers)]
 
@@ -98,11 +100,10 @@ def indicators(
     """1 at the bias, and at the shift state, that each part of :func:`exchangeable` is."""
     of_bias = torch.zeros(len(parts), bias.n_layers, most_heads(bias))
     of_shift_state = torch.zeros_like(of_bias)
-    recurrent = recurrent_layers(bias)
     for row, (layer, head) in enumerate(parts):
         if head == WHOLE_LAYER:
             of_shift_state[row, layer] = 1
             continue
         of_bias[row, layer, head] = 1
-        of_shift_state[row, layer, head] = float(layer not in recurrent)
+        of_shift_state[row, layer, head] = float(head < bias.first_state_head(layer))
     return of_bias.to(bias.b_KV), of_shift_state.to(bias.b_KV)

@@ -145,6 +145,6 @@ def _kept_heads(
             keep[row, layer, head] = 0
     keep_shift_state = keep.clone()
     for layer in [layer for layer in recurrent_layers(bias) if bias.n_heads_of(layer)]:
-        some_stay = keep[:, layer, : bias.n_heads_of(layer)].amax(dim=-1, keepdim=True)
-        keep_shift_state[:, layer] = some_stay
+        first = bias.first_state_head(layer)
+        keep_shift_state[:, layer, first:] = keep[:, layer, first : bias.n_heads_of(layer)].amax(dim=-1, keepdim=True)
     return keep, keep_shift_state

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
+from kvlens.ops.heads import joined_heads
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from .repeated_tokens import RepeatedTokens
@@ -70,13 +71,16 @@ def resampling_ablation(
     ]
     if on_start is not None:
         on_start(sum(n_heads) * n_texts)
-    starts, names = residuals(model, repeated), [f"blocks.{layer}.attn.hook_z" for layer in range(n_layers)]
-    others = cached(model, donors.tokens, names)
+    starts, names = residuals(model, repeated), [model.head_hooks(layer, "hook_z") for layer in range(n_layers)]
+    seen = cached(model, donors.tokens, [name for of_layer in names for name in of_layer])
+    others = [joined_heads([seen[name] for name in of_layer]) if of_layer else None for of_layer in names]
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
     change = whole.new_zeros(2, n_layers, *(max(n_heads), n_texts), whole.shape[-1])
     for done, (layer, head, text) in enumerate(passes, start=1):
-        swap = replace_head(layer, head, others[names[layer]][text, :, head])
-        effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], swap)
+        other = others[layer]
+        assert other is not None  # a pass is about heads of this layer
+        swaps = replace_heads(model, layer, head, other[text, :, head])
+        effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], *swaps)
         change[:, layer, head, text] = effect - whole[:, text]
         if on_progress is not None:
             on_progress(done / len(passes))
@@ -122,15 +126,20 @@ def cached(model: KVModel, tokens: Tensor, names: list[str]) -> dict[str, Tensor
     return seen
 
 
-def replace_head(layer: int, heads: Tensor, other: Tensor) -> tuple[str, Callable]:
-    """A hook that sets the output of head ``heads[i]`` in row i of a batch to ``other[i]`` [pos, d_head]."""
+def replace_heads(model: KVModel, layer: int, heads: Tensor, other: Tensor) -> list[tuple[str, Callable]]:
+    """Hooks that set the output of head ``heads[i]`` in row i of a batch to ``other[i]`` [pos, d_head]."""
+    hooks, first = list[tuple[str, Callable]](), 0
+    for name, n_heads in model.head_hooks(layer, "hook_z").items():
+        rows = ((heads >= first) & (heads < first + n_heads)).nonzero()[:, 0]
 
-    def replace(z: Tensor, hook: Any) -> Tensor:
-        z = z.clone()
-        z[torch.arange(len(z)), :, heads] = other
-        return z
+        def replace(z: Tensor, hook: Any, rows: Tensor = rows, first: int = first) -> Tensor:
+            z = z.clone()
+            z[rows, :, heads[rows] - first] = other[rows, :, : z.shape[-1]]
+            return z
 
-    return f"blocks.{layer}.attn.hook_z", replace
+        hooks.append((name, replace))
+        first += n_heads
+    return hooks
 
 
 def losses_and_logits(

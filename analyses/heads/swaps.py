@@ -22,7 +22,7 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.model.protocol import HeadsRead
 
-from .ablation import losses_and_logits, replace_head, residuals, rows_per_pass, standard_error
+from .ablation import losses_and_logits, replace_heads, residuals, rows_per_pass, standard_error
 from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps
@@ -86,7 +86,7 @@ def swap_costs(
                 starts[layer][texts[part]],
                 layer,
                 repeated.next_tokens[texts[part]],
-                replace_head(layer, torch.full_like(part, head), z[part]),
+                *replace_heads(model, layer, torch.full_like(part, head), z[part]),
             )[0]
             for part in torch.arange(len(texts)).split(rows)
         ]

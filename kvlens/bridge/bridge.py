@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
-from kvlens.bridge.families import layers_of
+from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
+from kvlens.bridge.parts import Part, by_layer
 from kvlens.bridge.positions import positions_under, text_positions
 from kvlens.bridge.reading import direct_path, read_attention, read_stream, visit_heads
 from kvlens.bridge.recurrent import RecurrentLayer
@@ -40,6 +41,7 @@ from kvlens.model.protocol import (
     StreamReading,
     Unembedding,
 )
+from kvlens.ops.heads import joined_heads
 from kvlens.zoo import folder_of, is_bridge
 
 
@@ -108,17 +110,17 @@ class KVTransformerBridge(TransformerBridge):
             raise KVLensError(f"KVTransformerBridge.of: expected a TransformerBridge, got {type(bridge).__name__}")
         if isinstance(bridge, cls):
             return bridge
-        layers = layers_of(bridge)
-        recurrent = any(isinstance(layer, RecurrentLayer) for layer in layers)
+        parts = parts_of(bridge)
+        recurrent = any(isinstance(part, RecurrentLayer) for part in parts)
         bridge.cfg.attention = "hybrid" if recurrent else "softmax"
         bridge.cfg.kv_shift = bridge.cfg.attention_variant = None
         bridge.cfg.has_position_limit = True
-        if any(isinstance(layer, SoftmaxLayer) for layer in layers):
+        if any(isinstance(part, SoftmaxLayer) for part in parts):
             # generate then takes Transformers' own cache, as for Qwen3.5; of OLMo-Hybrid, TransformerLens asks for a class of
             # caches that Transformers 5 no longer has, and cannot generate without a cache
             bridge.cfg.is_stateful = False
         bridge.__class__ = cls
-        bridge.__dict__.update(_layers=layers, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
+        bridge.__dict__.update(_parts=parts, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
         bridge.clear_hook_registry()
         bridge._initialize_hook_registry()
         assert isinstance(bridge, cls)
@@ -133,13 +135,22 @@ class KVTransformerBridge(TransformerBridge):
 
     @property
     def heads_per_layer(self) -> list[int]:
-        """Query heads of each layer; of a recurrent layer value heads."""
-        return [layer.n_heads for layer in self.__dict__["_layers"]]
+        """Query heads of each layer; of a recurrent layer value heads, and where a layer has both, query heads come first."""
+        return [sum(part.n_heads for part in parts) for parts in self._by_layer()]
+
+    def _by_layer(self) -> list[list[Part]]:
+        """The parts of every layer: one, or in Falcon-H1 attention and a state."""
+        return by_layer(self.__dict__["_parts"])
+
+    def head_hooks(self, layer: int, name: str) -> dict[str, int]:
+        """See :meth:`kvlens.KVModel.head_hooks`."""
+        parts = [part for part in self._by_layer()[layer] if part.n_heads]
+        return {f"blocks.{layer}.{part.name}.{name}": part.n_heads for part in parts}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state instead of keys."""
-        return tuple(layer.layer for layer in self.__dict__["_layers"] if isinstance(layer, RecurrentLayer))
+        """The layers that keep a state instead of keys, or next to them."""
+        return tuple(part.layer for part in self.__dict__["_parts"] if isinstance(part, RecurrentLayer))
 
     @property
     def prepends_bos(self) -> bool:
@@ -227,8 +238,8 @@ class KVTransformerBridge(TransformerBridge):
         offset = offset.to(positions.device)[:, None] if isinstance(offset, Tensor) else offset
         behind = positions + offset
         self._check_room(int(behind.max()), 0)
-        layers = self.__dict__["_layers"]
-        self.__dict__["_pass_handles"] = [handle for layer in layers for handle in layer.join(bias, positions)]
+        parts = self.__dict__["_parts"]
+        self.__dict__["_pass_handles"] = [handle for part in parts for handle in part.join(bias, positions)]
         return args, {**kwargs, "position_ids": behind.expand(batch, -1)}
 
     def _after_pass(self, *_: Any) -> None:
@@ -265,9 +276,9 @@ class KVTransformerBridge(TransformerBridge):
         if self.attached_kv_bias is None:
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
         seen: dict[tuple[int, str], Tensor] = {}
-        layers = self.__dict__["_layers"]
+        parts = self.__dict__["_parts"]
         options = {} if mask is None else _hidden(mask, keeps_positions)
-        handles = [handle for layer in layers for handle in layer.observe(seen)]
+        handles = [handle for part in parts for handle in part.observe(seen)]
         try:
             self.read(tokens, **options)
         finally:
@@ -278,11 +289,11 @@ class KVTransformerBridge(TransformerBridge):
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
 
-        attention = [layer.layer for layer in layers if isinstance(layer, SoftmaxLayer)]
+        attention = [part.layer for part in parts if isinstance(part, SoftmaxLayer)]
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
         if not attention:
             assert states is not None  # a model has layers of one kind or the other
-            sizes = sizes_of(layers)
+            sizes = sizes_of(parts)
             none = states.b_KV.new_zeros(0, len(tokens), sizes.n_kv_heads, tokens.shape[1], sizes.d_head)
             return PromptKeysAndValues(none, none, states)
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
@@ -339,44 +350,43 @@ class KVTransformerBridge(TransformerBridge):
     @torch.no_grad()
     def head_matrices(self) -> list[HeadMatrices | None]:
         """See :meth:`kvlens.KVModel.head_matrices`: None for recurrent layers, and for gated or latent attention."""
-        return head_matrices(self, self.__dict__["_layers"])
+        return head_matrices(self, self._by_layer())
 
     def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head of a layer; in a recurrent layer a norm and a gate stand before it (:meth:`direct_path`)."""
-        weights: Tensor = self.__dict__["_layers"][layer].output_weights()
-        return weights
+        return joined_heads([part.output_weights() for part in self._by_layer()[layer]], dim=-3)
 
     @torch.no_grad()
     @torch.no_grad()
     def read_stream(self, text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
         """See :meth:`kvlens.KVModel.read_stream`."""
-        return read_stream(self, self.__dict__["_layers"], text, n_last)
+        return read_stream(self, self._by_layer(), text, n_last)
 
     def visit_heads(self, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:
         """See :meth:`kvlens.KVModel.visit_heads`."""
-        visit_heads(self, self.__dict__["_layers"], tokens, visit)
+        visit_heads(self, self._by_layer(), tokens, visit)
 
     @torch.no_grad()
     def direct_path(self, text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None = None) -> DirectPath:
         """See :meth:`kvlens.KVModel.direct_path`."""
-        return direct_path(self, self.__dict__["_layers"], text, run)
+        return direct_path(self, self._by_layer(), text, run)
 
     @torch.no_grad()
     def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading]:
         """What each layer's text reads of a prompt, position by position, in one pass over both."""
-        return read_attention(self, self.__dict__["_layers"], prompt, text)
+        return read_attention(self, self._by_layer(), prompt, text)
 
     @contextlib.contextmanager
     def _by_mixers(self, wanted: bool) -> Iterator[None]:
         """Inside, recurrent layers are computed by their mixers: Transformers' kernels let hidden tokens act on the state."""
-        layers = [layer for layer in self.__dict__["_layers"] if wanted and isinstance(layer, RecurrentLayer)]
-        for layer in layers:
-            layer.always_by_mixer = True
+        recurrent = [part for part in self.__dict__["_parts"] if wanted and isinstance(part, RecurrentLayer)]
+        for part in recurrent:
+            part.always_by_mixer = True
         try:
             yield
         finally:
-            for layer in layers:
-                layer.always_by_mixer = False
+            for part in recurrent:
+                part.always_by_mixer = False
 
     @torch.no_grad()
     def read_memory(
@@ -394,14 +404,14 @@ class KVTransformerBridge(TransformerBridge):
         """
         mask = None if kept is None or bool(kept.all()) else kept[None].to(self.cfg.device)
         options = {} if mask is None else _hidden(mask, keeps_positions)
-        return read_memory(self, self.__dict__["_layers"], tokens.to(self.cfg.device), mask, options)
+        return read_memory(self, self.__dict__["_parts"], tokens.to(self.cfg.device), mask, options)
 
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 
     def _initialize_hook_registry(self) -> None:
         """As TransformerLens', with the hook points of layers by kvlens' names: a mixer's are no part of the module tree."""
         super()._initialize_hook_registry()
-        points = {name: point for layer in self.__dict__.get("_layers", ()) for name, point in layer.hook_points().items()}
+        points = {name: point for part in self.__dict__.get("_parts", ()) for name, point in part.hook_points().items()}
         ours = {id(point) for point in points.values()}
         for name in [name for name, point in self._hook_registry.items() if id(point) in ours]:
             del self._hook_registry[name]

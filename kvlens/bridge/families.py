@@ -10,6 +10,7 @@ from torch import nn
 
 from kvlens.bridge.fused import show_rotated
 from kvlens.bridge.native import add_hook_points
+from kvlens.bridge.parts import Part
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HOOKED_BY_KVLENS, HeadSizes, Points, SoftmaxLayer
 from kvlens.bridge.table import NAMES
@@ -34,7 +35,8 @@ RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
 """What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""
 TOKENWISE = ("NemotronHMLP", "NemotronHMoE")
 """Modules of Transformers that a block may have instead of attention, and that read no other token."""
-Layer = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
+FULL = ("full_attention", "hybrid")
+"""Kinds of layer in which a query sees every token before it; a hybrid one has a state beside attention."""
 VARIABLE_ROTARY = ("dynamic", "longrope")
 WINDOW_IN_FULL_ATTENTION = ("minimax",)
 """Model types whose window, where they have one, applies to the layers that they call full attention."""
@@ -46,8 +48,8 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def layers_of(bridge: Any) -> list[Layer]:
-    """The layers of ``bridge``, each as an object that reads a bias.
+def parts_of(bridge: Any) -> list[Part]:
+    """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
     Raises:
         KVLensError: an architecture, or a layer of it, that is not supported yet.
@@ -60,26 +62,31 @@ def layers_of(bridge: Any) -> list[Layer]:
         raise _no_way(family, "its attention is not causal: a prompt's keys would depend on the text behind it")
     config = text_config(model)
     _check_rotary(family, config)
-    layers = [_layer(bridge, family, config, layer) for layer in range(len(bridge.blocks))]
-    return layers
+    return [part for layer in range(len(bridge.blocks)) for part in _parts(bridge, family, config, layer)]
 
 
-def _layer(bridge: Any, family: str, config: Any, layer: int) -> Layer:
+def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[Part]:
     block = bridge.blocks[layer]
-    recurrent: Any = _recurrent(block)
+    name: str = next((name for name in RECURRENT if getattr(block, name, None) is not None), "")
+    recurrent: Any = getattr(block, name) if name else None
     attn: Any = getattr(block, "attn", None)
     held = "" if recurrent is None else type(recurrent.original_component).__name__
     if recurrent is not None and has_mixer(recurrent.original_component):
-        if attn is not None:
-            raise _no_way(family, f"layer {layer} reads the sequence twice, by attention and by a recurrent layer next to it")
-        return RecurrentLayer(recurrent, layer)
+        if attn is None:
+            return [RecurrentLayer(recurrent, layer)]
+        return [_attention(bridge, family, config, layer, attn, None), RecurrentLayer(recurrent, layer, name)]
     if held in TOKENWISE:
-        return TokenwiseLayer(recurrent, layer, bridge.cfg.d_model)
-    attn = recurrent if held in NATIVE else attn
+        return [TokenwiseLayer(recurrent, layer, bridge.cfg.d_model)]
+    return [_attention(bridge, family, config, layer, recurrent if held in NATIVE else attn, recurrent)]
+
+
+def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, recurrent: Any) -> SoftmaxLayer:
+    """The attention of a layer, ``attn``; or, in the place of it, ``recurrent``, for which there is no mixer."""
     kind = type(attn).__name__
     native = attn is not None and type(attn.original_component).__name__ in NATIVE
     if kind not in POINTS and not native:
         if recurrent is not None:
+            held = type(recurrent.original_component).__name__
             raise _no_way(family, f"kvlens has no mixer for layer {layer} ({held})")
         if attn is None:
             raise _no_way(family, f"layer {layer} has neither attention nor a recurrent state")
@@ -122,11 +129,6 @@ def _settle_latent(bridge: Any, attn: Any) -> None:
     text_config(bridge.original_model)._attn_implementation = "eager"
 
 
-def _recurrent(block: Any) -> Any:
-    """The block's component around a recurrent layer, None without one."""
-    return next((getattr(block, name) for name in RECURRENT if getattr(block, name, None) is not None), None)
-
-
 def _window(family: str, config: Any, layer: int) -> int | None:
     """How many tokens a query of a layer sees, including its own; None for all."""
     kinds = getattr(config, "layer_types", None)
@@ -134,7 +136,7 @@ def _window(family: str, config: Any, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     if kind in (None, "sliding_attention") or config.model_type in WINDOW_IN_FULL_ATTENTION:
         return window
-    if kind != "full_attention":
+    if kind not in FULL:
         raise _no_way(family, f"layer {layer} is of kind {kind!r}")
     return None
 

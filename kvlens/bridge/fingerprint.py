@@ -61,8 +61,8 @@ WITHOUT_EFFECT = {
 def fingerprint_of(bridge: Any) -> Fingerprint:
     """Structure and current weights. Reads every weight once."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
-    layers = bridge.__dict__["_layers"]
-    sizes = sizes_of(layers)
+    parts = bridge.__dict__["_parts"]
+    sizes = sizes_of(parts)
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {
         "architecture": cfg.architecture,
@@ -89,24 +89,24 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
         weights=weights_hash(_weights(bridge)),
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
-        attention_layers=_attention_layers(layers),
+        attention_layers=_attention_layers(parts, cfg.n_layers),
     )
 
 
-def sizes_of(layers: Sequence[Any]) -> HeadSizes:
+def sizes_of(parts: Sequence[Any]) -> HeadSizes:
     """The heads of the attention layers; of a model without them, those of its states."""
-    for layer in layers:
-        if isinstance(layer, SoftmaxLayer):
-            return layer.sizes
-    mixer = layers[0].mixer
+    for part in parts:
+        if isinstance(part, SoftmaxLayer):
+            return part.sizes
+    mixer = parts[0].mixer
     return HeadSizes(mixer.n_heads, mixer.n_heads, mixer.d_v, mixer.d_v)
 
 
-def _attention_layers(layers: Sequence[Any]) -> tuple[int, ...] | None:
-    """The numbers of the attention layers; None where they are all that are not recurrent."""
-    attention = tuple(layer.layer for layer in layers if isinstance(layer, SoftmaxLayer))
-    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-    return None if len(attention) + len(recurrent) == len(layers) else attention
+def _attention_layers(parts: Sequence[Any], n_layers: int) -> tuple[int, ...] | None:
+    """The numbers of the attention layers; None where they are exactly those that are not recurrent."""
+    attention = tuple(part.layer for part in parts if isinstance(part, SoftmaxLayer))
+    recurrent = {part.layer for part in parts if isinstance(part, RecurrentLayer)}
+    return None if attention == tuple(layer for layer in range(n_layers) if layer not in recurrent) else attention
 
 
 def _weights(bridge: Any) -> dict[str, Tensor]:

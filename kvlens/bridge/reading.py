@@ -1,6 +1,6 @@
 """What analyses read of a bridge's pass: attention to a prompt by position, and what lies between the heads and the logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeGuard
 
@@ -8,125 +8,157 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvlens.bridge.parts import Part
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.bridge.weights import unembedding
 from kvlens.errors import IndirectHeads
 from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, LayerSummands, StreamReading
+from kvlens.ops.heads import joined_heads
 
-Layer = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
-Seen = dict[tuple[int, str], Tensor]
-"""What passed certain points of certain layers: (layer, name) -> [batch, ...]."""
+Seen = dict[tuple[Part | int, str], Tensor]
+"""What passed certain points: (part of a layer, or the layer's number, name) -> [batch, ...]; -1 is the model."""
 DIRECT = 1e-2
 """Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, in half precision too."""
 
 
 def read_attention(
-    model: Any, layers: list[Layer], prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]
+    model: Any, layers: list[list[Part]], prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]
 ) -> list[LayerReading]:
     """See :meth:`kvlens.KVModel.read_attention`."""
     seen: Seen = {}
     m = len(prompt)
     with ExitStack() as stack:
-        for layer in layers:
-            for name, (point, form) in layer.attention_points().items():
-                stack.enter_context(_hook(point, seen, (layer.layer, name), form=form))
-            _watch_factor(stack, seen, layer)
+        for part in _with_heads(layers):
+            for name, (point, form) in part.attention_points().items():
+                stack.enter_context(_hook(point, seen, (part, name), form=form))
+            _watch_factor(stack, seen, part)
         model.logits_on(torch.cat([prompt, text])[None], 1)
+    no_heads = torch.zeros(m + len(text), 0, 1, dtype=torch.float64, device=prompt.device)
+    none = LayerReading(no_heads[m:].expand(-1, -1, m), no_heads[:m], no_heads[m:], None, None, None)
     found = []
-    for layer in layers:
-        of = {name: x[0].double() for name, x in _of_layer(seen, layer).items()}
-        if not layer.n_heads:
-            no_heads = torch.zeros(m + len(text), 0, 1, dtype=torch.float64, device=prompt.device)
-            found.append(LayerReading(no_heads[m:].expand(-1, -1, m), no_heads[:m], no_heads[m:], None, None, None))
-            continue
-        values = of["v"].repeat_interleave(layer.n_heads // of["v"].shape[1], dim=1)
-        later = {name: of[name][m:] if name in of else None for name in ("z", "z_bias", "gate")}
-        factor = _factor(of, layer)
-        factor = None if factor is None else factor[m:]
-        assert later["z"] is not None
-        pattern = of["pattern"][:, m:, :m].transpose(0, 1)
-        found.append(LayerReading(pattern, values[:m], later["z"], later["z_bias"], later["gate"], factor))
+    for parts in layers:
+        with_heads = [part for part in parts if part.n_heads]
+        found.append(_all_heads(with_heads, [_reading(seen, part, m) for part in with_heads]) if with_heads else none)
     return found
 
 
+def _all_heads(parts: list[Part], readings: list[LayerReading]) -> LayerReading:
+    pattern, values, z, z_bias, gate, factor = zip(*readings, strict=True)
+    return LayerReading(
+        joined_heads(pattern),
+        joined_heads(values),
+        joined_heads(z),
+        _joined(z_bias),
+        _joined_factors(parts, gate),
+        _joined_factors(parts, factor),
+    )
+
+
+def _reading(seen: Seen, part: Part, m: int) -> LayerReading:
+    """Of one part of a layer, where the prompt has ``m`` tokens."""
+    of = {name: x[0].double() for name, x in _of(seen, part).items()}
+    values = of["v"].repeat_interleave(part.n_heads // of["v"].shape[1], dim=1)
+    later = {name: of[name][m:] if name in of else None for name in ("z", "z_bias", "gate")}
+    factor = _factor(of, part)
+    factor = None if factor is None else factor[m:]
+    assert later["z"] is not None
+    pattern = of["pattern"][:, m:, :m].transpose(0, 1)
+    return LayerReading(pattern, values[:m], later["z"], later["z_bias"], later["gate"], factor)
+
+
 def visit_heads(
-    model: Any, layers: list[Layer], tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]
+    model: Any, layers: list[list[Part]], tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]
 ) -> None:
     """See :meth:`kvlens.KVModel.visit_heads`."""
     seen: Seen = {}
+    read: dict[Part, HeadsRead] = {}
 
-    def show(layer: Layer) -> None:
-        of = _of_layer(seen, layer)
+    def show(part: Part, parts: list[Part]) -> None:
+        of = _of(seen, part)
         for name in of:
-            del seen[layer.layer, name]
-        values = of["v"].repeat_interleave(layer.n_heads // of["v"].shape[2], dim=2)
-        visit(layer.layer, HeadsRead(of["pattern"], values, of["z"], of.get("gate")))
+            del seen[part, name]
+        values = of["v"].repeat_interleave(part.n_heads // of["v"].shape[2], dim=2)
+        read[part] = HeadsRead(of["pattern"], values, of["z"], of.get("gate"))
+        if all(each in read for each in parts):
+            patterns, of_values, of_z, gates = zip(*(read.pop(each) for each in parts), strict=True)
+            gate = _joined_factors(parts, gates)
+            visit(part.layer, HeadsRead(joined_heads(patterns, dim=-3), joined_heads(of_values), joined_heads(of_z), gate))
 
     batch, n = tokens.shape
     nothing = torch.zeros(batch, n, 0, 1, device=tokens.device)
     no_heads = HeadsRead(torch.zeros(batch, 0, n, n, device=tokens.device), nothing, nothing, None)
     with ExitStack() as stack:
-        for layer in layers:
-            if not layer.n_heads:
-                handle = layer.component.register_forward_hook(lambda *_, layer=layer: visit(layer.layer, no_heads))
+        for parts in layers:
+            for part in parts:
+                if not part.n_heads:
+                    handle = part.component.register_forward_hook(lambda *_, part=part: visit(part.layer, no_heads))
+                    stack.callback(handle.remove)
+                    continue
+                points = part.attention_points()
+                for name, (point, form) in points.items():
+                    if name != "z_bias":
+                        stack.enter_context(_hook(point, seen, (part, name), form=form))
+                handle = points["z"][0].register_forward_hook(lambda *_, part=part, parts=parts: show(part, parts))
                 stack.callback(handle.remove)
-                continue
-            points = layer.attention_points()
-            for name, (point, form) in points.items():
-                if name != "z_bias":
-                    stack.enter_context(_hook(point, seen, (layer.layer, name), form=form))
-            handle = points["z"][0].register_forward_hook(lambda module, args, output, layer=layer: show(layer))
-            stack.callback(handle.remove)
         model.logits_on(tokens, 1)
 
 
-def direct_path(model: Any, layers: list[Layer], text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None) -> DirectPath:
+def direct_path(
+    model: Any, layers: list[list[Part]], text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None
+) -> DirectPath:
     """See :meth:`kvlens.KVModel.direct_path`."""
     seen: Seen = {}
     with ExitStack() as stack:
         _watch_summands(stack, model, layers, seen)
         model.logits_on(text if text.dim() == 2 else text[None], 1) if run is None else run()
-    for layer in layers:
-        _check_direct(model, layer, seen)
-    factors = [_factor(_of_layer(seen, layer), layer) for layer in layers]
+    for parts in layers:
+        _check_direct(model, parts, seen)
+    factors = [_joined_factors(parts, [_factor(_of(seen, part), part) for part in parts]) for parts in layers]
     scale = _scale(model, seen[-1, "x"].double())
     if text.dim() == 1:
         scale, factors = scale[0], [None if factor is None else factor[0] for factor in factors]
     return DirectPath(scale, factors, [None] * len(layers))
 
 
-def read_stream(model: Any, layers: list[Layer], text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
+def read_stream(model: Any, layers: list[list[Part]], text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
     """See :meth:`kvlens.KVModel.read_stream`."""
     seen: Seen = {}
-    with_heads = [layer for layer in layers if not isinstance(layer, TokenwiseLayer) and layer.n_heads]
-    if len(with_heads) < len(layers):
+    without = sum(not any(part.n_heads for part in parts) for parts in layers)
+    if without:
         raise IndirectHeads(
-            f"{model.cfg.architecture}: {len(layers) - len(with_heads)} of {len(layers)} layers have no heads, so what "
+            f"{model.cfg.architecture}: {without} of {len(layers)} layers have no heads, so what "
             "enters the residual stream is not a sum over heads and MLPs; this needs a model whose layers all have heads"
         )
     with ExitStack() as stack:
         _watch_summands(stack, model, layers, seen)
-        for layer in with_heads:
-            points = layer.component if isinstance(layer, SoftmaxLayer) else layer.mixer
+        for part in _with_heads(layers):
+            points = part.component if isinstance(part, SoftmaxLayer) else part.mixer
             for name in ("z_context", "z_bias"):
-                stack.enter_context(_hook(getattr(points, f"hook_{name}"), seen, (layer.layer, name)))
-            z, form = layer.attention_points()["z"]
-            stack.enter_context(_hook(z, seen, (layer.layer, "z"), form=form))
+                stack.enter_context(_hook(getattr(points, f"hook_{name}"), seen, (part, name)))
+            z, form = part.attention_points()["z"]
+            stack.enter_context(_hook(z, seen, (part, "z"), form=form))
         added = getattr(model, "pos_embed", None)
         if added is not None:
             stack.enter_context(_hook(added, seen, (-1, "pos_embed")))
         model.logits_on(text[None], 1)
     found = []
-    for layer in with_heads:
-        _check_direct(model, layer, seen)
-        of = _of_layer(seen, layer)
-        factor, bias = _factor(of, layer), getattr(layer.output, "bias", None)
-        parts = [of.get("z_context", of["z"]), of.get("z_bias"), factor, of.get("mlp")]
-        z_context, z_bias, factor, mlp = (None if x is None else x[0, -n_last:] for x in parts)
-        assert z_context is not None
-        found.append(LayerSummands(z_context, z_bias, factor, bias, mlp))
+    for layer, parts in enumerate(layers):
+        _check_direct(model, parts, seen)
+        mlp = seen.get((layer, "mlp"))
+        summands = [_summands(seen, part, n_last) for part in parts if not isinstance(part, TokenwiseLayer)]
+        z_context, z_bias, factor, biases = zip(*summands, strict=True)
+        given = [bias for bias in biases if bias is not None]
+        found.append(
+            LayerSummands(
+                joined_heads(z_context),
+                _joined(z_bias),
+                _joined_factors(parts, factor),
+                torch.stack(given).sum(dim=0) if given else None,
+                None if mlp is None else mlp[0, -n_last:],
+            )
+        )
     embed, residual = seen[0, "in"][0], seen[-1, "x"]
     embeddings = {"embed": embed}
     if (-1, "pos_embed") in seen:
@@ -136,51 +168,87 @@ def read_stream(model: Any, layers: list[Layer], text: Int[Tensor, " pos"], n_la
     return StreamReading({name: x[-n_last:] for name, x in embeddings.items()}, found, residual[0, -n_last:], scale)
 
 
-def _watch_summands(stack: ExitStack, model: Any, layers: list[Layer], seen: Seen) -> None:
+def _summands(
+    seen: Seen, part: SoftmaxLayer | RecurrentLayer, n_last: int
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """z of the context, z of the bias, the factor behind them, and the bias of the output projection."""
+    of = _of(seen, part)
+    parts = [of.get("z_context", of["z"]), of.get("z_bias"), _factor(of, part)]
+    z_context, z_bias, factor = (None if x is None else x[0, -n_last:] for x in parts)
+    assert z_context is not None
+    return z_context, z_bias, factor, getattr(part.output, "bias", None)
+
+
+def _with_heads(layers: list[list[Part]]) -> list[SoftmaxLayer | RecurrentLayer]:
+    return [part for parts in layers for part in parts if not isinstance(part, TokenwiseLayer) and part.n_heads]
+
+
+def _joined(of_parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What the parts of a layer have, [..., head, d], as that of all its heads; either all or none have it."""
+    given = [x for x in of_parts if x is not None]
+    return joined_heads(given) if given else None
+
+
+def _joined_factors(parts: Sequence[Part], factors: Sequence[Tensor | None]) -> Tensor | None:
+    """Likewise what multiplies the heads' outputs: 1 at heads of a part without a factor; None where no part has one."""
+    given = next((factor for factor in factors if factor is not None), None)
+    if given is None:
+        return None
+    one = torch.ones_like(given[..., :1, :1])
+    sizes = [part.output_weights().shape[:2] for part in parts]
+    return joined_heads(
+        [one.expand(*given.shape[:-2], *size) if x is None else x for x, size in zip(factors, sizes, strict=True)]
+    )
+
+
+def _watch_summands(stack: ExitStack, model: Any, layers: list[list[Part]], seen: Seen) -> None:
     """Inside, what each block reads and adds is put into ``seen``, and what enters the final norm."""
-    for layer in layers:
-        block = model.blocks[layer.layer]
-        for name, module in (("attn", layer.component), ("mlp", getattr(block, "mlp", None)), ("block", block)):
+    for layer, parts in enumerate(layers):
+        block = model.blocks[layer]
+        for name, module in (("mlp", getattr(block, "mlp", None)), ("block", block)):
             if module is not None:
-                stack.enter_context(_hook(module, seen, (layer.layer, name)))
-        stack.enter_context(_hook(block, seen, (layer.layer, "in"), before=True))
-        if _has_states(layer):
-            stack.enter_context(_hook(layer.mixer.hook_z, seen, (layer.layer, "z")))
-            _watch_factor(stack, seen, layer)
+                stack.enter_context(_hook(module, seen, (layer, name)))
+        stack.enter_context(_hook(block, seen, (layer, "in"), before=True))
+        for part in parts:
+            stack.enter_context(_hook(part.component, seen, (part, "out")))
+            if _has_states(part):
+                stack.enter_context(_hook(part.mixer.hook_z, seen, (part, "z")))
+                _watch_factor(stack, seen, part)
     stack.enter_context(_hook(model.ln_final, seen, (-1, "x"), before=True))
 
 
-def _has_states(layer: Layer) -> TypeGuard[RecurrentLayer]:
-    """Whether a norm and a gate stand behind a layer's heads: those of states."""
-    return isinstance(layer, RecurrentLayer) and layer.n_heads > 0
+def _has_states(part: Part) -> TypeGuard[RecurrentLayer]:
+    """Whether a norm and a gate stand behind the heads: those of states."""
+    return isinstance(part, RecurrentLayer) and part.n_heads > 0
 
 
-def _of_layer(seen: Seen, layer: Layer) -> dict[str, Tensor]:
-    return {name: x for (number, name), x in seen.items() if number == layer.layer}
+def _of(seen: Seen, part: Part) -> dict[str, Tensor]:
+    return {name: x for (key, name), x in seen.items() if key is part}
 
 
-def _check_direct(model: Any, layer: Layer, seen: Seen) -> None:
+def _check_direct(model: Any, parts: list[Part], seen: Seen) -> None:
     """Raise IndirectHeads unless a block adds the outputs of its attention and its MLP to the residual stream, no more."""
-    of = {name: x.double() for name, x in _of_layer(seen, layer).items()}
-    change = of["block"] - of["in"]
-    left = change - of["attn"] - of.get("mlp", 0.0)
+    layer = parts[0].layer
+    change = seen[layer, "block"].double() - seen[layer, "in"].double()
+    added = [seen[part, "out"] for part in parts] + ([seen[layer, "mlp"]] if (layer, "mlp") in seen else [])
+    left = change - sum(x.double() for x in added)
     if float(left.norm()) > DIRECT * float(change.norm()):
         raise IndirectHeads(
-            f"{model.cfg.architecture}: what layer {layer.layer} adds to the residual stream is not the sum of its attention "
+            f"{model.cfg.architecture}: what layer {layer} adds to the residual stream is not the sum of its attention "
             "and its MLP (a norm or a factor stands behind them), so that no head has a logit of its own; direct logit "
             "attribution needs heads that write to it directly"
         )
 
 
-def _watch_factor(stack: ExitStack, seen: Seen, layer: Layer) -> None:
+def _watch_factor(stack: ExitStack, seen: Seen, part: Part) -> None:
     """Inside, what enters a recurrent layer's output projection is put into ``seen``."""
-    if _has_states(layer):
-        stack.enter_context(_hook(layer.output, seen, (layer.layer, "normed"), before=True))
+    if _has_states(part):
+        stack.enter_context(_hook(part.output, seen, (part, "normed"), before=True))
 
 
-def _factor(of: dict[str, Tensor], layer: Layer) -> Float[Tensor, "*batch pos head d_v"] | None:
+def _factor(of: dict[str, Tensor], part: Part) -> Float[Tensor, "*batch pos head d_v"] | None:
     """What the norm and the gate of a recurrent layer multiply z by, both as they are in this pass."""
-    if not _has_states(layer):
+    if not _has_states(part):
         return None
     z = of["z"].double()
     factor = of["normed"].double().reshape(z.shape) / z.where(z != 0, 1.0)
@@ -206,7 +274,7 @@ class _hook:
         self,
         module: nn.Module,
         seen: Seen,
-        key: tuple[int, str],
+        key: tuple[Part | int, str],
         *,
         before: bool = False,
         form: Callable[[Tensor], Tensor] | None = None,

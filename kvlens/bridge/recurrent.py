@@ -30,11 +30,12 @@ class RecurrentLayer:
     Args:
         component: the bridge's component around the Transformers module; its forward pass becomes :meth:`forward`.
         layer: its number.
+        name: what its hook points are called after: ``attn``, unless the layer has attention too.
     """
 
-    def __init__(self, component: nn.Module, layer: int):
+    def __init__(self, component: nn.Module, layer: int, name: str = "attn"):
         held: Any = component
-        self.component, self.layer = held, layer
+        self.component, self.layer, self.name = held, layer, name
         self.mixer: Mixer = mixer_for(held.original_component, layer)
         self._given: OrderedDict[int, RecurrentState] = OrderedDict()
         self.always_by_mixer = False
@@ -47,8 +48,8 @@ class RecurrentLayer:
         return self.mixer.n_heads
 
     def hook_points(self) -> dict[str, HookPoint]:
-        """The mixer's hook points by their full names, which are those of an attention layer's."""
-        return {f"blocks.{self.layer}.attn.{name}": getattr(self.mixer, name) for name in HOOKS}
+        """The mixer's hook points by their full names, which are those of an attention layer's if there is no attention."""
+        return {f"blocks.{self.layer}.{self.name}.{name}": getattr(self.mixer, name) for name in HOOKS}
 
     def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass start from ``bias``. Remove the handles after it."""

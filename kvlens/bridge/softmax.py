@@ -50,7 +50,7 @@ class HeadSizes(NamedTuple):
 
 
 class SoftmaxLayer:
-    """One softmax layer.
+    """One softmax layer, or the attention of a layer that has a recurrent state too.
 
     Args:
         attn: the bridge's attention component; it gets the hook points of :data:`HOOKS`.
@@ -60,6 +60,8 @@ class SoftmaxLayer:
         points: where its queries, keys and values are seen.
         component_name: what its block calls the component.
     """
+
+    name = "attn"
 
     def __init__(
         self,

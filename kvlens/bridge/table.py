@@ -85,13 +85,15 @@ FAMILIES: dict[str, Family] = {
     "minimax": Family("MiniMax", states=LIGHTNING, logits_of_heads=False, remarks=f"{_EXPERTS}; kvlens' own adapter"),
     "bamba": Family("Bamba", states=SSD),
     "granitemoehybrid": Family("Granite 4", states=SSD, logits_of_heads=False, remarks="factors behind attention"),
+    "falcon_h1": Family(
+        "Falcon-H1", states=SSD, logits_of_heads=False, remarks="attention and state in every layer; factors behind them"
+    ),
     "nemotron_h": Family("Nemotron-H", states=SSD, remarks=f"layers of one kind each, MLPs and {_EXPERTS} among them"),
     "mamba2": Family("Mamba-2", attention=False, states=SSD, remarks="generates with a cache only, unless it has a tokenizer"),
     "lfm2": Family("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
 }
 """By Transformers' ``model_type``."""
 REFUSED: dict[str, str] = {
-    "FalconH1ForCausalLM": "every layer reads the sequence twice, by attention and by a state next to it",
     "GPTJForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "GPTNeoForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "OPTForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",

@@ -21,6 +21,7 @@ class TokenwiseLayer:
     """
 
     n_heads = 0
+    name = "attn"
 
     def __init__(self, component: nn.Module, layer: int, d_model: int):
         self.component, self.layer, self.d_model = component, layer, d_model

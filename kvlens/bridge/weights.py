@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvlens.bridge.parts import Part
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.model.head_matrices import folded
 from kvlens.model.protocol import HeadMatrices, Unembedding
@@ -57,21 +58,23 @@ def measured(module: nn.Module, like: Tensor) -> Norm:
 def unembedding(model: Any) -> Unembedding:
     """See :meth:`kvlens.KVModel.unembedding`."""
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
+    factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
+    w_u = w_u if factor == 1 else w_u * factor
     norm = measured(model.ln_final, w_u)
     b_u = torch.zeros(w_u.shape[1], device=w_u.device) if b_u is None else b_u
     bias = norm.bias.to(w_u) if float(norm.bias.abs().max()) > 1e-6 else None
     return Unembedding(w_u, b_u, norm.gain.to(w_u), bias, norm.centers)
 
 
-def head_matrices(model: Any, layers: list[Any]) -> list[HeadMatrices | None]:
+def head_matrices(model: Any, layers: list[list[Part]]) -> list[HeadMatrices | None]:
     """See :meth:`kvlens.KVModel.head_matrices`."""
     like = model.W_U
-    around = [_norms_around(model.blocks[layer.layer]) for layer in layers]
+    around = [_norms_around(model.blocks[layer]) for layer in range(len(layers))]
     in_front = [None if norm is None else measured(norm, like) for norm, _ in around]
     all_centered = unembedding(model).centers and all(norm is not None and norm.centers for norm in in_front)
     found: list[HeadMatrices | None] = []
-    for layer, norm, (_, behind) in zip(layers, in_front, around, strict=True):
-        raw = _raw(layer)
+    for parts, norm, (_, behind) in zip(layers, in_front, around, strict=True):
+        raw = _raw(parts)
         if raw is None:
             found.append(None)
             continue
@@ -91,9 +94,10 @@ def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
     return before, getattr(held, "post_attention_layernorm", None) if hasattr(held, "post_feedforward_layernorm") else None
 
 
-def _raw(layer: Any) -> HeadMatrices | None:
+def _raw(parts: list[Part]) -> HeadMatrices | None:
     """The weights of a layer by query head; None where heads are not linear maps, or the bridge does not show the weights."""
-    if not isinstance(layer, SoftmaxLayer) or getattr(layer.attn, "hook_q_gate", None) is not None:
+    layer = parts[0]
+    if len(parts) > 1 or not isinstance(layer, SoftmaxLayer) or getattr(layer.attn, "hook_q_gate", None) is not None:
         return None
     if layer.sizes.d_key != layer.sizes.d_head or hasattr(layer.attn.original_component, "kv_a_proj_with_mqa"):
         return None  # latent attention

@@ -4,6 +4,7 @@ A bias is a sum of one model's keys and values; read by another model it gives p
 one by one so that the error can name what differs. Dtype and device are not part of it.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -39,10 +40,6 @@ class Fingerprint:
     d_key: int | None = None
     attention_layers: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.attention_layers is not None:
-            object.__setattr__(self, "attention_layers", tuple(self.attention_layers))  # a list, as JSON has it
-
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
         """Raise KVLensError naming the first field in which ``other``, which belongs to ``whose``, differs."""
         for f in fields(self):
@@ -56,6 +53,12 @@ class Fingerprint:
                     f"{what}: {f.name} differs{same_shape}: {mine!r} for the bias, {theirs!r} for {whose}. A bias fits "
                     "only the model that it was converted with; convert the prompt again with this one."
                 )
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> "Fingerprint":
+        """From the fields that :meth:`to_json` wrote, with the lists that JSON has instead of tuples."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+        return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON's types."""

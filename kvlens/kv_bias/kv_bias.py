@@ -139,10 +139,14 @@ class KVBias:
     def n_heads_of(self, layer: int) -> int:
         """The number of heads that :meth:`select` can choose in a layer: query heads, or a recurrent layer's value heads.
 
-        A layer that is an MLP or experts alone has none.
+        A layer that has both (Falcon-H1) counts its query heads first. A layer that is an MLP or experts alone has none.
         """
-        if self.recurrent is not None and layer in self.recurrent.layers:
-            return self.recurrent.n_heads
+        with_state = self.recurrent is not None and layer in self.recurrent.layers
+        n_of_state = self.recurrent.n_heads if self.recurrent is not None and with_state else 0
+        return self.first_state_head(layer) + n_of_state
+
+    def first_state_head(self, layer: int) -> int:
+        """How many heads of a layer come before those of its recurrent state: its query heads, if it has attention."""
         return self.n_heads if layer in self.attention_layers else 0
 
     @property
@@ -272,8 +276,10 @@ class KVBias:
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
         whole, changed = self.per_query_head(), {}
         if self.recurrent is not None:
-            changed["recurrent"] = self.recurrent.select(torch.stack([keeps[layer] for layer in self.recurrent.layers]))
-        keep = torch.cat([whole.b_D.new_zeros(0), *(keeps[layer] for layer in self.attention_layers)]).view(-1, self.n_heads)
+            of_states = [keeps[layer][self.first_state_head(layer) :] for layer in self.recurrent.layers]
+            changed["recurrent"] = self.recurrent.select(torch.stack(of_states))
+        of_attention = [keeps[layer][: self.n_heads] for layer in self.attention_layers]
+        keep = torch.cat([whole.b_D.new_zeros(0), *of_attention]).view(-1, self.n_heads)
         keep = keep if self.batch_size is None else keep[:, None]
         return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
 
@@ -386,7 +392,7 @@ class KVBias:
         """
         tensors, meta = read_bias_file(path, TENSORS)
         known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
-        known["fingerprint"] = fingerprint = Fingerprint(**meta["fingerprint"])
+        known["fingerprint"] = fingerprint = Fingerprint.from_json(meta["fingerprint"])
         if "features" in meta:
             known["features"] = features_from(meta["features"], below("features.", tensors), fingerprint.d_head)
             known["log_scale"] = tensors.get("log_scale")

@@ -58,6 +58,6 @@ class Mamba2Mixer(Mixer):
         module: Any = self.module
         assert gate is not None
         z = z.flatten(2)
-        normed = z * module.act(gate) if isinstance(module.norm, nn.Identity) else module.norm(z, gate)
+        normed = module.norm(z, gate) if getattr(module, "mamba_rms_norm", True) else z * module.act(gate)  # not in Falcon-H1
         output: Tensor = module.out_proj(normed.to(gate.dtype))
         return output

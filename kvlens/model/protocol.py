@@ -164,11 +164,18 @@ class KVModel(Protocol):
 
     @property
     def heads_per_layer(self) -> list[int]:
-        """Query heads of each layer; of a recurrent layer value heads."""
+        """Query heads of each layer; of a recurrent layer value heads, and where a layer has both, query heads come first."""
+
+    def head_hooks(self, layer: int, name: str) -> dict[str, int]:
+        """The hook points ``hook_z``, ``hook_z_bias`` or ``hook_z_context`` of a layer: full name -> number of heads there.
+
+        In the order of heads; empty for a layer without heads.
+        """
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state instead of keys (:class:`kvlens.kv_bias.RecurrentStates`)."""
+        """The layers that keep a state (:class:`kvlens.kv_bias.RecurrentStates`), instead of keys or, in Falcon-H1, next to
+        them."""
 
     @property
     def attached_kv_bias(self) -> KVBias | None:

@@ -402,6 +402,10 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """Query heads of each layer."""
         return [self.cfg.n_heads] * self.cfg.n_layers
 
+    def head_hooks(self, layer: int, name: str) -> dict[str, int]:
+        """See :meth:`kvlens.KVModel.head_hooks`: one hook point for all heads of a layer."""
+        return {f"blocks.{layer}.attn.{name}": self.cfg.n_heads}
+
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """None: the state of linear attention is b_KV itself."""

@@ -64,6 +64,16 @@ KIMI = dict(
     **SPECIAL,
 )
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_d_state=6, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=8)
+FALCON_H1 = dict(
+    mamba_d_ssm=48,
+    attention_in_multiplier=0.9,
+    key_multiplier=0.6,
+    ssm_in_multiplier=1.2,
+    ssm_multipliers=[1.2, 1.5, 2.0, 2.0, 0.3],
+    mlp_multipliers=[0.8, 1.1],
+    embedding_multiplier=2.0,
+    lm_head_multiplier=0.5,
+)
 HYBRIDS = {
     "bamba": lambda: tf.BambaForCausalLM(tf.BambaConfig(**{**COMMON, "head_dim": 4}, **MAMBA, attn_layer_indices=[1])),
     "granite_hybrid": lambda: tf.GraniteMoeHybridForCausalLM(
@@ -139,6 +149,9 @@ FAMILIES = {
         )
     ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
+    "falcon_h1": lambda: tf.FalconH1ForCausalLM(
+        tf.FalconH1Config(**COMMON, **SPECIAL, **MAMBA, **FALCON_H1, attention_out_multiplier=0.7, ssm_out_multiplier=1.3)
+    ),
     "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(
         tf.DeepseekV3Config(
             **{**WITHOUT_D_HEAD, "num_key_value_heads": 6},
@@ -199,15 +212,21 @@ PURELY_RECURRENT = {
 """Models none of whose layers is attention."""
 
 
+FACTORLESS = {"falcon_h1_direct": lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**COMMON, **SPECIAL, **MAMBA, **FALCON_H1))}
+"""Falcon-H1 whose attention and states write to the residual stream directly."""
+
+
 def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
     """A random model of a family, in evaluation mode."""
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = {**FAMILIES, **LIKE_THE_OTHERS, **PURELY_RECURRENT}[family]().eval()
+    model = {**FAMILIES, **LIKE_THE_OTHERS, **PURELY_RECURRENT, **FACTORLESS}[family]().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):
                 weight.normal_()
+            elif name.endswith("dt_bias"):
+                weight.sub_(3)  # a trained state forgets a token after ten others or so, an initial one at once
             elif weight.dim() > 1:
                 weight.mul_(6)
     torch.random.set_rng_state(generator)
@@ -232,6 +251,15 @@ def cut_and_continued(model: tf.PreTrainedModel, prompt: Tensor, text: Tensor) -
     cache = model(prompt, use_cache=True, past_key_values=cache).past_key_values
     positions = torch.arange(prompt.shape[1], prompt.shape[1] + text.shape[1])[None].expand(len(text), -1)
     return model(text, past_key_values=cache, use_cache=True, position_ids=positions).logits
+
+
+def place_of(model, layer: int, head: int) -> tuple[str, int]:
+    """Where the hook points of a head are, up to their last name, and its number there."""
+    for name, n_heads in model.head_hooks(layer, "hook_z").items():
+        if head < n_heads:
+            return name.removesuffix("hook_z"), head
+        head -= n_heads
+    raise IndexError(head)
 
 
 def some_tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -33,7 +33,7 @@ def both_front_ends(tmp_path_factory):
     return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def model(request):
     return KVTransformerBridge.boot_transformers(tiny(request.param))
 
@@ -129,7 +129,7 @@ def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "falcon_h1"])
 def test_heads_behind_a_norm_have_no_logit_of_their_own(family):
     model = KVTransformerBridge.boot_transformers(tiny(family))
     with pytest.raises(KVLensError, match="direct logit attribution needs heads that write to it directly"):

@@ -1,13 +1,17 @@
 """Causes on the bridge: equal to those on HookedKVTransformer where both run a model, and held to interventions elsewhere."""
 
+from functools import partial
+
 import pytest
 import torch
-from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tokens, tiny
+from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, place_of, some_tokens, tiny
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import swapped_heads
 from kvlens.analyses.attribution.explain import explain
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.terms import hidden_from_text, state_terms
+from kvlens.analyses.bias.one_space import with_references
+from kvlens.analyses.bias.parts import exchangeable
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt, counterfactuals
@@ -37,7 +41,7 @@ def both_front_ends(tmp_path_factory):
     return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def model(request):
     return KVTransformerBridge.boot_transformers(tiny(request.param))
 
@@ -96,6 +100,39 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model):
     assert (positions["whole"] - units["total_effect"][0]).abs().max() < ROUNDING
 
 
+def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself():
+    """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
+    model = KVTransformerBridge.boot_transformers(tiny("falcon_h1"))
+    bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
+    own, donor = with_references(bias, other)
+    question, layer = Question.of(model, PROMPT, TEXT, 5), 0
+    _, swap, _ = swapped_heads(question, bias, other)
+    swaps = dict(zip(exchangeable(own), swap.tolist(), strict=True))
+    given = {
+        "attn.hook_b_kv": donor.b_KV[layer],
+        "attn.hook_b_d": donor.b_D[layer],
+        "mamba.hook_b_kv": donor.recurrent.b_KV[layer],
+        "mamba.hook_conv_state": donor.recurrent.conv[layer],
+    }
+
+    def score(*replaced):
+        def replace(x, hook, name, head):
+            x = x.clone()
+            x[:, head] = given[name][:, head]
+            return x
+
+        hooks = [(f"blocks.{layer}.{name}", partial(replace, name=name, head=head)) for name, head in replaced]
+        with model.kv_bias(own):
+            return float(model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0, -1].double().log_softmax(dim=-1)[5])
+
+    of_query = [[("attn.hook_b_kv", head), ("attn.hook_b_d", head)] for head in range(6)]
+    of_state = [[("mamba.hook_b_kv", head)] for head in range(4)]
+    parts = {**dict(enumerate(of_query + of_state)), -1: [("mamba.hook_conv_state", slice(None))]}
+    for head, replaced in parts.items():
+        assert abs(swaps[layer, head] - (score() - score(*replaced))) < ROUNDING / 10
+    assert all(any(abs(swaps[layer, head]) > ROUNDING for head in heads) for heads in (range(6), range(6, 10), [-1]))
+
+
 def test_an_exchange_for_the_same_changes_nothing(model):
     question = Question.of(model, PROMPT, TEXT, 5)
     bias = convert_prompt(model, PROMPT)
@@ -105,7 +142,7 @@ def test_an_exchange_for_the_same_changes_nothing(model):
     assert same["swap"].abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
 def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family):
     model = KVTransformerBridge.boot_transformers(tiny(family))
     bias = convert_prompt(model, PROMPT)
@@ -116,7 +153,8 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
         v[:, 8:10] = 0
         return v
 
-    zeroed = convert_prompt(model, PROMPT, fwd_hooks=[("blocks.0.attn.hook_v", zero)])  # layer 0: its inputs stay
+    state, _ = place_of(model, 0, model.heads_per_layer[0] - 1)
+    zeroed = convert_prompt(model, PROMPT, fwd_hooks=[(f"{state}hook_v", zero)])  # layer 0: its inputs stay
     hidden = next(hidden_from_text(model, PROMPT, gone))
     tolerance = 1e-5 * float(bias.recurrent.b_KV[0].abs().max())
     torch.testing.assert_close(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0], rtol=0, atol=tolerance)
@@ -126,7 +164,7 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
     assert float((hidden.recurrent.b_KV[0, 0] - bias.recurrent.b_KV[0]).abs().max()) > 100 * tolerance
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
 def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family):
     model = KVTransformerBridge.boot_transformers(tiny(family))
     other = counterfactuals(model, PROMPT, [[(3, 7)]])

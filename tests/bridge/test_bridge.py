@@ -162,7 +162,7 @@ def test_hooks_see_the_summands_and_change_the_bias(model):
         torch.testing.assert_close(at["hook_z_context"] + at["hook_z_bias"], z, rtol=0, atol=0)
         pattern = cache["blocks.1.attn.hook_pattern"].sum(dim=-1).transpose(1, 2)
         assert bool((pattern[:, 0] < 1).all())  # later tokens may have left the prompt behind their window
-        names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(3) for x in ("kv", "d")]
+        names = [f"blocks.{layer}.{x}" for layer in range(3) for x in ("attn.hook_b_kv", "attn.hook_b_d", "mamba.hook_b_kv")]
         zero = [(name, lambda b, hook: b * 0) for name in names if name in model.hook_dict]
         without = model.run_with_hooks(text, fwd_hooks=zero)
     with model.kv_bias(0 * bias):

@@ -30,7 +30,7 @@ CALLS = {
 """How an analysis is called, where not as f(model, prompt, text)."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5", "nemotron_h", "mamba2", "lfm2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"])
 def model(request):
     return KVTransformerBridge.boot_transformers(tiny(request.param))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tokens, tiny
+from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, place_of, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
@@ -37,7 +37,7 @@ def both(request, tmp_path_factory):
     return (hooked, bridge), dict(rtol=TOLERANCE[request.param], atol=TOLERANCE[request.param])
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "bamba", "kimi_linear"])
+@pytest.fixture(scope="module", params=["qwen3_5", "bamba", "kimi_linear", "falcon_h1_direct"])
 def hybrid(request):
     return KVTransformerBridge.boot_transformers(tiny(request.param))
 
@@ -54,11 +54,12 @@ def test_every_head_of_a_hybrid_is_scored(hybrid, scored):
     heads = [(layer, head) for layer, n_heads in enumerate(hybrid.heads_per_layer) for head in range(n_heads)]
     assert list(table[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None)) == heads
     seen = {}
-    hooks = [(f"blocks.{layer}.attn.hook_pattern", lambda a, hook, at=layer: seen.__setitem__(at, a)) for layer in range(3)]
-    hybrid.run_with_hooks(tokens, fwd_hooks=hooks)
+    names = {f"{place_of(hybrid, layer, head)[0]}hook_pattern" for layer, head in heads}
+    hybrid.run_with_hooks(tokens, fwd_hooks=[(name, lambda a, hook, at=name: seen.__setitem__(at, a)) for name in names])
     found = table[table["kind"] == "previous_token"].set_index(["layer", "head"])["score"]
     for layer, head in heads:
-        expected = seen[layer][:, head].diagonal(offset=-1, dim1=-2, dim2=-1).mean()
+        place, number = place_of(hybrid, layer, head)
+        expected = seen[f"{place}hook_pattern"][:, number].diagonal(offset=-1, dim1=-2, dim2=-1).mean()
         assert abs(found[layer, head] - float(expected)) < 1e-5 * max(1.0, abs(float(expected)))
 
 
@@ -86,7 +87,8 @@ def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_tex
     lag = {"prefix_matching": n - 1, "previous_token": 1, "duplicate_token": n, "current_token": 0}[kind]
     there = torch.diag(torch.ones(2 * n - lag), -lag)
     there[: n if lag >= n - 1 else 1] = 0  # only these queries are scored
-    z_name, pattern, v_name = (f"blocks.{layer}.attn.hook_{name}" for name in ("z", "pattern", "v"))
+    place, head = place_of(hybrid, layer, head)
+    z_name, pattern, v_name = (f"{place}hook_{name}" for name in ("z", "pattern", "v"))
     v_name = v_name if v_name in hybrid.hook_dict else f"blocks.{layer}.attn.hook_values"  # latent attention
     seen = {}
 
@@ -140,9 +142,10 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
     from kvlens.analyses.prompt.linked import visit_shares
 
     visit_shares(hybrid, PROMPT, TEXT, lambda of, first, w: rows.setdefault(of, w))
-    writes = hybrid.output_weights(layer).double()
-    v_name, z_name = (f"blocks.{layer}.attn.hook_{name}" for name in ("v", "z"))
-    factor = hybrid.direct_path(tokens[0]).factors[layer][at]
+    *_, (z_name, n_heads) = hybrid.head_hooks(layer, "hook_z").items()
+    v_name = z_name.removesuffix("z") + "v"
+    writes = hybrid.output_weights(layer)[-n_heads:].double()
+    factor = hybrid.direct_path(tokens[0]).factors[layer][at, -n_heads:]
 
     def zero(v, hook):
         v = v.clone()
@@ -160,7 +163,7 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
         z = z[0, at].double() if factor is None else z[0, at].double() * factor[at]
         total += float(torch.einsum("hd,hdm->hm", z, hybrid.output_weights(each).double()).norm(dim=1).sum())
     expected = ((whole - without) * whole).sum(dim=1) / whole.norm(dim=1) / total
-    torch.testing.assert_close(rows[layer][:, 1, position], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rows[layer][-n_heads:, 1, position], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -189,7 +192,7 @@ def test_contributions_add_up_to_the_logits(family):
     assert (heads.groupby("layer")["norm"].max() > 0).all() or family == "kimi_linear"  # whose random decays leave nothing
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "minimax", "granite_hybrid"])
+@pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "minimax", "granite_hybrid", "falcon_h1"])
 def test_contributions_are_refused_behind_norms_and_factors(family):
     model = KVTransformerBridge.boot_transformers(tiny(family))
     with pytest.raises(IndirectHeads, match="not the sum of its attention"):

@@ -5,12 +5,13 @@ from importlib.metadata import version
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, LIKE_THE_OTHERS, MAMBA, N_CTX, PURELY_RECURRENT, SPECIAL, WITHOUT_D_HEAD, some_tokens, tiny
+from bridge_models import D_VOCAB, LIKE_THE_OTHERS, N_CTX, PURELY_RECURRENT, SPECIAL, WITHOUT_D_HEAD, some_tokens, tiny
 from bridge_models import FAMILIES as MODELS
 
 from kvlens import KVLensError, KVTransformerBridge
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
+from kvlens.bridge.parts import by_layer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.mixers.lfm2 import Lfm2Mixer
 from kvlens.mixers.mamba2 import Mamba2Mixer
@@ -19,7 +20,6 @@ from kvlens.mixers.rules import DeltaRule, Lightning
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 HEADS = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=D_VOCAB)
 REFUSED = {
-    "FalconH1ForCausalLM": tf.FalconH1Config(**HEADS, **MAMBA, num_key_value_heads=2, mamba_d_ssm=48),
     "GPTJForCausalLM": tf.GPTJConfig(n_embd=12, n_layer=1, n_head=3, n_positions=N_CTX, vocab_size=D_VOCAB, rotary_dim=2),
     "GPTNeoForCausalLM": tf.GPTNeoConfig(
         hidden_size=24, num_layers=1, num_heads=6, vocab_size=D_VOCAB, attention_types=[[["global"], 1]]
@@ -40,19 +40,21 @@ def test_a_row_says_what_happens(family):
     plain = tiny(family)
     row = table.FAMILIES[plain.config.model_type]
     model = KVTransformerBridge.boot_transformers(plain)
-    layers = model.__dict__["_layers"]
-    assert row.attention == any(isinstance(layer, SoftmaxLayer) for layer in layers)
-    assert {rule_of(layer.mixer) for layer in layers if hasattr(layer, "mixer")} == ({row.states} - {None})
+    parts = model.__dict__["_parts"]
+    assert row.attention == any(isinstance(part, SoftmaxLayer) for part in parts)
+    assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})
     assert len(prompt_attribution(model, PROMPT, TEXT, by="token")) == len(PROMPT)
     kinds = set()
-    for layer, reading in zip(layers, model.read_attention(PROMPT, TEXT), strict=True):
-        assert reading.pattern.shape == (len(TEXT), model.heads_per_layer[layer.layer], len(PROMPT))
-        if isinstance(layer, SoftmaxLayer):
-            kinds.add("softmax")
-            assert bool((reading.pattern >= 0).all()) and bool((reading.pattern.sum(dim=-1) < 1).all())
-        elif layer.n_heads:
-            kinds.add("effective")
-            assert bool(reading.pattern.any())
+    for of_layer, reading in zip(by_layer(parts), model.read_attention(PROMPT, TEXT), strict=True):
+        n_heads = [part.n_heads for part in of_layer]
+        assert reading.pattern.shape == (len(TEXT), sum(n_heads), len(PROMPT))
+        for part, pattern in zip(of_layer, reading.pattern.split(n_heads, dim=1), strict=True):
+            if isinstance(part, SoftmaxLayer):
+                kinds.add("softmax")
+                assert bool((pattern >= 0).all()) and bool((pattern.sum(dim=-1) < 1).all())
+            elif part.n_heads:
+                kinds.add("effective")
+                assert bool(pattern.any())
     assert ", ".join(sorted(kinds, reverse=True)) == row.patterns
     if row.logits_of_heads:
         assert len(bias_decomposition(model, PROMPT, TEXT)) == sum(model.heads_per_layer)
