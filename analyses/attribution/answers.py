@@ -12,32 +12,13 @@ from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactual
 
 from ..predictions import text_logits
 from ..sequences import PromptTokens, TextTokens, begins_with_bos, one_sequence, prompt_sequence
+from .kept import Account, recalled
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
 Rival = str | int | Int[Tensor, " rival_pos"] | None
 Positions = Literal["kept", "closed"]
 Read = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
 """read(text, n): the logits at the last n tokens of a text, for each of several rows."""
-
-
-@dataclass
-class Account:
-    """How much was read, in units of one pass over prompt and text."""
-
-    n_tokens_per_pass: int
-    n_tokens: int = 0
-    on_tokens: Callable[[int], None] | None = None
-
-    def count(self, n_tokens: int) -> None:
-        """Add tokens that went through the model, and tell ``on_tokens`` how many there are by now."""
-        self.n_tokens += n_tokens
-        if self.on_tokens is not None:
-            self.on_tokens(self.n_tokens)
-
-    @property
-    def n_passes(self) -> float:
-        """So many passes over prompt and text would have read as many tokens."""
-        return self.n_tokens / self.n_tokens_per_pass
 
 
 @dataclass(frozen=True)
@@ -125,6 +106,9 @@ class Question:
 
     def log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
+        return recalled(lambda: self._read_log_p(read, answers), self.account)
+
+    def _read_log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
         for tokens in answers:

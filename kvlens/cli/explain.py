@@ -62,7 +62,12 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="compare only the eight heads with the largest effects with unrelated texts: much faster with many heads",
     )
-    explain.add_argument("--out", metavar="DIR", help="write the tables to this folder, as Parquet (default: print only)")
+    explain.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write the tables to this folder, as Parquet (default: print only); what was measured is kept in DIR.unfinished "
+        "until then, and an interrupted command resumes when it is repeated",
+    )
     explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     explain.set_defaults(run=_explain)
 
@@ -79,7 +84,7 @@ def _explain(args: argparse.Namespace) -> int:
         raise KVLensError(f"--out: {out} is a file; give a folder")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import announce, progress_bar
+    from kvlens.report.console import announce, progress_bar, unfinished
 
     with progress_bar("loading the model") as tell:
         from kvlens.analyses.attribution.cost import expected_cost
@@ -91,13 +96,16 @@ def _explain(args: argparse.Namespace) -> int:
         model = load_model(source, tokenizer=args.tokenizer, device=args.device)
         asked: dict[str, Any] = dict(by=args.by, method=args.method, null=Null(args.null, seed=args.seed))
         announce(expected_cost(model, prompt, text, **asked), quick=args.quick)
-        found = explain(model, prompt, text, answer=args.answer, rival=args.rival, quick=args.quick, on_progress=tell, **asked)
+        asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
+        keep = None if out is None else unfinished(out)
+        found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
 
     from kvlens.report.explanation import print_explanation
 
     print_explanation(found, args.by)
     if out is not None:
         _write(found, out)
+        unfinished(out).unlink(missing_ok=True)
     return 0
 
 

@@ -32,7 +32,9 @@ def add_command(commands: Any) -> None:
         description="Convert a prompt into a KV bias and measure on a text: whether the logits with the bias equal those with "
         "the prompt; what the prompt changes; which layers and heads matter; and what the model generates with the prompt, "
         "with the bias, and without either. Without --prompt and --text, a built-in example is shown.",
-        epilog="The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
+        epilog="To resume an interrupted report, repeat the command: what was measured to explain the answer is kept in "
+        "DIR.unfinished until the report is written.\n\n"
+        "The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
         "(bias.safetensors).\n\n"
         "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
@@ -139,7 +141,7 @@ def _report(args: argparse.Namespace) -> int:
     prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import announce, progress_bar
+    from kvlens.report.console import announce, progress_bar, unfinished
 
     with progress_bar("loading the model") as tell:
         from kvlens.bridge import load_model
@@ -169,11 +171,13 @@ def _report(args: argparse.Namespace) -> int:
                 answer=args.answer,
                 rival=args.rival,
                 quick=args.quick,
+                keep=unfinished(args.out),
                 on_progress=tell,
                 on_estimate=lambda expected: announce(expected, quick=args.quick),
             )
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)
+        unfinished(args.out).unlink(missing_ok=True)
 
     from kvlens.report.terminal import print_report
     from kvlens.report.write import BIAS, PAGE, report_files

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -29,6 +30,7 @@ from kvlens.analyses import (
 from kvlens.analyses.attribution.cost import Estimate, expected_cost
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.flow import answer_flow
+from kvlens.analyses.attribution.kept import keeping
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias.baseline import baseline_of
@@ -111,6 +113,7 @@ def build_report(
     answer: str | None = None,
     rival: str | None = None,
     quick: bool = False,
+    keep: str | Path | None = None,
     on_progress: Callable[[str, float], None] | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
 ) -> Report:
@@ -136,6 +139,8 @@ def build_report(
             probable token after the text.
         quick: explain with only the eight heads with the largest effects compared with unrelated texts, and leave out the
             effects of single tokens; the report has a note of it.
+        keep: a file in which the scores of the explanation are kept as they are measured, and from which the same report
+            resumes after an interruption, as in :func:`kvlens.analyses.attribution.explain.explain`.
         on_progress: called with a description and the fraction done, in 0..1.
         on_estimate: called at the start with what the explanation will take.
 
@@ -231,17 +236,17 @@ def build_report(
     explained = None
     if by is not None:
         explaining = part("explaining the answer", 0.4, 0.8)
-        explained = explain(
-            *sequences, by=by, answer=answer, rival=rival, quick=quick, on_progress=lambda _, done: explaining(done)
-        )
-        tables |= _answer_tables(explained)
-        if explained.unit is not None:
-            tell("switching off units, heads and positions", 0.8)
-            tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
-        if single_tokens and not quick:
-            asked: dict[str, Any] = dict(by="token", answer=answer, rival=rival, null=Null())
-            removing = part("removing single tokens", 0.85, 0.92)
-            tables["answer_tokens"] = prompt_attribution(*sequences, **asked, on_progress=removing)
+        asked: dict[str, Any] = dict(answer=answer, rival=rival)
+        of = dict(prompt=prompt_tokens, text=text_tokens, by=by, quick=quick, **asked)
+        with keeping(None if keep is None else Path(keep), model, **of):
+            explained = explain(*sequences, by=by, quick=quick, on_progress=lambda _, done: explaining(done), **asked)
+            tables |= _answer_tables(explained)
+            if explained.unit is not None:
+                tell("switching off units, heads and positions", 0.8)
+                tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
+            if single_tokens and not quick:
+                removing = part("removing single tokens", 0.85, 0.92)
+                tables["answer_tokens"] = prompt_attribution(*sequences, by="token", null=Null(), on_progress=removing, **asked)
         summary["answer"] = answer_figures(explained, by)
     linked = None
     if "linked_shares" not in missing:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,12 @@ def make_console(*, stderr: bool = False) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return console
+
+
+def unfinished(folder: str | Path) -> Path:
+    """Next to an output folder, the file of what was measured so far, from which an interrupted command resumes."""
+    path = Path(folder).absolute()
+    return path.with_name(f"{path.name}.unfinished")
 
 
 def announce(expected: Any, *, quick: bool) -> None:

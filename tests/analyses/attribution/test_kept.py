@@ -1,0 +1,134 @@
+"""An explanation that is interrupted anywhere resumes, and ends with the tables of one that was not."""
+
+import json
+
+import pytest
+import torch
+from kvlens.analyses.attribution import kept
+from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.null import Null
+from pandas.testing import assert_frame_equal
+
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
+from kvlens.cli import main
+
+STORY = "Mira keeps a goat. Kaya feeds a donkey."
+QUESTION = " Which animal does Kaya keep? Kaya keeps a"
+TABLES = ("units", "heads", "positions")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HookedKVTransformer.from_zoo("facts-linear")
+
+
+def explained(model, path, **changed):
+    return explain(model, STORY, QUESTION, null=Null(40), quick=True, keep=path, **changed)
+
+
+def counted(monkeypatch, stop_after=None):
+    """A list that gets an entry for every reading that is taken; the one behind the last that is allowed is interrupted."""
+    taken, append = [], kept.Kept._append
+
+    def counting(self, *args):
+        if len(taken) == stop_after:
+            raise KeyboardInterrupt
+        taken.append(1)
+        append(self, *args)
+
+    monkeypatch.setattr(kept.Kept, "_append", counting)
+    return taken
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """Explained without a file, and the lines of the file of the same explanation."""
+    path = tmp_path_factory.mktemp("kept") / "scores"
+    assert_same(explained(model, path), found := explained(model, None))
+    return found, path.read_bytes()
+
+
+def assert_same(found, expected):
+    for name in TABLES:
+        assert_frame_equal(getattr(found, name), getattr(expected, name), check_exact=True)
+    assert (found.p_answer, found.p_rival, found.unit) == (expected.p_answer, expected.p_rival, expected.unit)
+
+
+@pytest.mark.parametrize(("share", "cut"), [(0.0, 0), (0.1, 7), (0.6, 0), (1.0, 7)])
+def test_it_resumes_where_it_stopped(model, whole, tmp_path, monkeypatch, share, cut):
+    path = tmp_path / "scores"
+    n = whole[1].count(b"\n") - 1
+    stop = int(share * n)
+    counted(monkeypatch, stop)
+    with pytest.raises(KeyboardInterrupt) if stop < n else monkeypatch.context():
+        explained(model, path)
+    monkeypatch.undo()
+    if cut and path.exists():
+        path.write_bytes(path.read_bytes()[:-cut])  # the last line was being written
+    taken = counted(monkeypatch)
+    assert_same(explained(model, path), whole[0])
+    assert len(taken) == n - stop + (cut > 0 and stop > 0)
+    assert path.read_bytes() == whole[1]
+
+
+def test_a_file_of_another_question_is_begun_anew(model, whole, tmp_path):
+    path = tmp_path / "scores"
+    path.write_bytes(whole[1])
+    changed = dict(rival=" goat", by="paragraph")
+    assert_same(explained(model, path, **changed), explained(model, None, **changed))
+    again = path.read_bytes()
+    assert again != whole[1]
+    for number, other in enumerate([model, HookedKVTransformer.from_zoo("facts-gpt2")]):
+        for prompt in (torch.arange(3), torch.arange(1, 4)):
+            path.write_bytes(again)
+            with kept.keeping(path, other, prompt=prompt) as found:
+                assert found.readings == []
+                found.recall(lambda number=number: torch.full((1, 1), float(number)), kept.Account(1))
+            with kept.keeping(path, other, prompt=prompt) as found:
+                assert float(found.readings[0][0]) == number
+
+
+def test_a_damaged_file_is_an_error(model, whole, tmp_path):
+    path = tmp_path / "scores"
+    lines = whole[1].split(b"\n")
+    changed = json.loads(lines[3])
+    changed["numbers"] = changed["numbers"].replace("-", "", 1)
+    for third in (json.dumps(changed).encode(), b"[]", b"{", b'{"numbers": 1}'):
+        path.write_bytes(b"\n".join([*lines[:3], third, *lines[4:]]))
+        with pytest.raises(KVLensError, match="kept scores"):
+            explained(model, path)
+    for foreign in (b"mine", b"mine\n", b'{"a": 1}\n'):
+        path.write_bytes(foreign)
+        with pytest.raises(KVLensError, match="is no file of scores; it stays as it is"):
+            explained(model, path)
+        assert path.read_bytes() == foreign
+    path.unlink()
+    with pytest.raises(KVLensError, match="has a bias attached"), model.kv_bias(convert_prompt(model, STORY)):
+        explained(model, path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(KVLensError, match="cannot be kept in"):
+        explained(model, tmp_path / "file" / "scores")
+    assert kept._kept.get() is None
+
+
+def test_prompts_of_a_null_count_in_full():
+    one, other = (Null(40, prompts=[torch.arange(2000), torch.arange(x, 2000 + x)]) for x in (0, 1))
+    assert kept._in_full(one) != kept._in_full(other) and len(kept._in_full(one)["prompts"][0]) == 2000
+
+
+@pytest.mark.parametrize("command", ["explain", "report"])
+def test_a_command_that_is_repeated_resumes(tmp_path, monkeypatch, capsys, command):
+    out, texts = tmp_path / "out", ["--prompt", STORY, "--text", QUESTION]
+    asked = [command, *texts, "--model", "facts-linear", "--quick", "--out", str(out)]
+    counted(monkeypatch, 9)
+    assert main(asked) == 130
+    monkeypatch.undo()
+    assert not out.exists() and (tmp_path / "out.unfinished").read_bytes().count(b"\n") == 10
+    taken = counted(monkeypatch)
+    assert main(asked) == 0
+    n_resumed = len(taken)
+    assert out.exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    if command == "explain":
+        assert main([*asked[:-1], str(tmp_path / "again")]) == 0
+        assert len(taken) == n_resumed + n_resumed + 9
+    capsys.readouterr()
