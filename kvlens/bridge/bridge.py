@@ -66,8 +66,8 @@ class KVTransformerBridge(TransformerBridge):
         Args:
             model_name: a folder in Hugging Face's format, a name on the hub, or a loaded Transformers model, which is wrapped
                 in place (TransformerLens puts its components into it).
-            args, options: as TransformerLens'; ``tokenizer`` goes with a loaded model, and a folder without one makes a model
-                of token ids.
+            args, options: as TransformerLens', ``device_map`` among them; ``tokenizer`` goes with a loaded model, and a folder
+                without one makes a model of token ids.
 
         Raises:
             KVLensError: nothing can be loaded, or KV biases are not yet supported for the architecture.

@@ -25,7 +25,9 @@ TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
 BY_TRANSFORMERS = (*TEXT_PART, *(adapter.model_type for adapter in ADAPTERS.values()))
 """Model types that TransformerLens' loader does not read, or not so."""
-PLAIN_OPTIONS = {"device", "dtype", "tokenizer"}
+PLACEMENT = {"device_map", "max_memory"}
+"""Options that Transformers' loader takes as they are."""
+PLAIN_OPTIONS = {"device", "dtype", "tokenizer", *PLACEMENT}
 
 
 def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
@@ -33,8 +35,16 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBrid
 
     Raises:
         KVLensError: no architecture that TransformerLens knows, or an untested one (not in
-            :data:`kvlens.bridge.table.FAMILIES`) for which the bridge gives other logits than Transformers.
+            :data:`kvlens.bridge.table.FAMILIES`) for which the bridge gives other logits than Transformers; weights that were
+            offloaded.
     """
+    offloaded = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if offloaded:
+        raise KVLensError(
+            f"KVTransformerBridge: {len(offloaded)} weights of {type(model).__name__} are not in memory ({offloaded[0]}, for "
+            "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
+            "the model with a device_map that leaves every layer on a device"
+        )
     model = _language_model(model)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     expected = None if model.config.model_type in FAMILIES else _few_logits(model)
@@ -75,7 +85,8 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
     """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
 
     Raises:
-        KVLensError: nothing that Transformers and TransformerLens can load.
+        KVLensError: nothing that Transformers and TransformerLens can load; a model of an untested family with options that
+            only TransformerLens' loader has, since it could not be compared with Transformers.
     """
     folder = Path(source).expanduser()
     if isinstance(source, Path) and not folder.is_dir():
@@ -92,13 +103,26 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
             kind = _model_type(name)
             by_transformers = kind in BY_TRANSFORMERS or (kind is not None and kind not in FAMILIES)
             if plain and ((folder.is_dir() and not has_tokenizer) or by_transformers):
+                where = {option: value for option, value in options.items() if option in PLACEMENT and value is not None}
+                if where and options.get("device") is not None:
+                    raise ValueError("device and device_map exclude each other")
                 model = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=options.get("dtype") or torch.float32, attn_implementation="eager", trust_remote_code=False
+                    name,
+                    dtype=options.get("dtype") or torch.float32,
+                    attn_implementation="eager",
+                    trust_remote_code=False,
+                    **where,
                 )
                 tokenizer = options.get("tokenizer")
                 if tokenizer is None and (has_tokenizer or not folder.is_dir()):
                     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-                return wrapped(model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
+                return wrapped(model if where else model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
+            if kind is not None and kind not in FAMILIES:
+                others = ", ".join(sorted(set(options) - PLAIN_OPTIONS)) or "options by position"
+                raise KVLensError(
+                    f"KVTransformerBridge: {kind} is no tested family, and with {others} it cannot be compared with "
+                    "Transformers when it is loaded; load it by Transformers, and give the loaded model"
+                )
             return TransformerBridge.boot_transformers(name, *args, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, KVLensError):

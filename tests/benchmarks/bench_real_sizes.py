@@ -1,12 +1,15 @@
-"""Memory that loading, converting and explaining take on KVTransformerBridge, at the real shapes of small public models.
+"""Memory and time of loading, converting, explaining and reporting on KVTransformerBridge, at real shapes of public models.
 
-    python tests/benchmarks/bench_real_sizes.py [--models gpt2 qwen3-0.6b ...] [--prompt 192] [--steps load convert explain]
+    python tests/benchmarks/bench_real_sizes.py [--models gpt2 qwen3-0.6b ...] [--prompt 192] [--steps convert explain report]
+        [--quick]
 
-A folder of random weights, with the sizes of the public checkpoint and in its dtype, is written into a temporary directory, and
-removed afterwards. Separate processes load it, once by TransformerLens' bridge and once by kvlens', and convert and explain a
-prompt of so many tokens, without a tokenizer. Reported is the peak of anonymous memory (RssAnon in Linux, every 2 ms: the
-mapped weight file is no part of it) beyond that after the imports, as a multiple of the weights. The bound is on what kvlens
-takes beyond what the loaded bridge itself holds: 1.3 times the weights in the folder's dtype.
+A folder of random weights, with the sizes of the public checkpoint and in its dtype, and a tokenizer of words, is written into
+a temporary directory, and removed afterwards. Separate processes load it, once by TransformerLens' bridge and once by kvlens',
+and convert, explain and report on a prompt of four sentences. Every sentence counts as significant, since random weights have
+no answer to explain, so that heads and positions are exchanged too. One thread. Reported is the peak of anonymous memory
+(RssAnon in Linux, every 2 ms: the mapped weight file is no part of it) beyond that after the imports, as a multiple of the
+weights. The bound is on what kvlens takes beyond what the loaded bridge itself holds: 1.3 times the weights in the folder's
+dtype.
 """
 
 import argparse
@@ -23,11 +26,16 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 from timing import verdict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 MOST = 1.3
+N_WORDS = 400
 GPT2 = dict(architectures=["GPT2LMHeadModel"], dtype="float32")
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 CONFIGS: dict[str, tf.PreTrainedConfig] = {
+    "tiny": tf.GPT2Config(**GPT2, n_layer=2, n_embd=16, n_head=2, vocab_size=N_WORDS + 2, bos_token_id=0, eos_token_id=0),
     "gpt2": tf.GPT2Config(**GPT2),
     "qwen3-0.6b": tf.Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
@@ -76,7 +84,7 @@ CONFIGS: dict[str, tf.PreTrainedConfig] = {
         tie_word_embeddings=True,
     ),
 }
-"""As in the public checkpoints' config.json; of Qwen3.5 the language model."""
+"""As in the public checkpoints' config.json; of Qwen3.5 the language model. The first is for a smoke test."""
 
 
 def write_folder(name: str, folder: Path) -> int:
@@ -93,6 +101,10 @@ def write_folder(name: str, folder: Path) -> int:
         )
         weights[key] = random.to(dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    words = {"[BOS]": 0, ".": 1, **{f"w{i}": 2 + i for i in range(N_WORDS)}}
+    backend = Tokenizer(WordLevel(words, unk_token="."))
+    backend.pre_tokenizer = Whitespace()
+    tf.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="[BOS]", eos_token="[BOS]").save_pretrained(folder)
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
@@ -102,28 +114,37 @@ class Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.most = 0
+        self.done = threading.Event()
 
     @staticmethod
     def now() -> int:
         return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
     def run(self) -> None:
-        while True:
+        while not self.done.wait(0.002):
             self.most = max(self.most, self.now())
-            time.sleep(0.002)
 
     def take(self) -> int:
         most, self.most = max(self.most, self.now()), 0
         return most
 
 
-def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None:
+def sentences(n_tokens: int) -> str:
+    """Four sentences of random words, of so many tokens in all."""
+    drawn = torch.randint(N_WORDS, (n_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = {(i + 1) * n_tokens // 4 - 1 for i in range(4)}
+    return "".join("." if i in ends else f" w{word}" for i, word in enumerate(drawn)).strip()
+
+
+def child(folder: Path, front_end: str, n_prompt: int, steps: list[str], quick: bool) -> None:
     """One process: print the peak after the imports, and of each step."""
-    from kvlens.analyses.attribution import explain
+    import kvlens.analyses.attribution.explain as explaining
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     from kvlens import KVTransformerBridge, convert_prompt
+    from kvlens.report import build_report, write_report
 
+    explaining.SIGNIFICANT = 1.0
     torch.set_num_threads(1)
     sampler = Sampler()
     found: dict[str, Any] = {"imports": sampler.now()}
@@ -131,6 +152,7 @@ def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None
 
     def note(step: str, since: float) -> None:
         found[step] = [sampler.take(), time.process_time() - since, sampler.now()]
+        print(f"    {step}: {found[step][1]:.0f} s", file=sys.stderr, flush=True)
 
     dtype = tf.AutoConfig.from_pretrained(folder).dtype
     with torch.no_grad():
@@ -142,31 +164,42 @@ def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None
         else:
             model = KVTransformerBridge.boot_transformers(folder, device="cpu", dtype=dtype)
             note("load", start)
-            tokens = torch.randint(1000, (n_prompt + 8,), generator=torch.Generator().manual_seed(0))
+            prompt, text = sentences(n_prompt), "w1 w2 w3 w4 w5 w6 w7 w8"
             start = time.process_time()
             if "convert" in steps:
-                bias = convert_prompt(model, tokens[:n_prompt])
+                bias = convert_prompt(model, prompt)
                 with model.kv_bias(bias):
-                    model.logits_on(tokens[None, n_prompt:], 1)
+                    model.logits_on(model.to_tokens(text, prepend_bos=False), 1)
                 del bias
                 note("convert", start)
             start = time.process_time()
             if "explain" in steps:
-                spans = [(i * n_prompt // 4, (i + 1) * n_prompt // 4) for i in range(4)]
-                explain(model, tokens[:n_prompt], tokens[n_prompt:], by=spans)
+                explaining.explain(model, prompt, text, quick=quick)
                 note("explain", start)
+            start = time.process_time()
+            if "report" in steps:
+
+                def announced(expected: Any) -> None:
+                    print(f"    announced: {expected.seconds:.0f} s, quick {expected.quick_seconds:.0f} s", file=sys.stderr)
+
+                report = build_report(model, prompt, text, quick=quick, on_estimate=announced)
+                write_report(report, folder / "report")
+                note("report", start)
+    sampler.done.set()
     print(json.dumps(found))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
+    parser.add_argument("--models", nargs="*", default=list(CONFIGS)[1:], choices=list(CONFIGS))
     parser.add_argument("--prompt", type=int, default=192)
-    parser.add_argument("--steps", nargs="*", default=["convert", "explain"], choices=["convert", "explain"])
+    steps = ["convert", "explain", "report"]
+    parser.add_argument("--steps", nargs="*", default=steps, choices=steps)
+    parser.add_argument("--quick", action="store_true", help="explain and report quickly")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child(Path(args.child[0]), args.child[1], args.prompt, args.steps)
+        return child(Path(args.child[0]), args.child[1], args.prompt, args.steps, args.quick)
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             size = write_folder(name, Path(folder))
@@ -174,7 +207,8 @@ def main(argv: list[str] | None = None) -> None:
             loaded = 0
             for front_end in ("TransformerLens", "kvlens"):
                 command = [sys.executable, "-W", "ignore", __file__, "--child", folder, front_end, "--prompt", str(args.prompt)]
-                done = subprocess.run([*command, "--steps", *args.steps], stdout=subprocess.PIPE, check=True)
+                command += ["--steps", *args.steps, *(["--quick"] if args.quick else [])]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
                 found = json.loads(done.stdout.splitlines()[-1])
                 base = found.pop("imports")
                 for step, (peak, seconds, after) in found.items():

@@ -1,5 +1,7 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
+import json
+
 import bench_attention_variants
 import bench_attribution
 import bench_attribution_cost
@@ -17,9 +19,11 @@ import bench_long_prompts
 import bench_model
 import bench_notes
 import bench_null
+import bench_real_sizes
 import bench_softmax_conversion
 import bench_speed
 import bench_training
+import kvlens.analyses.attribution.explain as explaining
 import pytest
 import torch
 
@@ -47,6 +51,17 @@ def test_bridge_smoke(capsys):
 def test_bridge_exactness_smoke(capsys):
     bench_bridge_exactness.main(["--families", "gpt2", "--seeds", "2"])
     assert capsys.readouterr().out.count("NO") == 0
+
+
+def test_real_sizes_smoke(tmp_path, monkeypatch, capsys):
+    """One of its processes; the benchmark starts one for each model and front end."""
+    monkeypatch.setattr(explaining, "SIGNIFICANT", explaining.SIGNIFICANT)  # which the process changes
+    bench_real_sizes.write_folder("tiny", tmp_path)
+    bench_real_sizes.child(tmp_path, "kvlens", 12, ["convert", "explain", "report"], quick=True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.keys() == {"imports", "load", "convert", "explain", "report"}
+    answer = json.loads((tmp_path / "report" / "summary.json").read_text())["answer"]
+    assert answer["unit"] is not None and (tmp_path / "report" / "answer_heads.parquet").is_file()
 
 
 def test_long_prompts_smoke(capsys):

@@ -8,7 +8,7 @@ import transformers as tf
 from bridge_models import D_VOCAB, LIKE_THE_OTHERS, N_CTX, PURELY_RECURRENT, SPECIAL, WITHOUT_D_HEAD, some_tokens, tiny
 from bridge_models import FAMILIES as MODELS
 
-from kvlens import KVLensError, KVTransformerBridge
+from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
 from kvlens.bridge.parts import by_layer
@@ -109,3 +109,33 @@ def test_a_family_of_which_nothing_is_known_is_compared_with_transformers(monkey
     plain.train()  # GPT-2 has dropout
     model = KVTransformerBridge.boot_transformers(plain)
     assert plain.training and torch.allclose(model.eval()(TEXT[None]), expected, atol=1e-5)
+
+
+def test_a_device_map_is_respected(tmp_path):
+    """With and without the option, for families that Transformers loads and that TransformerLens loads."""
+    for family in ("llama", "qwen3_5"):
+        tiny(family).save_pretrained(tmp_path / family)
+        model = KVTransformerBridge.boot_transformers(tmp_path / family, device_map={"": "cpu"})
+        with model.kv_bias(convert_prompt(model, PROMPT)):
+            converted = model(TEXT[None])
+        whole = KVTransformerBridge.boot_transformers(tmp_path / family)(torch.cat([PROMPT, TEXT])[None])
+        torch.testing.assert_close(converted, whole[:, len(PROMPT) :], rtol=0, atol=1e-5)
+
+
+def test_weights_that_a_device_map_offloads_are_refused(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(3))]
+    device_map = {part: "disk" if part == "model.layers.1" else "cpu" for part in parts}
+    options = dict(device_map=device_map, offload_folder=tmp_path / "offloaded")
+    with pytest.raises(KVLensError, match=r"9 weights of LlamaForCausalLM are not in memory \(model.layers.1.self_attn"):
+        KVTransformerBridge.boot_transformers(tf.LlamaForCausalLM.from_pretrained(tmp_path, **options))
+    with pytest.raises(KVLensError, match="device and device_map exclude each other"):
+        KVTransformerBridge.boot_transformers(tmp_path, device="cpu", device_map="cpu")
+
+
+def test_an_untested_family_is_not_loaded_past_the_comparison(tmp_path):
+    tf.StableLmForCausalLM(tf.StableLmConfig(**WITHOUT_D_HEAD, **SPECIAL)).save_pretrained(tmp_path)
+    with pytest.raises(KVLensError, match="stablelm is no tested family, and with revision it cannot be compared"):
+        KVTransformerBridge.boot_transformers(tmp_path, revision="main")
+    with pytest.raises(KVLensError, match="does not compute what StableLmForCausalLM computes"):
+        KVTransformerBridge.boot_transformers(tmp_path, device_map="cpu")
