@@ -47,6 +47,8 @@ class Explained:
         unit: number of that unit, or None.
         answer_tokens, rival_tokens: the two answers as token ids.
         testable: whether there were enough unrelated units for any of these to be significant.
+        unprompted: the most probable first token without the prompt, as text; None where it is that of the answer or rival.
+        p_unprompted: its probabilities, likewise.
     """
 
     answer: str
@@ -60,6 +62,8 @@ class Explained:
     answer_tokens: tuple[int, ...] = ()
     rival_tokens: tuple[int, ...] = ()
     testable: bool = True
+    unprompted: str | None = None
+    p_unprompted: tuple[float, float | None, float] | None = None
 
     def needed(self) -> list[str]:
         """Heads whose swap alone costs a significant share of the whole effect, such as "L0H2", the strongest first, at most
@@ -167,7 +171,9 @@ def _explained(
     prompts = question.rows([[], [everything], *([unit] if unit else [])])
     first = logits_after(model, prompts, question.text)[:, 0]
     other = question.rival if question.rival is not None else _nearest(first[2 if unit else 0], question.answer)
-    p = [_probabilities(question, prompts, first, tokens) for tokens in (question.answer, other)]
+    alone = first[1].argmax()[None].cpu()
+    named = [question.answer, other, *([] if int(alone) in (int(question.answer[0]), int(other[0])) else [alone])]
+    p = [_probabilities(question, prompts, first, tokens) for tokens in named]
     heads = positions = pd.DataFrame()
     if chosen is not None:
         heads = attribution_by_head(
@@ -184,11 +190,12 @@ def _explained(
         part("exchanging positions", cost.units + cost.heads, cost.positions)(0.0)
         positions = attribution_by_position(model, question.prompt, question.text, by=unit, **asked)  # type: ignore[arg-type]
     behind = len(question.text)
-    texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in (question.answer, other)]
+    texts = [joined(token_texts(model, torch.cat([question.text, each]))[behind:]).strip() for each in named]
     with_and_without = [(each[0], each[2] if unit else None, each[1]) for each in p]
     of_answer, of_rival = (tuple(tokens.tolist()) for tokens in (question.answer, other))
     said = (texts[0], texts[1], with_and_without[0], with_and_without[1])
-    return Explained(*said, units, heads, positions, chosen, of_answer, of_rival, testable)
+    unprompted = (texts[2], with_and_without[2]) if len(named) > 2 else (None, None)
+    return Explained(*said, units, heads, positions, chosen, of_answer, of_rival, testable, *unprompted)
 
 
 def _nearest(logits: Float[Tensor, " d_vocab"], answer: Int[Tensor, " answer_pos"]) -> Int[Tensor, "1"]:

@@ -20,7 +20,7 @@ from kvlens.ops.heads import joined_heads
 Seen = dict[tuple[Part | int, str], Tensor]
 """What passed certain points: (part of a layer, or the layer's number, name) -> [batch, ...]; -1 is the model."""
 DIRECT = 1e-2
-"""Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, in half precision too."""
+"""Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, beyond rounding."""
 
 
 def read_attention(
@@ -227,12 +227,22 @@ def _of(seen: Seen, part: Part) -> dict[str, Tensor]:
 
 
 def _check_direct(model: Any, parts: list[Part], seen: Seen) -> None:
-    """Raise IndirectHeads unless a block adds the outputs of its attention and its MLP to the residual stream, no more."""
+    """Raise IndirectHeads unless a block adds the outputs of its attention and its MLP to the residual stream, no more.
+
+    Rounding the stream to its dtype may change it as much as a layer does, but has nothing to do with what the layer adds: the
+    coefficients of the outputs in the change are 1, within the noise that rounding has in them.
+    """
     layer = parts[0].layer
-    change = seen[layer, "block"].double() - seen[layer, "in"].double()
-    added = [seen[part, "out"] for part in parts] + ([seen[layer, "mlp"]] if (layer, "mlp") in seen else [])
-    left = change - sum(x.double() for x in added)
-    if float(left.norm()) > DIRECT * float(change.norm()):
+    before, after = (seen[layer, name].double().flatten() for name in ("in", "block"))
+    outputs = [seen[part, "out"] for part in parts] + ([seen[layer, "mlp"]] if (layer, "mlp") in seen else [])
+    added = torch.stack([x.double().flatten() for x in outputs if bool(x.any())] or [torch.zeros_like(before)])
+    change = after - before
+    left = change - added.sum(dim=0)
+    rounding = torch.finfo(seen[layer, "block"].dtype).eps * after.norm()
+    inverse = torch.linalg.pinv(added @ added.T, hermitian=True)
+    factors = inverse @ (added @ left)
+    noise = inverse.diagonal().sqrt() * rounding / len(after) ** 0.5
+    if float(left.norm()) > DIRECT * float(change.norm()) + float(rounding) or bool((factors.abs() > DIRECT + 4 * noise).any()):
         raise IndirectHeads(
             f"{model.cfg.architecture}: what layer {layer} adds to the residual stream is not the sum of its attention "
             "and its MLP (a norm or a factor stands behind them), so that no head has a logit of its own; direct logit "

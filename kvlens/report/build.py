@@ -40,7 +40,7 @@ from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import checked
 from kvlens.conversion import ConversionMethod, convert_prompt
-from kvlens.errors import KVLensError
+from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.generation import TEMPERATURES, is_temperature
@@ -84,7 +84,7 @@ class Report:
         bias_share: [text_pos], the share of the bias in the attention's output at each token of the text, mean over all heads.
         explained: which unit of the prompt led to the answer, and through which heads; None where it was not asked for, and of
             prompts longer than `MOST_EXPLAINED` tokens.
-        missing: name of an analysis that does not run on the model's front end -> why.
+        missing: name of an analysis that does not run on the model or its front end -> why.
     """
 
     summary: dict[str, Any]
@@ -224,7 +224,7 @@ def build_report(
         "prompt_copies": copies,
         "bias_by_head": by_head,
         "bias_by_layer": by_layer,
-        "layer_contributions": None if "layer_contributions" in missing else layer_contributions(model, bias, text_tokens),
+        "layer_contributions": _contributions(model, bias, text_tokens, missing),
         "generated": written,
     }
     tables = {name: table for name, table in made.items() if table is not None}
@@ -266,6 +266,17 @@ def _bias_share(model: KVModel, bias: KVBias, text: Tensor) -> Tensor:
     outputs = bias_outputs(model, bias, text)
     shares = [share_by_size(of_bias.norm(dim=-1), rest.norm(dim=-1)) for of_bias, rest in zip(*outputs, strict=True)]
     return torch.cat(shares, dim=1).mean(dim=1).float().cpu()
+
+
+def _contributions(model: KVModel, bias: KVBias, text: Tensor, missing: dict[str, str]) -> pd.DataFrame | None:
+    """`layer_contributions`; None, with the reason in ``missing``, where heads do not write to the residual stream directly."""
+    if "layer_contributions" in missing:
+        return None
+    try:
+        return layer_contributions(model, bias, text)
+    except IndirectHeads as error:
+        missing["layer_contributions"] = str(error)
+        return None
 
 
 def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:

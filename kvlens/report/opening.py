@@ -4,11 +4,13 @@ All of it comes from one counterfactual, the prompt without one unit, as :func:`
 measures it.
 """
 
+import itertools
 from typing import Any
 
 import pandas as pd
 
 from kvlens.analyses.attribution.null import SIGNIFICANT
+from kvlens.analyses.texts import joined
 from kvlens.report.explanation import in_a_sentence
 from kvlens.viz._color import strongest, style
 from kvlens.viz._text import NEWLINE, html_text, number, percent, running
@@ -19,7 +21,7 @@ MOST_NUMBERED = 24
 CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
 
 
-def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = None) -> Piece:
+def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = None, word: str | None = None) -> Piece:
     """The sentence; the prompt with each unit colored by its effect on the answer; the text; the answer against its rival.
 
     Args:
@@ -27,6 +29,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         by: what a unit is called, such as "sentence".
         text: what follows the prompt.
         tokens: the same effects of each token, as :func:`kvlens.analyses.attribution.prompt.prompt_attribution` returns them.
+        word: what the model writes of which the answer is the beginning, if that is more than the answer.
     """
     sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;")
     claim = f'<p class="claim">{sentence}</p>'
@@ -45,12 +48,21 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         f"than the effects of unrelated texts in its place (p > 0.05{_adjusted(explained.units, by)})."
     )
     body = (
-        f'{claim}{_odds(explained, by)}<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
+        f"{claim}{_odds(explained, by)}{_begun(explained.answer, word)}"
+        f'<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
         f'<select aria-label="which effect is shown">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
         f'{prompts}<h3>The text that follows</h3><div class="tokens asked" tabindex="0" role="region" '
         f'aria-label="the text that follows">{_shown(text)}</div></figure>'
     )
     return Piece("what the prompt does", body)
+
+
+def word_begun(answer: str, written: list[str]) -> str | None:
+    """The word of which ``answer`` is the beginning in the tokens that the model wrote; None where it is a whole word there."""
+    if not written or written[0].strip() != answer or not answer.isalpha():
+        return None
+    word = "".join(itertools.takewhile(str.isalpha, joined(written).strip()))
+    return word if len(word) > len(answer) else None
 
 
 def _adjusted(units: pd.DataFrame, by: str) -> str:
@@ -108,6 +120,8 @@ def _odds(explained: Any, by: str) -> str:
     removed = [f"without that {by}"] if without else []
     heads = ["the model continues with", "with the prompt", *removed, "without the prompt"]
     named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "rival", explained.p_rival)]
+    if explained.unprompted is not None:
+        named.append((explained.unprompted, "most probable without the prompt", explained.p_unprompted))
     rows = "".join(
         f'<tr><th scope="row"><bdi>{html_text(name)}</bdi> <span class="unit">{what}</span></th>'
         + "".join(_odd(p) for p in each if p is not None)
@@ -116,6 +130,13 @@ def _odds(explained: Any, by: str) -> str:
     )
     head = "".join(f'<th scope="col">{html_text(words)}</th>' for words in heads)
     return f'<table class="odds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _begun(answer: str, word: str | None) -> str:
+    """What is said of an answer that is a part of a word."""
+    if word is None:
+        return ""
+    return f'<p class="note">“{html_text(answer)}” is the beginning of “{html_text(word)}”, which the model writes.</p>'
 
 
 def _odd(p: float) -> str:

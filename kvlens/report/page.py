@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.report.build import MOST_EXPLAINED, Report
-from kvlens.report.opening import exactness, opening
+from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
 from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
@@ -43,7 +43,9 @@ def build_page(report: Report) -> Page:
     notes = " ".join([exact, *(f"Note: {note}" for note in summary["notes"])])
     if report.explained is not None:
         page.section("The answer")
-        page.add(opening(report.explained, summary["answer"]["by"], summary["text"]["text"], tables.get("answer_tokens")))
+        by, written = summary["answer"]["by"], tables["generated"]
+        word = word_begun(report.explained.answer, written.loc[written["condition"] == "with_prompt", "token"].tolist())
+        page.add(opening(report.explained, by, summary["text"]["text"], tables.get("answer_tokens"), word))
         page.note(notes)
         if "answer_flow" in tables:
             _add_flow(page, report)

@@ -48,6 +48,8 @@ def answer_figures(explained: Explained, by: str) -> dict[str, Any]:
         "unit": explained.unit,
         "p_answer": list(explained.p_answer),
         "p_rival": list(explained.p_rival),
+        "unprompted": explained.unprompted,
+        "p_unprompted": None if explained.p_unprompted is None else list(explained.p_unprompted),
         "heads_needed": explained.needed() if found else [],
         "heads_sufficient": explained.sufficient() if found else [],
         "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),

@@ -200,6 +200,19 @@ def test_contributions_are_refused_behind_norms_and_factors(family):
     assert an.linked_shares(model, PROMPT, TEXT).by_prompt.isfinite().any()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rounding_in_half_precision_is_no_norm_behind_the_heads(family):
+    """Where layers add little to a large residual stream, rounding it changes it as much as they do."""
+    plain, text = tiny(family), some_tokens(60)
+    plain.model.embed_tokens.weight *= 40
+    model = KVTransformerBridge.boot_transformers(plain.to(torch.bfloat16))
+    if family == "llama":
+        assert an.layer_contributions(model, None, text)["norm"].notna().all()
+    else:
+        with pytest.raises(IndirectHeads):
+            an.layer_contributions(model, None, text)
+
+
 def test_weights_and_verdicts_are_those_of_the_hooked_model(both):
     models, tolerance = both
     assert_frame_equal(*(an.composition(model) for model in models), **tolerance)

@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 import torch
-from bridge_models import HYBRID
+from bridge_models import HYBRID, tiny
 from tiny_hf import D_VOCAB, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -37,6 +37,24 @@ def test_a_report(folder, tmp_path, capsys):
     assert "why it is not shown for this model" not in (out / "report.html").read_text()
     heads = pd.read_parquet(out / "bias_by_head.parquet").groupby("layer")["head"].count()
     assert heads.tolist() == [4, 6, 4]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "falcon_h1", "lfm2"])
+def test_a_report_without_direct_logits(family, tmp_path, capsys):
+    """Heads behind norms or factors, and layers without heads: everything but the contributions to logits is there."""
+    plain = tiny(family)
+    plain.resize_token_embeddings(D_VOCAB)
+    plain.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu", "--quick"]
+    assert main(["report", "--model", str(tmp_path / "model"), *words, "--out", str(tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["conversion"]["relative_error"] < 1e-5 and summary["answer"]["p_answer"][0] > 0
+    tables = {path.stem for path in (tmp_path / "out").glob("*.parquet")}
+    assert {"bias_by_head", "prompt_by_depth", "prompt_effect", "answer_units"} <= tables
+    assert "layer_contributions" not in tables
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("why it is not shown for this model") == 1
 
 
 def test_an_explanation(folder, capsys):

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ from kvlens.analyses.attribution.explain import explain
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.cli import main
 from kvlens.report import build as building
 from kvlens.report import build_report, print_report, write_report
@@ -19,7 +20,7 @@ from kvlens.report.console import announce
 from kvlens.report.example import example_for
 from kvlens.report.explanation import in_a_sentence, print_explanation
 from kvlens.report.notes import QUICK
-from kvlens.report.opening import exactness, opening
+from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ABLATION, ranked_heads
 from kvlens.viz._text import html_text, percent
@@ -40,7 +41,7 @@ def test_the_page_opens_with_what_explain_found(report):
     page = build_page(report).to_html()
     first = page[page.index('<section id="the-answer"') : page.index("</section>")]
     assert html_text(shown["explanation"]) in first.replace("&nbsp;", " ")
-    for p in (*found.p_answer, *found.p_rival):
+    for p in (*found.p_answer, *found.p_rival, *found.p_unprompted):
         assert f"<div>{percent(p)}</div>" in first
     assert "exact to rounding" in first
     pd.testing.assert_frame_equal(report.tables["answer_units"], found.units)
@@ -170,3 +171,33 @@ def test_an_answer_that_is_not_explained_is_refused(capsys, tmp_path):
     with pytest.raises(KVLensError, match="the answer itself"):
         build_report(tiny_text_model(), PROMPT, TEXT, new_tokens=1, answer="a", rival="a")
     assert torch.is_grad_enabled()
+
+
+def test_what_the_model_says_without_the_prompt_has_a_row(report):
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    prompt, text = example_for("facts-linear")
+    nothing = convert_prompt(model, prompt, without=[(1, len(model.to_tokens(prompt)[0]))])  # BOS stays
+    with torch.no_grad(), model.kv_bias(nothing):
+        p = model(text, prepend_bos=False)[0, -1].softmax(dim=-1)
+    found = report.explained
+    assert model.to_single_str_token(int(p.argmax())).strip() == found.unprompted
+    assert found.p_unprompted[2] == pytest.approx(float(p.max()), abs=1e-4)
+    body = opening(found, "sentence", "?").body
+    assert f"<bdi>{found.unprompted}</bdi>" in body and body.count("most probable without the prompt") == 1
+    same = replace(found, unprompted=None, p_unprompted=None)
+    assert "most probable without the prompt" not in opening(same, "sentence", "?").body
+
+
+def test_an_answer_that_begins_a_word_is_named_with_the_word(report):
+    for answer, written, word in [
+        ("b", ["b", "all", "."], "ball"),
+        ("b", [" b", "al", "l", " and"], "ball"),
+        ("ball", [" ball", "."], None),
+        ("ball", [" ball", " room"], None),
+        ("b", ["c", "all"], None),
+        ("b", [], None),
+        ("4", ["4", "2"], None),
+    ]:
+        assert word_begun(answer, written) == word
+    assert "is the beginning of “donkeys”" in opening(report.explained, "sentence", "?", word="donkeys").body
+    assert "is the beginning of" not in opening(report.explained, "sentence", "?").body

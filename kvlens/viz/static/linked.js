@@ -139,6 +139,7 @@
     const coloring = coloringChoice(heads, data);
     const headCells = headButtons(heads.box, data.n_layers, nHeads);
     const textButtons = tokenButtons(text.box, data.text, "text");
+    for (const button of [...promptButtons, ...headCells, ...textButtons]) button.setAttribute("aria-pressed", "false");
     let kind = null, index = null;
 
     // how many tokens of a unit of the prompt each block has; the opening says which they are
@@ -155,10 +156,18 @@
       button.title = said;
       button.setAttribute("aria-label", said);
     });
+    const promptNames = data.blocks.map(({ place, text }) => `prompt ${place} “${label(text)}”`);
+    const textNames = data.text.map((token, i) => `text ${i} “${label(token)}”`);
     const names = {
-      prompt: (i) => `prompt ${data.blocks[i].place} “${label(data.blocks[i].text)}”`,
+      prompt: (i) => promptNames[i],
       heads: (i) => `layer ${Math.floor(i / nHeads)} head ${i % nHeads}`,
-      text: (i) => `text ${i} “${label(data.text[i])}”`,
+      text: (i) => textNames[i],
+    };
+    let pressed = null;
+    const press = (button) => {
+      pressed?.setAttribute("aria-pressed", "false");
+      button?.setAttribute("aria-pressed", "true");
+      pressed = button ?? null;
     };
     const scaleOf = (part, top, unit) => part.scale.replaceChildren(legend(100 * top, `% ${unit}`, true));
     const draw = () => {
@@ -168,13 +177,12 @@
       if (kind === "head") { values.prompt = byPrompt.row(index); values.text = byText.row(index); }
       if (kind === "text") { values.prompt = between.row(index); values.heads = byText.column(index); }
       const per = data.block > 1 ? "per token" : "";
-      const own = { prompt: "prompt", head: "heads", text: "text" }[kind];
       for (const [name, buttons, part] of [["prompt", promptButtons, prompt], ["heads", headCells, heads], ["text", textButtons, text]]) {
         const top = tops[`${from}/${name}`] ?? tops[`all/${name}`];
         color(buttons, values[name], top, names[name]);
         scaleOf(part, top, name === "prompt" ? per : "");
-        buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(name === own && i === index)));
       }
+      press(buttonsOf[kind]?.[index]);
       if ((kind === null || kind === "head") && coloring.value() !== null) colorHeads(coloring.value());
       status.textContent = said(values);
       if (kind === "head") waysBelow(expected);
