@@ -6,11 +6,12 @@ bound grows with the length of the text and is soon far above the actual roundin
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens import KVModel, KVTransformerBridge
 
@@ -18,6 +19,8 @@ from ..predictions import text_logits
 
 SAMPLE = 1024
 """The number of last tokens of a longer sequence that are run in float64."""
+ROWS = 8192
+"""Rows of the unembedding that are in float64 at a time."""
 ALLOWED = 4
 """The multiple of the forward pass's error that counts as rounding; two passes differ by sqrt(2) of it, within a factor 2."""
 FLOAT64_LIMIT = 1e-12
@@ -60,12 +63,59 @@ def relative_error(x: Float[Tensor, "pos d_vocab"], reference: Float[Tensor, "po
 
 
 def _in_float64(model: KVModel) -> KVModel:
-    """A copy with the same weights, hooks and attached bias; the tokenizer is not copied."""
+    """A copy that computes in float64, with the same hooks and attached bias; the tokenizer is not copied.
+
+    It shares the weights. Those of a block are in float64 only while the block is computed, what the embedding looks up is made
+    float64 afterwards, and the vocabulary's logits are computed in parts: large models would not fit into memory in float64.
+    """
     attached = model.attached_kv_bias
+    module: Any = model
+    memo: dict[int, Any] = {id(model.tokenizer): model.tokenizer, id(attached): attached}
+    memo |= {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in module.parameters()}
     with torch.no_grad():
-        exact: Any = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer, id(attached): attached})
+        exact: Any = copy.deepcopy(module, memo)
         exact.cfg.dtype = torch.float64
         if isinstance(model, KVTransformerBridge):
             exact.original_model.set_experts_implementation("eager")  # the fused form of experts has no float64
-        torch.nn.Module.to(exact, dtype=torch.float64)
+        later = set[int]()
+        unembed = getattr(exact.unembed, "original_component", None)
+        if type(unembed) is nn.Linear:
+            unembed.__dict__["forward"] = partial(_in_parts, unembed)
+            later |= set(map(id, unembed.parameters()))
+        widened = [*exact.blocks]
+        if len([*exact.embed.parameters()]) == 1 and not [*exact.embed.buffers()]:
+            exact.embed.register_forward_hook(lambda module, args, output: output.double())
+            later |= set(map(id, exact.embed.parameters()))
+        else:
+            widened.append(exact.embed)  # Gemma's scales what it looks up
+        for module in widened:
+            weights = [weight for weight in module.parameters() if weight.is_floating_point()]
+            _widen_during(module, weights)
+            later |= set(map(id, weights))
+        for tensor in [*exact.parameters(), *exact.buffers()]:
+            if tensor.is_floating_point() and id(tensor) not in later:
+                tensor.data = tensor.data.double()
     return exact
+
+
+def _widen_during(module: nn.Module, weights: list[nn.Parameter]) -> None:
+    """Let a module's weights be float64 in its forward pass."""
+    narrow = [weight.data for weight in weights]
+
+    def widen(*_: Any) -> None:
+        for weight in weights:
+            weight.data = weight.data.double()
+
+    def restore(*_: Any) -> None:
+        for weight, data in zip(weights, narrow, strict=True):
+            weight.data = data
+
+    module.register_forward_pre_hook(widen)
+    module.register_forward_hook(restore)
+
+
+def _in_parts(linear: nn.Linear, x: Float[Tensor, "*lead d_model"]) -> Float[Tensor, "*lead d_vocab"]:
+    """A linear map in float64, some rows of its weights at a time."""
+    parts = [nn.functional.linear(x.double(), rows.double()) for rows in linear.weight.split(ROWS)]
+    found = torch.cat(parts, dim=-1)
+    return found if linear.bias is None else found + linear.bias.double()
