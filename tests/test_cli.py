@@ -287,25 +287,36 @@ def test_train_refuses_before_it_starts(capsys, monkeypatch):
     assert "Not a directory" in refused(capsys, main([*command, "photos/config.json/m"]))
 
 
-@pytest.mark.parametrize("where", ["kvlens.model.HookedKVTransformer.generate", "kvlens.kv_bias.KVBias.save"])
-def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
+KEPT = "What was measured is kept in report.unfinished: the same command resumes there."
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [("kvlens.model.HookedKVTransformer.generate", []), ("kvlens.kv_bias.KVBias.save", ["report.unfinished"])],
+)
+def test_ctrl_c_leaves_what_was_measured(folder, capsys, monkeypatch, where, left):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupt)
     assert report(folder) == 130
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "kvlens: interrupted\n")
-    assert os.listdir(".") == []
+    assert (captured.out, captured.err) == ("", f"{KEPT}\n" * len(left) + "kvlens: interrupted\n")
+    assert os.listdir(".") == left
 
 
-def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
+def test_a_full_disk_leaves_what_was_measured(folder, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pandas.DataFrame.to_parquet", full)
-    assert "report: No space left on device" in refused(capsys, report(folder))
-    assert os.listdir(".") == []
+    with monkeypatch.context() as patch:
+        patch.setattr("pandas.DataFrame.to_parquet", full)
+        assert report(folder) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"{KEPT}\nkvlens: error: ")
+    assert captured.err.endswith("report: No space left on device\n")
+    assert os.listdir(".") == ["report.unfinished"]
+    assert report(folder) == 0 and os.listdir(".") == ["report"]
 
 
 def test_a_reader_that_leaves_early_is_no_error(folder):

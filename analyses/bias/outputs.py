@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.ops.heads import joined_heads
+from kvlens.model.protocol import joined_heads
 
 PARTS = ("hook_z_bias", "hook_z_context")
 

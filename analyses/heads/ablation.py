@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.ops.heads import joined_heads
+from kvlens.model.protocol import joined_heads
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from .repeated_tokens import RepeatedTokens

@@ -40,8 +40,8 @@ from kvlens.model.protocol import (
     PromptKeysAndValues,
     StreamReading,
     Unembedding,
+    joined_heads,
 )
-from kvlens.ops.heads import joined_heads
 from kvlens.zoo import folder_of, is_bridge
 
 

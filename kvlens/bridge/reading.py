@@ -14,8 +14,7 @@ from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.bridge.weights import unembedding
 from kvlens.errors import IndirectHeads
-from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, LayerSummands, StreamReading
-from kvlens.ops.heads import joined_heads
+from kvlens.model.protocol import DirectPath, HeadsRead, LayerReading, LayerSummands, StreamReading, joined_heads
 
 Seen = dict[tuple[Part | int, str], Tensor]
 """What passed certain points: (part of a layer, or the layer's number, name) -> [batch, ...]; -1 is the model."""

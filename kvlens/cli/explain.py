@@ -86,26 +86,25 @@ def _explain(args: argparse.Namespace) -> int:
 
     from kvlens.report.console import announce, progress_bar, unfinished
 
-    with progress_bar("loading the model") as tell:
-        from kvlens.analyses.attribution.cost import expected_cost
-        from kvlens.analyses.attribution.explain import explain
-        from kvlens.analyses.attribution.null import Null
-        from kvlens.bridge import load_model
+    with unfinished(out) as keep:
+        with progress_bar("loading the model") as tell:
+            from kvlens.analyses.attribution.cost import expected_cost
+            from kvlens.analyses.attribution.explain import explain
+            from kvlens.analyses.attribution.null import Null
+            from kvlens.bridge import load_model
 
-        check_device("--device", args.device)
-        model = load_model(source, tokenizer=args.tokenizer, device=args.device)
-        asked: dict[str, Any] = dict(by=args.by, method=args.method, null=Null(args.null, seed=args.seed))
-        announce(expected_cost(model, prompt, text, **asked), quick=args.quick)
-        asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
-        keep = None if out is None else unfinished(out)
-        found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
+            check_device("--device", args.device)
+            model = load_model(source, tokenizer=args.tokenizer, device=args.device)
+            asked: dict[str, Any] = dict(by=args.by, method=args.method, null=Null(args.null, seed=args.seed))
+            announce(expected_cost(model, prompt, text, **asked), quick=args.quick)
+            asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
+            found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
 
-    from kvlens.report.explanation import print_explanation
+        from kvlens.report.explanation import print_explanation
 
-    print_explanation(found, args.by)
-    if out is not None:
-        _write(found, out)
-        unfinished(out).unlink(missing_ok=True)
+        print_explanation(found, args.by)
+        if out is not None:
+            _write(found, out)
     return 0
 
 

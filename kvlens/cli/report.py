@@ -143,7 +143,7 @@ def _report(args: argparse.Namespace) -> int:
 
     from kvlens.report.console import announce, progress_bar, unfinished
 
-    with progress_bar("loading the model") as tell:
+    with unfinished(args.out) as keep, progress_bar("loading the model") as tell:
         from kvlens.bridge import load_model
 
         check_device("--device", args.device)
@@ -171,13 +171,12 @@ def _report(args: argparse.Namespace) -> int:
                 answer=args.answer,
                 rival=args.rival,
                 quick=args.quick,
-                keep=unfinished(args.out),
+                keep=keep,
                 on_progress=tell,
                 on_estimate=lambda expected: announce(expected, quick=args.quick),
             )
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)
-        unfinished(args.out).unlink(missing_ok=True)
 
     from kvlens.report.terminal import print_report
     from kvlens.report.write import BIAS, PAGE, report_files

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -341,3 +342,21 @@ class ReadsPrompts(Protocol):
             mask: True at tokens that are read; None if all are.
             keeps_positions: whether tokens that are not read still take up positions.
         """
+
+
+def joined_heads(parts: Sequence[Float[Tensor, "..."]], dim: int = -2) -> Float[Tensor, "..."]:
+    """The heads of a layer's parts, as `KVModel.head_hooks` names them, in one tensor.
+
+    Narrower vectors are padded with zeros, which add nothing to a product.
+
+    Args:
+        parts: equal in shape except along the axis of heads and the axis after it, which is padded.
+        dim: the axis of heads, counted from the end; nothing is padded if it is the last.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if dim < -1:
+        widest = max(part.shape[dim + 1] for part in parts)
+        after = [0, 0] * (-dim - 2)
+        parts = [torch.nn.functional.pad(part, (*after, 0, widest - part.shape[dim + 1])) for part in parts]
+    return torch.cat(list(parts), dim=dim)

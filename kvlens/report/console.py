@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvlens.terminal import visible
+
 WIDTH = 80
 LONG = 60.0
 """Seconds from which on an explanation announces how long it will take."""
@@ -20,10 +22,32 @@ def make_console(*, stderr: bool = False) -> Console:
     return console
 
 
-def unfinished(folder: str | Path) -> Path:
-    """Next to an output folder, the file of what was measured so far, from which an interrupted command resumes."""
+@contextlib.contextmanager
+def unfinished(folder: str | Path | None) -> Iterator[Path | None]:
+    """Next to an output folder, the file of what was measured so far, from which an interrupted command resumes.
+
+    It is deleted when the block succeeds. When the block fails, stderr names it if something was added to it. Without a folder,
+    there is none.
+    """
+    if folder is None:
+        yield None
+        return
     path = Path(folder).absolute()
-    return path.with_name(f"{path.name}.unfinished")
+    path = path.with_name(f"{path.name}.unfinished")
+    size_before = _size(path)
+    try:
+        yield path
+    except BaseException:
+        if _size(path) > size_before:
+            make_console(stderr=True).print(
+                f"What was measured is kept in {visible(path.name)}: the same command resumes there."
+            )
+        raise
+    path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def announce(expected: Any, *, quick: bool) -> None:
