@@ -4,12 +4,10 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent.as_posix()
-BETWEEN = (HERE, "/transformer_lens/", "/torch/nn/")
-"""Parts of the names of files that stand between a caller and what is found deep inside."""
+BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.")
+"""The packages that stand between a caller and what is found deep inside."""
 
 
 class KVLensError(ValueError):
@@ -42,7 +40,7 @@ def nearest_name(name: object, options: Iterable[str], likeness: float = 0.5) ->
 def warn(message: str) -> None:
     """Warn, pointing at the line that called this package (or TransformerLens), however deep the cause is."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and any(part in Path(frame.f_code.co_filename).as_posix() for part in BETWEEN):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(BETWEEN):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

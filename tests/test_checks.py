@@ -262,6 +262,7 @@ def test_a_warning_points_at_the_line_that_called():
     softmax = tiny_text_model(attention="softmax")
     for call in (
         lambda: convert_prompt(model(), torch.arange(100) % 200),
+        lambda: analyses.prompt_effect(model(), torch.arange(100) % 200, "The"),
         lambda: convert_prompt(softmax, "The widget", method="landmark", n_features=99, verbose=False),
     ):
         with pytest.warns(UserWarning, match="n_ctx|tokens") as caught:

@@ -176,15 +176,16 @@ def unrelated_swaps(
     swap from the prompt itself to a prompt with one."""
     span = (unit.start, unit.stop)
     new = null.drawn(question, [unit] * null.n_for(1))
-    with_them = convert_prompt(question.model, question.rows([[]] * len(new), [{span: each} for each in new]))
     without = convert_prompt(question.model, question.rows([[span]]))
     swaps, alone, resampled = [], [], []
-    for i in range(len(new)):
-        whole, swap, converse = swapped_heads(question, with_them.select_prompt(i), without, which)
-        swaps.append(swap)
-        alone.append(whole - converse)
-        resampled.append(swapped_heads(question, bias, row_of(with_them, i), which, converse=False)[1])
-        on_progress((i + 1) / len(new))
+    for some in torch.arange(len(new)).split(max(1, rows_at_once(bias) // 2)):
+        with_them = convert_prompt(question.model, question.rows([[]] * len(some), [{span: new[i]} for i in some.tolist()]))
+        for i in range(len(some)):
+            whole, swap, converse = swapped_heads(question, with_them.select_prompt(i), without, which)
+            swaps.append(swap)
+            alone.append(whole - converse)
+            resampled.append(swapped_heads(question, bias, row_of(with_them, i), which, converse=False)[1])
+            on_progress(len(swaps) / len(new))
     return torch.stack(swaps), torch.stack(alone), torch.stack(resampled)
 
 
