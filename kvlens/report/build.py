@@ -46,7 +46,15 @@ from kvlens.model import KVModel
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import QUICK, notes_on
-from kvlens.report.summary import CONDITIONS, answer_figures, conversion_figures, effect_figures, model_facts, versions
+from kvlens.report.summary import (
+    CONDITIONS,
+    answer_figures,
+    continuation_figures,
+    conversion_figures,
+    effect_figures,
+    model_facts,
+    versions,
+)
 
 FORMAT_VERSION = 3
 NEW_TOKENS = 40
@@ -199,6 +207,7 @@ def build_report(
         "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "answer": None,
+        "continuation": continuation_figures(model, text_tokens, {name: reading.logits for name, reading in readings.items()}),
         "conversion": conversion_figures(bias, errors),
         "prompt_effect": effect_figures(effect),
         "notes": [*notes_on(model, prompt_tokens, effect, bias), *([QUICK] if quick and by is not None else [])],

@@ -47,6 +47,18 @@ def in_a_sentence(found: Any, by: str) -> str:
     return f"{said} No head carries it alone."
 
 
+def continuation_in_a_sentence(figures: list[dict[str, Any]]) -> str:
+    """What the model continues with, from `kvlens.report.summary.continuation_figures`, where nothing is explained."""
+    first, *other = figures
+    p, p_without = percent(first["p_with_prompt"]), percent(first["p_without_prompt"])
+    if not other:
+        return f"After the text the model continues with {first['token']!r}: {p} with the prompt, {p_without} without it."
+    return (
+        f"After the text the model continues with {first['token']!r} ({p}; {p_without} without the prompt); without the prompt "
+        f"it would continue with {other[0]['token']!r} ({percent(other[0]['p_without_prompt'])})."
+    )
+
+
 def _short(text: str) -> str:
     """The beginning and the end of a long unit."""
     half = LONGEST_UNIT // 2

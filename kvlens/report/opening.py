@@ -5,13 +5,14 @@ measures it.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from kvlens.analyses.attribution.null import SIGNIFICANT
 from kvlens.analyses.texts import joined
-from kvlens.report.explanation import in_a_sentence
+from kvlens.report.explanation import continuation_in_a_sentence, in_a_sentence
 from kvlens.viz._color import strongest, style
 from kvlens.viz._text import NEWLINE, html_text, number, percent, running
 from kvlens.viz.piece import Piece
@@ -31,8 +32,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         tokens: the same effects of each token, as :func:`kvlens.analyses.attribution.prompt.prompt_attribution` returns them.
         word: what the model writes of which the answer is the beginning, if that is more than the answer.
     """
-    sentence = html_text(in_a_sentence(explained, by)).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;")
-    claim = f'<p class="claim">{sentence}</p>'
+    claim = _claim(in_a_sentence(explained, by))
     views = [
         ("removed", f"effect of removing a {by}, nats", explained.units, "total_effect"),
         ("hidden", f"effect of hiding a {by} from the text, nats", explained.units, "knockout_effect"),
@@ -48,13 +48,32 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         f"than the effects of unrelated texts in its place (p > 0.05{_adjusted(explained.units, by)})."
     )
     body = (
-        f"{claim}{_odds(explained, by)}{_begun(explained.answer, word)}"
+        f"{claim}{_odds_explained(explained, by)}{_begun(explained.answer, word)}"
         f'<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
         f'<select aria-label="which effect is shown">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
         f'{prompts}<h3>The text that follows</h3><div class="tokens asked" tabindex="0" role="region" '
         f'aria-label="the text that follows">{_shown(text)}</div></figure>'
     )
     return Piece("what the prompt does", body)
+
+
+def continuation(figures: list[dict[str, Any]]) -> Piece:
+    """The opening where nothing is explained: what the model continues with, with the prompt and without it.
+
+    Args:
+        figures: from :func:`kvlens.report.summary.continuation_figures`.
+    """
+    whats = ("most probable with the prompt", "most probable without the prompt")
+    named = [
+        (row["token"], what, (row["p_with_prompt"], row["p_without_prompt"])) for row, what in zip(figures, whats, strict=False)
+    ]
+    table = _odds(["with the prompt", "without the prompt"], named)
+    return Piece("what the prompt does", _claim(continuation_in_a_sentence(figures)) + table)
+
+
+def _claim(sentence: str) -> str:
+    shown = html_text(sentence).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;")
+    return f'<p class="claim">{shown}</p>'
 
 
 def word_begun(answer: str, written: list[str]) -> str | None:
@@ -114,21 +133,25 @@ def _shown(text: str) -> str:
     return html_text(running(text)).replace("\n", f"{NEWLINE}\n")
 
 
-def _odds(explained: Any, by: str) -> str:
-    """A table of two answers with the prompt, without the unit and without the prompt, with bars."""
+def _odds_explained(explained: Any, by: str) -> str:
+    """Two answers, and the most probable token without the prompt, with the prompt, without the unit, without the prompt."""
     without = explained.p_answer[1] is not None
     removed = [f"without that {by}"] if without else []
-    heads = ["the model continues with", "with the prompt", *removed, "without the prompt"]
     named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "rival", explained.p_rival)]
     if explained.unprompted is not None:
         named.append((explained.unprompted, "most probable without the prompt", explained.p_unprompted))
+    return _odds(["with the prompt", *removed, "without the prompt"], named)
+
+
+def _odds(conditions: list[str], named: Sequence[tuple[str, str, tuple[float | None, ...]]]) -> str:
+    """A table of probabilities with bars: continuations down, each with what it is, conditions across."""
     rows = "".join(
         f'<tr><th scope="row"><bdi>{html_text(name)}</bdi> <span class="unit">{what}</span></th>'
         + "".join(_odd(p) for p in each if p is not None)
         + "</tr>"
         for name, what, each in named
     )
-    head = "".join(f'<th scope="col">{html_text(words)}</th>' for words in heads)
+    head = "".join(f'<th scope="col">{html_text(words)}</th>' for words in ("the model continues with", *conditions))
     return f'<table class="odds"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 

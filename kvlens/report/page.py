@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.report.build import MOST_EXPLAINED, Report
-from kvlens.report.opening import exactness, opening, word_begun
+from kvlens.report.opening import continuation, exactness, opening, word_begun
 from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
 from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
@@ -40,17 +40,18 @@ def build_page(report: Report) -> Page:
     summary, tables = report.summary, report.tables
     page = Page(f"kvlens report: {_short(summary['model']['name'])}", _subtitle(summary))
     exact = exactness(summary["conversion"], summary["text"]["n_tokens"])
-    notes = " ".join([exact, *(f"Note: {note}" for note in summary["notes"])])
+    notes = [exact, *(f"Note: {note}" for note in summary["notes"])]
     if report.explained is not None:
         page.section("The answer")
         by, written = summary["answer"]["by"], tables["generated"]
         word = word_begun(report.explained.answer, written.loc[written["condition"] == "with_prompt", "token"].tolist())
         page.add(opening(report.explained, by, summary["text"]["text"], tables.get("answer_tokens"), word))
-        page.note(notes)
-        if "answer_flow" in tables:
-            _add_flow(page, report)
     else:
-        page.section("The answer", f"{_not_explained(summary)} {notes}")
+        page.section("The answer").add(continuation(summary["continuation"])).note(_not_explained(summary))
+    for note in notes:
+        page.note(note)
+    if "answer_flow" in tables:
+        _add_flow(page, report)
     page.section(
         "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
     )

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from kvlens.analyses.attribution.explain import Explained
+from kvlens.analyses.texts import token_texts
 from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.model import KVModel
 from kvlens.report.explanation import in_a_sentence
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
@@ -54,6 +59,23 @@ def answer_figures(explained: Explained, by: str) -> dict[str, Any]:
         "heads_sufficient": explained.sufficient() if found else [],
         "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),
     }
+
+
+def continuation_figures(
+    model: KVModel, text: Int[Tensor, " pos"], logits: dict[str, Float[Tensor, "pos d_vocab"]]
+) -> list[dict[str, Any]]:
+    """The most probable token after the text with the prompt and, where it is another, that without it; with their
+    probabilities in both conditions."""
+    p = torch.stack([logits[name][-1].double().softmax(dim=-1).cpu() for name in ("with_prompt", "without_prompt")])
+    tokens = [token for i, token in enumerate(p.argmax(dim=-1)) if i == 0 or token != p[0].argmax()]
+    return [
+        {
+            "token": token_texts(model, torch.cat([text.cpu(), token[None]]))[-1].strip(),
+            "p_with_prompt": float(p[0, token]),
+            "p_without_prompt": float(p[1, token]),
+        }
+        for token in tokens
+    ]
 
 
 def effect_figures(effect: pd.DataFrame) -> dict[str, Any]:

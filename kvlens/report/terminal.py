@@ -13,6 +13,7 @@ from kvlens.analyses.texts import joined
 from kvlens.checks import checked
 from kvlens.report.build import Report
 from kvlens.report.console import WIDTH, make_console
+from kvlens.report.explanation import continuation_in_a_sentence
 from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
 from kvlens.report.summary import CONDITIONS
 from kvlens.terminal import visible
@@ -43,9 +44,10 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _show(console: Console, report: Report) -> None:
     summary = report.summary
     _print_head(console, summary)
-    if summary["answer"] is not None:
-        console.print()
-        console.print(Text(_printable(summary["answer"]["explanation"]), style="bold"))
+    answer = summary["answer"]
+    said = continuation_in_a_sentence(summary["continuation"]) if answer is None else answer["explanation"]
+    console.print()
+    console.print(Text(_printable(said), style="bold"))
     for note in summary["notes"]:
         console.print()
         console.print(Text(f"Note: {_printable(note)}", style="yellow"))

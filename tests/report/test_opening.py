@@ -3,12 +3,14 @@
 import io
 import re
 from dataclasses import replace
+from html import unescape
 
 import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.attribution.cost import Estimate
 from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.prompt.readings import read_text
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -18,7 +20,7 @@ from kvlens.report import build as building
 from kvlens.report import build_report, print_report, write_report
 from kvlens.report.console import announce
 from kvlens.report.example import example_for
-from kvlens.report.explanation import in_a_sentence, print_explanation
+from kvlens.report.explanation import continuation_in_a_sentence, in_a_sentence, print_explanation
 from kvlens.report.notes import QUICK
 from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.page import build_page
@@ -82,10 +84,14 @@ def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
     assert "ablation_kl" not in page and "zero_kl" not in page
 
 
-def test_the_terminal_begins_with_the_sentence_and_ranks_alike(report):
+def in_terminal(report) -> str:
     console = Console(file=io.StringIO(), width=80)
     print_report(report, console)
-    view = console.file.getvalue()
+    return console.file.getvalue()
+
+
+def test_the_terminal_begins_with_the_sentence_and_ranks_alike(report):
+    view = in_terminal(report)
     assert report.summary["answer"]["explanation"] in " ".join(view.split("1  The converted")[0].split())
     ranked, column = ranked_heads(report)
     names = [f"L{layer}H{head}" for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
@@ -97,7 +103,18 @@ def test_without_an_explanation_the_page_says_so(monkeypatch, tmp_path):
     model = tiny_text_model()
     report = build_report(model, PROMPT, TEXT, new_tokens=1, by=None)
     assert report.explained is None and report.summary["answer"] is None and "answer_units" not in report.tables
-    assert "was not computed for this report" in build_page(report).to_html()
+    html = build_page(report).to_html()
+    assert "was not computed for this report" in html
+    prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+    logits = [model(torch.cat([prompt, text])[None])[0], read_text(model, prompt, text, conditions=["without_prompt"])]
+    logits[1] = logits[1]["without_prompt"].logits
+    rows = report.summary["continuation"]
+    assert len(rows) == 2
+    for row, key, of_text in zip(rows, ("p_with_prompt", "p_without_prompt"), logits, strict=True):
+        p = of_text[-1].softmax(dim=-1)
+        assert row[key] == pytest.approx(float(p.max()), rel=1e-4) and row["token"] == model.to_string(p.argmax()).strip()
+        assert re.search(f"continues? with {re.escape(repr(row['token']))}", unescape(html))
+    assert continuation_in_a_sentence(rows) in " ".join(in_terminal(report).split("1  The converted")[0].split())
     assert ranked_heads(report)[1] == ABLATION
     monkeypatch.setattr(building, "MOST_EXPLAINED", 3)
     monkeypatch.setattr("kvlens.report.page.MOST_EXPLAINED", 3)
