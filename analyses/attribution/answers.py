@@ -91,6 +91,10 @@ class Question:
 
     def scores_under(self, biases: KVBias) -> Float[Tensor, " row"]:
         """The same with each bias of a batch in the prompt's place: the text alone is read."""
+        return self._score(self.reads_under(biases))
+
+    def reads_under(self, biases: KVBias) -> Read:
+        """Reads a text under each bias of a batch."""
         n_rows = biases.b_KV.shape[1]
 
         def read(text: Tensor, n_last: int) -> Tensor:
@@ -98,7 +102,7 @@ class Question:
             with self.model.kv_bias(biases):
                 return self.model.logits_on(text.expand(n_rows, -1), n_last)
 
-        return self._score(read)
+        return read
 
     def _score(self, read: Read) -> Float[Tensor, " row"]:
         found = self.log_p(read, [self.answer] if self.rival is None else [self.answer, self.rival])

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -232,27 +233,17 @@ def _exchange(
         own, donors: a bias, and a batch of one other, in the same features.
         those: exchange the heads themselves all the same: ``donors`` differs by the part that stays.
     """
-    heads = exchangeable(own)
-    meant = torch.tensor([[not state.heads or head in state.heads for head in heads] for state in states])
-    others = torch.tensor([state.others and not those for state in states])
-    exchanged = (meant != others[:, None]).to(own.b_KV)[:, :, None, None]
-    keep_bias, keep_shift_state = (1 - (exchanged * of_head).amax(dim=1) for of_head in indicators(own, heads))
-    donor = torch.zeros(len(states), dtype=torch.long, device=keep_bias.device)
-    rows = Interventions(keep_bias, keep_shift_state, donor, donors)
-    return measured.add(states, _under(measured.question, own, rows))
-
-
-def _under(question: Question, own: KVBias, rows: Interventions) -> Read:
-    """Reads a text under each intervention, so many at once as there is memory for."""
-    n_rows, at_once = len(rows.donor), rows_at_once(own)
-
-    def read(text: Tensor, n_last: int) -> Tensor:
-        question.account.count(n_rows * len(text))
-        found = []
-        for start in range(0, n_rows, at_once):
-            some = rows.some(slice(start, start + at_once))
-            with question.model.kv_bias(intervened(own, some)):
-                found.append(question.model.logits_on(text.expand(len(some.donor), -1), n_last))
-        return torch.cat(found)
-
-    return read
+    heads, at_once = exchangeable(own), rows_at_once(own)
+    of_head = indicators(own, heads)
+    effects = []
+    for some in (states[start : start + at_once] for start in range(0, len(states), at_once)):
+        meant = torch.tensor([[not state.heads or head in state.heads for head in heads] for state in some])
+        others = torch.tensor([state.others and not those for state in some])
+        exchanged = (meant != others[:, None]).to(own.b_KV)
+        keep_bias, keep_shift_state = (
+            1 - einsum(exchanged, of, "row part, part layer head -> row layer head").clamp(max=1) for of in of_head
+        )
+        donor = torch.zeros(len(some), dtype=torch.long, device=exchanged.device)
+        biases = intervened(own, Interventions(keep_bias, keep_shift_state, donor, donors))
+        effects.append(measured.add(some, measured.question.reads_under(biases)))
+    return torch.cat(effects)

@@ -5,7 +5,7 @@ import torch
 from analysis_models import VARIANTS, random_model, tokens
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
-from analyses.attribution import flow
+from analyses.attribution import by_head, flow
 from analyses.attribution.explain import Explained
 from analyses.attribution.flow import SHIFT_STATE, answer_flow
 from kvlens import KVShiftConfig
@@ -38,6 +38,7 @@ def test_every_row_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeyp
     monkeypatch.setattr(flow, "MOST_HEADS", 3)
     monkeypatch.setattr(flow, "MOST_POSITIONS", 5)
     monkeypatch.setattr(flow, "NOTICEABLE", 0.0)
+    monkeypatch.setattr(by_head, "MEMORY_PER_PASS", 1)  # four rows at once
     model = random_model(**MODELS[name])
     table = answer_flow(model, PROMPT, TEXT, found_in(model))
     assert len(table) == 1 + 4 + 6 + 2 * (1 + 2 * 10 + 3 + 3 + 5 * 2 * (1 + 3))
