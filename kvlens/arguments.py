@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
     if not isinstance(spans, Sequence) or isinstance(spans, str):
         raise KVLensError(f"{what}: expected token ranges such as [(3, 8)], got {brief(spans)}")
     for span in spans:
-        is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)
+        is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(map(_is_whole, span))
         if not is_pair or not 0 <= span[0] < span[1] <= n_tokens:
             raise KVLensError(
                 f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, "
@@ -95,6 +96,11 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
         if start < stop:
             raise KVLensError(f"{what}: the token ranges overlap at {start} to {min(stop, after)}; give each token once")
     return ordered
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether a number is an integer, of Python or numpy (as cells of a table are)."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def check_device(what: str, device: Any) -> None:

@@ -1,5 +1,6 @@
 """Counterfactual prompts: what a deleted or replaced span means, for every kind of position."""
 
+import numpy
 import pytest
 import torch
 
@@ -169,6 +170,15 @@ def test_everything_deleted_is_no_prompt_at_its_position(model):
     empty = convert_prompt(model, PROMPT, without=[(0, 13)])
     zero = carry_bias(model, convert_prompt(model, PROMPT[:1]).zero_like(), 12)
     close(read(model, empty), read(model, zero))
+
+
+@pytest.mark.unhooked
+def test_spans_may_come_from_a_table(model):
+    cells = numpy.array([3, 8])
+    given = convert_prompt(model, PROMPT, without=[(cells[0], cells[1])])
+    close(read(model, given), read(model, convert_prompt(model, PROMPT, without=[(3, 8)])))
+    with pytest.raises(KVLensError, match="got .*True, 8"):
+        convert_prompt(model, PROMPT, without=[(True, 8)])
 
 
 @pytest.mark.unhooked
