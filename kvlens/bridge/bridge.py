@@ -357,7 +357,6 @@ class KVTransformerBridge(TransformerBridge):
         return joined_heads([part.output_weights() for part in self._by_layer()[layer]], dim=-3)
 
     @torch.no_grad()
-    @torch.no_grad()
     def read_stream(self, text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
         """See :meth:`kvlens.KVModel.read_stream`."""
         return read_stream(self, self._by_layer(), text, n_last)
