@@ -18,6 +18,8 @@ from .units import Spans, Unit, units_of
 
 N_TIMED = 8
 """Rows of the batch that is timed."""
+ENOUGH = 0.5
+"""Seconds after which no more readings are timed than are needed."""
 QUICK_HEADS = 8
 """Heads that are compared with unrelated units where an explanation is to be quick."""
 
@@ -93,9 +95,10 @@ def expected_cost(
 
 
 def _seconds_per_token(question: Question, read: Callable[[], object]) -> float:
-    """The shorter of two readings: the first one fetches weights from disk."""
-    taken = []
-    for _ in range(2):
+    """The shortest of two to ten readings: the first one fetches weights from disk, and another process may delay any of them."""
+    taken: list[float] = []
+    began = perf_counter()
+    while len(taken) < 2 or (len(taken) < 10 and perf_counter() - began < ENOUGH):
         before, start = question.account.n_tokens, perf_counter()
         read()
         taken.append((perf_counter() - start) / (question.account.n_tokens - before))
