@@ -95,7 +95,7 @@ def expected_cost(
 
 
 def _seconds_per_token(question: Question, read: Callable[[], object]) -> float:
-    """The shortest of two to ten readings: the first one fetches weights from disk, and another process may delay any of them."""
+    """The shortest of two to ten readings: the first fetches weights from disk, and other processes may delay any of them."""
     taken: list[float] = []
     began = perf_counter()
     while len(taken) < 2 or (len(taken) < 10 and perf_counter() - began < ENOUGH):
