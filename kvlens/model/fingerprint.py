@@ -56,7 +56,7 @@ def of_weights(model: nn.Module, what: str, find: Callable[[], Any]) -> Any:
 
 
 class WeightsThen:
-    """Whether a model's weights may have changed since, at half a microsecond for each tensor: they are not read.
+    """Whether a model's weights may have changed since, at less than a microsecond for each tensor: they are not read.
 
     Seen: a parameter in place of another; other memory (``weight.data = ...``, ``model.to``); what autograd counts as a write
     in place (``load_state_dict``, ``weight.add_`` under ``no_grad``, most optimizers); any write that changes the first number
