@@ -47,6 +47,7 @@ from kvlens.model.protocol import DirectPath, HeadMatrices, HeadsRead, StreamRea
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
+from kvlens.tokenizer import warn_of_unknown_words
 
 
 class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
@@ -288,7 +289,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
         with self._thread.turn:
-            return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+            tokens = super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+        warn_of_unknown_words(self.tokenizer, input, tokens)
+        return tokens
 
     @property
     def prepends_bos(self) -> bool:
