@@ -76,6 +76,6 @@ def warn_of_unknown_words(tokenizer: Any, texts: str | list[str], tokens: Int[Te
         named = ", ".join(map(repr, [*words][:MOST_NAMED])) or "some words"
         more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
         warn(
-            f"the model's vocabulary lacks {named}{more}: it reads {tokenizer.unk_token} in place of each, so what it does with "
-            "them says nothing about these words. Use words that it knows, or another model"
+            f"the model's vocabulary lacks {named}{more}: it reads {tokenizer.unk_token} in place of each, so what it does "
+            "with them says nothing about these words. Use words that it knows, or another model"
         )

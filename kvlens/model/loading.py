@@ -161,8 +161,9 @@ def from_pretrained(
             Face's own ``from_pretrained``.
 
     Raises:
-        KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an unsupported architecture, an
-            unsupported field of the configuration, or a model whose results differ from those of transformers.
+        KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
+            unsupported architecture, an unsupported field of the configuration, or a model whose results differ from those of
+            transformers.
     """
     refuse_to_run_code(loader_kwargs)
     _refuse_slips(loader_kwargs)
