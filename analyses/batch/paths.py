@@ -20,8 +20,8 @@ def check_prompts(prompts: str | Path) -> Path:
         raise KVLensError(f"prompts: cannot read {path}: {reason(error)}") from error
     if not path.is_dir() and not path.is_file():
         raise KVLensError(
-            f"prompts: {path} is a pipe or a device, which can be read only once, and a batch reads its prompts twice and again "
-            "when it is resumed; write them to a file first, whose name says what it is (.jsonl, .txt)"
+            f"prompts: {path} is a pipe or a device, which can be read only once; a batch reads its prompts twice, and again "
+            "when it is resumed. Write them to a file first, whose name says what it is (.jsonl, .txt)"
         )
     return path
 
