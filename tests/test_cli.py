@@ -294,6 +294,16 @@ def test_explain_leaves_a_folder_of_other_things_alone(folder, capsys):
     assert os.listdir(".") == ["tables"] and os.listdir("tables") == ["units.parquet"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full: not Linux")
+def test_an_output_that_cannot_be_written_is_one_line():
+    run = [sys.executable, "-m", "kvlens", "zoo"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "kvlens: error: No space left on device\n")
+    closed = subprocess.run(["sh", "-c", f"{' '.join(run)} >&-"], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 def test_folders_that_a_report_may_not_replace(folder, capsys):
     Path("photos").mkdir()
     Path("photos/cat.jpg").write_text("cat")

@@ -104,13 +104,15 @@ def _explain(args: argparse.Namespace) -> int:
             asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
             found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
 
-        from kvlens.report.explanation import print_explanation
-
-        print_explanation(found, args.by)
         if args.out is not None:
             from kvlens.report.write import write_explanation
 
             question: dict[str, Any] = dict(model_name=Path(name).resolve().name, prompt=prompt, text=text, by=args.by)
             files = write_explanation(found, args.out, model=model, overwrite=args.overwrite, **question)
-            print(f"\nWritten to {visible(f'{Path(args.out)}{os.sep}')}: {', '.join(files)}")
+
+    from kvlens.report.explanation import print_explanation
+
+    print_explanation(found, args.by)
+    if args.out is not None:
+        print(f"\nWritten to {visible(f'{Path(args.out)}{os.sep}')}: {', '.join(files)}")
     return 0
