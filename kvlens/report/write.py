@@ -37,7 +37,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 
     def fill(temporary: Path) -> None:
         for name, table in report.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False)
+            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
         report.bias.save(temporary / BIAS)
         build_page(report).save_html(temporary / PAGE)
         bias = {**report.summary["bias"], "file_bytes": (temporary / BIAS).stat().st_size}
@@ -90,7 +90,7 @@ def write_explanation(
 
     def fill(temporary: Path) -> None:
         for name, table in tables.items():
-            table.to_parquet(temporary / name, index=False)
+            table.to_parquet(temporary / name, index=False, write_page_checksum=True)
         _write_summary(summary, temporary)
 
     write_folder(folder, fill, EXPLANATION_FOLDER, overwrite=overwrite)

@@ -162,9 +162,9 @@ def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also:
     """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
     (folder / FACTS).write_text(json.dumps(plain(facts), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
-    result.metrics.to_parquet(folder / "metrics.parquet", index=False)
+    result.metrics.to_parquet(folder / "metrics.parquet", index=False, write_page_checksum=True)
     names = [*also, FACTS, "metrics.parquet"]
     if len(result.watched):
-        result.watched.to_parquet(folder / WATCHED, index=False)
+        result.watched.to_parquet(folder / WATCHED, index=False, write_page_checksum=True)
         names.append(WATCHED)
     list_files(folder, names)

@@ -156,7 +156,7 @@ def write_outcome(
 
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False)
+            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
         figure = outcome.figure
         figure.set_dpi(150)
         if engine := figure.get_layout_engine():
