@@ -10,12 +10,12 @@ logits, ||new - old|| / ||old|| over the four, of
 - whole: one pass of Transformers over prompt and text in the same dtype.
 
 "old" is a pass of Transformers over prompt and text with the same (rounded) weights, in which everything is float64. With
-padding, the prompts have unequal lengths, the texts are padded on the left, and all of them share one batch; theirs and the whole
-then read each pair alone, without padding.
+padding, the prompts have unequal lengths, the texts are padded on the left, and all of them share one batch; theirs and the
+whole then read each pair alone, without padding.
 
-Reported per family: mean, median and maximum over seeds. The bound is on the ratio of ours to theirs for each seed, of which the
-mean is at most 1.5. In half precision a rounding may send a token to another expert, in any of the computations, and one such
-model outweighs the others: there the bound is on the median ratio.
+Reported per family: mean, median and maximum over seeds. The bound is on the ratio of ours to theirs for each seed: its mean is
+at most 1.5. In half precision a rounding may send a token to another expert, in any of the computations, and one such model
+outweighs the others: there the bound is on the median ratio.
 
 ``--greedy 3`` also generates 64 greedy tokens for each of 12 texts a family, and counts those that are not the likeliest token
 behind the prompt itself: near-ties, whose logits differ by less than rounding, and others, of which there are none.

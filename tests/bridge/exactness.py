@@ -73,6 +73,6 @@ def relative_error(new: list[Tensor], old: list[Tensor]) -> float:
 
 
 def excess(errors: list[Errors], dtype: torch.dtype) -> float:
-    """Our errors over their bound: of the mean ratio in float32; in half precision, where a rounding may send a token to another
-    expert and one such model outweighs the rest, of the median ratio."""
+    """Our errors over their bound: of the mean ratio in float32; in half precision, where a rounding may send a token to
+    another expert and one such model outweighs the rest, of the median ratio."""
     return (mean if dtype == torch.float32 else median)(error.ours / error.theirs for error in errors) / FACTOR
