@@ -29,7 +29,6 @@ from kvlens.components.projections import project_heads
 from kvlens.components.softmax_attention import SoftmaxHeads, grow_alibi, runs_transformer_lens_code, score_rule
 from kvlens.components.variants import Augmentation, augmented, regularized
 from kvlens.errors import KVLensError
-from kvlens.ops.affine import affine
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -139,8 +138,7 @@ class KVAttention(_Attention):
     def _project(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` if the configuration requires it."""
         if not self.cfg.use_attn_result:
-            z, weight = z.flatten(2), self.W_O.flatten(0, 1)
-            return affine(z, weight, self.b_O) if on_fast_path(self.cfg) else nn.functional.linear(z, weight.T, self.b_O)
+            return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
         result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
         return result.sum(dim=2) + self.b_O
 

@@ -1,8 +1,9 @@
-"""TransformerLens' block and unembedding without redundant computation.
+"""TransformerLens' block, gated MLP and unembedding without redundant computation.
 
-TransformerLens normalizes the residual stream three times, for queries, keys and values separately, and copies W_U at every
-call. The result here is the same, but the norm's hooks fire once. A softmax model in the eager form runs TransformerLens' own
-code, bit for bit, and so does every block of a different kind (inputs split by head, norms after the layer, shortformer).
+TransformerLens normalizes the residual stream three times, for queries, keys and values separately, and copies W_U and the
+weights of a gated MLP at every call. The result here is the same, but the norm's hooks fire once. A softmax model in the eager
+form runs TransformerLens' own code, bit for bit, and so does every block of a different kind (inputs split by head, norms after
+the layer, shortformer).
 """
 
 from typing import Any
@@ -11,12 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens._tl import POST_NORM_ARCHITECTURES, LayerNorm, LayerNormPre, TransformerBlock, Unembed
+from kvlens._tl import POST_NORM_ARCHITECTURES, GatedMLP, LayerNorm, LayerNormPre, TransformerBlock, Unembed
 from kvlens.components.fast_path import Replaces, on_fast_path
 from kvlens.components.hooks import is_hooked
-from kvlens.components.mlp import fast_mlp
 from kvlens.errors import KVLensError
-from kvlens.ops.affine import affine
 
 
 class KVBlock(Replaces, TransformerBlock):
@@ -24,10 +23,10 @@ class KVBlock(Replaces, TransformerBlock):
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
-        """An instance of this class with everything that ``module`` holds, with any dense MLP replaced by kvlens' own."""
+        """An instance of this class with everything that ``module`` holds, with a gated MLP replaced by kvlens' own."""
         new = super().of(module)
-        if hasattr(new, "mlp"):
-            new.mlp = fast_mlp(new.mlp)
+        if type(getattr(new, "mlp", None)) is GatedMLP:
+            new.mlp = KVGatedMLP.of(new.mlp)
         return new
 
     def forward(
@@ -46,7 +45,7 @@ class KVBlock(Replaces, TransformerBlock):
         normed = norm(self.ln1, resid_pre)
         attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
         attn_out = self.hook_attn_out(attn_out)
-        resid_pre = resid_pre[:, -attn_out.shape[1] :].to(attn_out.device)
+        resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous().to(attn_out.device)  # TransformerLens' MLP takes no other
         if self.cfg.attn_only:
             return self.hook_resid_post(resid_pre + attn_out)
         if self.cfg.parallel_attn_mlp:
@@ -96,6 +95,19 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
+class KVGatedMLP(Replaces, GatedMLP):
+    """(act(x W_gate) * (x W_in) + b_in) W_out + b_out without a copy of any weight."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """As ``transformer_lens.components.GatedMLP.forward``."""
+        if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
+            return super().forward(x)
+        x = x.to(self.W_gate.device)
+        gate = self.hook_pre(x @ self.W_gate)
+        features = self.act_fn(gate) * self.hook_pre_linear(x @ self.W_in) + self.b_in
+        return nn.functional.linear(self.hook_post(features), self.W_out.T, self.b_out)
+
+
 class KVUnembed(Replaces, Unembed):
     """The unembedding without a copy of W_U."""
 
@@ -103,4 +115,4 @@ class KVUnembed(Replaces, Unembed):
         """As ``transformer_lens.components.Unembed.forward``."""
         if not on_fast_path(self.cfg):
             return super().forward(residual)
-        return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))
+        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))
