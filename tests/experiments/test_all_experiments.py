@@ -73,7 +73,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
     assert summary["comparisons"], "a reproduction shows the paper's numbers next to ours"
     for comparison in summary["comparisons"]:
-        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "verdict"}
+        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict"}
         assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
     assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
