@@ -83,8 +83,11 @@ class TextTask(Task):
     @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
         """The given tokenizer, or the one trained on the training part."""
-        trained = None if self.tokenizer is not None else self._tokenized.tokenizer
-        return read_tokenizer(self.tokenizer) if trained is None else trained
+        if self.tokenizer is not None:
+            return read_tokenizer(self.tokenizer)
+        trained = self._tokenized.tokenizer
+        assert trained is not None
+        return trained
 
     @cached_property
     def texts(self) -> dict[str, list[str]]:

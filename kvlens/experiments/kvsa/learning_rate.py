@@ -8,7 +8,6 @@ counts with that loss of the token frequencies.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -80,8 +79,8 @@ def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
     at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
     found = []
     if len(at_paper_rate):
-        paper = DIVERGES.compare(at_paper_rate)
-        found.append(paper if at_paper_rate["diverged"].any() else replace(paper, holds=None, tested=False, sample=None))
+        none = Comparison.stated(DIVERGES.what, DIVERGES.paper, "plain 0, KV shift 0", DIVERGES.claim)
+        found.append(DIVERGES.compare(at_paper_rate) if at_paper_rate["diverged"].any() else none)
     return [one.unless(why.get(None)) for one in (*found, _compare_stability(runs))]
 
 

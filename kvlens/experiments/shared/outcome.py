@@ -108,11 +108,13 @@ class Comparison:
         below: bool = False,
     ) -> "Comparison":
         """A claim that the values lie above ``bound`` (``below``: below it), by the significance test."""
-        above, interval = SIGNIFICANCE.above(values, bound), interval_of_mean(values)
+        above = SIGNIFICANCE.above(values, bound)
+        low, high = interval_of_mean(values) or (None, None)
         sample = Sample(
             len(values),
             float(np.mean(values)) if len(values) else math.nan,
-            *(interval or (None, None)),
+            low,
+            high,
             float(bound),
             SIGNIFICANCE.detectable(values) if above is None else None,
         )

@@ -134,12 +134,18 @@ def interval_of_mean(values: Values, share: float = 0.95) -> tuple[float, float]
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2 or not np.isfinite(sample).all():
         return None
-    low, high = 0.0, math.pi / 2  # of arctan(t / sqrt(n - 1))
+    half = _quantile(len(sample) - 1, share) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    return float(sample.mean()) - half, float(sample.mean()) + half
+
+
+@cache
+def _quantile(degrees: int, share: float) -> float:
+    """The t for which P(|t| < it) is ``share``, by bisection on its angle."""
+    low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if student_tails(np.array([middle]), len(sample) - 1)[0] > 1 - share else (low, middle)
-    half = math.tan(low) * math.sqrt(len(sample) - 1) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
-    return float(sample.mean()) - half, float(sample.mean()) + half
+        low, high = (middle, high) if student_tails(np.array([middle]), degrees)[0] > 1 - share else (low, middle)
+    return math.tan(low) * math.sqrt(degrees)
 
 
 def student_tails(angle: Float[np.ndarray, " case"], degrees: int) -> Float[np.ndarray, " case"]:

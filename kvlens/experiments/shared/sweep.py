@@ -73,7 +73,7 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Callable[[str],
     rates = [settings["rates"] if cell.rates is None else cell.rates for cell in cells]
     seeds = [settings["seeds"] if cell.seeds is None else cell.seeds for cell in cells]
     training = [{**settings["training"], **cell.training} for cell in cells]
-    n_runs = [count_runs(cell.models, *of) for cell, *of in zip(cells, seeds, rates, strict=True)]
+    n_runs = [count_runs(cell.models, own, tried) for cell, own, tried in zip(cells, seeds, rates, strict=True)]
     steps = [TrainSettings.of(dict(own)).steps for own in training]
     progress = Progress(sum(n_runs), sum(n * own for n, own in zip(n_runs, steps, strict=True)), tell)
     courses: list[pd.DataFrame] = []
