@@ -129,7 +129,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "about ten minutes on one core",
+        "small": "twenty-five minutes on one core",
         "paper": "about a day on two cores, or hours on a GPU (not run here)",
     },
 )

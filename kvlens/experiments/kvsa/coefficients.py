@@ -78,8 +78,9 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
         own = coefficients[coefficients["model"] == source.name]
         tell(f"{source.name}: {len(preferences(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
     counts, shares = count_kinds(coefficients), shares_over_training(course)
+    tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Outcome(
-        tables={"coefficients": coefficients, "counts": counts, "course": course, "shares": shares},
+        tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
         figure=draw(preferences(coefficients), counts, course, shares),
         comparisons=[
             row

@@ -183,7 +183,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "six minutes on one core",
+        "small": "forty minutes on one core",
         "paper": "a week on one GPU (vocabulary, depths and hops chosen here; not run)",
     },
 )

@@ -171,7 +171,7 @@ EXPERIMENT = Experiment(
     run=SWEEP.run,
     scales={
         "tiny": _scale(16, 16, 16, 8, [0], [5e-3], steps=6, eval_every=3, eval_sequences=16, batch_size=16),
-        "small": _scale(64, 32, 64, 16, [11, 12, 13, 14, 15, 16], [1e-3, 3e-3], steps=2000, eval_every=25, eval_sequences=256),
+        "small": _scale(64, 32, 64, 16, [11, 12, 13, 14, 15, 16], [1e-3, 3e-3], steps=1000, eval_every=25, eval_sequences=256),
         "paper": _scale(
             8000,
             512,
@@ -187,7 +187,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "five minutes on one core",
+        "small": "an hour on one core",
         "paper": "hours on one GPU (the paper's vocabulary and length; not run here)",
     },
 )

@@ -229,7 +229,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "seconds",
-        "small": "eight minutes on one core",
+        "small": "forty minutes on one core, twenty after `variants`",
         "paper": "months on one large GPU (48 runs of about 1.5 billion parameters and 10 billion tokens), and a folder "
         "pretraining-text with that much text in .txt files; not run here",
     },

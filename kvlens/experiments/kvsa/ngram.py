@@ -132,7 +132,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "a few seconds",
-        "small": "ten minutes on one core",
+        "small": "six minutes on one core",
         "paper": "two days on one GPU (the paper's three sizes of model; not run here)",
     },
 )

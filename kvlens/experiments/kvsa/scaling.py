@@ -246,7 +246,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "seconds",
-        "small": "twenty minutes on one core",
+        "small": "seventy minutes on one core, fifty-five after `variants`",
         "paper": "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
         "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
     },

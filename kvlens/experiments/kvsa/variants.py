@@ -120,9 +120,9 @@ def differences(runs: Runs) -> list[str]:
     return [
         "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
         f"{runs.curves['n_parameters'].max():,} and each sees {tokens_seen(runs.settings):,} tokens of another corpus.",
-        "Differences are taken seed by seed on equal batches; where they do not all have the same sign, the result is "
-        "inconclusive, which is also what 'similar' and 'does not improve' would look like. The paper shows one run of each "
-        "variant.",
+        "Held-out losses are compared, seed by seed on equal batches, each variant at the best of a few rates; the paper shows "
+        "the training loss of one run of each variant. Where the paper finds losses similar, no test can show that they are: "
+        "beside an inconclusive verdict stands the difference that would have been found.",
         "App. J compares queries at 19 billion parameters, and finds its benchmarks worse at a similar loss; there are no "
         "benchmarks here.",
     ]
@@ -212,7 +212,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "seconds",
-        "small": "twenty minutes on one core",
+        "small": "two hours on one core (132 runs)",
         "paper": "weeks on one large GPU (nine models of about 1.5 billion parameters, 10 billion tokens each), and a folder "
         "pretraining-text with that much text in .txt files; not run here",
     },

@@ -152,7 +152,7 @@ class Experiment:
         source: paper and figure, table or theorem.
         question: the question that it answers, in one sentence.
         run: ``run(settings, tell) -> Outcome``; ``tell(text)`` reports progress, ``settings`` is one of ``scales``.
-        scales: "tiny" (seconds, for tests), "small" (at most 20 minutes on two cores) and "paper", each the settings as
+        scales: "tiny" (seconds, for tests), "small" (at most two hours on one core) and "paper", each the settings as
             keyword -> value.
         cost: scale -> what a run costs, in words ("6 minutes on two cores").
     """
