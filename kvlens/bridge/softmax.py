@@ -76,6 +76,7 @@ class SoftmaxLayer:
         self.attn: Any = attn
         self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
         self.component_name = component_name
+        self.is_unread = False
         for name in HOOKS:
             if not isinstance(getattr(attn, name, None), HookPoint):
                 point = HookPoint()
@@ -98,6 +99,7 @@ class SoftmaxLayer:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
         bias = LayerBias.of(whole, self.layer, positions.device)
         seen: dict[str, Tensor] = {}
+        self.is_unread = True
 
         def see_q(q: Tensor) -> None:
             seen["q"] = self._heads(q, self.points.q)
@@ -113,6 +115,7 @@ class SoftmaxLayer:
 
         def add_bias(z: Tensor) -> Tensor:
             z_bias = seen.pop("z_bias")
+            self.is_unread = False
             if "gate" in seen:
                 z_bias = z_bias * seen.pop("gate").reshape(z_bias.shape)
             z_bias = self.attn.hook_z_bias(z_bias.to(z.dtype))
