@@ -264,6 +264,10 @@ def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
             cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))
         assert torch.equal(cached, whole)
     assert torch.equal(*(model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False)))
+    with model.kv_bias(bias):  # token by token, without positions
+        first = model.original_model(TEXT[:, :-1], use_cache=True)
+        last = model.original_model(TEXT[:, -1:], past_key_values=first.past_key_values).logits
+        assert largest(last, model(TEXT)[:, -1:]) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "llama", "bamba", "nemotron_h", "gemma3", "gpt_oss", "olmo_hybrid"])
