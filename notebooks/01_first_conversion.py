@@ -20,7 +20,7 @@
 #
 # So the only trace of a prompt in a head is $A$ and $D$ at the prompt's end. If the sums start from these values, the prompt is no longer
 # needed: it has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks questions about it, and finds the
-# heads that store it.
+# heads whose bias the answers depend on.
 
 # %%
 import tempfile
@@ -133,8 +133,9 @@ top
 # %% [markdown]
 # ## Hook it
 #
-# In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. Here we set the whole bias
-# of the top head to zero, including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
+# In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. (In a softmax model its keys go
+# through `hook_b_keys`; to put another prompt's bias into a head, patch all three.) Here we set the whole bias of the top head to zero,
+# including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
 
 # %%
 layer, head = (int(top.iloc[0][name]) for name in ("layer", "head"))
@@ -201,5 +202,5 @@ assert len(carry) == 3 and (carry["ablation_kl"] > 0).all()
 carry[["layer", "head", "ablation_kl"]]
 
 # %% [markdown]
-# With random weights the effects are close to zero. Next: which head stores which fact (notebook 02), or what arithmetic on biases does
+# With random weights the effects are close to zero. Next: through which heads a fact reaches the answer (notebook 02), or what arithmetic on biases does
 # (03).

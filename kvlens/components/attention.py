@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
 from kvlens.components.fast_path import on_fast_path
 from kvlens.components.heads import Heads, NewTokens, real_tokens
-from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE
+from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
-from kvlens.components.layer_bias import LayerBias, read_bias
+from kvlens.components.layer_bias import LayerBias, Normalizers, read_bias
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
@@ -48,6 +48,8 @@ class KVAttention(_Attention):
     cfg: Any
     layer_bias: LayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
+    normalizers: Normalizers | None = None
+    """Counts the normalizers below 0 under the attached bias; set with it."""
     observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
     """Called with the queries and all keys and values so far, as softmax scores them; set while a prompt is converted."""
 
@@ -143,7 +145,7 @@ class KVAttention(_Attention):
         return result.sum(dim=2) + self.b_O
 
     def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-        """(b_KV, b_D) of this layer after their hooks: the attached bias, otherwise the trained one, otherwise None."""
+        """(b_KV, b_D) of linear attention after their hooks: the attached bias, otherwise the trained one, otherwise None."""
         return read_bias(self, dtype)
 
     def waits_for_a_bias(self, hook_point: str) -> bool:
@@ -152,7 +154,7 @@ class KVAttention(_Attention):
             return False
         if hook_point in OF_A_SHIFT_STATE:
             return True
-        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
+        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, *OF_A_SOFTMAX_BIAS)
         return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
 
     def features_after(

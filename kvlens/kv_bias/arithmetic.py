@@ -42,7 +42,7 @@ def fields_of_sum(
         if shift_state == "equal":
             _check_equal_boundaries(first, other)
         if equal_offsets or shift_state in ("equal", "zero"):
-            _check_equal_offsets(first, other)
+            _check_equal_offsets(first, other, weights)
     chosen = biases[-1] if shift_state == "last" else first
     changed = {name: getattr(chosen, name) for name in (*SHIFT_STATE, "position_offset")}
     if shift_state == "zero":
@@ -54,7 +54,18 @@ def fields_of_sum(
     changed |= sums
     unchanged = weights == [1.0] and shift_state != "zero"
     fit = first.fit if unchanged else of_sum((b.fit for b in biases), _sum_in_words(biases, weights))
-    return {**changed, "fit": fit, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+    return {**changed, "fit": fit, "n_prompt_tokens": _tokens_left(biases, weights)}
+
+
+def _tokens_left(biases: Sequence[Any], weights: Sequence[float | int]) -> Any:
+    """Tokens added minus tokens subtracted, so that exchanging a head of one prompt for that of another keeps their number.
+
+    A factor does not change how many tokens a bias stands for, whatever its sign.
+    """
+    if len(biases) == 1:
+        return biases[0].n_prompt_tokens
+    left = sum(((w > 0) - (w < 0)) * b.n_prompt_tokens for w, b in zip(weights, biases, strict=True))
+    return left.clamp(min=0) if isinstance(left, torch.Tensor) else max(left, 0)
 
 
 def _sum_in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:
@@ -144,10 +155,19 @@ def _check_equal_boundaries(first: Any, other: Any) -> None:
             )
 
 
-def _check_equal_offsets(first: Any, other: Any) -> None:
-    if not first.starts_where(other):
+def _check_equal_offsets(first: Any, other: Any, weights: Sequence[float | int]) -> None:
+    if first.starts_where(other):
+        return
+    differ = (
+        f"the position offsets differ ({first.position_offset} and {other.position_offset}), so the text would start at "
+        "different positions"
+    )
+    if list(weights) == [1.0, -1.0]:
         raise KVLensError(
-            f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
-            "would start at different positions; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read "
-            "one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
+            f"subtracting KV biases: {differ}; kvlens.combine(a, b, weights=[1, -1], shift_state='first') subtracts b and uses "
+            "a's offset. Convert prompts of equal length where a - b is to be read"
         )
+    raise KVLensError(
+        f"adding KV biases: {differ}; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read one prompt "
+        "after another, use convert_prompt(model, b, initial=bias_of_a)"
+    )

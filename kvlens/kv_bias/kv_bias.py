@@ -43,8 +43,9 @@ READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fing
 class KVBias:
     """A converted prompt, or a batch of them. Immutable: every operation returns a new one.
 
-    Sums and positive multiples of biases keep the normalizer phi(q).D positive; a difference or a negative multiple may not, in
-    which case the output is finite but meaningless: check ``hook_normalizer``.
+    Sums and positive multiples of biases keep the normalizer phi(q).D positive, and so does a + c (b - a) with c from 0 to 1. A
+    difference or a negative multiple may not; what the model says is then meaningless, and the pass that reads it warns, with
+    the share of normalizers below 0.
 
     >>> from kvlens import HookedKVTransformer, convert_prompt
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")
@@ -64,7 +65,8 @@ class KVBias:
         b_D: [layer, (batch,) head, d_phi], likewise; zeros where the model has normalizer "none".
         last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
         last_q: [layer, (batch,) window, head, d_head], likewise.
-        n_prompt_tokens: number of tokens converted; an int, or [batch] where prompts differ.
+        n_prompt_tokens: number of tokens converted, of a sum those added minus those subtracted; an int, or [batch] where
+            prompts differ.
         position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
             else the prompt's length; an int, or [batch] where prompts differ.
         fingerprint: of the model with which the prompt was converted.
@@ -314,7 +316,7 @@ class KVBias:
                 and position offset; ``zero`` uses no shift state, and the offsets must be equal.
 
         Returns:
-            The combined bias. ``n_prompt_tokens`` is the total number of tokens.
+            The combined bias. ``n_prompt_tokens`` is the number of tokens added, minus those subtracted.
 
         Raises:
             KVLensError: no biases, different models or batch shapes, or shift states or offsets that differ.

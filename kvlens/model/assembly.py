@@ -15,6 +15,7 @@ from kvlens.components import (
     KVUnembed,
     LayerBias,
     NoPosEmbed,
+    Normalizers,
     OffsetPosEmbed,
     SinusoidalPosEmbed,
     build_attention,
@@ -61,7 +62,9 @@ def init_kv_parameters(model: Any) -> None:
 @torch.enable_grad()
 def spread_bias(model: Any, bias: KVBias | None) -> None:
     """Give each layer its part of the attached bias, with gradients enabled even if it is attached under ``no_grad``."""
+    model._normalizers = None if bias is None else Normalizers()
     for layer, block in enumerate(model.blocks):
         block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
+        block.attn.normalizers = model._normalizers
     if isinstance(getattr(model, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
         model.pos_embed.position_offset = 0 if bias is None else bias.position_offset

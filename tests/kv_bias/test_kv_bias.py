@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -76,12 +77,13 @@ def test_arithmetic_acts_on_the_sums_and_keeps_the_shift_state(batch):
     a, b = bias_of(1, batch, shift_state_seed=9), bias_of(2, batch, shift_state_seed=9, n_prompt_tokens=4)
     for got, of_a, of_b, n_tokens in (
         (a + b, 1, 1, 11),
-        (a - b, 1, -1, 11),
+        (a - b, 1, -1, 3),
         (0.5 * a, 0.5, 0, 7),
         (a * 3, 3, 0, 7),
         (a / 4, 0.25, 0, 7),
         (-a, -1, 0, 7),
-        (combine(a, b, weights=(2, -0.5)), 2, -0.5, 11),
+        (combine(a, b, weights=(2, -0.5)), 2, -0.5, 3),
+        (b - a, -1, 1, 0),
         (combine(a), 1, 0, 7),
     ):
         assert torch.equal(got.b_KV, of_a * a.b_KV + of_b * b.b_KV)
@@ -104,6 +106,9 @@ def test_token_counts_of_unequal_prompts_add_row_by_row():
     a = replace(a, n_prompt_tokens=torch.tensor([1, 2, 4]))
     assert (a + b).n_prompt_tokens.tolist() == [8, 9, 11]
     assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
+    assert (b - a).n_prompt_tokens.tolist() == [6, 5, 3]
+    head = [(1, 0)]
+    assert (b - b.select(heads=head) + a.select(heads=head)).n_prompt_tokens.tolist() == [1, 2, 4]
 
 
 def test_the_sum_of_two_prompts_is_their_concatenation_if_order_does_not_matter():
@@ -150,6 +155,16 @@ def test_different_offsets_are_refused(operation):
     rows = [bias_of(s, 2, shift_state_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
     with pytest.raises(KVLensError, match="position offsets differ"):
         operation(*rows)
+
+
+def test_subtracting_with_different_offsets_proposes_what_subtracts():
+    a, b = bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9, position_offset=8)
+    with pytest.raises(KVLensError, match=r"^subtracting KV biases.*\(7 and 8\)") as refused:
+        a - b
+    (proposed,) = re.findall(r"kvlens\.(combine\(.*?\)) subtracts", str(refused.value))
+    found = eval(proposed, {"combine": combine, "a": a, "b": b})
+    assert torch.equal(found.b_KV, a.b_KV - b.b_KV) and torch.equal(found.b_D, a.b_D - b.b_D)
+    assert found.position_offset == a.position_offset
 
 
 def test_without_positions_prompts_of_any_length_add():
