@@ -131,7 +131,7 @@ class MiniMaxAdapter(HybridAdapter):
         kinds = hf_model.config.layer_types
         if "full_attention" in kinds:
             first = kinds.index("full_attention")
-            hf_model.model.register_forward_pre_hook(partial(_measured_by_attention, first), with_kwargs=True)
+            hf_model.register_forward_pre_hook(partial(_measured_by_attention, first), with_kwargs=True)
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)

@@ -248,10 +248,17 @@ class KVTransformerBridge(TransformerBridge):
         self.__dict__["_pass_handles"] = [handle for part in parts for handle in part.join(bias, positions)]
         return args, {**kwargs, "position_ids": behind.expand(batch, -1)}
 
-    def _after_pass(self, *_: Any) -> None:
+    def _after_pass(self, *of_pass: Any) -> None:
+        """Take the bias out of every layer; after a pass that came to its end, raise KVLensError unless each has read it."""
         handles: list[RemovableHandle] = self.__dict__["_pass_handles"]
         while handles:
             handles.pop().remove()
+        unread = [part.layer for part in self.__dict__["_parts"] if isinstance(part, SoftmaxLayer) and part.is_unread]
+        if unread and of_pass and of_pass[-1] is not None:
+            raise KVLensError(
+                f"{self.cfg.architecture}: the attention of layers {unread} did not read the attached bias: something computed "
+                "it in another way than the bridge's components do. Undo what replaced it, or detach the bias"
+            )
 
     def _check_logits(self, module: Any, args: Any, output: Any) -> None:
         """Raise KVLensError where a pass in float16 left that dtype's range: its logits are then NaN."""

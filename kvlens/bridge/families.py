@@ -1,12 +1,19 @@
 """Which layers of a bridge can read a KV bias, and how: softmax attention that the bridge computes itself, step by step, and
 recurrent layers that have a mixer (:mod:`kvlens.mixers`).
 
-Anything not listed here raises an error: a component with hooks at other points would give plausible but wrong numbers.
+A component of another class raises an error; what one of these classes computes in its own way, the comparison with
+Transformers finds (:mod:`kvlens.bridge.comparison`).
 """
 
 from typing import Any
 
 from torch import nn
+from transformer_lens.model_bridge.generalized_components import (
+    JointQKVAttentionBridge,
+    JointQKVPositionEmbeddingsAttentionBridge,
+    MLAAttentionBridge,
+    PositionEmbeddingsAttentionBridge,
+)
 
 from kvlens.bridge.fused import show_rotated
 from kvlens.bridge.native import add_hook_points
@@ -20,17 +27,8 @@ from kvlens.mixers import has_mixer
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 
-FUSED = ("JointQKVPositionEmbeddingsAttentionBridge", "FusedRotaryAttention")
-"""Components that show what they rotate once kvlens made them do so (:mod:`kvlens.bridge.fused`)."""
-LATENT = "MLAAttentionBridge"
-WITHOUT_ROTATION = Points("q.hook_out", "k.hook_out")
-"""Of components that show what they rotate, in models without rotary positions (Granite 4)."""
-POINTS = {
-    "JointQKVAttentionBridge": WITHOUT_ROTATION,
-    LATENT: Points("hook_q", "hook_k", "hook_v"),
-    **dict.fromkeys(("PositionEmbeddingsAttentionBridge", "_SmolLM3AttentionBridge", *FUSED), Points()),
-}
-"""The bridge's attention components that compute attention step by step, and where each shows queries, keys and values."""
+UNROTATED = Points("q.hook_out", "k.hook_out")
+LATENT = Points("hook_q", "hook_k", "hook_v")
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
 RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
@@ -92,24 +90,25 @@ def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[Part]:
 
 def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, recurrent: Any) -> SoftmaxLayer:
     """The attention of a layer, ``attn``; or, in the place of it, ``recurrent``, for which there is no mixer."""
-    kind = type(attn).__name__
-    native = attn is not None and type(attn.original_component).__name__ in NATIVE
-    if kind not in POINTS and not native:
+    points = _points(attn)
+    if points is None:
         if recurrent is not None:
             held = type(recurrent.original_component).__name__
             raise _no_way(family, f"kvlens has no mixer for layer {layer} ({held})")
         if attn is None:
             raise _no_way(family, f"layer {layer} has neither attention nor a recurrent state")
-        raise _no_way(family, f"layer {layer} ({kind}) shows neither its queries nor its scores in a known place")
+        raise _no_way(
+            family, f"layer {layer} ({type(attn).__name__}) shows neither its queries nor its scores in a known place"
+        )
     module: Any = attn.original_component
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
         raise _no_way(family, f"layer {layer} clamps queries, keys and values behind their hook points (clip_qkv)")
     if getattr(attn, "hook_gate", None) is not None:
         raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
     cfg = bridge.cfg
-    if kind == LATENT:
+    if points is LATENT:
         _settle_latent(bridge, attn)
-    n_kv_heads = cfg.n_heads if kind == LATENT else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    n_kv_heads = cfg.n_heads if points is LATENT else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     d_head = int(getattr(module, "v_head_dim", getattr(module, "head_dim", cfg.d_head)))
     if d_head != cfg.d_head:
         raise _no_way(family, f"layer {layer} has heads of {d_head} dimensions, the configuration of {cfg.d_head}")
@@ -119,16 +118,26 @@ def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, rec
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and scaling is None:
         scale *= layer + 1
     rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
-    if native:
-        add_hook_points(attn)
-    if kind in FUSED:
-        show_rotated(attn)
-    points = HOOKED_BY_KVLENS if native else POINTS[kind]
-    if not native and points.q == "hook_rot_q" and not hasattr(attn, points.q):
-        points = WITHOUT_ROTATION
     put_right(attn, points)
     name = "mixer" if attn is recurrent else "attn"
     return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points, name)
+
+
+def _points(attn: Any) -> Points | None:
+    """Where a component shows queries, keys and values, some of them opened up for it; None where it does not."""
+    if attn is None:
+        return None
+    if type(attn.original_component).__name__ in NATIVE:
+        add_hook_points(attn)
+        return HOOKED_BY_KVLENS
+    if isinstance(attn, MLAAttentionBridge):
+        return LATENT
+    if isinstance(attn, JointQKVPositionEmbeddingsAttentionBridge):
+        show_rotated(attn)
+        return Points()
+    if isinstance(attn, PositionEmbeddingsAttentionBridge):
+        return Points() if hasattr(attn, "hook_rot_q") else UNROTATED  # Granite 4 may have no rotary positions
+    return UNROTATED if type(attn) is JointQKVAttentionBridge else None
 
 
 def _settle_latent(bridge: Any, attn: Any) -> None:

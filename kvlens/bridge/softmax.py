@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.bridge.native import POINTS, VALUES
-from kvlens.components import LayerBias, by_query_head, is_hooked
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.components import LayerBias
+from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -76,6 +76,7 @@ class SoftmaxLayer:
         self.attn: Any = attn
         self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
         self.component_name = component_name
+        self.is_unread = False
         for name in HOOKS:
             if not isinstance(getattr(attn, name, None), HookPoint):
                 point = HookPoint()
@@ -98,6 +99,7 @@ class SoftmaxLayer:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
         bias = LayerBias.of(whole, self.layer, positions.device)
         seen: dict[str, Tensor] = {}
+        self.is_unread = True
 
         def see_q(q: Tensor) -> None:
             seen["q"] = self._heads(q, self.points.q)
@@ -113,6 +115,7 @@ class SoftmaxLayer:
 
         def add_bias(z: Tensor) -> Tensor:
             z_bias = seen.pop("z_bias")
+            self.is_unread = False
             if "gate" in seen:
                 z_bias = z_bias * seen.pop("gate").reshape(z_bias.shape)
             z_bias = self.attn.hook_z_bias(z_bias.to(z.dtype))
@@ -189,26 +192,12 @@ class SoftmaxLayer:
     ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
         """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        b_kv, b_d = (self._read(name, b.to(q.device, wide)) for name, b in (("hook_b_kv", bias.b_kv), ("hook_b_d", bias.b_d)))
-        bias, unseen = self._with_keys_as_read(bias).in_window(self.rule, positions)
-        n_heads = max(b_kv.shape[1], b_d.shape[1])
-        b_kv, b_d = (b if b.shape[1] == n_heads else b.repeat_interleave(n_heads // b.shape[1], dim=1) for b in (b_kv, b_d))
-        b_kv, b_d = b_kv[:, :, unseen:], b_d[:, :, unseen:]
-        phi = bias.phi(q.to(wide), self.rule, positions if self.rule.needs_distance else None, b_kv, b_d)
+        bias, _ = bias.through_hooks(self.attn, self.sizes.n_heads, q.device, wide).in_window(self.rule, positions)
+        phi = bias.phi(q.to(wide), self.rule, positions if self.rule.needs_distance else None, bias.b_kv, bias.b_d)
         ones = torch.ones((), device=q.device, dtype=wide).expand(*q.shape[:-1], 1)
-        joined = join_bias(ones, self._mass(scores.to(wide)), phi, b_kv, b_d)
+        joined = join_bias(ones, self._mass(scores.to(wide)), phi, bias.b_kv, bias.b_d)
         self.attn.hook_normalizer(joined.log_normalizer)
         return joined.z_context, joined.z_bias
-
-    def _with_keys_as_read(self, bias: LayerBias) -> LayerBias:
-        """``bias`` with its keys as ``hook_b_keys`` leaves them, a row per query head; unhooked, as it is."""
-        if not is_hooked(self.attn.hook_b_keys) or not isinstance(bias.features, VirtualKeys):
-            return bias
-        keys, distance = (x[bias.layer] for x in (bias.features.keys, bias.features.distance))
-        keys, distance = (keys, distance) if keys.dim() == 4 else (keys[None], distance[None])
-        keys = by_query_head(self.attn.hook_b_keys, keys, self.sizes.n_heads)
-        distance = distance.repeat_interleave(self.sizes.n_heads // distance.shape[1], dim=1).expand(keys.shape[:-1])
-        return bias._replace(features=VirtualKeys(keys[None], distance[None]), layer=0)
 
     def _mass(self, scores: Float[Tensor, "batch head pos key"]) -> ScaledMass:
         """Z_c relative to its largest term."""
@@ -222,11 +211,6 @@ class SoftmaxLayer:
         if sinks is not None:
             mass = mass + (sinks[:, None].to(mass) - shift).exp()
         return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))
-
-    def _read(self, name: str, b: Tensor) -> Tensor:
-        """``b`` through its hook point, which sees a row per query head; unhooked, with the rows that it has."""
-        point = getattr(self.attn, name)
-        return by_query_head(point, b, self.sizes.n_heads) if is_hooked(point) else b
 
 
 def put_right(attn: Any, points: Points) -> None:

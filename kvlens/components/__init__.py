@@ -24,7 +24,7 @@ from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, 
 from kvlens.components.fast_path import form_of_block, softmax_form_block
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
-from kvlens.components.layer_bias import LayerBias, Normalizers, by_query_head
+from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
 
@@ -43,7 +43,6 @@ __all__ = [
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
     "build_attention",
-    "by_query_head",
     "counted_by",
     "form_of_block",
     "hidden_tokens_keep_positions",

@@ -197,11 +197,6 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
     return b_kv, None if attn.cfg.normalizer == "none" else _through(attn.hook_b_d, b_d)
 
 
-def by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
-    """``b`` with one row per query head, after ``hook``."""
-    return _through(hook, b.repeat_interleave(n_heads // b.shape[1], dim=1))
-
-
 def _through(hook: HookPoint, b: Tensor) -> Tensor:
     """``hook(b)``, of the shape of ``b`` but for the batch."""
     hooked = through(hook, b)

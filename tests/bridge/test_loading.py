@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, LLAMA3, SPECIAL, WITHOUT_D_HEAD, largest, some_tokens, tiny
+from bridge_models import D_VOCAB, KINDS, LLAMA3, SPECIAL, WITHOUT_D_HEAD, largest, some_tokens, tiny
 from safetensors.torch import load_file, save_file
 
 from kvlens import KVLensError, KVTransformerBridge, combine, convert_prompt
@@ -160,13 +160,36 @@ def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
                 first_k_dense_replace=1,
             )
         ),
+        lambda: tf.Exaone4ForCausalLM(tf.Exaone4Config(**TWO_LAYERS, sliding_window=6, layer_types=KINDS[:2])),
     ],
-    ids=["youtu", "deepseek_v2"],
+    ids=["youtu", "deepseek_v2", "exaone4"],
 )
 def test_untested_families_that_pass_the_comparison_are_exact(make, tmp_path):
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     check_exact(KVTransformerBridge.boot_transformers(tmp_path), 1e-5)
+
+
+def test_a_family_whose_heads_differ_from_what_its_hook_points_show_is_refused():
+    """BitNet has a norm behind the heads, which the bridge does not show."""
+    torch.manual_seed(0)
+    with pytest.raises(KVLensError, match="does not compute what BitNetForCausalLM computes: .* of a converted prompt differ"):
+        KVTransformerBridge.boot_transformers(tf.BitNetForCausalLM(tf.BitNetConfig(**TWO_LAYERS)).eval())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmo_hybrid"])
+def test_an_attention_that_does_not_read_the_bias_is_refused(family):
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    bias, held = convert_prompt(model, PROMPT), model.blocks[1].attn
+    hidden = model.run_with_cache(TEXT)[1]["blocks.1.hook_attn_out"]
+    before = held.__dict__.get("forward")
+    held.__dict__["forward"] = lambda *args, **kwargs: (hidden, None)
+    with pytest.raises(KVLensError, match=r"the attention of layers \[1\] did not read the attached bias"), model.kv_bias(bias):
+        model(TEXT)
+    del held.__dict__["forward"]
+    held.__dict__.update({} if before is None else {"forward": before})
+    model.original_model.set_attn_implementation("sdpa")  # what the components compute does not follow it
+    check_exact(model, 1e-5)
 
 
 def test_a_model_that_transformers_cannot_run_is_refused():
@@ -241,6 +264,10 @@ def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
             cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))
         assert torch.equal(cached, whole)
     assert torch.equal(*(model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False)))
+    with model.kv_bias(bias):  # token by token, without positions
+        first = model.original_model(TEXT[:, :-1], use_cache=True)
+        last = model.original_model(TEXT[:, -1:], past_key_values=first.past_key_values).logits
+        assert largest(last, model(TEXT)[:, -1:]) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "llama", "bamba", "nemotron_h", "gemma3", "gpt_oss", "olmo_hybrid"])
