@@ -27,11 +27,11 @@ from kvlens.bridge.reading import direct_path, read_attention, read_stream, visi
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.weights import head_matrices, unembedding
-from kvlens.components import is_hooked
+from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
-from kvlens.model.fingerprint import of_weights
+from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.protocol import (
     DirectPath,
@@ -43,6 +43,7 @@ from kvlens.model.protocol import (
     Unembedding,
     joined_heads,
 )
+from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_bridge
 
 
@@ -127,6 +128,7 @@ class KVTransformerBridge(TransformerBridge):
             bridge.cfg.is_stateful = False
         bridge.__class__ = cls
         bridge.__dict__.update(_parts=parts, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
+        bridge.__dict__.update(_weights_then=None, _normalizers=None)
         bridge.clear_hook_registry()
         bridge._initialize_hook_registry()
         assert isinstance(bridge, cls)
@@ -179,7 +181,9 @@ class KVTransformerBridge(TransformerBridge):
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
 
-        While it is attached, strings get no BOS by default, since the prompt had one.
+        While it is attached, strings get no BOS by default, since the prompt had one. A pass warns, once, if the weights are
+        no longer those of the bias, as far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers of
+        softmax attention are below 0.
 
         Raises:
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
@@ -204,18 +208,24 @@ class KVTransformerBridge(TransformerBridge):
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["KVTransformerBridge"]:
         """``with model.kv_bias(bias): ...``; afterwards the bias attached before is attached again."""
-        before = self.attached_kv_bias
+        before, weights_then = self.attached_kv_bias, self.__dict__["_weights_then"]
         self.attach_kv_bias(bias)
         try:
             yield self
         finally:
             self._hold(before)
+            self.__dict__["_weights_then"] = weights_then
 
     def _hold(self, bias: KVBias | None) -> None:
         state = self.__dict__
         for handle in state["_handles"]:
             handle.remove()
         state["_attached"], state["_handles"] = bias, []
+        state["_weights_then"] = None if bias is None else of_weights(self, "weights then", lambda: WeightsThen(self))
+        normalizers = state["_normalizers"] = None if bias is None else Normalizers()
+        for part in state["_parts"]:
+            if isinstance(part, SoftmaxLayer):
+                part.normalizers = normalizers
         if state["_bos_unattached"] is not None:
             self.cfg.default_prepend_bos, state["_bos_unattached"] = state["_bos_unattached"], None
         if bias is not None:
@@ -233,6 +243,7 @@ class KVTransformerBridge(TransformerBridge):
         self._after_pass()
         bias = self.attached_kv_bias
         assert bias is not None
+        self.__dict__["_weights_then"] = look_again(self, bias, self.__dict__["_weights_then"])
         positions = text_positions(args, kwargs)
         batch = _batch_of(args, kwargs)
         if bias.batch_size not in (None, 1, batch):
@@ -253,6 +264,8 @@ class KVTransformerBridge(TransformerBridge):
         handles: list[RemovableHandle] = self.__dict__["_pass_handles"]
         while handles:
             handles.pop().remove()
+        if self.__dict__["_normalizers"] is not None:
+            self.__dict__["_normalizers"].tell()
         unread = [part.layer for part in self.__dict__["_parts"] if isinstance(part, SoftmaxLayer) and part.is_unread]
         if unread and of_pass and of_pass[-1] is not None:
             raise KVLensError(
@@ -275,6 +288,12 @@ class KVTransformerBridge(TransformerBridge):
                 f"{self.cfg.architecture}: position {position} (including the attached prompt) exceeds n_ctx={self.cfg.n_ctx}: "
                 "shorten the text, or convert a shorter prompt"
             )
+
+    def to_tokens(self, input: str | list[str], *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        """As in TransformerLens; warns of words that the tokenizer does not know."""
+        tokens: Tensor = super().to_tokens(input, *args, **kwargs)
+        warn_of_unknown_words(self.tokenizer, input, tokens)
+        return tokens
 
     # --- what conversion asks --------------------------------------------------------------------------------------------
 

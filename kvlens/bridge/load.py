@@ -61,6 +61,12 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     _check_weights(model)
     model = _language_model(model)
     kind = type(model).__name__
+    d_vocab = int(model.config.get_text_config().vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > d_vocab:
+        raise KVLensError(
+            f"KVTransformerBridge: the tokenizer has {tokenizer.vocab_size} tokens, the vocabulary of this {kind} only "
+            f"{d_vocab}: they do not belong together"
+        )
     logits = logits_of_transformers(model)
     config = copy.copy(model.config)
     if getattr(config, "position_embedding_type", "") is None:

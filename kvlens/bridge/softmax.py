@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.bridge.native import POINTS, VALUES
-from kvlens.components import LayerBias
+from kvlens.components import LayerBias, Normalizers
 from kvlens.kv_bias import KVBias
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
@@ -77,6 +77,7 @@ class SoftmaxLayer:
         self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
         self.component_name = component_name
         self.is_unread = False
+        self.normalizers: Normalizers | None = None
         for name in HOOKS:
             if not isinstance(getattr(attn, name, None), HookPoint):
                 point = HookPoint()
@@ -197,6 +198,8 @@ class SoftmaxLayer:
         ones = torch.ones((), device=q.device, dtype=wide).expand(*q.shape[:-1], 1)
         joined = join_bias(ones, self._mass(scores.to(wide)), phi, bias.b_kv, bias.b_d)
         self.attn.hook_normalizer(joined.log_normalizer)
+        if self.normalizers is not None:
+            self.normalizers.see(joined.below_zero())
         return joined.z_context, joined.z_bias
 
     def _mass(self, scores: Float[Tensor, "batch head pos key"]) -> ScaledMass:

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.config import HookedKVTransformerConfig
 
@@ -97,6 +98,23 @@ class WeightsThen:
 
 
 _WRITES = operator.attrgetter("_version")
+
+
+def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen | None:
+    """Warn if ``model`` no longer has the weights that ``bias`` was made from, as far as ``then`` sees it.
+
+    Returns:
+        What the next pass compares with; None once it was said.
+    """
+    if then is None or not then.changed():
+        return then
+    if bias.fingerprint.weights == model.fingerprint().weights:
+        return WeightsThen(model)
+    warn(
+        "the weights of this model have changed since the KV bias was attached. The bias holds keys and values of the old "
+        "weights, which the new ones read as their own: convert the prompt again"
+    )
+    return None
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:

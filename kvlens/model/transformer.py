@@ -22,13 +22,13 @@ from kvlens._tl import (
 from kvlens.checks import checked
 from kvlens.components import Normalizers, counted_by, form_of_block, softmax_form_block, upgrade_cache
 from kvlens.dtypes import dtype_of, is_dtype
-from kvlens.errors import KVLensError, first_line, warn
+from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
-from kvlens.model.fingerprint import WeightsThen, fingerprint_of, of_weights, weights_hash
+from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
 from kvlens.model.head_matrices import head_matrices_of
 from kvlens.model.hooks import ChecksHookNames
@@ -477,15 +477,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     @contextlib.contextmanager
     def _warns_of_the_bias(self) -> Iterator[None]:
         """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
-        bias, then, normalizers = self._attached, self._weights_then, self._normalizers
-        if bias is not None and then is not None and then.changed():
-            fits = bias.fingerprint.weights == self.fingerprint().weights
-            self._weights_then = WeightsThen(self) if fits else None
-            if not fits:
-                warn(
-                    "the weights of this model have changed since the KV bias was attached. The bias holds keys and values of "
-                    "the old weights, which the new ones read as their own: convert the prompt again"
-                )
+        normalizers = self._normalizers
+        self._weights_then = look_again(self, self._attached, self._weights_then)
         yield
         if normalizers is not None:
             normalizers.tell()
