@@ -198,7 +198,7 @@ def draw(curves: pd.DataFrame) -> Figure:
             axes.set_yscale("log")
         row[-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         row[0].set_ylabel("held-out error / variance")
-    figure.suptitle("Mean over seeds; band: minimum to maximum", x=0.01, ha="left", fontsize=9)
+    figure.suptitle("Thick: mean over seeds; thin: each seed", x=0.01, ha="left", fontsize=9)
     for top, bottom, task in zip(panels[0], panels[-1], tasks, strict=True):
         top.set_title(f"{task} task", loc="left", fontsize=11)
         bottom.set_xlabel("step")

@@ -116,7 +116,7 @@ def draw(errors: pd.DataFrame) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="random features", ylabel="mean squared error")
-        axes.set_title(f"{what}: mean over seeds, band: minimum to maximum", loc="left", fontsize=9)
+        axes.set_title(f"{what}: thick: mean over seeds, thin: each seed", loc="left", fontsize=9)
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
 

@@ -55,14 +55,14 @@ def differences(runs: Runs) -> list[str]:
 
 
 def draw(runs: Runs) -> Figure:
-    """Held-out accuracy and loss against the step: mean over seeds, and a band from minimum to maximum."""
+    """Held-out accuracy and loss against the step: mean over seeds, and each seed."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for axes, y, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
         draw_curves(axes, of_heldout(runs.curves), y=y, colors=COLORS)
         axes.set(xlabel="step", ylabel=label)
     n_seeds = runs.curves["seed"].nunique()
-    left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds, band over all", loc="left", fontsize=11)
+    left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds (thick), and each of them", loc="left", fontsize=11)
     left.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     return figure
 

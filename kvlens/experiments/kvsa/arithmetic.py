@@ -166,7 +166,7 @@ def _lead(rows: pd.DataFrame) -> list[float]:
 
 
 def draw(runs: Runs) -> Figure:
-    """Accuracy against the number of operations; numbers that were not trained on are shaded."""
+    """Accuracy against the number of operations, with the paper's; numbers that were not trained on are shaded."""
     scored = _scored(runs.measured)
     figure = draw_panels(
         scored,
@@ -179,6 +179,10 @@ def draw(runs: Runs) -> Figure:
         ticks=True,
     )
     for axes, (_, rows) in zip(figure.axes, scored.groupby("row", sort=False), strict=True):
+        for label, share in PRINTED[rows["stands_for"].iloc[0]].items():
+            place = (rows["test_ops"].iloc[0], share)
+            axes.plot(*place, "*", color=COLORS[label], alpha=0.6, markersize=10, label="_paper")
+            axes.annotate("paper (iGSM)", place, xytext=(-8, -3), textcoords="offset points", ha="right", fontsize=8)
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
     return figure
 

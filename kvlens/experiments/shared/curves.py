@@ -192,7 +192,7 @@ def draw_curves(
     colors: Mapping[str, str] | None = None,
     **line: Any,
 ) -> None:
-    """One color per model: a line through the mean over seeds, and a band from minimum to maximum.
+    """One color per model: a line through the mean over seeds, and a thin one for each seed.
 
     Args:
         axes: to draw into; labels, title and legend are left to the caller.
@@ -205,9 +205,11 @@ def draw_curves(
     """
     labels = table[by].unique()
     for number, label in enumerate(labels):
-        course, look = mean_course(table[table[by] == label], x, y), line_style(number)
+        rows, look = table[table[by] == label], line_style(number)
+        course = mean_course(rows, x, y)
         look |= {"color": (colors or {}).get(label, look["color"]), "markevery": max(1, len(course) // 8)}
-        axes.fill_between(course[x], course["least"], course["largest"], color=look["color"], alpha=0.18, linewidth=0)
+        for _, run in rows.sort_values(x, kind="stable").groupby("seed"):
+            axes.plot(run[x], run[y], color=look["color"], alpha=0.35, linewidth=0.7, label="_seed")
         axes.plot(course[x], course["mean"], **{"linewidth": 1.8, "label": str(label), **look, **line})
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

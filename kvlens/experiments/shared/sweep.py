@@ -144,7 +144,7 @@ def draw_panels(
     ticks: bool = False,
     log2: bool = False,
 ) -> Figure:
-    """``y`` against ``x``: mean over seeds, a band from minimum to maximum, and a line for guessing (column ``chance``).
+    """``y`` against ``x``: mean over seeds, a thin line for each seed, and a line for guessing (column ``chance``).
 
     Args:
         table: columns model, seed, ``x``, ``y``, ``by``; one row for each model, seed and ``x`` of a panel.
@@ -172,7 +172,7 @@ def draw_panels(
         axes.set(xlabel=xlabel, ylim=(-0.02, 1.04))
     figure.axes[0].set_ylabel(ylabel)
     words: dict[str, Any] = dict(
-        title="mean over seeds; band: minimum to maximum", title_fontsize=8, frameon=False, fontsize=9, ncols=4
+        title="thick: mean over seeds; thin: each seed", title_fontsize=8, frameon=False, fontsize=9, ncols=4
     )
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", **words)
     return figure

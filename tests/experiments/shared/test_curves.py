@@ -108,7 +108,9 @@ def test_curves_are_drawn_in_the_tables_order_and_the_given_colors():
     table = pd.concat([course("b", 0, [0.2, 1.0]), course("a", 0, [0.5, 0.25])], ignore_index=True)
     figure = Figure()
     curves.draw_curves(figure.subplots(), table, colors={"a": "#010203"})
-    lines = figure.axes[0].get_lines()
+    drawn = figure.axes[0].get_lines()
+    seeds, lines = ([line for line in drawn if (line.get_label() == "_seed") is thin] for thin in (True, False))
+    assert [line.get_ydata().tolist() for line in seeds] == [[0.2, 1.0], [0.5, 0.25]]
     assert [line.get_label() for line in lines] == ["b", "a"]
     assert lines[1].get_ydata().tolist() == [0.5, 0.25]
     assert matplotlib.colors.to_hex(lines[1].get_color()) == "#010203"
