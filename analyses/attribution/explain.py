@@ -80,6 +80,8 @@ class Explained:
         units: effects of all units, as `prompt_attribution` returns them.
         heads, positions: of the units of ``cause``: what was run of single heads and positions (`HEAD_COLUMNS`,
             `POSITION_COLUMNS`); empty where there are none.
+        reference: what the answer is measured against: the rival, or the word that is first where the answer is not, as text;
+            None where the answer is first.
         cause: the first breaking set of units, by number; empty where none was found.
         searched: of ``units``, ``heads`` and ``positions`` those whose sets were searched to the end, before the cap.
         answer_tokens, rival_tokens: the two answers as token ids.
@@ -98,6 +100,7 @@ class Explained:
     units: pd.DataFrame
     heads: pd.DataFrame
     positions: pd.DataFrame
+    reference: str | None
     cause: tuple[int, ...]
     searched: frozenset[str]
     answer_tokens: tuple[int, ...] = ()
@@ -184,7 +187,9 @@ class _Explaining:
 
     def _left(self, step: int, per_row: int) -> int:
         """Rows of so many tokens for which this step still has room."""
-        allowed = (len(self.units) + 2 + CAP * SHARES[step]) * self.a_pass
+        several = [tokens for tokens in (self.question.answer, self.question.rival) if tokens is not None and len(tokens) > 1]
+        at_end = 3 * (1 + len(several)) + 1  # the probabilities that are shown
+        allowed = (len(self.units) + 2 + CAP * SHARES[step] - at_end) * self.a_pass
         return max(0, int(allowed - (self.question.account.n_tokens - self.start)) // per_row)
 
     def _add(self, now: Any, about: str, role: str, parts: Iterable[object], **named: Any) -> None:
@@ -200,7 +205,7 @@ class _Explaining:
         """Each unit, the breaking and keeping sets; returns the first breaking set."""
         n = len(self.units)
         self.tell("removing units of the prompt", 0.0)
-        runs = self.unit_runs = Runs(self.outcomes, n, self._read_units, n + 1 + self._left(0, self.a_pass) - (n + 2))
+        runs = self.unit_runs = Runs(self.outcomes, n, self._read_units, n + 1)
         self.each = runs.of([[unit] for unit in range(n)])
         nothing = runs.of([range(n)])[0]
         for unit, now in enumerate(self.each):
@@ -385,7 +390,7 @@ class _Explaining:
         texts = [text_of(question.model, question.text, tokens.tolist()) for tokens in named]
         each = [(x[0], x[2] if cause else None, x[1]) for x in p]
         unprompted, p_unprompted = (texts[2], each[2]) if len(named) > 2 else (None, None)
-        n_passes = question.account.n_passes
+        n_passes, reference = question.account.n_passes, self.outcomes.reference
         return Explained(
             texts[0],
             texts[1],
@@ -395,6 +400,7 @@ class _Explaining:
             units,
             heads,
             positions,
+            None if reference is None else text_of(question.model, question.text, reference.tolist()),
             cause,
             frozenset(self.searched),
             tuple(question.answer.tolist()),

@@ -74,8 +74,9 @@ def _products(outcomes: Outcomes, biases: KVBias, n_rows: int) -> list[Float[Ten
         first = x[:1] if x.requires_grad else x[:1].detach().requires_grad_()
         return torch.cat([first, first.detach().expand(n_rows - 1, *x.shape[1:])])
 
-    def keep(x: Tensor, hook: Any, name: str) -> None:
+    def keep(x: Tensor, hook: Any, name: str) -> Tensor:
         z[name] = x
+        return x  # where a hook is shown heads in a shape of their own, only what it returns is read on
 
     of_layer = [model.head_hooks(layer, "hook_z") for layer in layers]
     hooks: list[Any] = [(f"blocks.{layer}.{stream}", alike) for layer in layers]

@@ -38,6 +38,9 @@ def _of_units(found: Any, by: str) -> list[str]:
     nothing = rows[rows["role"] == "none"].iloc[0]
     before, answer = percent(nothing["p_before"]), repr(found.answer)
     said = []
+    if found.reference is not None:
+        numbers = f"{before} and {percent(nothing['p_reference_before'])}"
+        said.append(f"The answer {answer} is compared with {found.reference!r}: with the prompt they have {numbers}.")
     if breaking.empty:
         said += _none_breaks(found, by, each, nothing)
     else:

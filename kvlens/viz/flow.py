@@ -21,8 +21,8 @@ from kvlens.viz.piece import Piece
 from kvlens.viz.tables import table_html
 
 MEASURES = {"swap": "effect lost with one part", "alone": "effect kept by one part alone"}
-DIGITS = 4
-"""Of numbers in the page: probabilities near 1 keep one more than others need."""
+DIGITS = 6
+"""Of numbers in the page, so that its percentages are those of the sentences."""
 
 
 @checked
@@ -47,6 +47,8 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", title: st
     check_columns("flow_view", flow, ("heads", "positions", "inside", "others"))
     title = title or f"from the {by} to the answer"
     data, chosen = _json(flow, found, by), [*MEASURES]
+    several = any(len(each) > 1 for about in ("heads", "positions") for each in found.sets(about, "breaking"))
+    chosen = chosen[::-1] if several else chosen  # no part of theirs loses the answer by itself
     if ax is not None:
         return _flow_figure.draw(ax, data, chosen[0], title)
     options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
