@@ -203,7 +203,9 @@ class TransformersPasses:
         at = left.nonzero()[:, 0] if positions == "kept" else torch.arange(int(left.sum()))
         tokens = torch.cat([self.prompt, self.text])[left]
         with torch.no_grad():
-            return self.plain(tokens[None], position_ids=at[None], use_cache=False).logits[0, -1].double()
+            mask = torch.ones_like(tokens[None])  # without one, a gap in the positions begins another text
+            options = dict(position_ids=at[None], attention_mask=mask, use_cache=False)
+            return self.plain(tokens[None], **options).logits[0, -1].double()
 
     def lacking(self, units: frozenset[int]) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
         """Keys and values of each layer at all positions, zeros where they are gone."""
