@@ -61,6 +61,10 @@ Columns of tables. `position` is where the text is read or predicted, `prompt_po
 | `induction_heads` | `prefix_matching_score`, `previous_token_score_value` ... | one row for each `kind`, with the columns `score`, `score_value`, `score_key`, `contrast`, `loss_change` |
 | `prompt_attribution` | `text`, `share` | `unit_text`, `total_share` |
 | `attribution_by_head`, `attribution_by_position` | `text` | `unit_text` |
+| `attribution_by_head` | a head's `swap` with its shift state; `head` -1 for a convolution | rows of their own, told apart by `part`: `head`, `shift_state`, `convolution` |
+| `attribution_by_head` | `p_value`, `significant`, `p_value_alone`, `leads` (`null=`, `n_null`, `n_tested=`) | none: `kvlens explain` names heads by what was run; `prompt_attribution` keeps its p-values |
+| `answer_flow` | `removed`, `unit`, `position` | `heads`, `positions`, `inside`, `others`: subsets of the parts drawn |
+| `explain` | `Explained.unit`, `needed()`, `sufficient()`, `unstable_lead()`, `testable`; `explain(quick=, method=)` | `Explained.cause`, `statements`, `sets(about, role)`, `searched`; `heads` and `positions` hold what was run of single ones |
 | `layer_contributions`, `bias_decomposition`, `bias_positions`, `induction_verdicts` | `logit`, `logit_attribution` of the raw logit | the same columns, of the logit less its mean over the vocabulary where no rival is given |
 | `induction_heads` | `verdict`, `role`, `copying_score` and every other number of the head as a whole | the same columns of `kvlens.analyses.induction_verdicts` |
 """  # noqa: E501

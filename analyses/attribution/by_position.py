@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, convert_prompt
@@ -26,7 +26,7 @@ from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
-from .answers import Answer, Question, Rival
+from .answers import Answer, Question, Read, Rival
 from .by_head import rows_at_once
 from .terms import carriers, factors, state_terms, with_states, written
 from .units import Spans, Unit, positions_of, units_of
@@ -36,8 +36,9 @@ ALL = -1
 
 SHIFT_STATES = {*OF_SHIFT_STATE, RECURRENT + "conv"}
 
-Rows = Callable[[Tensor], Callable[[int], tuple[KVBias, KVBias]]]
-"""positions -> layer -> two batches of biases, a row for each position: that one swapped, and all others swapped."""
+Rows = Callable[[Bool[Tensor, "row pos"], int, bool], KVBias]
+"""(chosen positions, layer, onto the other prompt) -> a batch of biases, of the prompt or of the other prompt, with the chosen
+positions of the other one."""
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -98,10 +99,10 @@ def attribution_by_position(
     frames = []
     for number, unit in enumerate(units):
         other = _counterfactual(question, unit, replace_by or {})
-        whole, swap, converse = exchanged_positions(question, bias, other, layers)
-        parts: list[tuple[str, int]] = [("position", p) for p in range(len(tokens))]
-        parts += [("shift_state", ALL)] if has_shift_state(bias) else []
-        at = torch.tensor([p for _, p in parts] * len(layers))
+        exchange = PositionExchange(question, bias, other)
+        whole, swap, converse = exchanged_positions(exchange, layers)
+        parts = exchange.parts
+        at = torch.tensor(parts * len(layers))
         own = (at >= unit.start) & (at < unit.stop)
         behind = (at >= 0) & carried[number][at.clamp(min=0)] & ~own
         frames.append(
@@ -109,9 +110,9 @@ def attribution_by_position(
                 {
                     "unit": [number] * len(at),
                     "unit_text": unit.text,
-                    "part": [part for part, _ in parts] * len(layers),
+                    "part": ["shift_state" if p == ALL else "position" for p in parts] * len(layers),
                     "prompt_position": at,
-                    "token": [tokens[p] if p != ALL else None for _, p in parts] * len(layers),
+                    "token": [None if p == ALL else tokens[p] for p in parts] * len(layers),
                     "layer": torch.tensor(layers).repeat_interleave(len(parts)),
                     "swap": swap,
                     "converse": converse,
@@ -130,54 +131,75 @@ def _counterfactual(question: Question, unit: Unit, replace_by: Mapping[tuple[in
 
 
 def exchanged_positions(
-    question: Question, bias: KVBias, other: Counterfactuals, layers: list[int]
+    exchange: "PositionExchange", layers: list[int]
 ) -> tuple[float, Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """(whole, swap, converse): by how much the score falls with everything from there, and for every layer with one position
-    from there, and with all but one; the shift state, where there is one, comes after the positions."""
-    here, there, make = positions_of_both(question, bias, other)
-    score = float(question.scores_under(here.repeat(1))[0])
-    whole = score - float(question.scores_under(there.repeat(1))[0])
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-
-    def measure(layer: int, biases: tuple[KVBias, KVBias]) -> None:
-        found[layer].append(score - torch.stack([question.scores_under(each) for each in biases]))
-
-    for positions in torch.arange(len(question.prompt)).split(min(32, rows_at_once(here))):
-        of_layer = make(positions)
-        for layer in layers:
-            measure(layer, of_layer(layer))
-    if has_shift_state(bias):
-        for layer in layers:
-            measure(layer, (with_shift_state(here, there, layer), with_shift_state(there, here, layer)))
-    swap, converse = torch.cat([part for layer in layers for part in found[layer]], dim=1)
-    return whole, swap, converse
+    """(whole, swap, converse): by how much the score falls with everything exchanged, and for every layer with one part
+    exchanged, and with all but one (in this layer; everything in the others)."""
+    score, one = exchange.question.scores_under, torch.eye(len(exchange.parts), dtype=torch.bool)
+    own, everything = (float(score(bias.repeat(1))[0]) for bias in (exchange.own, exchange.donor))
+    found = [
+        own - torch.cat([score(exchange.biases(some, layer, kept)) for some in one.split(exchange.at_once)])
+        for kept in (False, True)
+        for layer in layers
+    ]
+    swap, converse = torch.cat(found).split(len(layers) * len(one))
+    return own - everything, swap, converse
 
 
-def positions_of_both(question: Question, bias: KVBias, other: Counterfactuals) -> tuple[KVBias, KVBias, Rows]:
-    """A prompt's bias and that of a counterfactual prompt, in the same features, and what exchanges positions between them."""
-    donor = convert_prompt(question.model, other).select_prompt(0)
-    if bias.features is None:
-        return bias, donor, _linear_rows(question, bias, donor, other)
-    here, there = in_one_space(bias, donor)
-    make = _softmax_rows(here, there, len(question.prompt))
-    return here, there, make if bias.recurrent is None else _with_states(question, here, other, make)
+class PositionExchange:
+    """Sets of positions of a converted prompt, and its shift state, exchanged for those of a counterfactual prompt.
+
+    Args:
+        question: what is asked.
+        bias: of the prompt.
+        other: the counterfactual prompt, a single row.
+
+    Attributes:
+        parts: positions, then `ALL` for the shift state where there is one.
+        own, donor: both biases, in the same features.
+        at_once: how many rows a pass has room for.
+    """
+
+    def __init__(self, question: Question, bias: KVBias, other: Counterfactuals):
+        self.question, self.n_positions = question, len(question.prompt)
+        self.parts = [*range(self.n_positions), *([ALL] if has_shift_state(bias) else [])]
+        donor = convert_prompt(question.model, other).select_prompt(0)
+        if bias.features is None:
+            self.own, self.donor = bias, donor
+            self._rows = _linear_rows(question, self.own, self.donor, other)
+        else:
+            self.own, self.donor = in_one_space(bias, donor)
+            rows = _softmax_rows(self.own, self.donor, self.n_positions)
+            self._rows = rows if bias.recurrent is None else _with_states(question, self.own, other, rows)
+        self.at_once = min(32, rows_at_once(self.own))
+
+    def biases(self, chosen: Bool[Tensor, "row part"], layer: int = ALL, onto_other: bool = False) -> KVBias:
+        """A batch of biases: the prompt's with the chosen parts of the other prompt, or the other way round."""
+        made = self._rows(chosen[:, : self.n_positions], layer, onto_other)
+        sides = (self.donor, self.own) if onto_other else (self.own, self.donor)
+        return with_shift_states(made, *sides, chosen[:, self.n_positions :].any(dim=1), layer)
+
+    def read(self, exchanged: Bool[Tensor, "row part"]) -> Read:
+        """Reads a text with each set exchanged in all layers; a set of more than half is what it leaves, put into the other
+        prompt's bias."""
+        most = exchanged.sum(dim=1) * 2 > len(self.parts)
+        back = torch.cat([torch.where(~most)[0], torch.where(most)[0]]).argsort()
+        rows = ((exchanged[~most], False), (~exchanged[most], True))
+        stacked = [tensors_of(self.biases(chosen, onto_other=side)) for chosen, side in rows if len(chosen)]
+        mixed = {name: torch.cat([each[name] for each in stacked], dim=1)[:, back] for name in stacked[0]}
+        return self.question.reads_under(with_tensors(self.own.repeat(len(exchanged)), mixed))
 
 
 def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
-    """Weights and values of one position moved from the prompt's keys to the counterfactual's, which lie behind them."""
+    """Weights and values of chosen positions moved from one prompt's keys to the other's, which lie behind them."""
     half = here.d_phi // 2
     before = half - n_positions  # keys of what the prompt continues
 
-    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
-        swapped = torch.zeros(len(positions), here.d_phi, dtype=torch.bool, device=here.b_D.device)
-        row = torch.arange(len(positions))
-        swapped[row, before + positions] = swapped[row, half + before + positions] = True
-
-        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
-            which = _layers(here, layer) & swapped[None, :, None]
-            return _moved(here, there, which, len(positions)), _moved(there, here, which, len(positions))
-
-        return of_layer
+    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
+        of_one = torch.nn.functional.pad(chosen, (before, 0))
+        swapped = torch.cat([of_one, of_one], dim=1).to(here.b_D.device)
+        which = _layers(here, layer) & swapped[None, :, None]
+        return _moved(there, here, which, len(chosen)) if onto_other else _moved(here, there, which, len(chosen))
 
     return make
 
@@ -192,53 +214,31 @@ def _moved(to: KVBias, other: KVBias, which: Tensor, n_rows: int) -> KVBias:
 
 
 def _with_states(question: Question, here: KVBias, other: Counterfactuals, of_attention: Rows) -> Rows:
-    """What ``of_attention`` makes, and the states of the recurrent layers less one position's term, with the other's."""
+    """What ``of_attention`` makes, and the states of the recurrent layers with the chosen positions' terms exchanged."""
     own, others = state_terms(question.model, question.prompt), state_terms(question.model, other)
     numbers = torch.tensor(recurrent_layers(here))
 
-    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
-        chosen = torch.zeros(len(positions), len(question.prompt), dtype=torch.bool)
-        chosen[torch.arange(len(positions)), positions] = True
-        change = others.of(chosen) - own.of(chosen)
-        attention = of_attention(positions)
-
-        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
-            meant = ((numbers == layer) | (layer == ALL)).to(change)[:, None, None, None, None]
-            swapped, others_swapped = attention(layer)
-            return _added(swapped, meant * change), _added(others_swapped, -meant * change)
-
-        return of_layer
+    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
+        change = (others.of(chosen) - own.of(chosen)) * (-1 if onto_other else 1)
+        meant = ((numbers == layer) | (layer == ALL)).to(change)[:, None, None, None, None]
+        bias = of_attention(chosen, layer, onto_other)
+        assert bias.recurrent is not None
+        return with_states(bias, bias.recurrent.b_KV + (meant * change).to(bias.recurrent.b_KV))
 
     return make
 
 
-def _added(bias: KVBias, change: Float[Tensor, "recurrent_layer row head d_k d_v"]) -> KVBias:
-    """``bias`` with ``change`` added to its states."""
-    assert bias.recurrent is not None
-    return with_states(bias, bias.recurrent.b_KV + change.to(bias.recurrent.b_KV))
-
-
 def _linear_rows(question: Question, here: KVBias, there: KVBias, other: Counterfactuals) -> Rows:
-    """b_KV and b_D less one position's term, with the counterfactual's; and the other way round."""
-    n, model = len(question.prompt), question.model
+    """b_KV and b_D less the chosen positions' terms, with the other prompt's."""
+    model = question.model
     own, others = factors(model, question.prompt), factors(model, other)
 
-    def make(positions: Tensor) -> Callable[[int], tuple[KVBias, KVBias]]:
-        chosen = torch.zeros(len(positions), n, dtype=torch.bool)
-        chosen[torch.arange(len(positions)), positions] = True
+    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
         taken, given = written(model, own, chosen), written(model, others, chosen & other.kept.cpu())
-        change = given.b_KV - taken.b_KV, given.b_D - taken.b_D
-
-        def of_layer(layer: int) -> tuple[KVBias, KVBias]:
-            where = _layers(here, layer).to(here.b_KV)
-            rows = [(here.repeat(len(positions)), where), (there.repeat(len(positions)), -where)]
-            added = [
-                replace(bias, b_KV=bias.b_KV + sign[..., None] * change[0], b_D=bias.b_D + sign * change[1])
-                for bias, sign in rows
-            ]
-            return added[0], added[1]
-
-        return of_layer
+        bias = (there if onto_other else here).repeat(len(chosen))
+        where = _layers(here, layer).to(here.b_KV) * (-1 if onto_other else 1)
+        b_kv, b_d = given.b_KV - taken.b_KV, given.b_D - taken.b_D
+        return replace(bias, b_KV=bias.b_KV + where[..., None] * b_kv, b_D=bias.b_D + where * b_d)
 
     return make
 
@@ -249,17 +249,18 @@ def _layers(bias: KVBias, layer: int) -> Tensor:
     return ((every == layer) | (layer == ALL))[:, None, None, None]
 
 
-def with_shift_state(here: KVBias, there: KVBias, layer: int) -> KVBias:
-    """A batch of one: a bias with the shift state of another, in one layer or in all of them."""
+def with_shift_states(bias: KVBias, here: KVBias, there: KVBias, exchanged: Bool[Tensor, " row"], layer: int) -> KVBias:
+    """A batch of biases with the shift state of ``here``, or where exchanged of ``there``, in one layer or in all of them."""
     attention, recurrent = torch.tensor(here.attention_layers), torch.tensor(recurrent_layers(here))
     own, others = tensors_of(here), tensors_of(there)
     mixed = {}
     for name in SHIFT_STATES & own.keys():
         numbers = recurrent if name.startswith(RECURRENT) else attention
-        meant = ((numbers == layer) | (layer == ALL)).to(own[name].device)
+        meant = ((numbers == layer) | (layer == ALL))[:, None] & exchanged[None]
         tensor = own[name][:, None]
-        mixed[name] = torch.where(meant.reshape(-1, *[1] * (tensor.dim() - 1)), others[name][:, None], tensor)
-    return with_tensors(here.repeat(1), mixed)
+        meant = meant.reshape(*meant.shape, *[1] * (tensor.dim() - 2)).to(tensor.device)
+        mixed[name] = torch.where(meant, others[name][:, None], tensor)
+    return with_tensors(bias, mixed)
 
 
 ATTRIBUTION_BY_POSITION = Analysis(

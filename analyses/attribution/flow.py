@@ -1,62 +1,49 @@
-"""What the model says with parts of a cause switched off: the edges of a drawn flow, unit -> position -> head -> answer.
+"""What the model says with parts of a cause switched off: the edges and switches of a drawn flow, units -> position -> head.
 
-Every row is one intervention on what the text reads, measured by a forward pass. Let P' be the prompt without the units of
-``removed``, everything recomputed, and P'' the prompt that also lacks ``unit``. The text reads the bias of P', in which one
-*part* comes from the bias of P'':
+The parts that are drawn are the heads and positions of an explanation's sets. Every row is one intervention on what the text
+reads, measured by a forward pass: the bias of the prompt, in which something comes from the bias of the prompt without the
+units of ``found.cause``, everything recomputed. What that is:
 
-    part: what the heads of ``heads`` (where it is empty, all) hold of ``position`` (where it is empty, of all)
+    what a head of ``heads`` holds, or anything holds at a position of ``positions``        (``inside`` false: switches)
+    what the heads of ``heads`` hold at the positions of ``positions``                      (``inside`` true: edges)
 
-or, where ``others`` is true, everything but that part. With s the score that is explained, ``effect`` is s(P) - s(row), in
-nats: what the answer loses. The total effect of a unit less the effect with ``others`` is what the part keeps alone. Effects of
-different parts do not add up: two heads that each suffice have small effects one by one, and a large one together.
+or, where ``others`` is true, everything but that. With s the score that is explained, ``effect`` is s(prompt) - s(row), in
+nats: what the answer loses. Effects of different parts do not add up.
 
-A head's part includes its shift state, as in :mod:`~kvlens.analyses.attribution.by_head`; the shift state also has a row of its
-own among the positions, as in :mod:`~kvlens.analyses.attribution.by_position`.
-
-Which rows there are: every unit removed, and pairs of the `MOST_PAIRED` with the largest effects; and of each of the (at most
-`MOST_UNITS`) significant units every head, its leading heads in pairs, its leading positions, each of these in each leading
-head, and each leading head with one of the other significant units removed.
+Which rows there are: switches for every subset of the parts drawn, everything at once, and for every edge its part
+exchanged, and all others.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pandas as pd
 import torch
-from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, logits_after
+from kvlens import KVBias, KVModel, convert_prompt
 from kvlens.checks import checked
 
-from ..bias.interventions import Interventions, intervened
-from ..bias.one_space import with_references
-from ..bias.parts import exchangeable, indicators
 from ..declaration import Columns
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
-from .answers import Question, Read, Rival
-from .by_head import rows_at_once
-from .by_position import ALL, exchanged_positions, positions_of_both, with_shift_state
-from .explain import Explained
-from .null import SIGNIFICANT
+from .answers import Question, Rival
+from .by_head import HeadExchange
+from .by_position import PositionExchange
+from .explain import SHIFT_STATE, Explained
 from .units import Unit, positions_of
 
-MOST_UNITS, MOST_PAIRED, MOST_POSITIONS, MOST_HEADS = 4, 4, 4, 6
-NOTICEABLE = 0.01
-"""Of a unit's total effect: positions with smaller effects are left out."""
-SHIFT_STATE = "shift_state"
-"""In ``position``: the shift state, which belongs to none."""
+MOST_PARTS = 7
+"""Heads and positions that are drawn: every subset of them takes a pass over the text."""
 
 COLUMNS = Columns(
-    removed=("str", "numbers of the units that are removed from the prompt, such as ``2+5``; empty for none"),
-    unit=("int64", "the unit that is also missing where the part comes from; -1 where no part is exchanged"),
-    position=("str", f"of the part, from 0, or ``{SHIFT_STATE}``; empty for all"),
-    heads=("str", "of the part, such as ``0.1+1.3`` (layer.head; head -1: a recurrent layer's convolution); empty for all"),
-    others=("bool", "everything but the part is exchanged"),
+    heads=("str", "such as ``0.1+1.3`` (layer.head; ``0.s1``: a shift state, ``0.c``: a convolution); empty for none"),
+    positions=("str", f"such as ``38+41``, or ``{SHIFT_STATE}``; empty for none"),
+    inside=("bool", "of these heads, only what they hold at these positions; where one of the two is empty, of all"),
+    others=("bool", "everything but that is exchanged"),
     effect=("float64", f"{EFFECT}; by this intervention"),
     p_answer=("float64", "probability of the answer under it"),
     p_rival=("float64", "of its rival"),
@@ -64,16 +51,12 @@ COLUMNS = Columns(
 )
 
 
-Head = tuple[int, int]
-
-
 class State(NamedTuple):
     """One intervention; the fields are those of `COLUMNS`."""
 
-    removed: tuple[int, ...] = ()
-    unit: int = -1
-    position: str = ""
-    heads: tuple[Head, ...] = ()
+    heads: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    inside: bool = False
     others: bool = False
 
 
@@ -83,11 +66,11 @@ class State(NamedTuple):
 def answer_flow(
     model: KVModel, prompt: PromptTokens, text: TextTokens, found: Explained, *, rival: Rival = None
 ) -> pd.DataFrame:
-    """What the model says with units, heads and positions switched off, one at a time and the leading ones in pairs.
+    """What the model says with the parts of an explanation's sets switched off, in every combination.
 
     Args:
         model, prompt, text, rival: as they were given to :func:`kvlens.analyses.attribution.explain.explain`.
-        found: what that returned. Where no unit is significant there is nothing to draw, and the table has no rows.
+        found: what that returned. Where no units lose the answer there is nothing to draw, and the table has no rows.
 
     Returns:
         One row per intervention, the unchanged prompt first:
@@ -99,22 +82,39 @@ def answer_flow(
     """
     question = Question.of(model, prompt, text, torch.tensor(found.answer_tokens), rival)
     measured = _Measured(question, torch.tensor(found.rival_tokens))
-    if found.unit is not None:
+    if found.cause:
         _measure(measured, found)
     log_p = torch.cat(measured.log_p) if measured.log_p else torch.zeros(0, 2, dtype=torch.float64)
+    fall = log_p[:1] - log_p
+    states = measured.states
     return COLUMNS.frame(
         {
-            "removed": ["+".join(map(str, state.removed)) for state in measured.states],
-            "unit": [state.unit for state in measured.states],
-            "position": [state.position for state in measured.states],
-            "heads": ["+".join(f"{layer}.{head}" for layer, head in state.heads) for state in measured.states],
-            "others": [state.others for state in measured.states],
-            "effect": measured.effects(log_p),
+            "heads": ["+".join(state.heads) for state in states],
+            "positions": ["+".join(state.positions) for state in states],
+            "inside": [state.inside for state in states],
+            "others": [state.others for state in states],
+            "effect": fall[:, 0] if question.rival is None else fall[:, 0] - fall[:, 1],
             "p_answer": log_p[:, 0].exp(),
             "p_rival": log_p[:, 1].exp(),
-            "n_passes": [question.account.n_passes] * len(measured.states),
+            "n_passes": [question.account.n_passes] * len(states),
         }
     )
+
+
+def parts_drawn(found: Explained) -> tuple[list[str], list[str]]:
+    """The heads and the positions of the sets: of breaking sets first, then of keeping sets; at most `MOST_PARTS`."""
+    chosen: dict[tuple[str, str], None] = {}
+    for role in ("breaking", "keeping"):
+        sets = {about: found.sets(about, role) for about in ("heads", "positions")}
+        for pair in itertools.zip_longest(*sets.values(), fillvalue=[]):
+            members = [[(about, code) for code in codes] for about, codes in zip(sets, pair, strict=True)]
+            chosen.update(dict.fromkeys(part for both in itertools.zip_longest(*members) for part in both if part is not None))
+    kept = [*chosen][:MOST_PARTS]
+    order = {about: getattr(found, about)["code"].tolist() for about in ("heads", "positions")}
+    heads, positions = (
+        sorted((code for kind, code in kept if kind == about), key=order[about].index) for about in ("heads", "positions")
+    )
+    return heads, positions
 
 
 @dataclass
@@ -126,124 +126,48 @@ class _Measured:
     states: list[State] = field(default_factory=list)
     log_p: list[Float[Tensor, "row 2"]] = field(default_factory=list)
 
-    def add(self, states: Sequence[State], read: Read) -> Float[Tensor, " row"]:
-        """Read under new interventions; return their effects."""
+    def add(self, states: Sequence[State], exchange: HeadExchange, exchanged: list[list[str]]) -> None:
+        """Read under new interventions: for each state the codes of what is exchanged."""
+        codes = [part.code for part in exchange.parts]
+        rows = torch.tensor([[code in each for code in codes] for each in exchanged])
+        for start in range(0, len(states), exchange.at_once):
+            read = exchange.read(rows[start : start + exchange.at_once])
+            self.log_p.append(self.question.log_p(read, [self.question.answer, self.rival]))
         self.states.extend(states)
-        self.log_p.append(self.question.log_p(read, [self.question.answer, self.rival]))
-        return self.effects(self.log_p[-1])
-
-    def total(self, unit: int) -> float:
-        """The total effect of a unit that was removed, in nats."""
-        return float(self.effects(self.log_p[0])[self.states.index(State((unit,)))])
-
-    def effects(self, log_p: Float[Tensor, "row 2"]) -> Float[Tensor, " row"]:
-        """By how much the score is below that of the unchanged prompt, which was read first."""
-        if not self.log_p:
-            return log_p[:, 0]
-        fall = self.log_p[0][0] - log_p
-        return fall[:, 0] if self.question.rival is None else fall[:, 0] - fall[:, 1]
 
 
 def _measure(measured: _Measured, found: Explained) -> None:
     question, table = measured.question, found.units
     units = [Unit(row.unit_text, row.start, row.stop) for row in table.itertuples()]
-    own = positions_of(units, len(question.prompt))
-    by_size = table["total_effect"].abs().sort_values(ascending=False, kind="stable").index.tolist()
-    shown = [unit for unit in by_size if table["p_adjusted"][unit] <= SIGNIFICANT][:MOST_UNITS]
-    pairs = [_pair(*both) for both in itertools.combinations(by_size[:MOST_PAIRED], 2)]
-    removed = [(), *((unit,) for unit in range(len(units))), *pairs]
-    prompts = question.rows(torch.stack([own[list(each)].any(dim=0) for each in removed]))
-    measured.add(
-        [State(each) for each in removed],
-        lambda text, n: logits_after(question.model, prompts, text, n, on_tokens=question.account.count),
-    )
-    lacking = [(), *((unit,) for unit in shown), *(_pair(*both) for both in itertools.combinations(shown, 2))]
-    converted = convert_prompt(question.model, question.rows(torch.stack([own[list(each)].any(dim=0) for each in lacking])))
-    question.account.count(len(lacking) * len(question.prompt))
-    biases = {each: converted.select_prompt(row) for row, each in enumerate(lacking)}
-    for unit in shown:
-        heads = _measure_heads(measured, unit, biases[()], biases[(unit,)])
-        for other in shown:
-            if other != unit:
-                own_bias, donors = with_references(biases[(other,)], biases[_pair(other, unit)].repeat(1))
-                assert donors is not None
-                _exchange(measured, [State((other,), unit, heads=(head,)) for head in heads], own_bias, donors)
-        other = question.rows([[(units[unit].start, units[unit].stop)]])
-        if unit == found.unit:
-            known = found.positions[found.positions["layer"] == ALL]
-            of_positions = [torch.tensor(known[name].to_numpy()) for name in ("swap", "converse")]
-        else:
-            of_positions = [*exchanged_positions(question, biases[()], other, [ALL])[1:]]
-        _measure_positions(measured, unit, heads, biases[()], other, *of_positions)
+    gone = positions_of(units, len(question.prompt))[list(found.cause)].any(dim=0)
+    of_position = PositionExchange(question, convert_prompt(question.model, question.prompt), question.rows(gone[None]))
+    question.account.count(2 * len(question.prompt))
+    heads, positions = parts_drawn(found)
+
+    def exchange(own: KVBias, donors: KVBias) -> HeadExchange:
+        return HeadExchange(question, own, donors, same_features=True)
+
+    def with_positions(chosen: Sequence[str], onto_other: bool) -> KVBias:
+        which = [SHIFT_STATE if part < 0 else str(part) for part in of_position.parts]
+        return of_position.biases(torch.tensor([[code in chosen for code in which]]), onto_other=onto_other)
+
+    here, there = of_position.own, of_position.donor
+    every = [part.code for part in exchange(here, there.repeat(1)).parts]
+    for off in _subsets(positions):
+        states = [State(of_heads, off) for of_heads in _subsets(heads)]
+        own = with_positions(off, False).select_prompt(0)
+        measured.add(states, exchange(own, there.repeat(1)), [list(state.heads) for state in states])
+    rest = [State(others=True), *(State((head,), others=True) for head in heads)]
+    measured.add(rest, exchange(here, there.repeat(1)), [[c for c in every if c not in state.heads] for state in rest])
+    for position in positions:
+        for others, own in ((False, here), (True, there)):
+            edges = [State((head,), (position,), True, others) for head in heads]
+            alone = [State((), (position,), False, True)] if others else []
+            codes = [every] * len(alone) + [[head] for head in heads]
+            if edges or alone:
+                measured.add([*alone, *edges], exchange(own, with_positions([position], others)), codes)
 
 
-def _pair(a: int, b: int) -> tuple[int, int]:
-    return min(a, b), max(a, b)
-
-
-def _measure_heads(measured: _Measured, unit: int, bias: KVBias, donor: KVBias) -> list[Head]:
-    """Every head by itself, and all others; the leading ones, which are returned, in pairs."""
-    own, donors = with_references(bias, donor.repeat(1))
-    assert donors is not None
-    heads = exchangeable(own)
-    alone = [State((), unit, heads=(head,)) for head in heads]
-    states = [State((), unit), *alone, *(state._replace(others=True) for state in alone)]
-    whole, swap, converse = _exchange(measured, states, own, donors).split([1, len(heads), len(heads)])
-    size = torch.maximum(swap.abs(), (whole - converse).abs())
-    leading = [heads[i] for i in size.argsort(descending=True, stable=True)[:MOST_HEADS].tolist()]
-    if len(leading) > 1:
-        pairs = [State((), unit, heads=tuple(sorted(both))) for both in itertools.combinations(leading, 2)]
-        _exchange(measured, pairs, own, donors)
-    return leading
-
-
-def _measure_positions(
-    measured: _Measured,
-    unit: int,
-    heads: list[Head],
-    bias: KVBias,
-    other: Counterfactuals,
-    swap: Float[Tensor, " row"],
-    converse: Float[Tensor, " row"],
-) -> None:
-    """The leading positions, and the shift state where it is one of them, in all heads and in each of the leading ones."""
-    question, whole = measured.question, measured.total(unit)
-    size = torch.maximum(swap.abs(), (whole - converse).abs())
-    order = size.argsort(descending=True, stable=True)[:MOST_POSITIONS]
-    here, there, make = positions_of_both(question, bias, other)
-    question.account.count(4 * len(question.prompt))  # the prompt and the counterfactual one were read twice
-    for position in order[size[order] >= NOTICEABLE * abs(whole)].tolist():
-        if position == len(question.prompt):
-            name, with_it = SHIFT_STATE, (with_shift_state(here, there, ALL), with_shift_state(there, here, ALL))
-        else:
-            name, with_it = str(position), make(torch.tensor([position]))(ALL)
-        for others, own, donors in ((False, here, with_it[0]), (True, there, with_it[1])):
-            states = [State((), unit, name, which, others) for which in ((), *((head,) for head in heads))]
-            _exchange(measured, states, own, donors, those=True)
-
-
-def _exchange(
-    measured: _Measured, states: Sequence[State], own: KVBias, donors: KVBias, *, those: bool = False
-) -> Float[Tensor, " row"]:
-    """Read the text under ``own``, the heads of each state exchanged for those of ``donors``; return the effects.
-
-    Args:
-        measured: what was read so far.
-        states: whose heads are exchanged, all where there are none; where a state says ``others``, all but these.
-        own, donors: a bias, and a batch of one other, in the same features.
-        those: exchange the heads themselves all the same: ``donors`` differs by the part that stays.
-    """
-    heads, at_once = exchangeable(own), rows_at_once(own)
-    of_head = indicators(own, heads)
-    effects = []
-    for some in (states[start : start + at_once] for start in range(0, len(states), at_once)):
-        meant = torch.tensor([[not state.heads or head in state.heads for head in heads] for state in some])
-        others = torch.tensor([state.others and not those for state in some])
-        exchanged = (meant != others[:, None]).to(own.b_KV)
-        keep_bias, keep_shift_state = (
-            1 - einsum(exchanged, of, "row part, part layer head -> row layer head").clamp(max=1) for of in of_head
-        )
-        donor = torch.zeros(len(some), dtype=torch.long, device=exchanged.device)
-        biases = intervened(own, Interventions(keep_bias, keep_shift_state, donor, donors))
-        effects.append(measured.add(some, measured.question.reads_under(biases)))
-    return torch.cat(effects)
+def _subsets(codes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """All subsets, the empty one first."""
+    return itertools.chain.from_iterable(itertools.combinations(codes, n) for n in range(len(codes) + 1))

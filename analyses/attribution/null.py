@@ -34,13 +34,13 @@ class Null:
     """Where unrelated units come from, and how many are read.
 
     Attributes:
-        n_units: how many unrelated units, at least 19; None for `FEWEST`, and as many more, up to `MOST`, as adjusted p-values
+        n_units: how many unrelated units; None for `FEWEST`, and as many more, up to `MOST`, as adjusted p-values
             need.
         prompts: unrelated prompts, strings or tokens; None takes texts that the model writes by itself.
         seed: of what is drawn.
     """
 
-    n_units: Annotated[int, Within(19, 2**20)] | None = None
+    n_units: Annotated[int, Within(1, 2**20)] | None = None
     prompts: Sequence[str | Tensor] | None = None
     seed: Seed = 0
 

@@ -1,5 +1,6 @@
 """Which units of a prompt made the model say the answer: their total and their attention-knockout effects, with a null."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import pandas as pd
@@ -16,7 +17,7 @@ from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
-from .cost import cost_of
+from .cost import cost_of_units
 from .methods import Explanation, Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
@@ -91,23 +92,43 @@ def prompt_attribution(
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = units_of(model, question.prompt, by)
     if on_progress is not None:
-        expected = cost_of(question, units, null, method_of(method)).units
+        expected = cost_of_units(question, units, null, method_of(method))
         question.account.on_tokens = lambda n: on_progress(min(1.0, n / expected))
     found = method_of(method).explain(question, units)
     baseline = float(question.scores(question.baseline())[0])
     whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
-    knockout = knockout_effects(question, found.units)
     nothing = torch.full_like(found.effects, float("nan"))
     p = nothing if null is None else p_values(found.effects, null.effects(question, units, len(found.units), found.without))
+    return units_table(question, found.units, _levels(found, by), found.effects, whole - baseline, p)
+
+
+def units_table(
+    question: Question,
+    units: Sequence[Unit],
+    levels: list[str | None],
+    effects: Float[Tensor, " unit"],
+    of_prompt: float,
+    p: Float[Tensor, " unit"],
+) -> pd.DataFrame:
+    """The table of :func:`prompt_attribution`, with each unit's knockout effect measured.
+
+    Args:
+        question: what is explained.
+        units, levels: one for each row.
+        effects: total effects.
+        of_prompt: the total effect of the whole prompt.
+        p: p-values; NaN without a null.
+    """
+    knockout = knockout_effects(question, units)
     return COLUMNS.frame(
         {
-            "unit": range(len(found.units)),
-            "unit_text": [unit.text for unit in found.units],
-            "start": [unit.start for unit in found.units],
-            "stop": [unit.stop for unit in found.units],
-            "level": _levels(found, by),
-            "total_effect": found.effects,
-            "total_share": found.effects / (whole - baseline) if abs(whole - baseline) >= FLOOR else nothing,
+            "unit": range(len(units)),
+            "unit_text": [unit.text for unit in units],
+            "start": [unit.start for unit in units],
+            "stop": [unit.stop for unit in units],
+            "level": levels,
+            "total_effect": effects,
+            "total_share": effects / (of_prompt if abs(of_prompt) >= FLOOR else math.nan),
             "knockout_effect": knockout,
             "p_value": p,
             "significant": p <= SIGNIFICANT,

@@ -7,7 +7,7 @@ inputs of its short convolution, which belong to the layer and not to a head.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -23,12 +23,42 @@ RECURRENT = "recurrent."
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""
 WHOLE_LAYER = -1
-"""In the place of a head: the shift state of a recurrent layer."""
+"""In the place of a head: what belongs to a whole layer."""
+HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART = "head", "shift_state", "convolution"
 
 
-def part_name(layer: int, head: int) -> str:
-    """How a row of :func:`exchangeable` is called in a sentence: ``L0H2``, or ``L0 convolution``."""
-    return f"L{layer} convolution" if head == WHOLE_LAYER else f"L{layer}H{head}"
+class Part(NamedTuple):
+    """What is exchanged by itself.
+
+    Attributes:
+        layer: from 0.
+        head: query head, value head of a recurrent layer; key-value head of a shift state; -1 of a convolution.
+        kind: ``head``: b_KV and b_D, or the state; ``shift_state``: the raw keys, values and queries that a KV shift carries
+            over, of one key-value head; ``convolution``: the inputs of a recurrent layer's short convolution.
+    """
+
+    layer: int
+    head: int
+    kind: str = HEAD_PART
+
+    @property
+    def code(self) -> str:
+        """As tables and pages write it: ``0.2``, ``0.s2``, ``0.c``."""
+        return f"{self.layer}." + {HEAD_PART: f"{self.head}", SHIFT_STATE_PART: f"s{self.head}"}.get(self.kind, "c")
+
+    @property
+    def name(self) -> str:
+        """As a sentence writes it: ``L0H2``, ``shift state L0KV2``, ``convolution L0``."""
+        kinds = {HEAD_PART: f"L{self.layer}H{self.head}", SHIFT_STATE_PART: f"shift state L{self.layer}KV{self.head}"}
+        return kinds.get(self.kind, f"convolution L{self.layer}")
+
+    @classmethod
+    def of_code(cls, code: str) -> "Part":
+        """The part with a :attr:`code`."""
+        layer, _, head = code.partition(".")
+        if head == "c":
+            return cls(int(layer), WHOLE_LAYER, CONVOLUTION_PART)
+        return cls(int(layer), int(head.removeprefix("s")), SHIFT_STATE_PART if head[0] == "s" else HEAD_PART)
 
 
 def tensors_of(bias: KVBias) -> dict[str, Tensor]:
@@ -75,10 +105,13 @@ def heads_of(bias: KVBias) -> list[tuple[int, int]]:
     return [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads_of(layer))]
 
 
-def exchangeable(bias: KVBias) -> list[tuple[int, int]]:
-    """(layer, head) of all that is exchanged by itself: every head, and (layer, -1) for each short convolution's inputs."""
-    convolutions = [(layer, WHOLE_LAYER) for layer in layers_with_convolution(bias)]
-    return sorted([*heads_of(bias), *convolutions], key=lambda part: (part[0], part[1] == WHOLE_LAYER, part[1]))
+def exchangeable(bias: KVBias) -> list[Part]:
+    """All that is exchanged by itself, layer by layer: heads, shift states, the inputs of a short convolution."""
+    parts = [Part(layer, head) for layer, head in heads_of(bias)]
+    if any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE):
+        parts += [Part(layer, g, SHIFT_STATE_PART) for layer in bias.attention_layers for g in range(bias.last_k.shape[-2])]
+    parts += [Part(layer, WHOLE_LAYER, CONVOLUTION_PART) for layer in layers_with_convolution(bias)]
+    return sorted(parts, key=lambda part: (part.layer, part.kind != HEAD_PART, part.kind, part.head))
 
 
 def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
@@ -94,16 +127,16 @@ def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -
     return [rows.get(layer, none) for layer in range(bias.n_layers)]
 
 
-def indicators(
-    bias: KVBias, parts: list[tuple[int, int]]
-) -> tuple[Float[Tensor, "part layer head"], Float[Tensor, "part layer head"]]:
+def indicators(bias: KVBias, parts: list[Part]) -> tuple[Float[Tensor, "part layer head"], Float[Tensor, "part layer head"]]:
     """1 at the bias, and at the shift state, that each part of :func:`exchangeable` is."""
     of_bias = torch.zeros(len(parts), bias.n_layers, most_heads(bias))
     of_shift_state = torch.zeros_like(of_bias)
-    for row, (layer, head) in enumerate(parts):
-        if head == WHOLE_LAYER:
-            of_shift_state[row, layer] = 1
-            continue
-        of_bias[row, layer, head] = 1
-        of_shift_state[row, layer, head] = float(head < bias.first_state_head(layer))
+    group = bias.n_heads // max(1, bias.last_k.shape[-2])
+    for row, (layer, head, kind) in enumerate(parts):
+        if kind == HEAD_PART:
+            of_bias[row, layer, head] = 1
+        elif kind == SHIFT_STATE_PART:
+            of_shift_state[row, layer, head * group : (head + 1) * group] = 1
+        else:
+            of_shift_state[row, layer, bias.first_state_head(layer) :] = 1
     return of_bias.to(bias.b_KV), of_shift_state.to(bias.b_KV)

@@ -1,11 +1,11 @@
-"""``kvlens explain``: which part of the prompt, through which heads, led to the answer."""
+"""``kvlens explain``: which parts of the prompt, through which heads, the answer rests on."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlens.analyses.registry import ATTRIBUTION_METHODS, UNITS
+from kvlens.analyses.registry import UNITS
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
@@ -19,10 +19,11 @@ def add_command(commands: Any) -> None:
     """Add ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
-        help="find the part of the prompt that led to the answer, and the heads and positions that carry its effect",
-        description="Remove each sentence (or word, token) of the prompt in turn and measure the effect on the answer, in "
-        "nats, compared with the effects of units of unrelated texts. For the unit with the largest effect, find the heads and "
-        "positions that carry it. Without --prompt and --text, a built-in example is explained.",
+        help="find the parts of the prompt on which an answer rests, and the heads and positions that they act by",
+        description="Remove each sentence (or word, token) of the prompt in turn, then sets of them, and say which lose the "
+        "answer and which keep it alone; then exchange heads and positions for those of the prompt without these, and "
+        "say the same of them. Every sentence that is printed is about a run that was made. Without --prompt and --text, "
+        "a built-in example is explained.",
         epilog="  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' \\\n"
         "    --text ' Which animal does Kaya keep? Kaya keeps a' --answer ' donkey' --model facts-linear",
         allow_abbrev=False,
@@ -45,24 +46,15 @@ def add_command(commands: Any) -> None:
         "--by", choices=UNITS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
     )
     explain.add_argument(
-        "--method",
-        choices=tuple(ATTRIBUTION_METHODS),
-        default="leave_one_out",
-        help="how effects are estimated (default: %(default)s)",
-    )
-    explain.add_argument(
         "--null",
         type=int,
+        nargs="?",
+        const=20,
         metavar="N",
-        help="number of units of unrelated texts to compare with, at least 19 (default: 20 for each unit of the prompt, "
-        "between 40 and 1,000)",
+        help="also put N unrelated texts in the place of the unit with the largest effect, and count how many do as much "
+        "(default: none; %(const)s without a number)",
     )
     explain.add_argument("--seed", type=int, default=0, help="random seed for choosing these texts (default: %(default)s)")
-    explain.add_argument(
-        "--quick",
-        action="store_true",
-        help="compare only the eight heads with the largest effects with unrelated texts: much faster with many heads",
-    )
     explain.add_argument(
         "--out",
         metavar="DIR",
@@ -80,7 +72,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.overwrite and args.out is None:
         raise KVLensError("--overwrite belongs to --out DIR; give the folder, or leave it out")
     ensure("--seed", Seed, args.seed)
-    ensure("--null", Annotated[int, Within(19, 2**20)] | None, args.null)
+    ensure("--null", Annotated[int, Within(1, 2**20)] | None, args.null)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)
@@ -99,9 +91,10 @@ def _explain(args: argparse.Namespace) -> int:
 
             check_device("--device", args.device)
             model = load_model(source, tokenizer=args.tokenizer, device=args.device)
-            asked: dict[str, Any] = dict(by=args.by, method=args.method, null=Null(args.null, seed=args.seed))
-            announce(expected_cost(model, prompt, text, **asked), quick=args.quick)
-            asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
+            null = None if args.null is None else Null(args.null, seed=args.seed)
+            asked: dict[str, Any] = dict(by=args.by, null=null)
+            announce(expected_cost(model, prompt, text, **asked))
+            asked |= dict(answer=args.answer, rival=args.rival)
             found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
 
         if args.out is not None:

@@ -94,7 +94,7 @@ def add_command(commands: Any) -> None:
     opening = report.add_argument_group(
         "options for the opening of the page",
         "Which part of the prompt led to the answer, and through which heads, as in `kvlens explain`. It reads prompt and text "
-        "once for each unit of the prompt and for 40 unrelated ones, and up to 128 tokens also for each token; prompts of more "
+        "once for each unit of the prompt and at most 60 times more, and up to 128 tokens also for each token; prompts of more "
         "than 1,024 tokens are not explained.",
     )
     opening.add_argument(
@@ -106,12 +106,6 @@ def add_command(commands: Any) -> None:
     opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: the most probable next token)")
     opening.add_argument(
         "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
-    )
-    opening.add_argument(
-        "--quick",
-        action="store_true",
-        help="compare only the eight heads with the largest effects with unrelated texts, and skip the effects of single "
-        "tokens: much faster for large models",
     )
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     report.add_argument(
@@ -130,9 +124,9 @@ def _report(args: argparse.Namespace) -> int:
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
-    if args.by == "none" and (args.answer or args.rival or args.quick):
+    if args.by == "none" and (args.answer or args.rival):
         raise KVLensError(
-            "--answer, --rival and --quick belong to the explanation, and --by none skips the explanation; leave out either"
+            "--answer and --rival belong to the explanation, and --by none skips the explanation; leave out either"
         )
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
@@ -171,10 +165,9 @@ def _report(args: argparse.Namespace) -> int:
                 by=None if args.by == "none" else args.by,
                 answer=args.answer,
                 rival=args.rival,
-                quick=args.quick,
                 keep=keep,
                 on_progress=tell,
-                on_estimate=lambda expected: announce(expected, quick=args.quick),
+                on_estimate=announce,
             )
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)

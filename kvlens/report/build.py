@@ -30,7 +30,6 @@ from kvlens.analyses.attribution.cost import Estimate, expected_cost
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.flow import answer_flow
 from kvlens.analyses.attribution.kept import Keep, keeping
-from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
@@ -44,7 +43,7 @@ from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
-from kvlens.report.notes import QUICK, notes_on
+from kvlens.report.notes import notes_on
 from kvlens.report.summary import (
     CONDITIONS,
     answer_figures,
@@ -82,14 +81,14 @@ class Report:
             ``bias_by_layer``, ``layer_contributions`` as the analyses of those names return them, but for those of ``missing``,
             and ``generated``: one row per condition and generated token, with its ``position`` from 0, ``token_id`` and
             ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and ``dual_demonstrations`` of the last of them,
-            the prompt's tokens being the demonstrations of all. With an explanation ``answer_units``, ``answer_heads`` and
-            ``answer_positions``, its tables that have rows, ``answer_flow``, what the model says with parts of the cause
-            switched off, and for a short prompt ``answer_tokens``, the effects of single tokens.
+            the prompt's tokens being the demonstrations of all. With an explanation ``answer_statements``, ``answer_units``,
+            ``answer_heads`` and ``answer_positions``, its tables that have rows, ``answer_flow``, what the model says with
+            parts of the cause switched off, and for a short prompt ``answer_tokens``, the effects of single tokens.
         bias: the converted prompt.
         heads: what each head attends to, for the page; None where the model's front end does not show it.
         linked: who reads which prompt token for which text token, for the page; None likewise.
         bias_share: [text_pos], the share of the bias in the attention's output at each token of the text, mean over all heads.
-        explained: which unit of the prompt led to the answer, and through which heads; None where it was not asked for, and of
+        explained: which units of the prompt the answer rests on, through which heads; None where it was not asked for, and of
             prompts longer than `MOST_EXPLAINED` tokens.
         missing: name of an analysis that does not run on the model or its front end -> why.
     """
@@ -119,7 +118,6 @@ def build_report(
     by: By | None = "sentence",
     answer: str | None = None,
     rival: str | None = None,
-    quick: bool = False,
     keep: Keep = None,
     on_progress: Callable[[str, float], None] | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
@@ -139,13 +137,10 @@ def build_report(
         method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
         by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out. It takes
-            a pass over prompt and text for each unit and for each of 40 unrelated ones, and for the heads of the unit with the
-            largest effect two short passes per head and 40 more of each; and up to `MOST_TOKENS` prompt tokens, a pass for each
-            of them and for 40 unrelated ones.
+            a pass over prompt and text for each unit and at most `kvlens.analyses.attribution.cost.CAP` more; and up to
+            `MOST_TOKENS` prompt tokens, a pass for each of them.
         answer, rival: which answer is explained, as in :func:`kvlens.analyses.attribution.explain.explain`; by default the most
             probable token after the text.
-        quick: explain with only the eight heads with the largest effects compared with unrelated texts, and leave out the
-            effects of single tokens; the report has a note of it.
         keep: a file in which the scores of the explanation are kept as they are measured, and from which the same report
             resumes after an interruption, as in :func:`kvlens.analyses.attribution.explain.explain`.
         on_progress: called with a description and the fraction done, in 0..1.
@@ -209,7 +204,7 @@ def build_report(
         "continuation": continuation_figures(model, text_tokens, {name: reading.logits for name, reading in readings.items()}),
         "conversion": conversion_figures(bias, errors),
         "prompt_effect": effect_figures(effect),
-        "notes": [*notes_on(model, prompt_tokens, effect, bias), *([QUICK] if quick and by is not None else [])],
+        "notes": notes_on(model, prompt_tokens, effect, bias),
         "bias": {
             "n_numbers": bias.num_parameters,
             "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and the features' parameters",
@@ -245,16 +240,16 @@ def build_report(
     if by is not None:
         explaining = part("explaining the answer", 0.4, 0.8)
         asked: dict[str, Any] = dict(answer=answer, rival=rival)
-        of = dict(prompt=prompt_tokens, text=text_tokens, by=by, quick=quick, **asked)
+        of = dict(prompt=prompt_tokens, text=text_tokens, by=by, **asked)
         with keeping(keep, model, **of):
-            explained = explain(*sequences, by=by, quick=quick, on_progress=lambda _, done: explaining(done), **asked)
+            explained = explain(*sequences, by=by, on_progress=lambda _, done: explaining(done), **asked)
             tables |= _answer_tables(explained)
-            if explained.unit is not None:
+            if explained.cause:
                 tell("switching off units, heads and positions", 0.8)
                 tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
-            if single_tokens and not quick:
+            if single_tokens:
                 removing = part("removing single tokens", 0.85, 0.92)
-                tables["answer_tokens"] = prompt_attribution(*sequences, by="token", null=Null(), on_progress=removing, **asked)
+                tables["answer_tokens"] = prompt_attribution(*sequences, by="token", on_progress=removing, **asked)
         summary["answer"] = answer_figures(explained, by)
     linked = None
     if "linked_shares" not in missing:
@@ -288,7 +283,12 @@ def _contributions(model: KVModel, bias: KVBias, text: Tensor, missing: dict[str
 
 
 def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:
-    tables = {"units": explained.units, "heads": explained.heads, "positions": explained.positions}
+    tables = {
+        "statements": explained.statements,
+        "units": explained.units,
+        "heads": explained.heads,
+        "positions": explained.positions,
+    }
     return {f"answer_{name}": table for name, table in tables.items() if len(table)}
 
 

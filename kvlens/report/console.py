@@ -49,20 +49,15 @@ def unfinished(folder: str | Path | None, kind: FolderKind, *, overwrite: bool =
         kept.delete()
 
 
-def announce(expected: Any, *, quick: bool) -> None:
-    """Say on stderr how long an explanation will take, where that is more than `LONG`, and what ``--quick`` would take.
+def announce(expected: Any) -> None:
+    """Say on stderr how long an explanation will take at most, where that is more than `LONG`.
 
     Args:
         expected: an `Estimate` of :mod:`kvlens.analyses.attribution.cost`.
-        quick: whether it will be quick.
     """
-    tokens, seconds = (expected.quick_tokens, expected.quick_seconds) if quick else (expected.tokens, expected.seconds)
-    if seconds < LONG:
-        return
-    said = f"Explaining the answer takes about {_duration(seconds)} ({tokens:,} tokens to read)"
-    shorter = not quick and expected.quick_seconds < 0.8 * seconds
-    said += f"; with --quick about {_duration(expected.quick_seconds)}." if shorter else "."
-    make_console(stderr=True).print(said)
+    if expected.seconds >= LONG:
+        said = f"at most {_duration(expected.seconds)} ({expected.tokens:,} tokens to read)"
+        make_console(stderr=True).print(f"Explaining the answer takes {said}.")
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""An explanation in the terminal: one sentence, then the tables behind it."""
+"""An explanation in words, each sentence written from statements, and in the terminal with the tables behind it."""
 
 import textwrap
 from typing import Any
@@ -6,45 +6,214 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from kvlens.analyses.bias.parts import part_name
+from kvlens.analyses.attribution.explain import SHIFT_STATE
+from kvlens.analyses.attribution.verdicts import CHANGED, GAINED, KEPT, LOST
+from kvlens.analyses.bias.parts import Part
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
 
 MOST_ROWS = 12
+MOST_NAMED = 4
+"""Units that lose the answer by themselves, of which so many are named."""
 LONGEST_UNIT = 160
 """Characters of a unit's text in the sentence."""
 
 
-def in_a_sentence(found: Any, by: str) -> str:
-    """The result in one or two sentences."""
-    if found.unit is None and not found.testable:
-        largest = found.units.loc[found.units["total_effect"].abs().idxmax()]
-        return (
-            f"The prompt has {len(found.units):,} {by}s, too many for any of them to be significant against this number of "
-            f"unrelated texts; the largest effect on the answer {found.answer!r} is that of "
-            f"{_short(largest['unit_text'].strip())!r}, {largest['total_effect']:.3g} nats, which was not tested."
+def paragraphs(found: Any, by: str) -> list[list[str]]:
+    """Sentences: on units, then heads, then positions, then what was not searched; each from rows of ``found.statements``."""
+    every = (_of_units(found, by), _of_parts(found, by, "heads"), _of_parts(found, by, "positions"), _not_searched(found))
+    return [each for each in every if each]
+
+
+def in_a_paragraph(found: Any, by: str) -> str:
+    """The same as one text."""
+    return " ".join(sentence for each in paragraphs(found, by) for sentence in each)
+
+
+def _of_units(found: Any, by: str) -> list[str]:
+    rows = found.statements[(found.statements["about"] == "units") & (found.statements["positions"] == "kept")]
+    each = rows[rows["role"] == "each"].reset_index(drop=True)
+    breaking = rows[rows["role"] == "breaking"]
+    nothing = rows[rows["role"] == "none"].iloc[0]
+    before, answer = percent(nothing["p_before"]), repr(found.answer)
+    said = []
+    if found.reference is not None:
+        numbers = f"{before} and {percent(nothing['p_reference_before'])}"
+        said.append(f"The answer {answer} is compared with {found.reference!r}: with the prompt they have {numbers}.")
+    if breaking.empty:
+        said += _none_breaks(found, by, each, nothing)
+    else:
+        first, *more = [row for _, row in breaking.iterrows()]
+        said.append(
+            f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: it falls from {before} to "
+            f"{percent(first['p_after'])}{_instead(first)}{_bound(first)}."
         )
-    if found.unit is None:
-        return (
-            f"No {by} of the prompt changes the probability of {found.answer!r} more than {by}s of unrelated texts do "
-            f"(it is {percent(found.p_answer[0])} with the prompt, {percent(found.p_answer[2])} without the prompt)."
-        )
-    removed, effect = _short(found.units["unit_text"][found.unit].strip()), float(found.units["total_effect"][found.unit])
-    verb = "falls" if effect > 0 else "rises"
-    said = (
-        f"Without {removed!r} the answer {found.answer!r} {verb} from {percent(found.p_answer[0])} to "
-        f"{percent(found.p_answer[1])}, {found.rival!r} goes from {percent(found.p_rival[0])} to {percent(found.p_rival[1])}."
-    )
-    needed, sufficient = found.needed(), found.sufficient()
-    if needed:
-        return f"{said} Carried by {_listed(needed, 'and')}.{_stability(found, by)}"
-    if sufficient:
-        if len(sufficient) == 1:
-            return f"{said} Carried by {sufficient[0]}, which suffices alone, but is not necessary."
-        each, none = ("either", "neither") if len(sufficient) == 2 else ("each", "none")
-        return f"{said} Carried by {_listed(sufficient, 'and')}: {each} suffices alone, {none} is necessary."
-    return f"{said} No head carries it alone."
+        if "+" in first["parts"]:
+            alone = [each.iloc[int(unit)] for unit in first["parts"].split("+")]
+            without = ", ".join(f"{percent(row['p_after'])} ({row['verdict']})" for row in alone)
+            said.append(f"Without only one of these {by}s it is not: {without}.")
+        elif more:
+            listed = [f"{_units(found, row['parts'])} ({percent(row['p_after'])}{_instead(row, short=True)})" for row in more]
+            rest = len(listed) - MOST_NAMED + 1
+            listed = listed if rest <= 1 else [*listed[: MOST_NAMED - 1], f"{rest} more {by}s, each by itself"]
+            said.append(f"It is also lost without {_listed(listed, 'and, separately,' if len(listed) == 2 else 'or')}.")
+            more = []
+        said += [
+            f"It is also lost without {_units(found, row['parts'])}{_together(row)} ({percent(row['p_after'])}): there are at "
+            "least two ways."
+            for row in more
+        ]
+        said += _closed(found, breaking)
+        for row in (row for _, row in rows[rows["role"] == "again"].head(1).iterrows()):
+            said.append(f"Without {_units(found, row['parts'])} together it is kept again ({percent(row['p_after'])}).")
+    said += _raised(found, each)
+    if nothing["verdict"] == KEPT:
+        said.append(f"{_covering(found, by, nothing)} it is kept too ({percent(nothing['p_after'])}){_bound(nothing)}.")
+    elif len(each) > 1:
+        said += _kept_alone(found, by, rows)
+    if found.unrelated is not None:
+        count, of = found.unrelated
+        said.append(f"Put in the place of the {by} with the largest effect, {count} of {of} unrelated texts did as much.")
+    return said
+
+
+def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) -> list[str]:
+    """No set of units that loses the answer was found."""
+    largest = each.loc[int(found.units["total_effect"].abs().idxmax())]
+    what = {KEPT: "it is kept", CHANGED: "it changes", GAINED: "it gains"}[largest["verdict"]]
+    more = f", nor all {len(each)} together" if len(each) > 1 and nothing["verdict"] != LOST else ""
+    return [
+        f"No {by} by itself loses the answer {found.answer!r} ({percent(nothing['p_before'])}){more}. The largest effect is "
+        f"that of {_units(found, largest['parts'])}: without it {what}, from {percent(largest['p_before'])} to "
+        f"{percent(largest['p_after'])}{_instead(largest)}{_bound(largest)}."
+    ]
+
+
+def _raised(found: Any, each: pd.DataFrame) -> list[str]:
+    """Units without which an answer that is not first is gained."""
+    gained = each[each["verdict"] == GAINED].sort_values("p_after", ascending=False).head(1)
+    return [
+        f"Without {_units(found, row['parts'])} it rises from {percent(row['p_before'])} to {percent(row['p_after'])}"
+        f"{_bound(row)}."
+        for _, row in gained.iterrows()
+    ]
+
+
+def _closed(found: Any, breaking: pd.DataFrame) -> list[str]:
+    """Where it matters whether what follows a deleted unit moves up."""
+    rows = found.statements[(found.statements["positions"] == "closed")]
+    named = dict(zip(breaking["parts"], breaking["verdict"], strict=True))
+    return [
+        f"With the tokens behind {_units(found, row['parts'])} moved up into its place, the answer is {_became(row)} instead "
+        f"({percent(row['p_after'])})."
+        for _, row in rows.iterrows()
+        if row["verdict"] != named[row["parts"]]
+    ]
+
+
+def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
+    said: list[str] = []
+    for _, row in rows[rows["role"].isin(["keeping", "alone"])].iterrows():
+        also = "" if not said else "also "
+        alone = f"{_units(found, row['parts'])} alone {also}{'keep' if '+' in row['parts'] else 'keeps'} it"
+        alone = f"{alone} ({percent(row['p_after'])}){_bound(row)}"
+        worse = rows[(rows["role"] == "together") & (rows["way"] == row["way"])]
+        if row["role"] == "keeping":
+            others = found.units.shape[0] - len(row["parts"].split("+"))
+            said.append(f"{alone}, and with each other {by} added." if others else f"{alone}.")
+        elif worse.empty:
+            said.append(f"{alone}; with other {by}s added it was not run.")
+        else:
+            other = worse.iloc[0]
+            said.append(
+                f"{alone}; together with {_units(found, other['parts'].split('+')[-1])} it is {_became(other)} "
+                f"({percent(other['p_after'])}{_instead(other, short=True)})."
+            )
+    return said
+
+
+def _of_parts(found: Any, by: str, about: str) -> list[str]:
+    """Heads or positions that were exchanged for those of the prompt without the units."""
+    rows = found.statements[found.statements["about"] == about]
+    those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
+    said = []
+    for _, row in rows[rows["role"] == "breaking"].iterrows():
+        names = _parts(found, about, row["parts"])
+        several = "+" in row["parts"]
+        if row["way"] == 0:
+            what = f"When {names} {_read(about, several)} the prompt without {those}, and everything else reads all of it"
+            said.append(f"{what}, the answer is lost ({percent(row['p_after'])}{_instead(row, short=True)}){_bound(row)}.")
+            alone = rows[(rows["role"] == "alone") & (rows["way"] == 0)]
+            said += [] if alone.empty else [_alone(found, about, alone)]
+        else:
+            said.append(f"It is lost in another way too: with {names} ({percent(row['p_after'])}){_bound(row)}.")
+    for _, row in rows[rows["role"] == "keeping"].iterrows():
+        names, several = _parts(found, about, row["parts"]), "+" in row["parts"]
+        if row["way"] == 0:
+            what = f"When only {names} {_read(about, several)} the whole prompt, and everything else reads it without {those}"
+            said.append(f"{what}, the answer is kept ({percent(row['p_after'])}){_bound(row)}.")
+        else:
+            said.append(f"It is kept in another way too: by {names} alone ({percent(row['p_after'])}){_bound(row)}.")
+    return said
+
+
+def _alone(found: Any, about: str, rows: pd.DataFrame) -> str:
+    """Of the members of a breaking set, what each keeps alone."""
+    if (rows["verdict"] == KEPT).all():
+        numbers = _listed([percent(p) for p in rows["p_after"]], "and")
+        return f"{'Either' if len(rows) == 2 else 'Each of them'} alone keeps it ({numbers})."
+    each = [f"{_parts(found, about, row['parts'])} {percent(row['p_after'])}" for _, row in rows.iterrows()]
+    kept = [_parts(found, about, row["parts"]) for _, row in rows.iterrows() if row["verdict"] == KEPT]
+    which = f"only {_listed(kept, 'and')} {'keep' if kept[1:] else 'keeps'} it" if kept else "none keeps it"
+    return f"Alone, {which} ({', '.join(each)})."
+
+
+def _read(about: str, several: bool) -> str:
+    if about == "heads":
+        return "read" if several else "reads"
+    return "hold what they hold in" if several else "holds what it holds in"
+
+
+def _parts(found: Any, about: str, parts: str) -> str:
+    codes = parts.split("+")
+    if about == "heads":
+        return _listed([Part.of_code(code).name for code in codes], "and")
+    tokens = found.positions.set_index("code")["token"]
+    return _listed(["the shift state" if c == SHIFT_STATE else f"{tokens[c].strip()!r} at {c}" for c in codes], "and")
+
+
+def _not_searched(found: Any) -> list[str]:
+    about = ["units", *(["heads", "positions"] if found.cause else [])]
+    left = [name for name in about if name not in found.searched]
+    return [f"Sets of {_listed(left, 'and')} were not searched further."] if left else []
+
+
+def _units(found: Any, parts: str) -> str:
+    return _listed([repr(_short(found.units["unit_text"][int(unit)].strip())) for unit in parts.split("+")], "and")
+
+
+def _together(row: pd.Series) -> str:
+    return " together" if "+" in row["parts"] else ""
+
+
+def _instead(row: pd.Series, short: bool = False) -> str:
+    if pd.isna(row["says"]):
+        return "" if short or row["verdict"] != LOST else ", although it stays first"
+    return f", {row['says']!r}" if short else f", and the model says {row['says']!r} ({percent(row['p_says'])})"
+
+
+def _became(row: pd.Series) -> str:
+    return "kept" if row["verdict"] == KEPT else str(row["verdict"])
+
+
+def _bound(row: pd.Series) -> str:
+    return " (at the bound)" if row["at_bound"] else ""
+
+
+def _covering(found: Any, by: str, nothing: pd.Series) -> str:
+    n = len(found.units)
+    return f"Without any of these {by}s" if n > 1 else f"Without that {by}"
 
 
 def continuation_in_a_sentence(figures: list[dict[str, Any]]) -> str:
@@ -65,82 +234,49 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST_UNIT else f"{text[:half]} … {text[-half:]}"
 
 
-def _stability(found: Any, by: str) -> str:
-    unstable = found.unstable_lead()
-    if unstable is None:
-        return ""
-    head, share = unstable
-    return (
-        f" {head} does not always rank first: with unrelated texts in the {by}'s place it has the largest effect in "
-        f"{percent(share)} of cases."
-    )
-
-
 def _listed(names: list[str], word: str) -> str:
     return f" {word} ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def print_explanation(found: Any, by: str) -> None:
-    """Print the sentence, the units, and the heads and positions for the unit with the largest effect."""
+    """Print the sentences, the units, and the heads and positions of the first breaking set."""
     console = make_console()
-    console.print(textwrap.fill(visible(in_a_sentence(found, by)), WIDTH))
-    units = found.units.assign(p=found.units["p_adjusted"].map("{:.3f}".format))
-    shown = units.sort_values("total_effect", key=abs, ascending=False).head(MOST_ROWS).sort_values("start")
-    console.print("effect on the log-probability of the answer, nats", style="bold")
-    console.print(
-        _table(
-            shown,
-            {"unit_text": by, "total_effect": "total", "knockout_effect": "attention knockout", "p": "p, adjusted"},
-        )
+    for sentences in paragraphs(found, by):
+        console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH), end="\n\n")
+    each = found.statements[(found.statements["about"] == "units") & (found.statements["role"] == "each")]
+    units = found.units.assign(
+        without=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist(), verdict=each["verdict"].tolist()
     )
+    shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
+    console.print(f"the answer {visible(repr(found.answer))} without each {by}; effects in nats", style="bold")
+    columns = {"unit_text": by, "without": "without it", "says": "instead", "verdict": "", "total_effect": "total"}
+    console.print(_table(shown, {**columns, "knockout_effect": "hidden from the text"}))
     if len(units) > len(shown):
         console.print(f"(the {len(shown)} largest of {len(units)} effects)")
-    if found.unit is None:
+    if not found.cause:
         return
-    heads = found.heads.assign(name=[part_name(a, b) for a, b in zip(found.heads["layer"], found.heads["head"], strict=True)])
-    heads = heads.sort_values("swap", key=abs, ascending=False).head(5)
-    heads = heads.assign(
-        p=heads["p_value"].map("{:.3f}".format, na_action="ignore").fillna("not tested"),
-        alone=heads["p_value_alone"].map("{:.3f}".format, na_action="ignore").fillna("not tested"),
-        leads=heads["leads"].map(percent, na_action="ignore").fillna("not tested"),
-    )
-    console.print(f"heads: nats lost when they read the prompt without that {by}", style="bold")
-    console.print(
-        _table(
-            heads,
-            {
-                "name": "head",
-                "swap": "this head's",
-                "converse": "all others'",
-                "p": "p",
-                "alone": "p alone",
-                "leads": "ranks first",
-            },
-        )
-    )
-    matters = found.positions["swap"].abs().combine((found.positions["whole"] - found.positions["converse"]).abs(), max)
-    positions = found.positions.loc[matters.nlargest(5).index]
-    positions = positions.assign(token=positions["token"].fillna("shift state"), where=_where(positions))
-    console.print(f"positions: nats lost with their keys and values from the prompt without that {by}", style="bold")
-    console.print(
-        _table(
-            positions,
-            {
-                "prompt_position": "position",
-                "token": "token",
-                "where": "",
-                "swap": "this position's",
-                "converse": "all others'",
-            },
-        )
+    those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
+    heads = found.heads.assign(name=[Part.of_code(code).name for code in found.heads["code"]])
+    _print_parts(console, f"heads: the answer when they read the prompt without {those}", heads, {"name": "head"})
+    positions = found.positions.assign(token=found.positions["token"].fillna("shift state"))
+    positions = positions.assign(where=["in the unit" if own else "" for own in positions["in_unit"]])
+    columns = {"prompt_position": "position", "token": "token", "where": ""}
+    _print_parts(
+        console, f"positions: the answer with their keys and values from the prompt without {those}", positions, columns
     )
 
 
-def _where(positions: pd.DataFrame) -> list[str]:
-    return [
-        "in the unit" if own else "reached by the shift" if shifted else ""
-        for own, shifted in zip(positions["in_unit"], positions["in_shift_window"], strict=True)
-    ]
+def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:
+    """Those of the sets first, then the strongest of those that were run by themselves."""
+    rows = rows.assign(
+        named=rows["breaking"] | rows["keeping"], least=rows["p_exchanged"].fillna(2) - rows["p_alone"].fillna(0)
+    )
+    rows = rows.sort_values(["named", "least"], ascending=[False, True], kind="stable")
+    rows = rows[rows["p_exchanged"].notna() | rows["p_alone"].notna() | rows["named"]].head(5)
+    rows = rows.assign(exchanged=[percent(p) for p in rows["p_exchanged"]], alone=[percent(p) for p in rows["p_alone"]])
+    if len(rows):
+        console.print(title, style="bold")
+        console.print(_table(rows, {**columns, "exchanged": "only this one", "alone": "all but this one"}))
 
 
 def _table(rows: pd.DataFrame, columns: dict[str, str]) -> Table:

@@ -11,10 +11,6 @@ from kvlens.model import KVModel
 
 SHOWN_WHOLE = 1024
 """Up to this many prompt tokens the page shows nearly everything."""
-QUICK = (
-    "A quick explanation: only the eight heads with the largest effects on the answer were compared with unrelated texts, and "
-    "the effects of single tokens were not measured."
-)
 HARMED = 3
 """Number of positions listed where the prompt hurts most."""
 

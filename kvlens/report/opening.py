@@ -1,7 +1,6 @@
-"""The opening of a report's page: one sentence, and one picture of what the prompt does to one answer.
+"""The opening of a report's page: what was found in words, and one picture of what the prompt does to one answer.
 
-All of it comes from one counterfactual, the prompt without one unit, as :func:`kvlens.analyses.attribution.explain.explain`
-measures it.
+All of it comes from the statements and tables of :func:`kvlens.analyses.attribution.explain.explain`.
 """
 
 import itertools
@@ -10,20 +9,20 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.analyses.attribution.null import SIGNIFICANT
+from kvlens.analyses.attribution.verdicts import KEPT
 from kvlens.analyses.texts import joined
-from kvlens.report.explanation import continuation_in_a_sentence, in_a_sentence
+from kvlens.report.explanation import continuation_in_a_sentence, paragraphs
 from kvlens.viz._color import strongest, style
 from kvlens.viz._text import NEWLINE, html_text, number, percent, running
 from kvlens.viz.piece import Piece
 
 MOST_NUMBERED = 24
-"""Up to so many significant units show their effects behind them."""
+"""Up to so many units show behind them what became of the answer."""
 CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
 
 
 def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = None, word: str | None = None) -> Piece:
-    """The sentence; the prompt with each unit colored by its effect on the answer; the text; the answer against its rival.
+    """What was found in words; the prompt with each unit colored by its effect; the text; the answer against its rival.
 
     Args:
         explained: a :class:`kvlens.analyses.attribution.explain.Explained`.
@@ -32,20 +31,24 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         tokens: the same effects of each token, as :func:`kvlens.analyses.attribution.prompt.prompt_attribution` returns them.
         word: what the model writes of which the answer is the beginning, if that is more than the answer.
     """
-    claim = _claim(in_a_sentence(explained, by))
+    (first, *more), *others = paragraphs(explained, by)
+    words = [" ".join(more), *(" ".join(each) for each in others)]
+    claim = _claim(first) + "".join(f'<p class="found">{_unbroken(each)}</p>' for each in words if each)
     views = [
         ("removed", f"effect of removing a {by}, nats", explained.units, "total_effect"),
         ("hidden", f"effect of hiding a {by} from the text, nats", explained.units, "knockout_effect"),
         *([] if tokens is None else [("tokens", "effect of removing a token, nats", tokens, "total_effect")]),
     ]
+    each = explained.statements[(explained.statements["about"] == "units") & (explained.statements["role"] == "each")]
+    became = each["verdict"]
     options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words, _, _ in views)
     prompts = "".join(
-        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words, name)}</div>'
+        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words, name, became)}</div>'
         for i, (name, words, units, column) in enumerate(views)
     )
     said = (
-        f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: no larger "
-        f"than the effects of unrelated texts in its place (p > 0.05{_adjusted(explained.units, by)})."
+        f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: "
+        f"without it, by itself, the answer is kept."
     )
     body = (
         f"{claim}{_odds_explained(explained, by)}{_begun(explained.answer, word)}"
@@ -72,8 +75,11 @@ def continuation(figures: list[dict[str, Any]]) -> Piece:
 
 
 def _claim(sentence: str) -> str:
-    shown = html_text(sentence).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;")
-    return f'<p class="claim">{shown}</p>'
+    return f'<p class="claim">{_unbroken(sentence)}</p>'
+
+
+def _unbroken(text: str) -> str:
+    return html_text(text).replace(" %", "&nbsp;%").replace("&lt; ", "&lt;&nbsp;").replace("&gt; ", "&gt;&nbsp;")
 
 
 def word_begun(answer: str, written: list[str]) -> str | None:
@@ -84,26 +90,16 @@ def word_begun(answer: str, written: list[str]) -> str | None:
     return word if len(word) > len(answer) else None
 
 
-def _adjusted(units: pd.DataFrame, by: str) -> str:
-    """What is said of the p-values of several units."""
-    return "" if len(units) == 1 else f"; for a {by}, adjusted for the number of {by}s by Holm's method"
-
-
-def _colored_units(units: pd.DataFrame, column: str, words: str, name: str) -> str:
-    tested = column == "total_effect"
-    single = bool((units["level"] == "token").all())  # their 40 unrelated tokens are too few to adjust for all
-    p = units["p_value" if single else "p_adjusted"]
-    significant = p <= SIGNIFICANT if tested else pd.Series(True, units.index)
-    top = strongest(units.loc[significant, column])
-    numbered = tested and int(significant.sum()) <= MOST_NUMBERED
+def _colored_units(units: pd.DataFrame, column: str, words: str, name: str, became: pd.Series) -> str:
+    verdicts = became.tolist() if name == "removed" else [None] * len(units)
+    colored = [verdict != KEPT for verdict in verdicts]
+    top = strongest(units.loc[colored, column])
+    numbered = name == "removed" and sum(colored) <= MOST_NUMBERED
     spans = "".join(
-        _unit(row["unit_text"], row[column], top, bool(significant[i]), float(p[i]) if tested else None, numbered, place)
-        for (i, row), place in zip(units.iterrows(), _places(units, name), strict=True)
+        _unit(row["unit_text"], row[column], top, verdict, numbered, place)
+        for (_, row), verdict, place in zip(units.iterrows(), verdicts, _places(units, name), strict=True)
     )
-    untested = "" if tested else '<p class="note">This effect has not been tested against unrelated texts.</p>'
-    return (
-        f'{untested}<div class="tokens units" tabindex="0" role="region" aria-label="prompt, {html_text(words)}">{spans}</div>'
-    )
+    return f'<div class="tokens units" tabindex="0" role="region" aria-label="prompt, {html_text(words)}">{spans}</div>'
 
 
 def _places(units: pd.DataFrame, name: str) -> list[str]:
@@ -113,14 +109,13 @@ def _places(units: pd.DataFrame, name: str) -> list[str]:
     return [f'data-unit="{row.unit}" data-start="{row.start}" data-stop="{row.stop}"' for row in units.itertuples()]
 
 
-def _unit(text: str, effect: float, top: float, significant: bool, p: float | None, numbered: bool, place: str) -> str:
-    """One unit without the blanks around it, which stay uncolored; behind it its effect where it is significant."""
-    said = f"{number(effect)} nats" + ("" if p is None else f", p = {p:.3f}")
+def _unit(text: str, effect: float, top: float, verdict: str | None, numbered: bool, place: str) -> str:
+    """One unit without the blanks around it, which stay uncolored; behind it what becomes of the answer without it."""
+    said = f"{number(effect)} nats" + ("" if verdict is None else f"; without it the answer is {verdict}")
     own = text.strip()
     before, after = text[: text.index(own)], text[text.index(own) + len(own) :]
-    sign = "+" if effect > 0 else ""
-    badge = f'<b class="effect">{sign}{number(effect)}</b>' if significant and numbered and own else ""
-    look = style(effect, top) if significant else 'class="unsure"'
+    badge = f'<b class="effect">{verdict}</b>' if numbered and verdict != KEPT and own else ""
+    look = 'class="unsure"' if verdict == KEPT else style(effect, top)
     shown = f'<span title="{html_text(said)}" {look} {place}>{_shown(own)}{badge}</span>' if own else ""
     return f"{_blank(before)}{shown}{_blank(after)}"
 
@@ -136,7 +131,8 @@ def _shown(text: str) -> str:
 def _odds_explained(explained: Any, by: str) -> str:
     """Two answers, and the most probable token without the prompt, with the prompt, without the unit, without the prompt."""
     without = explained.p_answer[1] is not None
-    removed = [f"without that {by}"] if without else []
+    those = f"that {by}" if len(explained.cause) == 1 else f"those {by}s"
+    removed = [f"without {those}"] if without else []
     named = [(explained.answer, "the answer", explained.p_answer), (explained.rival, "rival", explained.p_rival)]
     if explained.unprompted is not None:
         named.append((explained.unprompted, "most probable without the prompt", explained.p_unprompted))

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvlens.report.build import MOST_EXPLAINED, Report
 from kvlens.report.opening import continuation, exactness, opening, word_begun
-from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads, suffices
+from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads
 from kvlens.report.summary import CONDITIONS
 from kvlens.viz import (
     Page,
@@ -113,7 +113,7 @@ def _add_flow(page: Page, report: Report) -> None:
     found, by = report.explained, report.summary["answer"]["by"]
     assert found is not None
     page.section("From the prompt to the answer")
-    page.add(flow_view(report.tables["answer_flow"], found, by=by, redundant=suffices(found)))
+    page.add(flow_view(report.tables["answer_flow"], found, by=by))
 
 
 def _about_heads(report: Report) -> str:
@@ -122,17 +122,16 @@ def _about_heads(report: Report) -> str:
         "of several heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
     )
     found = report.explained
-    if found is None or found.unit is None:
+    if found is None or not found.cause:
         return ablation
-    by, text = report.summary["answer"]["by"], found.units.loc[found.unit, "unit_text"].strip()
-    own, alone = ON_ANSWER["swap"], ON_ANSWER["alone"]
+    by = report.summary["answer"]["by"]
+    texts = " and ".join(repr(_short(found.units["unit_text"][unit].strip())) for unit in found.cause)
+    own, alone = ON_ANSWER["p_exchanged"], ON_ANSWER["p_alone"]
     return (
-        f"{own[0].upper()}{own[1:]}: how much the log-probability of {found.answer!r} falls when this head alone reads the "
-        f"prompt without the {by} {_short(text)!r}. {alone[0].upper()}{alone[1:]}: how much of the {by}'s effect remains when "
-        f"all other heads read the prompt without it. p, p alone: the share of unrelated {by}s, put in its place, with an "
-        "effect as large, for each head by itself (not adjusted for the number of heads; – where a head was not compared). "
-        f"Ranks first: the share of these unrelated {by}s with which this head, too, has the largest effect of all heads. "
-        f"{ablation}"
+        f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when this head alone reads the prompt without the "
+        f"{by}{'s' if found.cause[1:] else ''} {texts}. {alone[0].upper()}{alone[1:]}: its probability when this head alone "
+        "reads the whole prompt. In a set: whether the head belongs to a breaking set, which loses the answer, or to a keeping "
+        f"set, which keeps it alone. – where it was not run. {ablation}"
     )
 
 
@@ -150,13 +149,16 @@ def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
     columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
     shown = pd.DataFrame({"head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]})
     for name in columns:
-        in_percent = name in (MEASURES["bias_share"], ON_ANSWER["leads"])
+        if name == ON_ANSWER["sets"]:
+            shown[name] = ranked[name]
+            continue
+        in_percent = name in (MEASURES["bias_share"], *ON_ANSWER.values())
         shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
     return error_table(shown, title=f"heads, in descending order of: {by}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:
-    """A number of nats, or a p-value, to three decimals; "≈ 0" is not exactly 0."""
+    """A number of nats, to three decimals; "≈ 0" is not exactly 0."""
     if value == value and 0 < abs(value) < 5e-4:
         return "≈ 0"
     return f"{value:.3f}".replace("-", "−") if value == value else "–"

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from kvlens.analyses.attribution.explain import Explained
+from kvlens.analyses.bias.parts import HEAD_PART
 from kvlens.report.build import ABLATION, Report
 
 MEASURES = {
@@ -16,32 +16,28 @@ MEASURES = {
 }
 """The measures of ``bias_by_head`` in words, with their units."""
 ON_ANSWER = {
-    "swap": "effect on the answer, nats",
-    "p_value": "p",
-    "alone": "kept by this head alone, nats",
-    "p_value_alone": "p alone",
-    "leads": "ranks first",
+    "sets": "in a set",
+    "p_exchanged": "answer, only this head without",
+    "p_alone": "answer, all but this head without",
 }
-"""Those of ``attribution_by_head``."""
+"""Those of the explanation's heads; "without" the units that lose the answer."""
 
 
 def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
     """The report's one ranking of heads, its columns in words, and the column that it goes by.
 
-    By the size of the effect on the answer, of each head's part from the prompt without the unit that matters most; where the
-    sentence names heads that suffice alone, by what each keeps alone. Where no unit is significant, or none was removed, by
+    Heads of the explanation's breaking sets first, then those of its keeping sets, then the others; among these by the answer's
+    probability when only this head reads the prompt without the units, as far as it was run. Where no units lose the answer, by
     the KL divergence of the predictions when the head has BOS's part alone.
     """
     heads = report.tables["bias_by_head"]
     found = report.explained
-    if found is None or found.unit is None:
+    if found is None or not found.cause:
         return heads.rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable"), ABLATION
-    on_answer = found.heads.assign(alone=found.heads["whole"] - found.heads["converse"])[["layer", "head", *ON_ANSWER]]
-    ranked = on_answer.rename(columns=ON_ANSWER).merge(heads.rename(columns=MEASURES), on=["layer", "head"], validate="1:1")
-    by = ON_ANSWER["alone" if suffices(found) else "swap"]
-    return ranked.sort_values(by, key=abs, ascending=False, kind="stable"), by
-
-
-def suffices(found: Explained) -> bool:
-    """Whether the sentence names heads that suffice alone, because none is needed."""
-    return not found.needed() and bool(found.sufficient())
+    of_heads = found.heads[found.heads["part"] == HEAD_PART]
+    kinds = [("breaking" * b, "keeping" * k) for b, k in zip(of_heads["breaking"], of_heads["keeping"], strict=True)]
+    on_answer = of_heads.assign(sets=[", ".join(filter(None, each)) for each in kinds])
+    on_answer = on_answer.sort_values(["breaking", "keeping", "p_exchanged"], ascending=[False, False, True], kind="stable")
+    ranked = on_answer[["layer", "head", *ON_ANSWER]].rename(columns=ON_ANSWER)
+    ranked = ranked.merge(heads.rename(columns=MEASURES), on=["layer", "head"], how="left", validate="1:1")
+    return ranked, ON_ANSWER["p_exchanged"]

@@ -1,5 +1,6 @@
 """The headline figures of a report, of JSON's types: what stands in ``summary.json``."""
 
+import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvlens.analyses.attribution.explain import Explained
 from kvlens.analyses.texts import token_texts
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
-from kvlens.report.explanation import in_a_sentence
+from kvlens.report.explanation import in_a_paragraph
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 
@@ -43,21 +44,20 @@ def _approximation(fit: BiasFit) -> str:
 
 
 def answer_figures(explained: Explained, by: str) -> dict[str, Any]:
-    """The explanation of an answer, in a sentence and in its numbers; probabilities with the prompt and without the unit."""
-    found = explained.unit is not None
+    """The explanation of an answer, in words and in its statements; probabilities with the prompt and without the units."""
     return {
-        "explanation": in_a_sentence(explained, by),
+        "explanation": in_a_paragraph(explained, by),
         "by": by,
         "answer": explained.answer,
         "rival": explained.rival,
-        "unit": explained.unit,
+        "cause": list(explained.cause),
         "p_answer": list(explained.p_answer),
         "p_rival": list(explained.p_rival),
         "unprompted": explained.unprompted,
         "p_unprompted": None if explained.p_unprompted is None else list(explained.p_unprompted),
-        "heads_needed": explained.needed() if found else [],
-        "heads_sufficient": explained.sufficient() if found else [],
-        "n_passes_for_units": float(explained.units["n_passes"].iloc[0]),
+        "searched_to_the_end": sorted(explained.searched),
+        "statements": json.loads(explained.statements.to_json(orient="records")),
+        "n_passes": float(explained.n_passes),
     }
 
 

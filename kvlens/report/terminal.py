@@ -151,11 +151,20 @@ def _print_heads(console: Console, report: Report) -> None:
     on_answer = by != ABLATION
     if on_answer:
         console.print(f"  ranked by: {by}")
-    table = _table(("head", *(["answer"] if on_answer else []), "KL without", "loss change", "share of output", "norm of b_KV"))
+    table = _table(
+        (
+            "head",
+            *(["answer"] if on_answer else []),
+            "KL without",
+            "loss change",
+            "share of output",
+            "norm of b_KV",
+        )
+    )
     for row in ranked.head(TOP).to_dict("records"):
         table.add_row(
             f"L{row['layer']}H{row['head']}",
-            *([_signed(row[by])] if on_answer else []),
+            *([percent(row[by])] if on_answer else []),
             _nats(row[ABLATION]),
             _signed(row[MEASURES["loss_change"]]),
             percent(row[MEASURES["bias_share"]]),

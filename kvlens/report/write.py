@@ -75,7 +75,7 @@ def write_explanation(
     Raises:
         KVLensError: the place is taken or not writable.
     """
-    tables = {"units": found.units, "heads": found.heads, "positions": found.positions}
+    tables = {"statements": found.statements, "units": found.units, "heads": found.heads, "positions": found.positions}
     tables = {f"{name}.parquet": table for name, table in tables.items() if len(table.columns)}
     summary = {
         "format": FORMAT_OF_EXPLANATION,

@@ -4,8 +4,6 @@ import functools
 import textwrap
 from typing import Any
 
-from kvlens.analyses.attribution.flow import SHIFT_STATE
-from kvlens.analyses.bias.parts import part_name
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE
 from kvlens.viz._text import label, number, percent, printable, running
@@ -22,21 +20,19 @@ ROW, BOX = 1.0, 0.72
 
 def edges(data: dict[str, Any], measure: str) -> list[tuple[str, str, float]]:
     """Both ends and the strength, in nats, of every line; a part is "p38" for a position, "h0.2" for a head."""
-    unit, states = data["first"], data["states"]
-    positions, heads = data["shown"][unit]["positions"], data["shown"][unit]["heads"]
+    states, positions, heads = data["states"], data["positions"], data["heads"]
     pairs = [("unit", f"p{p}", p, "") for p in positions] + [(f"p{p}", f"h{h}", p, h) for p in positions for h in heads]
     found = []
     for start, end, position, head in [*pairs, *((f"h{h}", "answer", "", h) for h in heads)]:
-        state = states.get(f"|{unit}|{position}|{head}|{int(measure == 'alone')}")
-        if state is not None:
-            found.append((start, end, total_effect(data) - state[0] if measure == "alone" else state[0]))
+        effect = states[f"{head}|{position}|{int(bool(position and head))}|{int(measure == 'alone')}"][0]
+        found.append((start, end, total_effect(data) - effect if measure == "alone" else effect))
     strongest = max((abs(value) for *_, value in found), default=0.0)
     return [edge for edge in found if abs(edge[2]) >= LEAST * strongest]
 
 
 def total_effect(data: dict[str, Any]) -> float:
-    """How much the answer's log-probability falls without the unit, in nats."""
-    return data["states"][f"{data['first']}|-1|||0"][0]
+    """How much the answer's log-probability falls without the units, in nats."""
+    return data["states"]["||0|1"][0]
 
 
 def figure(data: dict[str, Any], measure: str, title: str) -> Any:
@@ -65,8 +61,7 @@ def draw(ax: Any, data: dict[str, Any], measure: str, title: str) -> Any:
         curve((boxes[start][0] + boxes[start][2], boxes[start][1]), (boxes[end][0], boxes[end][1]), value)
     for part, (x, y, width) in boxes.items():
         _box(ax, x, y, width, _words(part, data, total, values.get(part)))
-    heads = (data["by"], "read at position", "through head", "the model says")
-    for x, words in zip(COLUMNS, heads, strict=True):
+    for x, words in zip(COLUMNS, data["columns"], strict=True):
         ax.text(x, -0.12, words, fontsize=8, color="dimgrey", va="bottom")
     what = "kept by this part alone" if measure == "alone" else "lost with this part"
     said = f"numbers: effect {what}, nats; in total {number(total)} nats; dashed: negative"
@@ -85,18 +80,18 @@ def _columns(lines: list[tuple[str, str, float]]) -> list[list[str]]:
 def _words(part: str, data: dict[str, Any], total: float, value: float | None) -> list[str]:
     """The lines of a box."""
     if part == "unit":
-        text = printable(running(data["units"][data["first"]].strip()))
+        text = printable(running(data["cause"]))
         return [*textwrap.wrap(text, 30, max_lines=2, placeholder=" …"), number(total)]
     if part == "answer":
-        _, *shares = data["states"]["|-1|||0"]
+        _, *shares = data["states"]["||0|0"]
         named = zip((data["answer"], data["rival"]), shares, strict=True)
         return [f"{printable(running(name.strip() or name))[:12]} {percent(p)}" for name, p in named]
     shown = number(value) if value is not None else "–"
     if part[0] == "h":
-        return [part_name(*map(int, part[1:].split("."))), shown]
-    if part[1:] == SHIFT_STATE:
+        return [data["heads"][part[1:]], shown]
+    token = data["positions"][part[1:]]
+    if token is None:
         return ["shift state", shown]
-    token = data["tokens"][part[1:]]
     return [printable(running(token.strip()) if token.strip() else label(token))[:14], f"{shown} at {part[1:]}"]
 
 

@@ -1,7 +1,7 @@
-"""A drawn flow: from a unit of the prompt through the positions where it is read and the heads that read it to the answer.
+"""A drawn flow: from units of the prompt through the positions where they are read and the heads that read them to the answer.
 
-Every line is one row of :func:`kvlens.analyses.attribution.flow.answer_flow`, an intervention that was measured. What the model
-says with parts switched off was measured too; of combinations that were not, the figure says so.
+Every line and every combination of switches is one row of :func:`kvlens.analyses.attribution.flow.answer_flow`, an intervention
+that was measured.
 """
 
 import functools
@@ -10,8 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.analyses.attribution.flow import SHIFT_STATE
-from kvlens.analyses.bias.parts import part_name
+from kvlens.analyses.attribution.explain import SHIFT_STATE
+from kvlens.analyses.attribution.flow import parts_drawn
+from kvlens.analyses.bias.parts import Part
 from kvlens.checks import checked
 from kvlens.viz import _flow_figure
 from kvlens.viz._frames import check_columns
@@ -19,26 +20,23 @@ from kvlens.viz._text import html_text, number, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 from kvlens.viz.tables import table_html
 
-MEASURES = {"alone": "effect kept by one part alone", "swap": "effect lost with one part"}
-DIGITS = 4
-"""Of numbers in the page: probabilities near 1 keep one more than others need."""
+MEASURES = {"swap": "effect lost with one part", "alone": "effect kept by one part alone"}
+DIGITS = 6
+"""Of numbers in the page, so that its percentages are those of the sentences."""
 
 
 @checked
-def flow_view(
-    flow: pd.DataFrame, found: Any, *, by: str = "sentence", redundant: bool = False, title: str = "", ax: Any = None
-) -> Piece | Any:
-    """Draw the flow of an explained answer, with a switch for each unit, position and head.
+def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", title: str = "", ax: Any = None) -> Piece | Any:
+    """Draw the flow of an explained answer, with a switch for the units, and for each position and head of the sets.
 
     Works with the keyboard: arrow keys move among the parts, Enter pins one, Space switches it off, Escape switches all on.
 
     Args:
-        flow: the table of :func:`kvlens.analyses.attribution.flow.answer_flow`, with at least one significant unit.
+        flow: the table of :func:`kvlens.analyses.attribution.flow.answer_flow`, of an answer that some units lose.
         found: the :class:`kvlens.analyses.attribution.explain.Explained` that it was made from.
         by: what a unit is called.
-        redundant: begin with what each part keeps alone, where none is necessary.
         title: title above the picture.
-        ax: draw the static picture, of the unit with the largest effect, into these matplotlib axes instead, and return them.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
 
     Returns:
         A `Piece`; ``ax`` where it was given.
@@ -46,60 +44,57 @@ def flow_view(
     Raises:
         KVLensError: a missing column (the nearest is proposed).
     """
-    check_columns("flow_view", flow, ("removed", "unit", "position", "heads"))
+    check_columns("flow_view", flow, ("heads", "positions", "inside", "others"))
     title = title or f"from the {by} to the answer"
-    chosen, data = [*MEASURES] if redundant else [*reversed(MEASURES)], _json(flow, found, by)
+    data, chosen = _json(flow, found, by), [*MEASURES]
+    several = any(len(each) > 1 for about in ("heads", "positions") for each in found.sets(about, "breaking"))
+    chosen = chosen[::-1] if several else chosen  # no part of theirs loses the answer by itself
     if ax is not None:
         return _flow_figure.draw(ax, data, chosen[0], title)
     options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
+    those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
     about = {
-        "alone": f"A number is how much of the {by}'s effect remains, in nats of log-probability of “{found.answer}”, when "
-        f"this part alone reads the prompt with the {by} and everything else reads it without.",
         "swap": f"A number is how much the log-probability of “{found.answer}” falls, in nats, when this part alone reads the "
-        f"prompt without the {by}.",
+        f"prompt without {those}.",
+        "alone": f"A number is how much of the effect of {those} remains, in nats of log-probability of “{found.answer}”, when "
+        f"this part alone reads the whole prompt and everything else reads it without {those}.",
     }
     notes = "".join(f'<p class="note" data-measure="{name}">{html_text(about[name])}</p>' for name in chosen)
     said = (
-        "Every number was measured by itself; they do not add up, because parts can stand in for each other. Click a part to "
-        f"pin it. Switch a part off, and it reads the prompt without the {by} while all others read the whole prompt; the box "
-        "on the right shows what the model then answers."
+        "Drawn are the heads and positions of the sets named above. Every number was measured by itself; they do not add "
+        "up, because parts can stand in for each other. Click a part to pin it. Switch a part off, and it reads the "
+        f"prompt without {those} while all others read the whole prompt; the box on the right shows what the model then "
+        "answers. Every combination of switches was run."
     )
-    if (flow["position"] == SHIFT_STATE).any():
-        said += " “shift state” is what the model's KV shift carries from the prompt's last tokens to the first of the text."
+    if any(SHIFT_STATE in each or "s" in heads for each, heads in zip(flow["positions"], flow["heads"], strict=True)):
+        said += " A shift state is what the model's KV shift carries from the prompt's last tokens to the first of the text."
+    in_sets = [each for about in ("heads", "positions") for role in ("breaking", "keeping") for each in found.sets(about, role)]
+    n_left = len({code for each in in_sets for code in each} - {*data["heads"], *data["positions"]})
+    if n_left:
+        said += f" {n_left} more parts of the sets are not drawn."
     body = (
         f'<figure class="piece" data-kvlens="flow"><figcaption>{html_text(title)} '
         f'<select aria-label="what the lines show">{options}</select></figcaption>{notes}<p class="note">{html_text(said)}</p>'
-        f'<div class="flow"></div><div class="numbers">{table_html(_numbers(flow, found, by))}</div>'
+        f'<div class="flow"></div><div class="numbers">{table_html(_numbers(flow, found, those))}</div>'
         f'<script type="application/json">{script_json(data)}</script></figure>'
     )
     return Piece(title, body, figure=functools.partial(_flow_figure.figure, data, chosen[0], title))
 
 
 def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
-    units = found.units
-    shown = {
-        int(unit): {
-            "positions": [*dict.fromkeys(rows.loc[rows["position"] != "", "position"])],
-            "heads": _leading(rows),
-        }
-        for unit, rows in flow[(flow["unit"] >= 0) & (flow["removed"] == "")].groupby("unit", sort=False)
-    }
-    positions = {position for each in shown.values() for position in each["positions"]} - {SHIFT_STATE}
-    tokens = found.positions.drop_duplicates("prompt_position").set_index("prompt_position")["token"]
-    single = flow[
-        (flow["unit"] >= 0) & (flow["position"] == "") & (flow["heads"] != "") & ~flow["heads"].str.contains("+", regex=False)
-    ]
+    heads, positions = parts_drawn(found)
+    tokens = found.positions.set_index("code")["token"]
+    texts = [f"{by} {unit + 1}: {found.units['unit_text'][unit].strip()}" for unit in found.cause]
     return {
-        "by": by,
+        "cause": "; ".join(texts),
+        "causes": f"{by}{'s' if texts[1:] else ''} {' and '.join(str(unit + 1) for unit in found.cause)}",
+        "columns": [f"the {by}{'s' if texts[1:] else ''}", "held at position", "read by head", "the model says"],
         "answer": found.answer,
         "rival": found.rival,
-        "first": int(found.unit),
-        "units": units["unit_text"].tolist(),
-        "shown": shown,
-        "heads": [*dict.fromkeys(single["heads"])],
-        "tokens": {position: str(tokens[int(position)]) for position in sorted(positions, key=int)},
+        "heads": {code: Part.of_code(code).name for code in heads},
+        "positions": {code: None if code == SHIFT_STATE else str(tokens[code]) for code in positions},
         "states": {
-            f"{row.removed}|{row.unit}|{row.position}|{row.heads}|{int(row.others)}": [
+            f"{row.heads}|{row.positions}|{int(row.inside)}|{int(row.others)}": [
                 rounded(float(x), DIGITS) for x in (row.effect, row.p_answer, row.p_rival)
             ]
             for row in flow.itertuples()
@@ -107,51 +102,26 @@ def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
     }
 
 
-def _leading(rows: pd.DataFrame) -> list[str]:
-    """The heads of the pairs; where there is one head alone, that head."""
-    pairs = rows.loc[rows["heads"].str.contains("+", regex=False), "heads"]
-    return [*dict.fromkeys(head for pair in pairs for head in pair.split("+"))] or [
-        *rows["heads"].loc[lambda x: x != ""].unique()
-    ]
-
-
-def _numbers(flow: pd.DataFrame, found: Any, by: str) -> pd.DataFrame:
-    """The interventions as a table; of heads by themselves those that are drawn."""
-    key = ["removed", "unit", "position", "heads"]
-    rows = flow[~flow["others"]].merge(
-        flow.loc[flow["others"], [*key, "effect", "p_answer"]], on=key, how="left", suffixes=("", "_alone"), validate="1:1"
-    )
-    drawn = {(unit, head) for unit, each in _json(flow, found, by)["shown"].items() for head in each["heads"]}
-    kept = [
-        not row.heads or "+" in row.heads or row.removed != "" or (row.unit, row.heads) in drawn for row in rows.itertuples()
-    ]
-    rows = rows[kept]
-    whole = flow[flow["unit"] == -1].set_index("removed")["effect"]
-    kept_alone = [whole[str(row.unit)] - row.effect_alone if row.unit >= 0 else math.nan for row in rows.itertuples()]
+def _numbers(flow: pd.DataFrame, found: Any, those: str) -> pd.DataFrame:
+    """The interventions as a table."""
     return pd.DataFrame(
         {
-            "switched off": [_switched_off(row, by) for row in rows.itertuples()],
-            f"read without {by}": ["" if row.unit < 0 else str(row.unit + 1) for row in rows.itertuples()],
-            "lost, nats": [_nats(x) for x in rows["effect"]],
-            f"{found.answer}": [_percent(p) for p in rows["p_answer"]],
-            f"{found.rival} (rival)": [_percent(p) for p in rows["p_rival"]],
-            "kept by it alone, nats": [_nats(x) for x in kept_alone],
-            f"{found.answer}, it alone on": [_percent(p) for p in rows["p_answer_alone"]],
+            f"read without {those}": [_read_without(row) for row in flow.itertuples()],
+            "lost, nats": [_nats(x) for x in flow["effect"]],
+            f"{found.answer}": [_percent(p) for p in flow["p_answer"]],
+            f"{found.rival} (rival)": [_percent(p) for p in flow["p_rival"]],
         }
     )
 
 
-def _switched_off(row: Any, by: str) -> str:
+def _read_without(row: Any) -> str:
     """Which parts a row of the table is about."""
-    units = [int(unit) + 1 for unit in row.removed.split("+") if unit]
-    said = [f"{by}{'s' if units[1:] else ''} {' and '.join(map(str, units))}"] if units else []
-    heads = " and ".join(part_name(*map(int, head.split("."))) for head in row.heads.split("+") if head)
-    position = row.position.replace("_", " ") if row.position == SHIFT_STATE else f"position {row.position}"
-    if row.position:
-        said.append(f"{position} in {heads}" if heads else position)
-    elif row.unit >= 0:
-        said.append(heads or "all heads")
-    return "; ".join(said) or "nothing"
+    heads = [Part.of_code(code).name for code in row.heads.split("+") if code]
+    positions = ["shift state" if code == SHIFT_STATE else f"position {code}" for code in row.positions.split("+") if code]
+    said = " in ".join([*positions, *heads]) if row.inside else " and ".join([*positions, *heads])
+    if row.others:
+        return f"everything but {said}" if said else "everything"
+    return said or "nothing"
 
 
 def _nats(x: float) -> str:

@@ -13,7 +13,7 @@ the text then lacks is found twice:
   prompt position in the last layer, which the text alone reads, are taken from the other pass, in both directions; the known
   position (behind the sentence) is the one that brings most of the answer back in the pass without the sentence. A swap in the
   pass with the sentence cannot say it: a model that notes the room at several positions loses nothing with any one of them.
-- by `attribution_by_head` and `attribution_by_position`, which exchange parts of a converted prompt.
+- by exchanging parts of a converted prompt.
 
 Printed: how often both name the same head and the same position; how often that position is enough alone (keeps at least half
 of the effect); how often it is where the model was trained to note the room, at the word for the container in the later
@@ -35,10 +35,11 @@ from typing import Any
 import torch
 from bench_attribution import asked, right_questions
 from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.methods import LeaveOneOut
 
-from kvlens import HookedKVTransformer
-from kvlens.analyses import attribution_by_head, attribution_by_position
+from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.analyses import attribution_by_position
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.tasks.facts.nested import note_position
 
@@ -117,6 +118,16 @@ def patched(question: Question, span: tuple[int, int]) -> Patched:
     return same, as_is, swap, converse
 
 
+def swaps_with_shift_states(question: Question, span: tuple[int, int]) -> torch.Tensor:
+    """The fall of log p with each head and its own shift state from the prompt without the span, by layer and head."""
+    bias, other = (convert_prompt(question.model, x) for x in (question.prompt, question.rows([[span]])))
+    exchange = HeadExchange(question, bias, other)
+    places = [(part.layer, part.head) for part in exchange.parts]  # as many key-value heads as query heads
+    rows = torch.tensor([[place == each for place in places] for each in dict.fromkeys(places)])
+    scores = question.scores_under(exchange.biases(torch.cat([torch.zeros_like(rows[:1]), rows])))
+    return scores[0] - scores[1:]
+
+
 def names_of(model: HookedKVTransformer, layer: int) -> list[str]:
     return [f"blocks.{layer}.attn.hook_{name}" for name in ("z", "k_shifted", "v_shifted")]
 
@@ -158,21 +169,19 @@ def main(argv: list[str] | None = None) -> None:
             continue
         span = (units[origins[0]].start, units[origins[0]].stop)
         given: dict[str, Any] = dict(by=[span], answer=question.answer)
-        heads = attribution_by_head(model, question.prompt, question.text, **given)
-        heads = heads[heads["unit"] == 0]
+        swaps = swaps_with_shift_states(question, span)
         table = attribution_by_position(model, question.prompt, question.text, each_layer=True, **given)
         last = table[(table["part"] == "position") & (table["layer"] == model.cfg.n_layers - 1)]
         whole = float(last["whole"].iloc[0])
         alone = whole - torch.tensor(last["converse"].to_numpy())
         by_head, by_head_as_is, swap, converse = patched(question, span)
-        top = heads.loc[heads["swap"].idxmax()]
-        head = (int(top["layer"]), int(top["head"]))
+        head = divmod(int(swaps.argmax()), model.cfg.n_heads)
         position = span[1] + int(alone[span[1] :].argmax())
         patched_position = span[1] + int((whole - converse[span[1] :]).argmax())
         note = note_position(story, about.sentence)
         count("same head", head == divmod(int(by_head.argmax()), model.cfg.n_heads))
         count("same head as the patch that asks otherwise", head == divmod(int(by_head_as_is.argmax()), model.cfg.n_heads))
-        off_heads = max(off_heads, float((torch.tensor(heads["swap"].to_numpy()) - by_head.flatten()).abs().max()))
+        off_heads = max(off_heads, float((swaps - by_head.flatten()).abs().max()))
         count("same position", position == patched_position)
         count("the position is enough alone", whole - float(converse[patched_position]) >= whole / 2)
         count(

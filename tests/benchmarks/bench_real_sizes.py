@@ -1,12 +1,11 @@
 """Memory and time of loading, converting, explaining and reporting on KVTransformerBridge, at real shapes of public models.
 
     python tests/benchmarks/bench_real_sizes.py [--models gpt2 qwen3-0.6b ...] [--prompt 192] [--steps convert explain report]
-        [--quick]
 
 A folder of random weights, with the sizes of the public checkpoint and in its dtype, and a tokenizer of words, is written into
 a temporary directory, and removed afterwards. Separate processes load it, once by TransformerLens' bridge and once by kvlens',
-and convert, explain and report on a prompt of four sentences. Every sentence counts as significant, since random weights have
-no answer to explain, so that heads and positions are exchanged too. One thread. Reported is the peak of anonymous memory
+and convert, explain and report on a prompt of four sentences. Random weights have no answer to explain, so that every run
+counts as one that loses it, and every search reads until its cap. One thread. Reported is the peak of anonymous memory
 (RssAnon in Linux, every 2 ms: the mapped weight file is no part of it) beyond that after the imports, as a multiple of the
 weights. The bound is on what kvlens takes beyond what the loaded bridge itself holds: 1.3 times the weights in the folder's
 dtype.
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from kvlens.analyses.attribution.search import FoundSet
 from safetensors.torch import save_file
 from timing import verdict
 from tokenizers import Tokenizer
@@ -136,15 +136,27 @@ def sentences(n_tokens: int) -> str:
     return "".join("." if i in ends else f" w{word}" for i, word in enumerate(drawn)).strip()
 
 
-def child(folder: Path, front_end: str, n_prompt: int, steps: list[str], quick: bool) -> None:
+def forced(runs: Any, order: Any, *, keeping: bool) -> tuple[list[FoundSet], bool]:
+    """A search that ends at its cap: sets of random parts, half of the cap for each of both questions."""
+    generator, most = torch.Generator().manual_seed(0), runs.left // (1 if keeping else 2)
+    sets = {tuple(torch.nonzero(torch.rand(runs.n_parts, generator=generator) < 0.5)[:, 0].tolist()) for _ in range(most)}
+    first = tuple(sorted(order[:4]))
+    exchanged = set(range(runs.n_parts)) - set(first) if keeping else set(first)
+    runs.of([*list(sets)[: most - 1], exchanged])
+    return [FoundSet(first, False)], False
+
+
+def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None:
     """One process: print the peak after the imports, and of each step."""
     import kvlens.analyses.attribution.explain as explaining
+    from kvlens.analyses.attribution.verdicts import LOST, Outcomes, Verdict
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     from kvlens import KVTransformerBridge, convert_prompt
     from kvlens.report import build_report, write_report
 
-    explaining.SIGNIFICANT = 1.0
+    explaining.sets_of = forced
+    Outcomes.verdict = lambda self, outcome: Verdict(LOST, False)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     sampler = Sampler()
     found: dict[str, Any] = {"imports": sampler.now()}
@@ -174,15 +186,16 @@ def child(folder: Path, front_end: str, n_prompt: int, steps: list[str], quick: 
                 note("convert", start)
             start = time.process_time()
             if "explain" in steps:
-                explaining.explain(model, prompt, text, quick=quick)
+                explained = explaining.explain(model, prompt, text)
+                print(f"    {explained.n_passes:.1f} passes over prompt and text", file=sys.stderr)
                 note("explain", start)
             start = time.process_time()
             if "report" in steps:
 
                 def announced(expected: Any) -> None:
-                    print(f"    announced: {expected.seconds:.0f} s, quick {expected.quick_seconds:.0f} s", file=sys.stderr)
+                    print(f"    announced: at most {expected.seconds:.0f} s", file=sys.stderr)
 
-                report = build_report(model, prompt, text, quick=quick, on_estimate=announced)
+                report = build_report(model, prompt, text, on_estimate=announced)
                 write_report(report, folder / "report")
                 note("report", start)
     sampler.done.set()
@@ -195,11 +208,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=192)
     steps = ["convert", "explain", "report"]
     parser.add_argument("--steps", nargs="*", default=steps, choices=steps)
-    parser.add_argument("--quick", action="store_true", help="explain and report quickly")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child(Path(args.child[0]), args.child[1], args.prompt, args.steps, args.quick)
+        return child(Path(args.child[0]), args.child[1], args.prompt, args.steps)
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             size = write_folder(name, Path(folder))
@@ -207,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
             loaded = 0
             for front_end in ("TransformerLens", "kvlens"):
                 command = [sys.executable, "-W", "ignore", __file__, "--child", folder, front_end, "--prompt", str(args.prompt)]
-                command += ["--steps", *args.steps, *(["--quick"] if args.quick else [])]
+                command += ["--steps", *args.steps]
                 done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
                 found = json.loads(done.stdout.splitlines()[-1])
                 base = found.pop("imports")

@@ -55,13 +55,14 @@ def test_bridge_exactness_smoke(capsys):
 
 def test_real_sizes_smoke(tmp_path, monkeypatch, capsys):
     """One of its processes; the benchmark starts one for each model and front end."""
-    monkeypatch.setattr(explaining, "SIGNIFICANT", explaining.SIGNIFICANT)  # which the process changes
+    monkeypatch.setattr(explaining, "sets_of", explaining.sets_of)  # which the process changes
+    monkeypatch.setattr(explaining.Outcomes, "verdict", explaining.Outcomes.verdict)
     bench_real_sizes.write_folder("tiny", tmp_path)
-    bench_real_sizes.child(tmp_path, "kvlens", 12, ["convert", "explain", "report"], quick=True)
+    bench_real_sizes.child(tmp_path, "kvlens", 12, ["convert", "explain", "report"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found.keys() == {"imports", "load", "convert", "explain", "report"}
     answer = json.loads((tmp_path / "report" / "summary.json").read_text())["answer"]
-    assert answer["unit"] is not None and (tmp_path / "report" / "answer_heads.parquet").is_file()
+    assert len(answer["cause"]) == 1 and (tmp_path / "report" / "answer_heads.parquet").is_file()
 
 
 def test_long_prompts_smoke(capsys):

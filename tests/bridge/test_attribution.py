@@ -14,12 +14,14 @@ from bridge_models import (
     tiny,
 )
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.by_head import swapped_heads
+from kvlens.analyses.attribution.by_head import HeadExchange, swapped_heads
 from kvlens.analyses.attribution.explain import explain
 from kvlens.analyses.attribution.null import Null
+from kvlens.analyses.attribution.order import first_order, head_orders
 from kvlens.analyses.attribution.terms import hidden_from_text, state_terms
+from kvlens.analyses.attribution.verdicts import Outcomes
 from kvlens.analyses.bias.one_space import with_references
-from kvlens.analyses.bias.parts import exchangeable
+from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt, counterfactuals
@@ -81,10 +83,26 @@ def test_positions_are_those_of_the_hooked_model(both_front_ends):
 
 
 def test_explanations_are_those_of_the_hooked_model(both_front_ends):
-    null = Null(60, prompts=[some_tokens(8, seed=s) for s in range(5)])
-    found = [explain(m, PROMPT, TEXT, by=UNITS, null=null) for m in both_front_ends]
-    assert_frame_equal(found[0].units, found[1].units, rtol=0, atol=1e-9)
-    assert found[0].unit == found[1].unit and found[0].answer == found[1].answer
+    answer = int(log_p(both_front_ends[0], torch.cat([PROMPT, TEXT]), slice(None)).argmin())  # gained where it is least likely
+    for asked in (None, answer):
+        found = [explain(m, PROMPT, TEXT, by=UNITS, answer=asked) for m in both_front_ends]
+        for name in ("units", "statements", "heads", "positions"):
+            assert_frame_equal(
+                *(getattr(each, name).drop(columns="says", errors="ignore") for each in found), rtol=0, atol=1e-9
+            )
+        assert found[0].cause == found[1].cause and found[0].answer == found[1].answer
+
+
+def test_recurrent_layers_are_explained_too(model):
+    """Within the cap; and parts of every kind have a place in the order, convolutions included."""
+    lost = explain(model, PROMPT, TEXT, by=UNITS, answer=5, rival=6)
+    assert len(lost.statements) >= len(UNITS) + 1 and lost.n_passes <= len(UNITS) + 62
+    question = Question.of(model, PROMPT, TEXT, 5)
+    bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[1]]]))
+    exchange, outcomes = HeadExchange(question, bias, other), Outcomes(question)
+    orders = head_orders(outcomes, exchange)
+    assert all(sorted(order) == list(range(len(exchange.parts))) for order in orders)
+    assert float(first_order(outcomes, exchange, at_other=False).abs().max()) > 0
 
 
 def log_p(model, tokens, answer):
@@ -143,10 +161,12 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself():
 
     of_query = [[("attn.hook_b_kv", head), ("attn.hook_b_d", head)] for head in range(6)]
     of_state = [[("mamba.hook_b_kv", head)] for head in range(4)]
-    parts = {**dict(enumerate(of_query + of_state)), -1: [("mamba.hook_conv_state", slice(None))]}
-    for head, replaced in parts.items():
-        assert abs(swaps[layer, head] - (score() - score(*replaced))) < rounding
-    assert all(any(abs(swaps[layer, head]) > 10 * rounding for head in heads) for heads in (range(6), range(6, 10), [-1]))
+    parts = {Part(layer, head): replaced for head, replaced in enumerate(of_query + of_state)}
+    parts[Part(layer, -1, "convolution")] = [("mamba.hook_conv_state", slice(None))]
+    for part, replaced in parts.items():
+        assert abs(swaps[part] - (score() - score(*replaced))) < rounding
+    for kind in ([*parts][:6], [*parts][6:10], [*parts][10:]):
+        assert any(abs(swaps[part]) > 10 * rounding for part in kind)
 
 
 def test_an_exchange_for_the_same_changes_nothing(model, rounding):

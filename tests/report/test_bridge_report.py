@@ -46,7 +46,7 @@ def test_a_report_without_direct_logits(family, tmp_path, capsys):
     plain.resize_token_embeddings(D_VOCAB)
     plain.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu", "--quick"]
+    words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
     assert main(["report", "--model", str(tmp_path / "model"), *words, "--out", str(tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["conversion"]["relative_error"] < 1e-5 and summary["answer"]["p_answer"][0] > 0

@@ -20,8 +20,7 @@ from kvlens.report import build as building
 from kvlens.report import build_report, print_report, write_report
 from kvlens.report.console import announce
 from kvlens.report.example import example_for
-from kvlens.report.explanation import continuation_in_a_sentence, in_a_sentence, print_explanation
-from kvlens.report.notes import QUICK
+from kvlens.report.explanation import continuation_in_a_sentence, in_a_paragraph, paragraphs
 from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ABLATION, ranked_heads
@@ -37,19 +36,21 @@ def report():
 def test_the_page_opens_with_what_explain_found(report):
     model = HookedKVTransformer.from_zoo("facts-linear")
     found, shown = explain(model, *example_for("facts-linear")), report.summary["answer"]
-    assert shown["explanation"] == in_a_sentence(found, "sentence")
-    assert shown["p_answer"] == pytest.approx(list(found.p_answer)) and shown["unit"] == found.unit == 5
-    assert shown["heads_needed"] == found.needed() and shown["heads_sufficient"] == found.sufficient()
+    assert shown["explanation"] == in_a_paragraph(found, "sentence")
+    assert shown["p_answer"] == pytest.approx(list(found.p_answer)) and shown["cause"] == list(found.cause) == [5]
+    assert [row["parts"] for row in shown["statements"]] == found.statements["parts"].tolist()
+    assert shown["searched_to_the_end"] == ["heads", "positions", "units"] and shown["n_passes"] == found.n_passes
     page = build_page(report).to_html()
     first = page[page.index('<section id="the-answer"') : page.index("</section>")]
-    assert html_text(shown["explanation"]) in first.replace("&nbsp;", " ")
+    for sentences in paragraphs(found, "sentence"):
+        assert all(html_text(sentence) in first.replace("&nbsp;", " ") for sentence in sentences)
     for p in (*found.p_answer, *found.p_rival, *found.p_unprompted):
         assert f"<div>{percent(p)}</div>" in first
     assert "exact to rounding" in first
     pd.testing.assert_frame_equal(report.tables["answer_units"], found.units)
 
 
-def test_units_within_the_null_have_no_color(report):
+def test_units_without_which_the_answer_is_kept_have_no_color(report):
     body = opening(report.explained, "sentence", "?").body
     prompt = body[body.index('data-column="removed"') : body.index('data-column="hidden"')]
     looks = re.findall(r'<span title="[^"]*" class="(\w+)[^>]*>([^<]*)', prompt)
@@ -69,17 +70,20 @@ def test_single_tokens_are_measured_in_short_prompts(report):
 
 
 def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
+    """Heads of breaking sets first; the columns are the two that the sentences speak of."""
     ranked, column = ranked_heads(report)
-    heads = report.explained.heads.set_index(["layer", "head"])
-    needed = bool(report.explained.needed())
-    assert column == ("effect on the answer, nats" if needed else "kept by this head alone, nats")
-    measured = heads["swap"] if needed else heads["whole"] - heads["converse"]
-    assert ranked[column].abs().is_monotonic_decreasing
+    heads = report.explained.heads.query("part == 'head'").set_index(["layer", "head"])
+    assert len(ranked) == len(heads) == 8 and column == "answer, only this head without"
     for row in ranked.to_dict("records"):
-        assert row[column] == measured[row["layer"], row["head"]]
+        measured = heads.loc[row["layer"], row["head"]]
+        shown = [row[column], row["answer, all but this head without"]]
+        assert shown == pytest.approx([measured["p_exchanged"], measured["p_alone"]], nan_ok=True)
+        assert ("breaking" in row["in a set"]) == measured["breaking"] and ("keeping" in row["in a set"]) == measured["keeping"]
+    named = ["breaking" in kinds for kinds in ranked["in a set"]]
+    assert named == sorted(named, reverse=True) and named[0]
     page = build_page(report).to_html()
     first = f"L{ranked['layer'].iloc[0]}H{ranked['head'].iloc[0]}"
-    assert first in report.summary["answer"]["heads_needed"] + report.summary["answer"]["heads_sufficient"]
+    assert first in report.summary["answer"]["explanation"]
     assert f"<tbody><tr><td>{first}</td>" in page
     assert "ablation_kl" not in page and "zero_kl" not in page
 
@@ -123,42 +127,24 @@ def test_without_an_explanation_the_page_says_so(monkeypatch, tmp_path):
     assert (write_report(long, tmp_path / "r") / "report.html").is_file()
 
 
-def test_a_quick_report_says_what_it_left_out(monkeypatch):
-    """Three of facts-linear's eight heads are compared with unrelated sentences."""
-    monkeypatch.setattr("kvlens.analyses.attribution.explain.QUICK_HEADS", 3)
-    model, estimates = HookedKVTransformer.from_zoo("facts-linear"), []
-    options = dict(model_name="facts-linear", new_tokens=1, quick=True, on_estimate=estimates.append)
-    report = build_report(model, *example_for("facts-linear"), **options)
-    (estimate,) = estimates
-    assert 0 < estimate.quick_tokens < estimate.tokens and estimate.quick_seconds < estimate.seconds
-    assert "answer_tokens" not in report.tables and report.summary["answer"]["unit"] == 5
-    assert report.explained.heads["p_value"].notna().sum() == 3 and QUICK in report.summary["notes"]
-    page = build_page(report).to_html()
-    assert html_text(QUICK) in page and "<td>–</td>" in page
-    screen = Console(file=io.StringIO(), width=80)
-    monkeypatch.setattr("kvlens.report.explanation.make_console", lambda: screen)
-    print_explanation(report.explained, "sentence")
-    assert screen.file.getvalue().count("not tested") == 3 * 2  # of the five heads that are listed
-
-
 def test_a_long_explanation_is_announced(capsys):
-    announce(Estimate(9000, 59.0, 100, 2.0), quick=False)
+    announce(Estimate(9000, 59.0))
     assert capsys.readouterr().err == ""
-    announce(Estimate(480_000, 9000.0, 45_000, 700.0), quick=False)
-    announce(Estimate(480_000, 9000.0, 45_000, 70.0), quick=True)
+    announce(Estimate(480_000, 9000.0))
+    announce(Estimate(45_000, 70.0))
     said = " ".join(capsys.readouterr().err.split())
     assert said == (
-        "Explaining the answer takes about 2.5 hours (480,000 tokens to read); with --quick about 12 minutes. "
-        "Explaining the answer takes about 70 seconds (45,000 tokens to read)."
+        "Explaining the answer takes at most 2.5 hours (480,000 tokens to read). "
+        "Explaining the answer takes at most 70 seconds (45,000 tokens to read)."
     )
 
 
 def test_units_that_do_nothing_leave_the_ranking_to_the_text():
     model = HookedKVTransformer.from_zoo("facts-linear")
     report = build_report(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", new_tokens=1, answer=" kite")
-    assert report.explained.unit is None and report.summary["answer"]["p_answer"][1] is None
+    assert report.explained.cause == () and report.summary["answer"]["p_answer"][1] is None
     page = build_page(report).to_html()
-    assert html_text("No sentence of the prompt changes the probability of 'kite'") in page
+    assert html_text("No sentence by itself loses the answer 'kite'") in page
     assert "without that sentence" not in page and "without the prompt" in page and ranked_heads(report)[1] == ABLATION
 
 

@@ -1,14 +1,10 @@
-// From a unit of the prompt to the answer: where it is read, and through which heads. Every line is one measured intervention, and
-// what the model says with parts switched off was measured before; of other combinations the figure says that they were not.
+// From units of the prompt to the answer: where they are held, and which heads read them. Every line, and every combination of
+// switches, is one intervention that was measured before.
 "use strict";
 (() => {
   const { dataOf, label, running, number, percent, element, roving, selection, svg } = KVLENS;
   const ROW = 17, PAD = 7, GAP = 12, TOP = 30, THICKEST = 16;
 
-  const headName = (head) => (head.endsWith(".-1") ? `L${parseInt(head, 10)} convolution` : `L${head.replace(".", "H")}`);
-  const byNumber = (a, b) => a.split(".")[0] - b.split(".")[0] || (a.split(".")[1] ?? 0) - (b.split(".")[1] ?? 0);
-  const keyOf = (removed, unit, position, heads, others) =>
-    `${[...removed].sort(byNumber).join("+")}|${unit}|${position}|${[...heads].sort(byNumber).join("+")}|${others ? 1 : 0}`;
   const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : names[0]);
 
   // words in lines of about so many letters, at most so many lines
@@ -35,41 +31,35 @@
     const slider = element("input"), limit = element("output"), controls = element("p", "controls"), picture = element("div");
     const on = element("button", "", "Switch everything on"), asTable = element("button", "", "Show as a table");
     const named = {
-      u: (unit) => `${data.by} ${Number(unit) + 1}`,
-      p: (position) => (position in data.tokens ? `position ${position} “${shown(data.tokens[position])}”` : "the shift state"),
-      h: headName,
+      u: () => data.causes,
+      p: (position) => (data.positions[position] === null ? "the shift state" : `position ${position} “${shown(data.positions[position])}”`),
+      h: (head) => data.heads[head],
     };
-    const idsOf = (kind, ids) => [...ids].filter((id) => id[0] === kind).map((id) => id.slice(1));
     const nameOf = (id) => named[id[0]](id.slice(1));
-    let unit = null, pinned = new Set(), off = new Set();
+    let pinned = new Set(), off = new Set();
 
-    const state = (removed, of, position, heads, others) => data.states[keyOf(removed, of, position, heads, others)];
-    const totalOf = (unit) => data.states[keyOf([unit], -1, "", [], false)][0];
-    const whole = () => totalOf(unit);
-    const largest = Math.max(1e-12, ...data.units.map((_, unit) => Math.abs(totalOf(unit)))); // as wide as a line gets
-    const strength = (position, heads) => { // null where it was not measured
-      const found = state([], unit, position, heads, measures.value === "alone");
-      return !found ? null : measures.value === "alone" ? whole() - found[0] : found[0];
+    const state = (heads, positions, inside, others) =>
+      data.states[`${heads.join("+")}|${positions.join("+")}|${inside ? 1 : 0}|${others ? 1 : 0}`];
+    const everything = state([], [], false, true), whole = () => everything[0];
+    const largest = Math.max(1e-12, Math.abs(everything[0])); // as wide as a line gets
+    const strength = (positions, heads) => {
+      const alone = measures.value === "alone", found = state(heads, positions, positions.length && heads.length, alone);
+      return alone ? whole() - found[0] : found[0];
     };
-    const partsOf = (id) => (id[0] === "p" ? [id.slice(1), []] : ["", [id.slice(1)]]);
+    const partsOf = (id) => (id[0] === "p" ? [[id.slice(1)], []] : [[], [id.slice(1)]]);
 
-    const edgesOf = () => {
-      const { positions = [], heads = [] } = data.shown[unit] ?? {};
-      const every = [...new Set([...heads, ...idsOf("h", pinned), ...idsOf("h", off)])];
-      const found = [
-        ...positions.map((p) => [`u${unit}`, `p${p}`, strength(p, [])]),
-        ...positions.flatMap((p) => every.map((h) => [`p${p}`, `h${h}`, strength(p, [h])])),
-        ...every.map((h) => [`h${h}`, "answer", strength("", [h])]),
-      ];
-      return found.filter(([, , value]) => value !== null);
-    };
+    const order = { h: Object.keys(data.heads), p: Object.keys(data.positions) };
+    const edgesOf = () => [
+      ...order.p.map((p) => ["u", `p${p}`, strength([p], [])]),
+      ...order.p.flatMap((p) => order.h.map((h) => [`p${p}`, `h${h}`, strength([p], [h])])),
+      ...order.h.map((h) => [`h${h}`, "answer", strength([], [h])]),
+    ];
 
-    // what the switches say together: a state that was measured, or none
+    // what the switches say together
     const result = () => {
-      const removed = idsOf("u", off), heads = idsOf("h", off), positions = idsOf("p", off);
-      if (removed.includes(String(unit)) || !(heads.length + positions.length)) return state(removed, -1, "", [], false);
-      if (positions.length > 1 || (positions.length && heads.length)) return undefined;
-      return state(removed, unit, positions[0] ?? "", heads, false);
+      if (off.has("u")) return everything;
+      const among = (kind) => order[kind].filter((code) => off.has(kind + code));
+      return state(among("h"), among("p"), false, false);
     };
 
     const draw = () => {
@@ -84,15 +74,13 @@
       limit.textContent = edges.length ? `${number(least)} nats` : "";
       figure.querySelectorAll("[data-measure]").forEach((note) => { note.hidden = note.dataset.measure !== measures.value; });
 
-      const used = (id) => visible.some(([from, to]) => from === id || to === id) || pinned.has(id) || off.has(id);
-      const ids = (kind) => [...new Set(edges.flatMap(([from, to]) => [from, to]))].filter((id) => id[0] === kind && used(id));
-      const units = [...new Set([...Object.keys(data.shown), String(unit), ...idsOf("u", off)])].sort(byNumber).map((u) => `u${u}`);
-      const columns = [units, ids("p"), ids("h"), ["answer"]];
+      const ids = (kind) => order[kind].map((code) => kind + code);
+      const columns = [["u"], ids("p"), ids("h"), ["answer"]];
       const textOf = (id, i) => {
         const letters = Math.floor((widths[i] - 2 * PAD) / letter);
-        if (id[0] === "u") return lines(running(data.units[id.slice(1)].trim()), letters, narrow ? 5 : 3);
-        if (id[0] === "h") return lines(headName(id.slice(1)), letters, 2);
-        return [cut(shown(data.tokens[id.slice(1)] ?? "shift state"), letters)];
+        if (id[0] === "u") return lines(running(data.cause), letters, narrow ? 6 : 5);
+        if (id[0] === "h") return lines(data.heads[id.slice(1)], letters, 2);
+        return [cut(shown(data.positions[id.slice(1)] ?? "shift state"), letters)];
       };
       const boxes = {}, rowsOf = (id, i) => (id === "answer" ? (narrow ? 7 : 5) : textOf(id, i).length + 1);
       const heights = columns.map((column, i) => column.map((id) => rowsOf(id, i) * ROW + 2 * PAD));
@@ -107,11 +95,11 @@
       const high = TOP + tallest + 2 * ROW;
       const drawing = svg("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "group", "font-size": font });
       drawing.setAttribute("aria-label", "flow from the prompt to the answer; arrow keys move, Enter pins, Space switches off");
-      const headings = narrow ? [data.by, "position", "head", "answer"] : [`the ${data.by}`, "read at position", "through head", "the model says"];
+      const headings = narrow ? ["cause", "position", "head", "answer"] : data.columns;
       headings.forEach((name, i) => drawing.append(svg("text", { x: left[i], y: 14, class: "column" }, name)));
 
       const hot = (ends) => ends.some((id) => pinned.has(id) && id[0] !== "u");
-      const anyHot = [...pinned].some((id) => id[0] !== "u" && used(id));
+      const anyHot = [...pinned].some((id) => id[0] !== "u");
       const line = (from, to, value, path) => {
         const dim = off.has(from) || off.has(to) || (anyHot && !hot([from, to])) ? " dim" : "";
         const share = Math.min(1, Math.abs(value) / largest);
@@ -133,14 +121,12 @@
         const t = 0.24, x = x1 + (x2 - x1) * (1.5 * t * (1 - t) + t ** 3), y = y1 + (y2 - y1) * t * t * (3 - 2 * t);
         texts.push(svg("text", { x, y: y + 4, class: "value", "text-anchor": "middle" }, number(value))); // others stand in the nodes
       });
-      const source = boxes[`u${unit}`], { answer } = boxes, below = high - 1.4 * ROW;
+      const source = boxes.u, { answer } = boxes, below = high - 1.4 * ROW;
       const x1 = source.x + source.w / 2, x2 = answer.x + answer.w / 2, down = `M ${x1} ${source.y + source.h} C ${x1} ${below} ${x1} ${below}`;
       const up = `C ${x2} ${below} ${x2} ${below} ${x2} ${answer.y + answer.h}`;
-      drawing.append(line(`u${unit}`, "answer", total, `${down} ${x1 + 40} ${below} L ${x2 - 40} ${below} ${up}`));
+      drawing.append(line("u", "answer", total, `${down} ${x1 + 40} ${below} L ${x2 - 40} ${below} ${up}`));
       texts.push(svg("text", { x: wide / 2, y: below + 4, class: "value", "text-anchor": "middle" }, `in total ${number(total)} nats`));
       drawing.append(...texts);
-      const nothing = data.shown[unit] ? "all lines are hidden" : "not computed: no significant effect";
-      if (!columns[1].length && !columns[2].length) drawing.append(svg("text", { x: left[1], y: TOP + tallest / 2, class: "column" }, nothing));
 
       const items = [], actions = [];
       const item = (id, group, act, other) => {
@@ -155,9 +141,9 @@
       };
       for (const [id, box] of Object.entries(boxes)) {
         if (id === "answer") continue;
-        const look = `node${pinned.has(id) || id === `u${unit}` ? " pinned" : ""}${off.has(id) ? " off" : ""}`;
+        const look = `node${pinned.has(id) || id === "u" ? " pinned" : ""}${off.has(id) ? " off" : ""}`;
         const group = svg("g", { class: look, role: "button" });
-        const value = id[0] === "u" ? state([id.slice(1)], -1, "", [], false)?.[0] : strength(...partsOf(id));
+        const value = id === "u" ? whole() : strength(...partsOf(id));
         group.setAttribute("aria-pressed", String(pinned.has(id)));
         group.append(svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5 }));
         const said = textOf(id, box.column);
@@ -188,13 +174,12 @@
     // the two answers with bars; `down` is how far the percentages stand below the names
     const answerBox = (box, letters, down) => {
       const found = result(), made = [svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5, class: "answer" })];
-      [[data.answer, found?.[1]], [data.rival, found?.[2]]].forEach(([name, p], i) => {
+      [[data.answer, found[1]], [data.rival, found[2]]].forEach(([name, p], i) => {
         const x = box.x + PAD, y = box.y + PAD + 12 + (2.5 * ROW + down) * i, w = box.w - 2 * PAD;
-        const said = p === undefined ? "not computed" : percent(p), below = down || p === undefined ? ROW : 0;
+        const said = percent(p), below = down ? ROW : 0;
         made.push(
           svg("text", { x, y, class: i ? "" : "strong" }, cut(running(name), Math.max(3, below ? letters : letters - said.length - 1))),
-          svg("text", { x: x + w, y: y + below, class: p === undefined ? "column" : "number", "text-anchor": "end" }, said));
-        if (p === undefined) return;
+          svg("text", { x: x + w, y: y + below, class: "number", "text-anchor": "end" }, said));
         made.push(
           svg("rect", { x, y: y + below + 6, width: w, height: 8, class: "empty" }),
           svg("rect", { x, y: y + below + 6, width: Math.max(1, p * w), height: 8, class: "full" }));
@@ -204,55 +189,45 @@
 
     const describe = (id) => {
       const says = (found) => `“${data.answer}” ${percent(found[1])}, “${data.rival}” ${percent(found[2])}`;
-      if (id[0] === "u") {
-        const text = running(data.units[id.slice(1)].trim());
-        return `${capital(nameOf(id))}, “${text}”: without it ${says(state([id.slice(1)], -1, "", [], false))}.`;
-      }
-      const lost = state([], unit, ...partsOf(id), false), alone = state([], unit, ...partsOf(id), true);
-      const name = capital(nameOf(id));
-      if (!lost) return `${name} was not measured for ${nameOf(`u${unit}`)}.`;
-      return `${name}: ${number(lost[0])} nats are lost if only it reads the prompt without ${nameOf(`u${unit}`)} (${says(lost)})` +
-        (alone ? `; ${number(whole() - alone[0])} of ${number(whole())} nats are kept if only it reads the prompt with it (${says(alone)}).` : ".");
+      if (id === "u") return `${capital(data.causes)}, “${running(data.cause)}”: without it ${says(everything)}.`;
+      const [positions, heads] = partsOf(id), name = capital(nameOf(id));
+      const lost = state(heads, positions, false, false), alone = state(heads, positions, false, true);
+      return `${name}: ${number(lost[0])} nats are lost if only it reads the prompt without ${data.causes} (${says(lost)}); ` +
+        `${number(whole() - alone[0])} of ${number(whole())} nats are kept if only it reads the prompt with it (${says(alone)}).`;
     };
 
     const tell = () => {
       const found = result(), names = [...off].sort((a, b) => nameOf(a).localeCompare(nameOf(b))).map(nameOf);
-      const gone = off.has(`u${unit}`) && [...off].some((id) => id[0] !== "u");
-      const idle = gone ? ` Without ${nameOf(`u${unit}`)} the switches of positions and heads change nothing.` : "";
+      const gone = off.has("u") && [...off].some((id) => id[0] !== "u");
+      const idle = gone ? ` Without ${data.causes} the switches of positions and heads change nothing.` : "";
       const before = names.length ? `With ${listed(names)} switched off` : "With everything switched on";
-      status.textContent = found
-        ? `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ${percent(found[2])}.${idle}`
-        : `${before}: this combination was not computed. Computed are every ${data.by}, every head and the positions shown, each by ` +
-          `itself, and pairs of the leading ${data.by}s and heads.`;
+      status.textContent = `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ` +
+        `${percent(found[2])}.${idle}`;
       told.textContent = [...pinned].map(describe).join(" ");
       on.hidden = !off.size;
       figure.dataset.off = [...off].join(" ");
     };
 
-    // what the switches are about stands in the address with them
-    const store = (next) => selection.set(next.size ? { off: [...next].join(","), unit: String(unit) } : { off: null });
+    const store = (next) => selection.set({ off: next.size ? [...next].join(",") : null });
     const turn = (id) => {
       const next = new Set(off);
       if (!next.delete(id)) next.add(id);
       store(next);
     };
     const choose = (id) => {
-      const [kind, value] = [{ u: "unit", h: "head", p: "prompt" }[id[0]], id.slice(1)];
-      if (id === "pshift_state") { // no other figure knows it
+      const kind = { h: "head", p: "prompt" }[id[0]], value = id.slice(1);
+      if (!/^(h\d+\.\d+|p\d+)$/.test(id)) { // no other figure knows it
         if (!pinned.delete(id)) pinned.add(id);
         return draw();
       }
       selection.set(pinned.has(id) ? { [kind]: null, show: null } : { [kind]: value, show: kind });
     };
-    const known = (id) => { // of positions and heads only where they were measured for the unit
-      const { positions } = data.shown[unit] ?? {};
-      return ({ u: Object.keys(data.units), h: positions && data.heads, p: positions })[id[0]]?.includes(id.slice(1)) ?? false;
-    };
+    const known = (id) => id === "u" || (order[id[0]]?.includes(id.slice(1)) ?? false);
     const follow = (selected) => {
-      unit = known(`u${selected.unit}`) ? Number(selected.unit) : data.first;
-      const at = data.shown[unit]?.positions.find((position) => KVLENS.covers(selected.prompt, position));
-      const pins = [selected.unit && `u${selected.unit}`, selected.head && `h${selected.head}`, at && `p${at}`];
-      pinned = new Set([...pins.filter((id) => id && known(id)), ...[...pinned].filter((id) => id === "pshift_state")]);
+      const at = order.p.find((position) => KVLENS.covers(selected.prompt, position));
+      const pins = [selected.head && `h${selected.head}`, at && `p${at}`];
+      const own = [...pinned].filter((id) => !/^(h\d+\.\d+|p\d+)$/.test(id));
+      pinned = new Set([...pins.filter((id) => id && known(id)), ...own]);
       off = new Set((selected.off ?? "").split(",").filter((id) => id && known(id)));
       draw();
     };
@@ -281,7 +256,7 @@
       before = place.clientWidth;
     });
     follow(selection.get());
-    selection.listen(["unit", "head", "prompt", "off"], follow);
+    selection.listen(["head", "prompt", "off"], follow);
   };
 
   document.querySelectorAll('[data-kvlens="flow"]').forEach(setUp);

@@ -16,7 +16,7 @@ from kvlens.files import Unfinished, hold_unfinished
 
 STORY = "Mira keeps a goat. Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
-TABLES = ("units", "heads", "positions")
+TABLES = ("statements", "units", "heads", "positions")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def model():
 
 
 def explained(model, path, **changed):
-    return explain(model, STORY, QUESTION, null=Null(40), quick=True, keep=path, **changed)
+    return explain(model, STORY, QUESTION, keep=path, **changed)
 
 
 def counted(monkeypatch, stop_after=None):
@@ -53,7 +53,7 @@ def whole(model, tmp_path_factory):
 def assert_same(found, expected):
     for name in TABLES:
         assert_frame_equal(getattr(found, name), getattr(expected, name), check_exact=True)
-    assert (found.p_answer, found.p_rival, found.unit) == (expected.p_answer, expected.p_rival, expected.unit)
+    assert (found.p_answer, found.p_rival, found.cause) == (expected.p_answer, expected.p_rival, expected.cause)
 
 
 @pytest.mark.parametrize(("share", "cut"), [(0.0, 0), (0.1, 7), (0.6, 0), (1.0, 7)])
@@ -160,7 +160,7 @@ def test_prompts_of_a_null_count_in_full():
 @pytest.mark.parametrize("command", ["explain", "report"])
 def test_a_command_that_is_repeated_resumes(tmp_path, monkeypatch, capsys, command):
     out, texts = tmp_path / "out", ["--prompt", STORY, "--text", QUESTION]
-    asked = [command, *texts, "--model", "facts-linear", "--quick", "--out", str(out)]
+    asked = [command, *texts, "--model", "facts-linear", "--out", str(out)]
     counted(monkeypatch, 9)
     assert main(asked) == 130
     monkeypatch.undo()

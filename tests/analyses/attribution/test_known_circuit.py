@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from analyses import attribution_by_head, attribution_by_position, prompt_attribution
-from analyses.attribution.null import Null
+from analyses.attribution.explain import explain
 from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
@@ -69,7 +69,7 @@ def test_the_one_head_that_reads_the_note_has_the_whole_effect(circuit):
     heads = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
     # With softmax and without the inner sentence nothing is found, and the text's own note, of L0H0, counts like any other.
     for unit in (OUTER, INNER) if circuit.cfg.attention == "linear" else (OUTER,):
-        of_unit = heads[heads["unit"] == unit].set_index(["layer", "head"])
+        of_unit = heads[(heads["unit"] == unit) & (heads["part"] == "head")].set_index(["layer", "head"])
         whole = of_unit["whole"].iloc[0]
         assert whole > 1.0
         expected = [0.0, 0.0, whole, 0.0]  # L0H0 wrote the note, into the prompt; the text reads it through L1H0
@@ -98,19 +98,33 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
         assert inner.set_index("prompt_position")["swap"].drop(NOTE).abs().max() < EXACT
 
 
-def test_the_head_that_reads_the_note_is_significant_and_always_leads(circuit):
-    """Unrelated units of tokens that are neither asked for nor on the way to the answer."""
-    generator = torch.Generator().manual_seed(1)
-    unrelated = torch.tensor([SACK, BARN, COIN, REST, 7])[torch.randint(5, (20, 6), generator=generator)]
-    null = Null(19, list(unrelated))
-    table = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR, null=null)
-    outer = table[table["unit"] == OUTER].set_index(["layer", "head"])
-    assert outer["significant"].tolist() == [False, False, True, False]
-    assert outer.loc[(1, 0), "p_value"] == 1 / 20
-    assert outer["leads"].tolist() == [0.0, 0.0, 1.0, 0.0]
-    assert table[table["unit"] == -1][["p_value", "leads"]].isna().all(axis=None)
-    plain = attribution_by_head(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
-    assert plain[["p_value", "leads"]].isna().all(axis=None) and not plain["significant"].any()
+def test_an_explanation_of_the_circuit_is_its_sentences_its_head_and_its_note(circuit):
+    """Either sentence loses the answer, and no other; the head that reads the note, and the note, are sets of both kinds."""
+    found = explain(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
+    lost = {int(parts) for (parts,) in found.sets("units", "breaking")[:2]}
+    assert lost == {OUTER, INNER} and len(found.sets("units", "each")) == len(SPANS)
+    assert found.cause[0] in lost and found.searched == {"units", "heads", "positions"}
+    # With softmax and without the inner sentence the text's own note counts like any other: see above.
+    if circuit.cfg.attention == "linear" or found.cause == (OUTER,):
+        for role in ("breaking", "keeping"):
+            assert found.sets("heads", role) == [["1.0"]] and found.sets("positions", role) == [[str(NOTE)]]
+    smallest = found.statements.query("role == 'breaking' and positions == 'kept'")["smallest"]
+    assert smallest.all()
+
+
+def test_nothing_is_lost_where_the_prompt_is_ignored(circuit):
+    """With W_O = 0 no head writes anything."""
+    with torch.no_grad():
+        blocks = [block.attn.W_O for block in circuit.blocks]
+        saved = [w.clone() for w in blocks]
+        for w in blocks:
+            w.zero_()
+        try:
+            found = explain(circuit, PROMPT, TEXT, by=SPANS)
+        finally:
+            for w, old in zip(blocks, saved, strict=True):
+                w.copy_(old)
+    assert set(found.statements["verdict"]) == {"kept"} and found.cause == ()
 
 
 def test_units_head_and_position_are_named_in_every_story(circuit):
