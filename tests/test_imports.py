@@ -24,6 +24,7 @@ ORDER = [
     "short_name",
     "tokenizer",
     "ops",
+    "base",
     "_tl4",
     "_tl",
     "kv_bias",

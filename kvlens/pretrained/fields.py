@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from kvlens.errors import KVLensError
+from kvlens.base.rope_parameters import refused
 
 _OF_TRAINING = (
     "attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop embed_dropout hidden_dropout init_std "
@@ -78,11 +78,3 @@ def check_fields(hf_config: Any, architecture: str) -> None:
         expected, source = own.get(name, (default.get(name), ""))
         if values[name] != expected and not (values[name] is None and name in own):
             raise refused(architecture, name, values[name], f"only {expected!r}{source} can be expressed")
-
-
-def refused(architecture: str, name: str, value: Any, why: str) -> KVLensError:
-    """The error for a field of a configuration whose value cannot be honored."""
-    return KVLensError(
-        f"from_pretrained: this {architecture} has {name}={value!r} in its configuration, which TransformerLens' "
-        f"HookedTransformer does not compute: {why}"
-    )

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlens._tl import HookedTransformerConfig, loading
+from kvlens.base.rope_parameters import refused, rotary_fields
 from kvlens.errors import KVLensError
-from kvlens.pretrained.fields import HONORED, check_fields, refused
-from kvlens.pretrained.rotary import rotary_fields
+from kvlens.pretrained.fields import HONORED, check_fields
 
 logger = logging.getLogger(__name__)
 
