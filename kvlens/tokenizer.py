@@ -11,8 +11,17 @@ So the tokenizers made here have both entries and prepend BOS themselves, which 
 (``cfg.tokenizer_prepends_bos``) and handles for ``prepend_bos`` true and false.
 """
 
+from typing import Any
+
+from jaxtyping import Int
 from tokenizers import Tokenizer, processors
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from kvlens.errors import warn
+
+MOST_NAMED = 5
+"""Unknown words that a warning names."""
 
 
 def with_bos(tokenizer: Tokenizer, name: str, *, bos_token: str, **special_tokens: str) -> PreTrainedTokenizerFast:
@@ -44,3 +53,29 @@ def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTr
     tokenizer.init_kwargs["name_or_path"] = name
     tokenizer.init_kwargs["add_bos_token"] = True
     return tokenizer
+
+
+def warn_of_unknown_words(tokenizer: Any, texts: str | list[str], tokens: Int[Tensor, "batch pos"]) -> None:
+    """Warn if words of ``texts`` are not in the vocabulary: the model reads the same token for all of them.
+
+    Args:
+        tokenizer: of the model; one that knows every character (such as GPT-2's) never warns.
+        texts: what was tokenized.
+        tokens: what became of it.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id) or not bool((tokens == unknown).any()):
+        return
+    words: dict[str, None] = {}
+    for text in [texts] if isinstance(texts, str) else texts:
+        found = tokenizer(text, return_offsets_mapping=True) if tokenizer.is_fast else {"input_ids": [], "offset_mapping": []}
+        spans = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        words |= dict.fromkeys(text[start:end].strip() or text[start:end] for token, (start, end) in spans if token == unknown)
+    words.pop(tokenizer.unk_token, None)  # written by who wants it read
+    if words or not tokenizer.is_fast:
+        named = ", ".join(map(repr, [*words][:MOST_NAMED])) or "some words"
+        more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+        warn(
+            f"the model's vocabulary lacks {named}{more}: it reads {tokenizer.unk_token} in place of each, so what it does "
+            "with them says nothing about these words. Use words that it knows, or another model"
+        )

@@ -20,7 +20,7 @@
 #
 # So the only trace of a prompt in a head is $A$ and $D$ at the prompt's end. If the sums start from these values, the prompt is no longer
 # needed: it has become a bias of the head, $b_{KV}$ and $b_D$. This notebook converts a story, asks questions about it, and finds the
-# heads that store it.
+# heads whose bias the answers depend on.
 
 # %%
 import tempfile
@@ -201,5 +201,5 @@ assert len(carry) == 3 and (carry["ablation_kl"] > 0).all()
 carry[["layer", "head", "ablation_kl"]]
 
 # %% [markdown]
-# With random weights the effects are close to zero. Next: which head stores which fact (notebook 02), or what arithmetic on biases does
+# With random weights the effects are close to zero. Next: through which heads a fact reaches the answer (notebook 02), or what arithmetic on biases does
 # (03).

@@ -62,6 +62,6 @@ def _help(prog: str) -> str:
         f"summaries; `{prog} NAME --help` shows the columns and options of one.\n\n"
         f"{EPILOG}\n\n"
         f"NAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance "
-        "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is an "
+        "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is a "
         "kvlens.analyses.Analysis."
     )

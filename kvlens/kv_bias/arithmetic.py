@@ -54,7 +54,18 @@ def fields_of_sum(
     changed |= sums
     unchanged = weights == [1.0] and shift_state != "zero"
     fit = first.fit if unchanged else of_sum((b.fit for b in biases), _sum_in_words(biases, weights))
-    return {**changed, "fit": fit, "n_prompt_tokens": sum(b.n_prompt_tokens for b in biases)}
+    return {**changed, "fit": fit, "n_prompt_tokens": _tokens_left(biases, weights)}
+
+
+def _tokens_left(biases: Sequence[Any], weights: Sequence[float | int]) -> Any:
+    """Tokens added minus tokens subtracted, so that exchanging a head of one prompt for that of another keeps their number.
+
+    A factor does not change how many tokens a bias stands for, whatever its sign.
+    """
+    if len(biases) == 1:
+        return biases[0].n_prompt_tokens
+    left = sum(((w > 0) - (w < 0)) * b.n_prompt_tokens for w, b in zip(weights, biases, strict=True))
+    return left.clamp(min=0) if isinstance(left, torch.Tensor) else max(left, 0)
 
 
 def _sum_in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:

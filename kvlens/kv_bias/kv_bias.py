@@ -64,7 +64,8 @@ class KVBias:
         b_D: [layer, (batch,) head, d_phi], likewise; zeros where the model has normalizer "none".
         last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
         last_q: [layer, (batch,) window, head, d_head], likewise.
-        n_prompt_tokens: number of tokens converted; an int, or [batch] where prompts differ.
+        n_prompt_tokens: number of tokens converted, of a sum those added minus those subtracted; an int, or [batch] where
+            prompts differ.
         position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
             else the prompt's length; an int, or [batch] where prompts differ.
         fingerprint: of the model with which the prompt was converted.
@@ -314,7 +315,7 @@ class KVBias:
                 and position offset; ``zero`` uses no shift state, and the offsets must be equal.
 
         Returns:
-            The combined bias. ``n_prompt_tokens`` is the total number of tokens.
+            The combined bias. ``n_prompt_tokens`` is the number of tokens added, minus those subtracted.
 
         Raises:
             KVLensError: no biases, different models or batch shapes, or shift states or offsets that differ.

@@ -1,5 +1,6 @@
 """Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvlens.pretrained import (
     load_llama2c_parts,
     load_pretrained_parts,
     nothing_asked,
+    nothing_fetched,
     official_name,
     refuse_names_with_code,
     refuse_to_run_code,
@@ -132,9 +134,10 @@ def from_pretrained(
     default_padding_side: str | None = None,
     move_to_device: bool = True,
     verify: bool | None = None,
+    local_files_only: bool = True,
     **loader_kwargs: Any,
 ) -> M:
-    """Load a softmax model as TransformerLens does, from the network or locally.
+    """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
 
     Peak memory on a CPU in float32, excluding the memory-mapped pages of the file: 1.5 to 2 times the model's weights with
     weight processing (more for a larger share of vocabulary weights), 1.3 times without, and 1.0 times if ``verify=False`` too.
@@ -152,17 +155,21 @@ def from_pretrained(
         verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits' size
             in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to two billion parameters and
             logs a line if a larger one is not compared; with ``first_n_layers`` or a KV shift there is nothing to compare with.
+        local_files_only: take the files of a name from Hugging Face's cache on this machine; False asks the hub, and fetches
+            what is missing. A folder never needs the hub.
         loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and arguments of Hugging
             Face's own ``from_pretrained``.
 
     Raises:
-        KVLensError: an unknown name (the nearest is suggested), an incomplete folder, an unsupported architecture, an
-            unsupported field of the configuration, or a model whose results differ from those of transformers.
+        KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
+            unsupported architecture, an unsupported field of the configuration, or a model whose results differ from those of
+            transformers.
     """
     refuse_to_run_code(loader_kwargs)
     _refuse_slips(loader_kwargs)
     if default_padding_side is not None:
         ensure("from_pretrained: default_padding_side", one_of(("left", "right")), default_padding_side)
+    ensure("from_pretrained: local_files_only", bool, local_files_only)
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
@@ -180,7 +187,7 @@ def from_pretrained(
             "move_to_device": move_to_device,
             **loader_kwargs,
         }
-        return _from_hub(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs)
+        return _by_name(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs, local_files_only)
     other = kv_shift is not None or not move_to_device
     if verify and other:
         raise KVLensError(
@@ -262,8 +269,10 @@ def from_llama2c(
     return model
 
 
-def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any]) -> M:
-    """Load by official name through TransformerLens, from the hub or its cache; it constructs ``cls`` itself."""
+def _by_name(
+    cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any], local_files_only: bool
+) -> M:
+    """Load by official name through TransformerLens, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
     refuse_names_with_code(name)
     check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
@@ -271,9 +280,15 @@ def _from_hub(cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig |
         check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
     try:
-        with without_deprecation_warning(), without_progress_bars(), nothing_asked():
+        here = nothing_fetched() if local_files_only else contextlib.nullcontext()
+        with without_deprecation_warning(), without_progress_bars(), nothing_asked(), here:
             model = load(cls, name, tokenizer=tokenizer, **{**kwargs, "trust_remote_code": False})
     except OSError as error:
+        if local_files_only:
+            raise KVLensError(
+                f"from_pretrained: the files of {name} are not all in Hugging Face's cache on this machine; "
+                "local_files_only=False fetches them, or pass a folder"
+            ) from error
         raise KVLensError(
             f"from_pretrained: {name} is not in the local cache, nor available from the hub: {' '.join(str(error).split())}"
         ) from error

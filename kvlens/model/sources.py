@@ -56,7 +56,7 @@ def _name_in_the_cache(name: str) -> str:
     if not isinstance(try_to_load_from_cache(official, "config.json"), str):
         raise KVLensError(
             f"--model: TransformerLens knows {name!r}, but its files are not in the local cache ({HF_HUB_CACHE}): "
-            f'HookedKVTransformer.from_pretrained("{official}") fetches them; or give its folder'
+            f'HookedKVTransformer.from_pretrained("{official}", local_files_only=False) fetches them; or give its folder'
         )
     return official
 

@@ -47,6 +47,7 @@ from kvlens.model.protocol import DirectPath, HeadMatrices, HeadsRead, StreamRea
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
+from kvlens.tokenizer import warn_of_unknown_words
 
 
 class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
@@ -288,7 +289,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
         with self._thread.turn:
-            return super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+            tokens = super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+        warn_of_unknown_words(self.tokenizer, input, tokens)
+        return tokens
 
     @property
     def prepends_bos(self) -> bool:
@@ -474,7 +477,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """As in TransformerLens; a dtype may be given by its name, and must be one that weights can have."""
         if not is_dtype(device_or_dtype):
             return super().to(device_or_dtype, print_details)
-        dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
+        dtype = dtype_of(device_or_dtype, "to: dtype")
         if print_details:
             print("Changing model dtype to", dtype)
         return torch.nn.Module.to(self, dtype)  # TransformerLens' own method makes a second copy of all weights
@@ -486,6 +489,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         lossy = after.is_floating_point and torch.finfo(after).bits < min(torch.finfo(dtype).bits, 32)
         before = self.fingerprint().weights if lossy else None
         super()._apply(fn, *args, **kwargs)
+        self.cfg.dtype = after  # model.half() and the like, of which TransformerLens' configuration does not learn
         if before is not None:
             self.rounded_from = (weights_hash(self.state_dict()), before)
         if self._attached is not None:

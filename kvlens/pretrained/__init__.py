@@ -13,7 +13,7 @@ The result is a TransformerLens configuration with weights under its names, from
 
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.checkpoint_files import read_tensors
-from kvlens.pretrained.code import nothing_asked, refuse_names_with_code, refuse_to_run_code
+from kvlens.pretrained.code import nothing_asked, nothing_fetched, refuse_names_with_code, refuse_to_run_code
 from kvlens.pretrained.folder import without_progress_bars
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import is_local_folder, official_name
@@ -31,6 +31,7 @@ __all__ = [
     "load_llama2c_parts",
     "load_pretrained_parts",
     "nothing_asked",
+    "nothing_fetched",
     "official_name",
     "read_tensors",
     "read_tokenizer",

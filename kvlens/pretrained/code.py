@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from huggingface_hub import constants
 from transformers import dynamic_module_utils
 
 from kvlens._tl import loading
@@ -49,3 +50,14 @@ def nothing_asked() -> Iterator[None]:
         yield
     finally:
         dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+@contextlib.contextmanager
+def nothing_fetched() -> Iterator[None]:
+    """Hugging Face's cache answers and the hub is not asked, in every call of TransformerLens' loader too."""
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True  # what the environment variable of this name sets; read at every request
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -21,13 +21,13 @@ def find_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Find the tokenizer (given, in the folder, in the local cache, in that order), prepare it, and name it in cfg."""
     tokenizer, name = given, given.name_or_path if given is not None else ""
-    if given is not None and given.vocab_size > cfg.d_vocab:
-        raise KVLensError(
-            f"from_pretrained: the tokenizer has {given.vocab_size} tokens, the model's vocabulary only {cfg.d_vocab}: "
-            "they do not belong together"
-        )
     if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
         tokenizer, name = read_tokenizer(folder), str(folder)
+    if tokenizer is not None and tokenizer.vocab_size > cfg.d_vocab:
+        raise KVLensError(
+            f"from_pretrained: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {cfg.d_vocab}: "
+            "they do not belong together"
+        )
     if tokenizer is None and official is not None:
         tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
     if tokenizer is None:

@@ -70,5 +70,5 @@ def source_of(name: str) -> Path | str:
     raise KVLensError(
         f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
         f"(a name that TransformerLens knows is taken where its files are in the local cache, {cache}: "
-        "HookedKVTransformer.from_pretrained fetches them)"
+        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches them)"
     )

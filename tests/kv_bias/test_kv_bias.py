@@ -76,12 +76,13 @@ def test_arithmetic_acts_on_the_sums_and_keeps_the_shift_state(batch):
     a, b = bias_of(1, batch, shift_state_seed=9), bias_of(2, batch, shift_state_seed=9, n_prompt_tokens=4)
     for got, of_a, of_b, n_tokens in (
         (a + b, 1, 1, 11),
-        (a - b, 1, -1, 11),
+        (a - b, 1, -1, 3),
         (0.5 * a, 0.5, 0, 7),
         (a * 3, 3, 0, 7),
         (a / 4, 0.25, 0, 7),
         (-a, -1, 0, 7),
-        (combine(a, b, weights=(2, -0.5)), 2, -0.5, 11),
+        (combine(a, b, weights=(2, -0.5)), 2, -0.5, 3),
+        (b - a, -1, 1, 0),
         (combine(a), 1, 0, 7),
     ):
         assert torch.equal(got.b_KV, of_a * a.b_KV + of_b * b.b_KV)
@@ -104,6 +105,9 @@ def test_token_counts_of_unequal_prompts_add_row_by_row():
     a = replace(a, n_prompt_tokens=torch.tensor([1, 2, 4]))
     assert (a + b).n_prompt_tokens.tolist() == [8, 9, 11]
     assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
+    assert (b - a).n_prompt_tokens.tolist() == [6, 5, 3]
+    head = [(1, 0)]
+    assert (b - b.select(heads=head) + a.select(heads=head)).n_prompt_tokens.tolist() == [1, 2, 4]
 
 
 def test_the_sum_of_two_prompts_is_their_concatenation_if_order_does_not_matter():

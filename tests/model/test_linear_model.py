@@ -333,6 +333,15 @@ def test_the_residual_stream_keeps_the_models_dtype(positions):
     assert cache["resid_post", 1].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_torchs_own_ways_to_change_the_dtype(attention):
+    model = linear_model(attention=attention, dtype=torch.float32)
+    for change, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64)):
+        getattr(model, change)()
+        with model.kv_bias(convert_prompt(model, tokens(1, 5)[0])):
+            assert model(tokens(1, 4)).dtype == model.cfg.dtype == dtype
+
+
 def test_autocast_does_not_reach_the_state():
     model, x = linear_model(dtype=torch.float32), tokens(1, 9)
     cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)

@@ -29,12 +29,39 @@ def test_a_misspelt_argument_is_not_handed_on_to_hugging_face(tmp_path):
             HookedKVTransformer.from_pretrained(tmp_path, **{slip: None})
 
 
-def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatch, capsys):
+def cached_gpt2(tmp_path):
+    """A tiny model as Hugging Face's cache would hold "gpt2"."""
     snapshot = tmp_path / "hub/models--gpt2/snapshots" / ("0" * 40)
     tiny_hf_model("gpt2").save_pretrained(snapshot)
     tiny_tokenizer().save_pretrained(snapshot)
     (tmp_path / "hub/models--gpt2/refs").mkdir()
     (tmp_path / "hub/models--gpt2/refs/main").write_text("0" * 40)
+
+
+def test_a_name_is_looked_for_on_this_machine_and_on_the_hub_only_when_asked(tmp_path, monkeypatch):
+    tried = []
+
+    def connect(self, address, *args, **kwargs):
+        tried.append(address)
+        raise OSError("there is no network in tests")
+
+    cached_gpt2(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as on a user's machine
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: connect(None, args[0]))
+    assert HookedKVTransformer.from_pretrained("gpt2", device="cpu").cfg.model_name == "gpt2"
+    with pytest.raises(KVLensError, match="pythia-70m are not all in Hugging Face's cache .* local_files_only=False fetches"):
+        HookedKVTransformer.from_pretrained("pythia-70m", device="cpu")
+    assert tried == [] and constants.HF_HUB_OFFLINE is False
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the hub's retries
+    with pytest.raises(KVLensError, match="not in the local cache, nor available from the hub"):
+        HookedKVTransformer.from_pretrained("pythia-70m", device="cpu", local_files_only=False)
+    assert tried
+
+
+def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatch, capsys):
+    cached_gpt2(tmp_path)
     (tmp_path / "p.txt").write_text("The widget\n")
 
     def run(model: str, cache: str) -> int:

@@ -259,10 +259,12 @@ def test_official_name_takes_its_tokenizer_from_the_cache_if_it_is_there_and_fit
     assert load_pretrained_parts("gpt2", hf_model=tiny_hf_model("gpt2", vocab_size=101)).tokenizer is None
 
 
-def test_tokenizer_larger_than_the_vocabulary_is_refused():
+def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     hf_model = tiny_hf_model("gpt2", vocab_size=101)
     with pytest.raises(KVLensError, match="the model's vocabulary only 101"):
         load_pretrained_parts("x", hf_model=hf_model, tokenizer=tiny_tokenizer())
+    with pytest.raises(KVLensError, match="the model's vocabulary only 101"):
+        load_pretrained_parts(save(hf_model, tmp_path / "run", tiny_tokenizer()))
 
 
 def test_broken_tokenizer_in_the_folder_is_named(tmp_path):
