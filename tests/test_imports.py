@@ -25,7 +25,6 @@ ORDER = [
     "tokenizer",
     "ops",
     "base",
-    "_tl4",
     "_tl",
     "kv_bias",
     "components",

@@ -107,9 +107,10 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (Norm(cfg, "RMS", heads * cfg.d_head) for heads in (cfg.n_heads, n_kv))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Tables and masks follow from the configuration: those of a state dict are left out."""
+        """Tables and masks follow from the configuration: those of a state dict are left out if they have other sizes."""
         own = {prefix + name: buffer for name, buffer in self.named_buffers(recurse=False)}
-        super()._load_from_state_dict({**state_dict, **{n: b for n, b in own.items() if n in state_dict}}, prefix, *args)
+        other = {n: b for n, b in own.items() if n in state_dict and state_dict[n].shape != b.shape}
+        super()._load_from_state_dict({**state_dict, **other}, prefix, *args)
 
     @property
     def OV(self) -> FactoredMatrix:
@@ -153,15 +154,21 @@ class Attention(nn.Module):
     def calculate_qkv_matrices(self, query_input: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values [batch, pos, head, d_head], hooked, then normalized and clamped as configured."""
         cfg = self.cfg
-        project = _project_heads if cfg.use_split_qkv_input or cfg.use_attn_in else _project
-        q = self.hook_q(project(query_input, self.W_Q, self.b_Q))
-        k = self.hook_k(project(key_input, *self._stored_weights("K")))
-        v = self.hook_v(project(value_input, *self._stored_weights("V")))
+        q = self.hook_q(self.project(query_input, self.W_Q, self.b_Q))
+        k = self.hook_k(self.project(key_input, *self._stored_weights("K")))
+        v = self.hook_v(self.project(value_input, *self._stored_weights("V")))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if cfg.clip_qkv is not None:
             q, k, v = (x.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for x in (q, k, v))
         return q, k, v
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Float[Tensor, "batch pos head d_head"]:
+        """x W + b per head, of [batch, pos, d_model] or of one input per head, [batch, pos, head, d_model]."""
+        if x.dim() == 4:
+            return torch.einsum("bphm,hmd->bphd", x, weight) + bias
+        rows = weight.transpose(1, 2).reshape(-1, weight.shape[1])
+        return linear(x, rows, bias.flatten()).unflatten(-1, bias.shape)
 
     def _stored_weights(self, name: str) -> tuple[Tensor, Tensor]:
         """W and b of keys ("K") or values ("V") by key-value head, or by query head where these are ungrouped."""
@@ -345,15 +352,6 @@ class GroupedQueryAttention(Attention):
 
     stored = "_"
     W_K, W_V, b_K, b_V = (_per_query_head(name) for name in ("W_K", "W_V", "b_K", "b_V"))
-
-
-def _project(x: Float[Tensor, "batch pos d_model"], weight: Tensor, bias: Tensor) -> Float[Tensor, "batch pos head d_head"]:
-    rows = weight.transpose(1, 2).reshape(-1, weight.shape[1])
-    return linear(x, rows, bias.flatten()).unflatten(-1, bias.shape)
-
-
-def _project_heads(x: Float[Tensor, "batch pos head d_model"], weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.einsum("bphm,hmd->bphd", x, weight) + bias
 
 
 def _ntk_stretch(n: int, trained: int) -> float:

@@ -46,7 +46,7 @@ class TransformerBlock(nn.Module):
                 setattr(self, f"{name}_post", nn.Identity() if kind is None else Norm(cfg, kind.removesuffix("Pre")))
         self.attn = self.build_attention(cfg, cfg.attn_types[block_index] if cfg.use_local_attn else "global", block_index)
         if not cfg.attn_only:
-            self.mlp = build_mlp(cfg)
+            self.mlp = self.build_mlp(cfg)
         inputs = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
         middle = () if cfg.attn_only or cfg.parallel_attn_mlp else ("hook_resid_mid",)
         for name in (*inputs, "hook_attn_out", "hook_mlp_out", "hook_resid_pre", *middle, "hook_resid_post"):
@@ -56,6 +56,10 @@ class TransformerBlock(nn.Module):
         """The attention of this layer."""
         kind = Attention if cfg.n_key_value_heads is None else GroupedQueryAttention
         return kind(cfg, attn_type, layer)
+
+    def build_mlp(self, cfg: Any) -> nn.Module:
+        """The MLP of this layer."""
+        return build_mlp(cfg)
 
     @property
     def norms_follow(self) -> bool:
@@ -94,9 +98,12 @@ class TransformerBlock(nn.Module):
         ungrouped = cfg.n_key_value_heads is None or cfg.ungroup_grouped_query_attention
         by_head = cfg.use_attn_in or cfg.use_split_qkv_input
         if by_head and not ungrouped and (positions is not None or not cfg.use_split_qkv_input):
+            split = "use_split_qkv_input with positional_embedding_type='shortformer'"
+            setting = split if cfg.use_split_qkv_input else "use_attn_in"
             raise KVLensError(
-                f"use_attn_in, and use_split_qkv_input with shortformer positions, need one key-value head per query head, not "
-                f"{cfg.n_key_value_heads} for {cfg.n_heads}: turn them off, or set_ungroup_grouped_query_attention(True)"
+                f"{setting} cannot be combined with grouped keys (n_key_value_heads={cfg.n_key_value_heads} of {cfg.n_heads} "
+                "heads), which have no separate input per query head: turn it off, or call "
+                "model.set_ungroup_grouped_query_attention(True)"
             )
         if cfg.use_attn_in:
             inputs = (self.hook_attn_in(repeat_along_head_dimension(resid_pre, cfg.n_heads)),) * 3

@@ -101,7 +101,7 @@ class HookedTransformerConfig(_Parent):
     uses_rms_norm: bool = False
     eps: float = 1e-5
     layer_norm_folding: bool = False
-    act_fn: str = "relu"
+    act_fn: str | None = "relu"
     normalization_type: str | None = "LN"
     num_experts: int | None = None
     experts_per_token: int | None = None

@@ -33,6 +33,7 @@ class Family:
         qk_norm: queries and keys are normalized.
         always_grouped: keys and values are stored as grouped even if every query head has its own.
         norm: "LN", "RMS", or "none": a layer norm without weights.
+        longest: the context length, if the configuration's own is longer (it can be set to that).
         fields: further fields of our configuration.
     """
 
@@ -57,6 +58,7 @@ class Family:
     qk_norm: bool = False
     always_grouped: bool = False
     norm: Literal["LN", "RMS", "none"] = "RMS"
+    longest: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,7 +86,6 @@ FAMILIES: dict[str, Family] = {
         qkv=("self_attention.query_key_value",),
         out="self_attention.dense",
         fields={
-            "n_ctx": 2048,
             "act_fn": "gelu_fast",
             "post_embedding_ln": True,
             "positional_embedding_type": "alibi",
@@ -131,7 +132,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(**_GEMMA, **_GEMMA_2, qk_norm=True, fields={**_GEMMA_2_FIELDS, "use_qk_norm": True}),  # type: ignore[arg-type]
     "GptOssForCausalLM": Family(**_EXPERTS, fields={"final_rms": True, "use_attention_sinks": True}),  # type: ignore[arg-type]
     "LlamaForCausalLM": Family(fields={"final_rms": True}),
-    "MistralForCausalLM": Family(always_grouped=True),
+    "MistralForCausalLM": Family(always_grouped=True, longest=2048),
     "MixtralForCausalLM": Family(**_EXPERTS, fields=_ALL_NEW),  # type: ignore[arg-type]
     "OPTForCausalLM": Family(
         embed="model.decoder.embed_tokens",
@@ -176,7 +177,7 @@ FAMILIES: dict[str, Family] = {
         norm="LN",
     ),
     "Qwen2ForCausalLM": Family(always_grouped=True, fields=_QWEN),
-    "Qwen3ForCausalLM": Family(qk_norm=True, fields={**_QWEN, "use_qk_norm": True}),
+    "Qwen3ForCausalLM": Family(qk_norm=True, longest=2048, fields={**_QWEN, "use_qk_norm": True}),
 }
 """The families, by Transformers' names of their classes, and minGPT."""
 
@@ -189,21 +190,24 @@ ACTIVATIONS = {
 """Activations by Transformers' names, and by ours."""
 
 
-def translate(hf_config: Any, architecture: str) -> dict[str, Any]:
+def translate(hf_config: Any, architecture: str, n_ctx: int | None = None) -> dict[str, Any]:
     """The fields of our configuration that say what Transformers' does, for a model of this architecture.
+
+    ``n_ctx`` replaces the model's own context length; windows of Qwen's that are no shorter than that are left out.
 
     Raises:
         KVLensError: an activation or a scaling of rotary positions that our model does not compute.
     """
     family, d_model, n_heads = FAMILIES[architecture], hf_config.hidden_size, hf_config.num_attention_heads
     n_kv = getattr(hf_config, "num_key_value_heads", None) or n_heads
+    own = getattr(hf_config, "max_position_embeddings", None) or 2048  # BLOOM's says nothing
     fields: dict[str, Any] = {
         "d_model": d_model,
         "d_head": getattr(hf_config, "head_dim", None) or d_model // n_heads,
         "n_heads": n_heads,
         "n_key_value_heads": n_kv if family.always_grouped or n_kv != n_heads else None,
         "n_layers": hf_config.num_hidden_layers,
-        "n_ctx": getattr(hf_config, "max_position_embeddings", None),
+        "n_ctx": n_ctx or min(own, family.longest or own),
         "d_mlp": _first(hf_config, "intermediate_size", "ffn_dim", "n_inner") or 4 * d_model,
         "d_vocab": hf_config.vocab_size,
         "eps": _first(hf_config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-5,
@@ -215,6 +219,8 @@ def translate(hf_config: Any, architecture: str) -> dict[str, Any]:
         **_of_parts(hf_config, architecture),
     }
     fields |= family.fields
+    if architecture.startswith("Qwen") and fields.get("use_local_attn") and fields["window_size"] >= fields["n_ctx"]:
+        fields |= {"use_local_attn": False, "window_size": None, "attn_types": None}
     if getattr(hf_config, "rope_parameters", None):
         kinds = set(fields.get("attn_types") or ()) if fields.get("use_local_attn") else set()
         fields["positional_embedding_type"] = "rotary"

@@ -4,6 +4,7 @@ Code that comes with a model is never run, and pickled files are read as tensors
 with the name of the front end that does: :class:`kvlens.KVTransformerBridge` runs Transformers' own models.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -20,15 +21,15 @@ from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.families import FAMILIES, convert, translate
 from kvlens.base.text import KEEP_THEIR_BOS
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, nearest, warn
+from kvlens.errors import KVLensError, nearest
+
+logger = logging.getLogger(__name__)
 
 OWN_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 """Whose models are stored under (nearly) our names, as ``.pth`` files with a ``config.json`` of their own."""
 OTHER_CODE = ("bigcode/santacoder", "Qwen/Qwen-", "apple/OpenELM")
 """Models that exist only as code that comes with them."""
 SHORTER = {
-    "mistralai/": 2048,
-    "Qwen/Qwen3-": 2048,
     "meta-llama/Llama-3.": 2048,
     "google/gemma-3": 8192,
     "google/medgemma": 8192,
@@ -96,7 +97,7 @@ class Loads(HookedRootModule):
         Args:
             model_name: an official name or an alias, or a folder in Transformers' format.
             fold_ln, center_writing_weights, center_unembed, refactor_factored_attn_matrices, fold_value_biases: see there; what
-                an architecture does not allow is left out, with a warning.
+                an architecture does not allow is left out, with a line in the log.
             checkpoint_index, checkpoint_value, checkpoint_label: a checkpoint of training, by its number or its step (the last
                 two are the same).
             hf_model: a loaded model of Transformers, used instead of the name's.
@@ -169,7 +170,7 @@ class Loads(HookedRootModule):
 
 
 def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
-    """Steps of weight processing without those that would change the model, about which it warns."""
+    """Steps of weight processing without those that would change the model, which it logs."""
     shortformer, behind = cfg.positional_embedding_type == "shortformer", cfg.original_architecture in POST_NORM_ARCHITECTURES
     reasons = {
         "fold_ln": "norms do not stand before the layers"
@@ -187,7 +188,7 @@ def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
     }
     for step, reason in reasons.items():
         if steps.get(step) and reason:
-            warn(f"from_pretrained: {step} is left out for this model: {reason}")
+            logger.warning("from_pretrained: %s is left out for this model: %s", step, reason)
     return {step: wanted and not reasons.get(step) for step, wanted in steps.items()}
 
 

@@ -25,6 +25,7 @@ from kvlens.base.loading import Loads
 from kvlens.base.norm import final_norm
 from kvlens.base.text import ReadsText
 from kvlens.base.weights import HasWeights
+from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError, brief
 
 try:
@@ -32,7 +33,6 @@ try:
 except ImportError:  # TransformerLens 4
     _Parent = HookedRootModule  # type: ignore[misc, assignment]
 
-POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 RETURNS = ("logits", "loss", "both", None)
 DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -66,6 +66,9 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         default_padding_side: "left" or "right"; None keeps the tokenizer's own.
     """
 
+    positions: tuple[str, ...] = ("standard", "rotary", "shortformer", "alibi")
+    """Kinds of positions that this class computes."""
+
     def __init__(self, cfg: Any, tokenizer: Any = None, move_to_device: bool = True, default_padding_side: str | None = None):
         HookedRootModule.__init__(self)
         self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
@@ -77,13 +80,15 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         if cfg.d_vocab == -1:
             raise KVLensError("d_vocab: give the number of tokens, or a tokenizer")
         self.embed, self.hook_embed = Embed(cfg), HookPoint()
-        self._add_positions()
+        pos_embed = self.build_pos_embed()
+        if pos_embed is not None:
+            self.pos_embed, self.hook_pos_embed = pos_embed, HookPoint()
         if cfg.use_hook_tokens:
             self.hook_tokens = HookPoint()
         self.blocks = nn.ModuleList(self.build_block(layer) for layer in range(cfg.n_layers))
         if cfg.normalization_type is not None:
             self.ln_final = final_norm(cfg)
-        self.unembed = Unembed(cfg)
+        self.unembed = self.build_unembed()
         if cfg.init_weights:
             self.init_weights()
         if move_to_device:
@@ -91,18 +96,24 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         self.setup()
 
     def _check(self, cfg: Any) -> None:
-        if cfg.positional_embedding_type not in POSITIONS:
-            raise KVLensError(f"positional_embedding_type: expected one of {POSITIONS}, got {cfg.positional_embedding_type!r}")
+        if cfg.positional_embedding_type not in self.positions:
+            raise KVLensError(
+                f"positional_embedding_type: expected one of {', '.join(self.positions)}, got {cfg.positional_embedding_type!r}"
+            )
         if cfg.load_in_4bit:
             raise KVLensError("load_in_4bit: weights of 4 bits run in transformers' own model: see kvlens.KVTransformerBridge")
 
-    def _add_positions(self) -> None:
-        if self.cfg.positional_embedding_type != "rotary":
-            self.pos_embed, self.hook_pos_embed = PosEmbed(self.cfg), HookPoint()
+    def build_pos_embed(self) -> nn.Module | None:
+        """What embeds positions; None where nothing is added to the stream."""
+        return None if self.cfg.positional_embedding_type == "rotary" else PosEmbed(self.cfg)
 
     def build_block(self, layer: int) -> nn.Module:
         """A new layer."""
         return TransformerBlock(self.cfg, layer)
+
+    def build_unembed(self) -> nn.Module:
+        """The unembedding."""
+        return Unembed(self.cfg)
 
     def check_hooks_to_add(self, hook_point: Any, hook_point_name: str, *args: Any, **kwargs: Any) -> None:
         """Raise KVLensError for a hook point that the configuration keeps from firing."""
@@ -137,9 +148,9 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         And, unless ``return_shortformer_pos_embed`` is False, the positions that shortformer adds inside each layer, or None.
         """
         residual, positions, kind = embed, None, self.cfg.positional_embedding_type
-        if kind in ("standard", "shortformer"):
+        if kind != "alibi" and hasattr(self, "pos_embed"):
             positions = self.hook_pos_embed(self.pos_embed(embed[..., 0], pos_offset, attention_mask))
-            residual, positions = (embed + positions, None) if kind == "standard" else (embed, positions)
+            residual, positions = (embed, positions) if kind == "shortformer" else (embed + positions, None)
         return (residual, positions) if return_shortformer_pos_embed else residual
 
     def input_to_embed(
@@ -289,14 +300,14 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
             block.to(self.device_of_layer(layer))
 
     def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True) -> Any:  # type: ignore[override]
-        """Move the model to a device, or round or widen its weights to a dtype; the configuration follows."""
-        if isinstance(device_or_dtype, torch.dtype):
-            self.cfg.dtype = device_or_dtype
+        """Move the model to a device, or round or widen its weights to a dtype (or its name); the configuration follows."""
+        if is_dtype(device_or_dtype):
+            device_or_dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
         else:
             self.cfg.device = device_or_dtype.type if isinstance(device_or_dtype, torch.device) else device_or_dtype
         if print_details:
-            what = "Changing model dtype to" if isinstance(device_or_dtype, torch.dtype) else "Moving model to device: "
-            print(what, device_or_dtype if isinstance(device_or_dtype, torch.dtype) else self.cfg.device)
+            changes = isinstance(device_or_dtype, torch.dtype)
+            print("Changing model dtype to" if changes else "Moving model to device: ", device_or_dtype)
         return nn.Module.to(self, device_or_dtype)
 
     def cuda(self, device: int | torch.device | None = None) -> Any:

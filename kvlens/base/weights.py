@@ -1,5 +1,6 @@
 """The weights of a model: drawing them, loading and processing them, reading them for all layers at once."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,7 +13,9 @@ from transformer_lens.utilities import composition_scores
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens.base.norm import Norm, final_norm
-from kvlens.errors import KVLensError, warn
+from kvlens.errors import KVLensError
+
+logger = logging.getLogger(__name__)
 
 NORM_WEIGHTS = (".ln1.w", ".ln2.w", "ln_final.w")
 FULL = (torch.float32, torch.float64)
@@ -173,14 +176,7 @@ class HasWeights(HookedRootModule):
             refactor_factored_attn_matrices: replace W_Q, W_K, W_V, W_O by factors with orthogonal columns.
         """
         state_dict = self.fill_missing_keys(state_dict)
-        if self.cfg.dtype not in FULL and fold_ln:
-            warn(f"folding norms in {self.cfg.dtype} rounds every weight that reads the stream; fold_ln=False keeps them")
-        if fold_ln and self.cfg.normalization_type is None:
-            warn("fold_ln has no effect: this model has no norms")
-            fold_ln = False
-        if fold_ln and not any(name.endswith(NORM_WEIGHTS) for name in state_dict):
-            warn("fold_ln has no effect: these weights have no norms (they may be folded already)")
-            fold_ln = False
+        fold_ln = fold_ln and self.has_norms_to_fold(state_dict)
         if fold_ln:
             self.forget_norm_weights()
         self.load_state_dict(
@@ -195,6 +191,17 @@ class HasWeights(HookedRootModule):
             ),
             strict=False,
         )
+
+    def has_norms_to_fold(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Whether these weights hold norms; if not, and if folding loses precision, this is logged."""
+        has = self.cfg.normalization_type is not None and any(name.endswith(NORM_WEIGHTS) for name in state_dict)
+        if not has:
+            logger.warning("fold_ln has no effect: there are no weights of norms (they may be folded already)")
+        elif self.cfg.dtype not in FULL:
+            logger.warning(
+                "folding norms in %s rounds every weight that reads the stream; fold_ln=False keeps them", self.cfg.dtype
+            )
+        return has
 
     def forget_norm_weights(self) -> None:
         """Put norms without weights in the place of those whose weights are folded."""

@@ -1,14 +1,14 @@
-"""TransformerLens' MLPs with the fastest dense product, without copying weights or storing activations that are not hooked."""
+"""The base's MLPs with the fastest dense product, without copying weights or storing activations that are not hooked."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvlens._tl import MLP, SUPPORTED_ACTIVATIONS, GatedMLP
-from kvlens.components.fast_path import Replaces, on_fast_path
+from kvlens._tl import SUPPORTED_ACTIVATIONS
+from kvlens.base import MLP, GatedMLP
+from kvlens.components.fast_path import on_fast_path
 from kvlens.components.hooks import is_hooked
 from kvlens.ops.affine import Activation, affine
 
@@ -19,20 +19,14 @@ FUSED: dict[Callable[..., Tensor], Activation] = {
     SUPPORTED_ACTIVATIONS["relu"]: "relu",
     SUPPORTED_ACTIVATIONS["silu"]: "silu",
 }
-"""TransformerLens' activation functions that can be fused into a product."""
+"""Activation functions that can be fused into a product."""
 
 
-def fast_mlp(mlp: nn.Module) -> nn.Module:
-    """``mlp`` as kvlens' class if it is one of TransformerLens' two dense MLPs; any other is returned unchanged."""
-    ours: dict[type, Any] = {MLP: KVMLP, GatedMLP: KVGatedMLP}
-    return ours[type(mlp)].of(mlp) if type(mlp) in ours else mlp
-
-
-class KVMLP(Replaces, MLP):
+class KVMLP(MLP):
     """act(x W_in + b_in) W_out + b_out; without gradients and hooks the pre-activations are never stored."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """As ``transformer_lens.components.MLP.forward``."""
+        """As ``kvlens.base.MLP.forward``."""
         if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
             return super().forward(x)
         fused = FUSED.get(self.act_fn)
@@ -43,11 +37,11 @@ class KVMLP(Replaces, MLP):
         return affine(self.hook_post(features), self.W_out, self.b_out)
 
 
-class KVGatedMLP(Replaces, GatedMLP):
+class KVGatedMLP(GatedMLP):
     """(act(x W_gate) * (x W_in) + b_in) W_out + b_out."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """As ``transformer_lens.components.GatedMLP.forward``."""
+        """As ``kvlens.base.GatedMLP.forward``."""
         if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
             return super().forward(x)
         x = x.to(self.W_gate.device)

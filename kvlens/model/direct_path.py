@@ -23,7 +23,7 @@ def unembedding_of(model: Any) -> Unembedding:
     into a LayerNormPre.
     """
     norm = getattr(model, "ln_final", None)
-    centers = type(norm).__name__ in ("LayerNorm", "LayerNormPre")
+    centers = getattr(norm, "centers", False)
     return Unembedding(model.W_U, model.b_U, getattr(norm, "w", None), getattr(norm, "b", None), centers)
 
 

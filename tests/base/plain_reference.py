@@ -320,11 +320,11 @@ def main() -> None:
     from safetensors.torch import save_file
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-    from tiny_hf import BASE_KINDS, KINDS
+    from tiny_hf import KINDS
 
     torch.set_num_threads(1)
     all_of = {f"{name}: {key}": value for name in CONFIGURATIONS for key, value in of_configuration(name, build_plain).items()}
-    for kind in (*KINDS, *BASE_KINDS):
+    for kind in KINDS:
         all_of |= {f"{kind}: {key}": value for key, value in of_family(kind, build_plain_family).items()}
     all_of |= {f"text: {key}": value for key, value in of_text(build_plain_text).items()}
     save_file(all_of, sys.argv[1])

@@ -17,8 +17,9 @@ import torch
 import transformer_lens
 from plain_reference import CONFIGURATIONS, NOT_PROCESSED, of_configuration, of_family, of_text
 from safetensors.torch import load_file
-from tiny_hf import BASE_KINDS, KINDS
+from tiny_hf import KINDS, tiny_hf_model
 
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.base.model import _Parent
 
@@ -84,7 +85,18 @@ def test_everything_is_that_of_transformer_lens(name, plain):
     assert_same(of_configuration(name, build), plain(name))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *BASE_KINDS])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_softmax_model_with_everything_off_is_that_of_transformer_lens_too(name, plain):
+    def build_kv(fields):
+        model = HookedKVTransformer(HookedKVTransformerConfig(**fields))
+        model.set_softmax_form("eager")  # in generate too
+        return model
+
+    ours = of_configuration(name, build_kv)
+    assert_same({**ours, "names of hook points": plain(name)["names of hook points"]}, plain(name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_converted_hugging_face_models_are_those_of_transformer_lens(kind, plain):
     assert_same(of_family(kind, build_family), plain(kind))
 
@@ -115,6 +127,14 @@ def test_the_configuration_has_the_fields_and_defaults_of_transformer_lens():
         assert HookedTransformerConfig(**fields).to_dict() == transformer_lens.HookedTransformerConfig(**fields).to_dict()
     few = dict(d_model=12, d_head=3, n_layers=2, n_ctx=5)
     assert HookedTransformerConfig(**few).to_dict() == transformer_lens.HookedTransformerConfig(**few).to_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooked_kv_transformer_predicts_what_transformers_does(kind):
+    hf_model = tiny_hf_model(kind)
+    for processed in (False, True):
+        steps = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed"), processed)
+        HookedKVTransformer.from_pretrained("a model", hf_model=hf_model, verify=True, device="cpu", **steps)
 
 
 def test_there_are_enough_of_both():

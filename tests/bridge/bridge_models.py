@@ -1,14 +1,10 @@
 """Tiny random models of Transformers' own classes, with sizes that differ and weights large enough for a prompt to matter."""
 
-from importlib.metadata import version
-
 import torch
 import transformers as tf
 from torch import Tensor
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-TRANSFORMER_LENS_3 = version("transformer-lens").startswith("3.")
-NEEDS_HOOKED_TRANSFORMER = "TransformerLens 4 is installed, which has no HookedTransformer to compare with"
 D_VOCAB = 53
 N_CTX = 96
 WINDOW = 6
