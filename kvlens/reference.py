@@ -83,7 +83,7 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, REFERENCE_FOLDER, overwrite=overwrite)
     return names
 
 

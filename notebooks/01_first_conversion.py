@@ -133,8 +133,9 @@ top
 # %% [markdown]
 # ## Hook it
 #
-# In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. Here we set the whole bias
-# of the top head to zero, including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
+# In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. (In a softmax model its keys go
+# through `hook_b_keys`; to put another prompt's bias into a head, patch all three.) Here we set the whole bias of the top head to zero,
+# including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
 
 # %%
 layer, head = (int(top.iloc[0][name]) for name in ("layer", "head"))

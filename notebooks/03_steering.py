@@ -11,17 +11,20 @@
 # ---
 
 # %% [markdown]
-# # Steering: adding, subtracting and scaling prompts
+# # Steering: adding, exchanging and scaling prompts
 #
-# *If a prompt is a tensor, what happens when prompts are added, subtracted or scaled?* The output of a head of linear attention is
+# *If a prompt is a tensor, what happens when prompts are added, exchanged or scaled?* The output of a head of linear attention is
 #
 # $$z_i = \frac{\phi(q_i)^T (A_i + b_{KV})}{\phi(q_i)^T (D_i + b_D)}$$
 #
 # so the bias is added in both the numerator and the denominator. `c * bias` gives the prompt the weight of c copies, and `a + b` contains both
-# prompts. But the prompts were converted separately, so the second has not seen the first. How much this matters must be
-# measured.
+# prompts. With softmax attention $\phi(q)$ holds one exponential per key, and the rest is the same. But the prompts were converted
+# separately, so the second has not seen the first, and a negative weight can make the denominator negative. What this does must be
+# measured, with a control beside each measurement: the same operation where it should change nothing.
 
 # %%
+import warnings
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
@@ -35,13 +38,13 @@ model = HookedKVTransformer.from_zoo("docs-linear")
 prompts = {
     "frobnicator": "class Frobnicator: A frobnicator holds a list of widgets. The frobnicator sorts its widgets by color.",
     "gizmo": "def quux(gizmo, threshold): Quux a gizmo. If the gizmo exceeds the threshold, a GizmoError is raised.",
+    "archive": "class Archive: An archive stores records by name. The archive is closed when the reader returns.",
 }
 texts = {
     "frobnicator": " The frobnicator sorts its widgets by color. The frobnicator holds a list of widgets.",
     "gizmo": " If the gizmo exceeds the threshold, a GizmoError is raised. Quux a gizmo.",
 }
-f, g = (convert_prompt(model, prompt) for prompt in prompts.values())
-nothing = f.zero_like()
+f, g, h = (convert_prompt(model, prompt) for prompt in prompts.values())
 
 
 def losses(bias):
@@ -53,94 +56,222 @@ def losses(bias):
 # %% [markdown]
 # ## Adding
 #
-# We use two made-up documents and a text about each. The table shows the mean loss of each text (columns) with each bias (rows). *f, then g*
-# is the reference: the second prompt converted after the first.
+# We use three made-up documents and texts about the first two. The table shows the mean loss of each text (columns) with each bias (rows).
+# *f, then g* is the reference: the second prompt converted after the first. The controls are the third prompt, `h`, in place of `g`, and
+# each text under the other's prompt.
 
 # %%
 both = convert_prompt(model, prompts["gizmo"], initial=f)
-table = pd.DataFrame({name: losses(b) for name, b in {"nothing": nothing, "f": f, "g": g, "f + g": f + g, "f, then g": both}.items()}).T
+biases = {"nothing": f.zero_like(), "f": f, "g": g, "h": h, "f + g": f + g, "f + h": f + h, "f, then g": both}
+table = pd.DataFrame({name: losses(bias) for name, bias in biases.items()}).T
 table.round(2)
 
 # %% [markdown]
-# Each prompt helps its own text most. The sum helps both texts, but each less than its own prompt does, because the two share one
-# normalizer. It comes within half a nat of converting both prompts in sequence.
+# Any of the three documents makes both texts more likely; each text gains most from its own. The sum `f + g` helps both, and it is `g` that
+# helps the gizmo's text, not just any second prompt: with `f + h` that text is less likely than with `f` alone. The sum comes within half a
+# nat of converting both prompts in sequence.
 
 # %%
 gain = table.loc["nothing"] - table
-assert gain.loc["f", "frobnicator"] > gain.loc["g", "frobnicator"] + 0.5 and gain.loc["g", "gizmo"] > gain.loc["f", "gizmo"] + 0.5
-assert (gain.loc["f + g"] > 1).all()
+assert gain.loc["f", "frobnicator"] > gain.loc[["g", "h"], "frobnicator"].max() + 0.5
+assert gain.loc["g", "gizmo"] > gain.loc[["f", "h"], "gizmo"].max() + 0.5
+assert gain.loc["f + g", "gizmo"] > gain.loc["f", "gizmo"] + 0.3 and gain.loc["f + h", "gizmo"] < gain.loc["f", "gizmo"]
 assert gain.loc["f + g", "frobnicator"] < gain.loc["f", "frobnicator"] and gain.loc["f + g", "gizmo"] < gain.loc["g", "gizmo"]
 assert (gain.loc["f + g"] - gain.loc["f, then g"]).abs().max() < 0.5
 gain.round(2)
 
 # %% [markdown]
-# ## Subtracting
+# ## Subtracting what was added
 #
 # Subtraction undoes addition: `f + g - f` equals `g` up to rounding. The shift state (the last raw keys and values, which are not part
-# of the sums) follows a rule: `a + b` means "a, then b" and keeps the shift state of b; `a - b` keeps that of a.
+# of the sums) follows a rule: `a + b` means "a, then b" and keeps the shift state of b; `a - b` keeps that of a. The control: subtracting
+# another prompt does not give `g` back.
 
 # %%
-back = f + g - f
-error = float((back.b_KV - g.b_KV).norm() / g.b_KV.norm())
-assert error < 1e-6 and abs(losses(back)["gizmo"] - losses(g)["gizmo"]) < 1e-4
-print(f"relative error of f + g - f against g: {error:.1e}")
+errors = {name: float((back.b_KV - g.b_KV).norm() / g.b_KV.norm()) for name, back in {"f + g - f": f + g - f, "f + g - h": f + g - h}.items()}
+assert errors["f + g - f"] < 1e-6 and errors["f + g - h"] > 0.1
+assert abs(losses(f + g - f)["gizmo"] - losses(g)["gizmo"]) < 1e-4
+errors
 
 # %% [markdown]
-# Subtracting a prompt that was *not* added makes the text about it less likely than with no prompt at all.
+# ## Exchanging: `a + c * (b - a)`
+#
+# Two stories, `a` and `b`, differ in one word, Pavel's animal. `b - a` is what the exchange of this word does to the bias, and `a + c * (b - a)` does
+# it to a degree: nothing at c = 0, the other story at c = 1, more than that beyond. We measure the probability of the old and the new animal as the answer
+# to a question about Pavel, for six pairs of animals, on a linear and on a softmax model. (In the softmax model the text's first position follows the prompt's
+# length, so stories are of equal length.)
+#
+# Two controls: the question about Kaya, whose animal is the same in both stories; and a third story `d`, in which *Kaya's* animal is
+# exchanged instead, under which Pavel's animal should stay the old one.
 
 # %%
-against = losses(-1 * f)["frobnicator"]
-assert against > table.loc["nothing", "frobnicator"] + 0.5
-print(f"with -f: {against:.2f} nats, with nothing: {table.loc['nothing', 'frobnicator']:.2f}")
+models = {name: HookedKVTransformer.from_zoo(name) for name in ("facts-linear", "facts-gpt2")}
+story = "Mira keeps a goat. Pavel has a {}. At night Kaya feeds a {}."
+question = " Which animal does {0} keep? {0} keeps a"
+animals = ["parrot", "dog", "horse", "swan", "camel", "hamster"]
+degrees = [0, 0.5, 1, 1.5, 2, 3, 5, 10]
+
+
+def p(model, bias, who, animal):
+    """Probability of an animal as the answer. The warning that some of these biases cause is shown below."""
+    with model.kv_bias(bias), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = model(question.format(who), prepend_bos=False)
+    return float(logits[0, -1].softmax(-1)[model.to_single_token(" " + animal)])
+
+
+rows = []
+for name, facts in models.items():
+    for old, new in zip(animals, animals[1:] + animals[:1], strict=True):
+        a, b, d = (convert_prompt(facts, story.format(*pair)) for pair in [(old, "donkey"), (new, "donkey"), (old, "cow")])
+        for c in degrees:
+            exchanged, elsewhere = a + c * (b - a), a + c * (d - a)
+            answers = {"new": p(facts, exchanged, "Pavel", new), "old": p(facts, exchanged, "Pavel", old)}
+            controls = {"Kaya's": p(facts, exchanged, "Kaya", "donkey"), "old, by d": p(facts, elsewhere, "Pavel", old)}
+            rows.append({"model": name, "c": c, **answers, **controls})
+exchange = pd.DataFrame(rows)
+medians = exchange.groupby(["model", "c"]).median()
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+for ax, name in zip(axes, models, strict=True):
+    for column, style in zip(medians, ("-", "-", "--", ":"), strict=True):
+        ax.plot(range(len(degrees)), medians.loc[name, column], style, marker=".", label=column)
+    ax.set(title=name, xlabel="c, in a + c (b - a)", xticks=range(len(degrees)), xticklabels=degrees)
+axes[0].set(ylabel="probability, median of 6 pairs")
+axes[1].legend();
+
+# %% [markdown]
+# From c = 1 to 2 the new animal is the answer in all pairs on both models, with a probability above 0.9, and both controls keep theirs above 0.85.
+# Beyond, the operation does more than was asked: on the linear model Kaya's answer is lost first, on the softmax model the new answer itself.
+
+# %%
+worst = exchange.groupby(["model", "c"]).min()
+assert (worst.loc[(slice(None), [1, 1.5, 2]), "new"] > 0.9).all()
+assert (worst.loc[(slice(None), [0, 0.5, 1, 1.5, 2]), ["Kaya's", "old, by d"]] > 0.85).all().all()
+assert (worst.loc[(slice(None), 0), "old"] > 0.9).all() and exchange.query("c >= 1")["old"].max() < 0.1
+assert medians.loc[("facts-linear", 5), "Kaya's"] < 0.5 and medians.loc[("facts-gpt2", 10), "new"] < 0.5
+worst.round(3)
+
+# %% [markdown]
+# ## What the model then writes, and what a negative weight does
+#
+# The same for one pair, with the text that the model writes and the share of normalizers (the denominators above, of all layers, heads and tokens of
+# the question) that are below 0. Where a normalizer is negative, a head does not average values. The hook point `hook_normalizer` shows it, for softmax its
+# logarithm, which is NaN there. Two more biases stand below: `-1 * a`, and `b - a` by itself.
+
+# %%
+
+
+def share_below_zero(model, bias, text):
+    """Share of the normalizers below 0."""
+    seen = []
+    softmax = model.cfg.attention == "softmax"
+    hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: seen.append(n.isnan() if softmax else n < 0))]
+    with model.kv_bias(bias), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.run_with_hooks(text, prepend_bos=False, fwd_hooks=hooks)
+    return float(torch.stack(seen).double().mean())
+
+
+def written(model, bias, text):
+    """What the model writes after a text."""
+    with model.kv_bias(bias), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = model.generate(text, prepend_bos=False, max_new_tokens=14, do_sample=False, verbose=False)
+    return whole.removeprefix(text)
+
+
+ask = question.format("Pavel")
+rows = []
+for name, facts in models.items():
+    a, b = (convert_prompt(facts, story.format(animal, "donkey")) for animal in ("parrot", "dog"))
+    steered = {f"a + {c} (b - a)": a + c * (b - a) for c in (0, 1, 2, 10)} | {"-1 a": -1 * a, "b - a": b - a, "nothing": a.zero_like()}
+    for words, bias in steered.items():
+        rows.append({"model": name, "bias": words, "below 0": share_below_zero(facts, bias, ask), "text": written(facts, bias, ask)})
+wrote = pd.DataFrame(rows).set_index(["model", "bias"])
+wrote.style.format({"below 0": "{:.1%}"})
+
+# %% [markdown]
+# With c from 0 to 1 the weights $1 - c$ and $c$ are not negative, so no normalizer is. At c = 2 a few are on the softmax model, and the answer
+# holds; at c = 10 its text falls apart. Under `-1 * a` all or most normalizers are negative, and neither model writes sentences. `b - a` by itself
+# happens to leave all of the linear model's positive, and breaks the softmax model.
+#
+# One could take `-1 * a` for a way to make what the story says less likely, and on the linear model it does. The control shows what this is worth: a
+# text about other people loses even more, and on the softmax model both become more likely. A pass that reads such a bias warns, once, with
+# the share.
+
+# %%
+told, unrelated = " Pavel has a parrot. At night Kaya feeds a donkey.", " Bruno has a swan. At night Zora feeds a horse."
+rows = []
+for name, facts in models.items():
+    a = convert_prompt(facts, story.format("parrot", "donkey"))
+    for words, bias in {"nothing": a.zero_like(), "-1 a": -1 * a}.items():
+        with facts.kv_bias(bias), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = [float(facts(text, return_type="loss", prepend_bos=False)) for text in (told, unrelated)]
+        rows.append({"model": name, "bias": words, "told": found[0], "unrelated": found[1]})
+        assert len(warned) == (words == "-1 a")
+    print(f"{name}: {warned[0].message}")
+negative = pd.DataFrame(rows).set_index(["model", "bias"])
+rise = negative.xs("-1 a", level=1) - negative.xs("nothing", level=1)
+assert 1 < rise.loc["facts-linear", "told"] < rise.loc["facts-linear", "unrelated"] and (rise.loc["facts-gpt2"] < 0).all()
+assert (wrote.query("bias in ['a + 0 (b - a)', 'a + 1 (b - a)', 'nothing']")["below 0"] == 0).all()
+assert wrote.loc[("facts-linear", "b - a"), "below 0"] == 0 and wrote.loc[("facts-gpt2", "b - a"), "below 0"] > 0.05
+assert (wrote.query("bias == '-1 a'")["below 0"] > 0.3).all() and (wrote.query("bias == 'a + 2 (b - a)'")["below 0"] < 0.02).all()
+negative.round(2)
 
 # %% [markdown]
 # ## Scaling
 #
-# A factor makes the prompt count for less or more. The dashed lines are the losses without a prompt.
+# A factor makes the prompt count for less or more. The control is another prompt at the same factor (dotted). The dashed line is the loss without
+# a prompt.
 
 # %%
 scales = [0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3]
-knob = pd.DataFrame([losses(c * f) for c in scales], index=pd.Index(scales, name="c"))
-figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for name, column in knob.items():
-    (line,) = axes.plot(column, marker=".", label=f"text about the {name}")
-    axes.axhline(table.loc["nothing", name], color=line.get_color(), linestyle="--", linewidth=0.8)
-axes.set(xlabel="c, in c x f", ylabel="loss, nats", xscale="log", xticks=scales, xticklabels=scales)
-axes.legend();
+knobs = {x: pd.DataFrame([losses(c * bias) for c in scales], index=pd.Index(scales, name="c")) for x, bias in {"f": f, "g": g, "h": h}.items()}
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+for ax, (name, own) in zip(axes, {"frobnicator": "f", "gizmo": "g"}.items(), strict=True):
+    for x, knob in knobs.items():
+        ax.plot(knob[name], "-" if x == own else ":", marker=".", label=f"c x {x}")
+    ax.axhline(table.loc["nothing", name], color="gray", linestyle="--", linewidth=0.8)
+    ax.set(title=f"text about the {name}", xlabel="c", xscale="log", xticks=scales, xticklabels=scales)
+    ax.legend()
+axes[0].set_ylabel("loss, nats");
 
 # %% [markdown]
-# The loss of the prompt's own text keeps falling, quickly at first and only a little beyond 1, because the share of the bias in a head's output
-# cannot exceed 1. The other text has its lowest loss at about a *quarter* of the prompt, which tells the model that this is documentation;
-# more of the prompt hurts it.
+# With its own prompt a text's loss falls quickly at first and hardly changes beyond c = 1. With another prompt it falls too, up to some part of
+# that prompt, and then rises again: from c = 1 to 3 each text becomes less likely under both others.
 
 # %%
-own, other = knob["frobnicator"], knob["gizmo"]
-assert own.loc[:2].is_monotonic_decreasing
-assert own.loc[0.25] - own.loc[1] > 3 * (own.loc[1] - own.loc[2])
-assert 0.1 <= other.idxmin() <= 0.5 and other.loc[0.5:].is_monotonic_increasing
-knob.round(2)
+own, others = knobs["f"]["frobnicator"], [knobs["g"]["frobnicator"], knobs["h"]["frobnicator"]]
+assert own.is_monotonic_decreasing and own.loc[0.25] - own.loc[1] > 3 * (own.loc[1] - own.loc[2])
+assert (knobs["g"]["gizmo"].loc[1:] - knobs["g"]["gizmo"].loc[1]).abs().max() < 0.1
+others += [knobs["f"]["gizmo"], knobs["h"]["gizmo"]]
+assert all(other.loc[1:].is_monotonic_increasing and other.idxmin() < 1 for other in others)
+pd.DataFrame({(name, x): knob[name] for name in texts for x, knob in knobs.items()}).round(2)
 
 # %% [markdown]
 # ## Which layers matter
 #
-# `select` keeps the bias of some layers or heads and sets the rest to zero. Here we remove one layer at a time.
+# `select` keeps the bias of some layers or heads and sets the rest to zero. Here we remove one layer of `f` at a time; the control is the other text,
+# read with the same bias.
 
 # %%
 layers = range(model.cfg.n_layers)
-without = pd.Series({layer: losses(f.select(layers=[other for other in layers if other != layer]))["frobnicator"] for layer in layers})
-lost = without - table.loc["f", "frobnicator"]
+without = pd.DataFrame([losses(f.select(layers=[other for other in layers if other != layer])) for layer in layers])
+lost = without - table.loc["f"]
 figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
-axes.bar(lost.index.astype(str), lost)
+lost.plot.bar(ax=axes, rot=0)
 axes.axhline(gain.loc["f", "frobnicator"], color="gray", linewidth=0.8)
 axes.set(xlabel="ablated layer", ylabel="nats lost");
 
 # %% [markdown]
-# Every layer is needed. The effects do not add up to the total effect of the prompt (the gray line), because later layers read what earlier
-# ones wrote. Notebook 02 is about single heads.
+# The prompt's own text loses more than 0.3 nats without any one layer, and at least twice what the control loses. The losses do not add up to
+# the gain from the whole prompt (the gray line). Notebook 02 is about single heads.
 
 # %%
-assert (lost > 0.1).all() and abs(lost.sum() - gain.loc["f", "frobnicator"]) > 0.3
-lost.round(2).to_dict()
+assert (lost["frobnicator"] > 0.3).all() and (lost["frobnicator"] > 2 * lost["gizmo"]).all()
+assert abs(lost["frobnicator"].sum() - gain.loc["f", "frobnicator"]) > 0.3
+lost.round(2)
 
 # %% [markdown]
 # ## What a sum misses
@@ -149,21 +280,36 @@ lost.round(2).to_dict()
 # prompt after the first; for this comparison, the second prompt of the sum is converted at its later positions.
 
 # %%
-compared = circuits(model, *prompts.values())
+compared = circuits(model, prompts["frobnicator"], prompts["gizmo"])
 by_layer = compared.groupby("layer")[["b_kv_cosine", "aligned_error"]].median()
 assert compared.query("layer == 0")["aligned_error"].max() < 1e-5 and by_layer["aligned_error"][1:].min() > 0.3
 by_layer.round(3)
 
 # %% [markdown]
-# In the first layer the sum is exact, because its keys and values depend on single tokens. In later layers they also depend on earlier
+# In the first layer, the control, the sum is exact: its keys and values depend on single tokens. In later layers they also depend on earlier
 # tokens, so the sum is an approximation.
 #
 # ## How many directions a prompt uses
 #
-# A head's $b_{KV}$ is a matrix. `bias_singular_values` shows how much of it lies in its leading singular directions.
+# A head's $b_{KV}$ is a matrix. `bias_singular_values` shows how much of it lies in its leading singular directions. The controls are a prompt of
+# random tokens of the same length, and a matrix of random numbers of the same size.
 
 # %%
-values = bias_singular_values(model, f)
-strongest = values[values["index"] < 4].groupby(["layer", "head"])["energy_share"].sum()
-assert strongest.median() > 0.85 and strongest.min() > 0.6
-print(f"{f.n_prompt_tokens} tokens, {values['index'].max() + 1} directions; the top four have {strongest.median():.0%} of the energy (median over heads)")
+
+
+def top_four(bias):
+    """Share of the energy in the four leading directions: the median over heads."""
+    values = bias_singular_values(model, bias)
+    return values[values["index"] < 4].groupby(["layer", "head"])["energy_share"].sum().median()
+
+
+generator = torch.Generator().manual_seed(0)
+at_random = convert_prompt(model, torch.randint(5, model.cfg.d_vocab, (f.n_prompt_tokens,), generator=generator))
+sizes = torch.linalg.svdvals(torch.randn(100, *f.b_KV.shape[-2:], generator=generator)) ** 2
+shares = {"f": top_four(f), "random tokens": top_four(at_random), "random numbers": float((sizes[:, :4].sum(dim=1) / sizes.sum(dim=1)).median())}
+assert shares["f"] > 0.85 and shares["random tokens"] > shares["f"] and shares["random numbers"] < 0.5
+pd.Series(shares).round(2)
+
+# %% [markdown]
+# A few directions hold most of the bias. But a prompt of random tokens has even fewer: this comes from the model's features, not from what the
+# prompt says.

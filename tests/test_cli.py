@@ -162,6 +162,12 @@ TINY_RUN = ["--device", "cpu", "--task", "vocab_size=13", "length=9", "--model",
 TINY_RUN += ["--set", "steps=4", "batch_size=3", "eval_every=2", "eval_sequences=5"]
 
 
+def test_a_setting_without_a_limit_is_written_as_null(capsys):
+    assert main(["train", "induction", "--out", "run", *TINY_RUN, "max_grad_norm=Infinity"]) == 0
+    facts = json.loads(Path("run/model/training.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert facts["recipe"]["training"]["max_grad_norm"] is None and "max_grad_norm=Infinity" in facts["command"]
+
+
 def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
     assert main(["train", "induction", "--out", "run", "--seed", "7", *TINY_RUN]) == 0
     captured = capsys.readouterr()
@@ -266,6 +272,36 @@ def test_models_that_have_no_report(capsys, tmp_path):
         model.save(tmp_path / f"m{i}")
         assert message in refused(capsys, report(f"m{i}", "--new-tokens", "60"))
     assert sorted(os.listdir(".")) == [f"m{i}" for i in range(len(models))]
+
+
+def test_a_file_next_to_the_output_is_deleted_only_by_who_read_it(folder, capsys):
+    beside = Path("report.unfinished")
+    beside.write_text("mine")
+    assert "is no file of unfinished results, so it is left alone" in refused(capsys, report(folder))
+    assert beside.read_text() == "mine" and os.listdir(".") == ["report.unfinished"]
+    beside.write_text('{"format": "kvlens.unfinished", "of": {"prompt": "that of another explanation"}}\n{}\n')
+    before = beside.read_bytes()
+    assert report(folder, "--by", "none") == 0  # which reads no such file
+    assert beside.read_bytes() == before and sorted(os.listdir(".")) == ["report", "report.unfinished"]
+
+
+def test_explain_leaves_a_folder_of_other_things_alone(folder, capsys):
+    Path("tables").mkdir()
+    os.mkfifo("tables/units.parquet")  # opening it would wait for a reader
+    given = ["explain", "--model", folder, "--prompt", PROMPT, "--text", TEXT, "--out", "tables"]
+    for more in ([], ["--overwrite"]):
+        assert "not an explanation, so it is left alone" in refused(capsys, main([*given, *more]))
+    assert os.listdir(".") == ["tables"] and os.listdir("tables") == ["units.parquet"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full: not Linux")
+def test_an_output_that_cannot_be_written_is_one_line():
+    run = [sys.executable, "-m", "kvlens", "zoo"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, "kvlens: error: No space left on device\n")
+    closed = subprocess.run(["sh", "-c", f"{' '.join(run)} >&-"], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_folders_that_a_report_may_not_replace(folder, capsys):

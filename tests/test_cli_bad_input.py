@@ -69,8 +69,10 @@ BAD_OPTIONS = [
     *(["--dtype", "int8"], ["--engine", "rey"], ["--gpus-per-worker", "nan"], ["--gpus-per-worker", "1"]),
 ]
 TEXTS = ["--prompt", "a", "--text", "b"]
-WRITERS = (["report", *TEXTS], ["train", "induction"], ["reproduce", "landscape", "--scale", "tiny"], ["reference"])
-HOSTILE_PATHS = ("/".join("a" * 300), "/".join("a" * 2000), "/".join(["b" * 60] * 100), "a\ud800", "a\0b", "a\udcffb\ud800")
+TINY = ["reproduce", "landscape", "--scale", "tiny"]
+WRITERS = (["report", *TEXTS], ["explain", *TEXTS], ["train", "induction"], TINY, ["reference"])
+DEEP_PATHS = ("/".join("a" * 300), "/".join("a" * 2000), "/".join(["b" * 60] * 100))
+HOSTILE_PATHS = ("/", *DEEP_PATHS, "a\ud800", "a\0b", "a\udcffb\ud800")
 WORDS = [
     [""],
     [".."],
@@ -130,6 +132,10 @@ WORDS = [
     *([*ANALYSE, out] for out in (f"a/{'x' * 300}/t.parquet", f"a/b/{'x' * 300}.parquet")),
     *([*ANALYSE[:4], model, "--out", "t.parquet"] for model in ("", "x" * 300, "~nobody/at/all", "a\0b", "file")),
     *([*ANALYSE, "t.parquet", *more] for more in BAD_OPTIONS),
+    ["explain", "--out", "file", *TEXTS],
+    ["explain", "--out", "file/r", *TEXTS],
+    ["explain", "--overwrite", *TEXTS],
+    ["analyse", "bias_decomposition", "/dev/null", *ANALYSE[3:], "t.parquet"],
     ["analyse", "bias_decomposition", "", *ANALYSE[3:], "t.parquet"],
     ["analyse", "bias_decomposition", "x" * 300, *ANALYSE[3:], "t.parquet"],
     *(["report", "--model", model, *TEXTS] for model in ("", "x" * 300, "~nobody/at/all", "file")),

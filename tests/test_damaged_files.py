@@ -4,6 +4,9 @@ import json
 import random
 import shutil
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +14,7 @@ from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from analyses.batch.journal import Journal
+from analyses.batch.table import read_parquet, to_bytes, write_parquet
 from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.files import read_listed
@@ -180,3 +184,21 @@ def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
     config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(KVLensError, match="config.json is damaged"):
         HookedKVTransformer.load(tmp_path / "model")
+
+
+def test_the_table_of_a_batch(tmp_path):
+    """`--retry-failed` takes the rows of a finished table over."""
+    path = tmp_path / "t.parquet"
+    frames = [
+        pd.DataFrame({"model": "m", "prompt_id": f"p{i}", "head": range(40), "kl": np.random.default_rng(i).normal(size=40)})
+        for i in range(3)
+    ]
+    schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
+    write_parquet(path, schema, (to_bytes(frame, schema) for frame in frames), {"a": 1})
+    whole, original = path.read_bytes(), list(read_parquet(path, schema))
+    assert [rows for *_, rows in original] == [to_bytes(frame, schema) for frame in frames]
+    refused = 0
+    for seed in range(DAMAGES):
+        damage(path, whole, seed)
+        refused += is_refused_or_unchanged(lambda: list(read_parquet(path, schema)), original)
+    assert refused > DAMAGES / 2

@@ -81,7 +81,9 @@ def test_the_command_prints_the_sentence_and_writes_the_tables(tmp_path, capsys)
     assert "Without 'At night Kaya feeds a donkey.'" in " ".join(printed.split())
     units = pd.read_parquet(tmp_path / "out" / "units.parquet")
     assert units["total_effect"].idxmax() == 2
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"units.parquet", "heads.parquet", "positions.parquet"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("summary.json", "units.parquet", "heads.parquet", "positions.parquet")
+    }
 
 
 @pytest.mark.parametrize(

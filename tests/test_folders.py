@@ -2,10 +2,14 @@
 
 import json
 import os
+import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.null import Null
 from matplotlib.figure import Figure
 from tiny_runs import run
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
@@ -13,9 +17,10 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens import KVLensError
 from kvlens.experiments import find_experiment
 from kvlens.experiments.shared.outcome import Outcome, write_outcome
-from kvlens.files import FolderKind, check_folder, list_files, listed_in
+from kvlens.files import FolderKind, check_folder, list_files, listed_in, write_folder
 from kvlens.model.storage import check_model_folder
 from kvlens.report import build_report, write_report
+from kvlens.report.write import write_explanation
 
 
 @cache
@@ -24,13 +29,26 @@ def report():
 
 
 def outcome(folder: Path, overwrite: bool) -> None:
-    write_outcome(Outcome({}, Figure(), []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    write_outcome(Outcome({}, figure, []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
+
+
+@cache
+def explained():
+    return explain(tiny_text_model(), PROMPT, TEXT, by="sentence", null=Null(60))
+
+
+def explanation(folder: Path, overwrite: bool, found=None) -> None:
+    question = dict(model=tiny_text_model(), model_name="t", prompt=PROMPT, text=TEXT, by="sentence")
+    write_explanation(found or explained(), folder, overwrite=overwrite, **question)
 
 
 REPLACED = {
     "a kvlens model": lambda folder, overwrite: tiny_text_model().save(folder, overwrite=overwrite),
     "a kvlens report": lambda folder, overwrite: write_report(report(), folder, overwrite=overwrite),
     "an experiment": outcome,
+    "an explanation": explanation,
 }
 WRITTEN = {**REPLACED, "a run with a checkpoint": lambda folder, overwrite: run(folder=folder, steps=2, restart=overwrite)}
 
@@ -104,3 +122,57 @@ def test_many_other_files_are_named_in_part(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(KVLensError, match=r"\(a, b, c, \.\.\.\); move"):
         check_folder(tmp_path, FolderKind("a box", lambda folder: set()), overwrite=True)
+
+
+def test_of_many_writers_that_may_not_replace_each_other_one_succeeds(tmp_path):
+    """All find the folder free, and then write one after the other: each looks again when its turn comes."""
+    kind, n = FolderKind("a box", listed_in("m.json", "k", "files")), 6
+    ready, refused = threading.Barrier(n), []
+
+    def write(which: int) -> None:
+        def fill(new: Path) -> None:
+            (new / "m.json").write_text(json.dumps({"format": "k", "files": [str(which)]}))
+            (new / str(which)).touch()
+
+        ready.wait()
+        try:
+            write_folder(tmp_path / "x", fill, kind)
+        except KVLensError as error:
+            refused.append(str(error))
+
+    writers = [threading.Thread(target=write, args=[i]) for i in range(n)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(refused) == n - 1 and all("already holds a box" in words for words in refused)
+    assert len(os.listdir(tmp_path / "x")) == 2 and os.listdir(tmp_path) == ["x"]
+
+
+def test_an_explanation_leaves_no_table_of_an_earlier_prompt_and_nothing_half_written(tmp_path, monkeypatch):
+    folder = tmp_path / "x"
+    whole = replace(explained(), heads=explained().units, positions=explained().units)  # one of which nothing is left out
+    explanation(folder, False, whole)
+    assert {"heads.parquet", "positions.parquet"} < set(os.listdir(folder))
+    before = contents(folder)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(KVLensError, match="No space left on device"):
+        patch.setattr("pandas.DataFrame.to_parquet", full)
+        explanation(folder, True)
+    assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
+    explanation(folder, True, replace(whole, heads=whole.heads.iloc[:0, :0], positions=whole.heads.iloc[:0, :0]))
+    assert sorted(os.listdir(folder)) == ["summary.json", "units.parquet"]
+    (folder / "units.parquet").unlink()
+    (folder / "units.parquet").symlink_to(tmp_path / "theirs")
+    (tmp_path / "theirs").write_text("theirs")
+    explanation(folder, True)
+    assert (tmp_path / "theirs").read_text() == "theirs" and not (folder / "units.parquet").is_symlink()
+
+
+def test_equal_outcomes_are_equal_files(tmp_path):
+    for name in "ab":
+        outcome(tmp_path / name, False)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") and "figure.svg" in contents(tmp_path / "a")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -20,7 +19,7 @@ from .answers import Answer, Question, Rival
 from .by_head import attribution_by_head
 from .by_position import attribution_by_position
 from .cost import QUICK_HEADS, cost_of
-from .kept import keeping
+from .kept import Keep, keeping
 from .methods import Method, method_of
 from .null import FEWEST, SIGNIFICANT, Null, enough_for
 from .prompt import prompt_attribution
@@ -100,7 +99,7 @@ def explain(
     method: str | Method = "leave_one_out",
     null: Null | None = None,
     quick: bool = False,
-    keep: str | Path | None = None,
+    keep: Keep = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Explained:
     """Explain an answer: effects of all units, and of the one that matters most the heads and positions.
@@ -115,18 +114,18 @@ def explain(
         quick: compare only the eight heads with the largest effects with unrelated units, which is what takes longest where
             there are many heads; the others have no p-value.
         keep: a file in which scores are kept as they are measured, and from which the same explanation resumes after an
-            interruption (:mod:`kvlens.analyses.attribution.kept`). It stays until you delete it.
+            interruption (:mod:`kvlens.analyses.attribution.kept`). It stays until you delete it. The model may have no hooks.
         on_progress: called with a description and the fraction done, in 0..1; :mod:`kvlens.analyses.attribution.cost` says
             beforehand what there is to read.
 
     Raises:
         KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`; a file to keep scores in that is
-            damaged, or another one.
+            damaged, has those of another explanation, or is in use by another process; hooks on a model whose scores are kept.
     """
     question = Question.of(model, prompt, text, answer, rival)
     null = Null() if null is None else null
     what = dict(by=by, answer=question.answer, rival=question.rival, method=method, null=null, quick=quick)
-    with keeping(None if keep is None else Path(keep), model, prompt=question.prompt, text=question.text, **what):
+    with keeping(keep, model, prompt=question.prompt, text=question.text, **what):
         return _explained(question, by, method, null, quick, on_progress)
 
 

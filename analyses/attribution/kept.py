@@ -1,13 +1,12 @@
 """Scores that were read from a model, kept in a file as they come, so that an interrupted explanation resumes where it stopped.
 
-An explanation reads the same passes in the same order whenever model, texts and options are the same. So the file is a list:
-the n-th reading's log-probabilities, one JSON line each, behind a line that says what they belong to. Texts that the model
+An explanation reads the same passes in the same order whenever model, texts and options are the same. So the n-th result in the
+file (:mod:`kvlens.files.unfinished`) is the n-th reading: its number of tokens and its log-probabilities. Texts that the model
 writes and prompts that it converts are not kept; they are a small part.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -15,15 +14,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 import kvlens
 from kvlens import KVLensError, KVModel
-from kvlens.files import check_regular, checksum, checksum_of_json, parsed_json, reason
+from kvlens.files import Unfinished, hold_unfinished
 
-FORMAT = "kvlens-scores"
-Reading = tuple[Float[Tensor, "row answer"], int]
-"""Log-probabilities, and how many tokens went through the model for them."""
+Keep = str | Path | Unfinished | None
+"""Where scores are kept: a file, or one that the caller holds (:func:`kvlens.files.work_on`); None keeps none."""
 _kept: ContextVar["Kept | None"] = ContextVar("kept scores", default=None)
 
 
@@ -51,104 +49,65 @@ class Kept:
     """The readings in a file, in order; new ones are appended.
 
     Args:
-        path: where it is, or will be.
-        of: what the readings belong to, as JSON's types. A file that belongs to something else is begun anew.
-
-    Raises:
-        KVLensError: the file is damaged, or no such file.
+        file: of this explanation.
     """
 
-    def __init__(self, path: Path, of: Mapping[str, Any]):
-        self.path = path
-        self.head = {"format": FORMAT, "of": checksum_of_json(of)}
-        self.readings = _read(path, self.head)
+    def __init__(self, file: Unfinished):
+        self.file = file
         self.n_recalled = 0
 
     def recall(self, take: Callable[[], Float[Tensor, "row answer"]], account: Account) -> Float[Tensor, "row answer"]:
         """The next reading: from the file, or taken now and appended. Its tokens are counted either way."""
-        if self.n_recalled < len(self.readings):
-            found, n_tokens = self.readings[self.n_recalled]
+        if self.n_recalled < len(self.file.results):
+            n_tokens, shape, values = self.file.results[self.n_recalled]
+            found = torch.tensor(values, dtype=torch.float64).reshape(shape)
             account.count(n_tokens)
         else:
             before = account.n_tokens
             found = take()
-            self._append(found, account.n_tokens - before)
+            self.file.append([account.n_tokens - before, list(found.shape), found.flatten().tolist()])
         self.n_recalled += 1
         return found
 
-    def _append(self, found: Float[Tensor, "row answer"], n_tokens: int) -> None:
-        line = _line(found, n_tokens)
-        lines = [line] if self.readings else [json.dumps(self.head), line]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a" if self.readings else "w", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise KVLensError(f"scores cannot be kept in {self.path}: {reason(error)}") from error
-        self.readings.append((found, n_tokens))
-
-
-def _line(found: Float[Tensor, "row answer"], n_tokens: int) -> str:
-    numbers = json.dumps([n_tokens, list(found.shape), found.flatten().tolist()])
-    return json.dumps({"numbers": numbers, "checksum": checksum(numbers)})
-
-
-def _read(path: Path, head: Mapping[str, Any]) -> list[Reading]:
-    """The readings in the file; a last line that was cut off while it was written does not count."""
-    if not path.exists():
-        return []
-    check_regular("kept scores", path)
-    first, *lines = path.read_bytes().split(b"\n")
-    ours = json.dumps(head).encode()
-    if not lines and ours.startswith(first):
-        return []
-    if not lines or not first.startswith(ours[: ours.index(b",")]):
-        raise KVLensError(f"kept scores: {path} is no file of scores; it stays as it is. Name another one, or move it away")
-    if first != ours:
-        return []
-    found = []
-    for number, line in enumerate(lines[:-1], start=2):
-        read = parsed_json("kept scores", path, line.decode(errors="replace"))
-        numbers = read.get("numbers") if isinstance(read, dict) else None
-        if not isinstance(numbers, str) or read.get("checksum") != checksum(numbers):
-            raise KVLensError(f"kept scores: line {number} of {path} is damaged; delete the file to begin anew")
-        n_tokens, shape, values = json.loads(numbers)
-        found.append((torch.tensor(values, dtype=torch.float64).reshape(shape), n_tokens))
-    if lines and lines[-1]:
-        _cut(path, len(lines[-1]))
-    return found
-
-
-def _cut(path: Path, n_bytes: int) -> None:
-    with path.open("rb+") as file:
-        file.truncate(path.stat().st_size - n_bytes)
-
 
 @contextmanager
-def keeping(path: Path | None, model: KVModel, **of: Any) -> Iterator[Kept | None]:
+def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[Kept | None]:
     """Inside, every reading of an answer's probability is kept in the file, or comes from it; with None nothing is.
 
     Args:
-        path: of the file. It stays when the block ends, for its caller to delete.
+        keep: the file. It stays when the block ends, for its caller to delete.
         model: that is asked, with nothing attached.
         of: everything else that readings depend on: tensors, dataclasses, sequences, and objects with a ``repr`` that says all.
 
     Raises:
-        KVLensError: the file is damaged or another one, or something is attached to the model.
+        KVLensError: the file is damaged, or of another explanation, or another process is at work on it; or something is
+            attached to the model that a file cannot name: a bias, or a hook.
     """
-    if path is None:
+    if keep is None:
         yield _kept.get()
         return
-    if model.attached_kv_bias is not None:
-        raise KVLensError("kept scores: the model has a bias attached; detach it first (model.detach_kv_bias())")
+    _check_nothing_attached(model)
     versions = {"kvlens": kvlens.__version__, "torch": torch.__version__}
     computed = {"dtype": str(model.W_E.dtype), "device": model.W_E.device.type, "model": model.fingerprint().to_json()}
-    kept = Kept(path, {**{name: _in_full(value) for name, value in of.items()}, **versions, **computed})
-    token = _kept.set(kept)
-    try:
-        yield kept
-    finally:
-        _kept.reset(token)
+    with nullcontext(keep) if isinstance(keep, Unfinished) else hold_unfinished(keep) as file:
+        file.begin({**{name: _in_full(value) for name, value in of.items()}, **versions, **computed})
+        token = _kept.set(Kept(file))
+        try:
+            yield _kept.get()
+        finally:
+            _kept.reset(token)
+
+
+def _check_nothing_attached(model: KVModel) -> None:
+    if model.attached_kv_bias is not None:
+        raise KVLensError("kept scores: the model has a bias attached; detach it first (model.detach_kv_bias())")
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    hooked = [name for name, part in parts if part._forward_hooks or part._forward_pre_hooks]
+    if hooked:
+        raise KVLensError(
+            f"kept scores: the model has a hook on {', '.join(hooked[:3])}, and a file cannot say what it does: a later run "
+            "without it, or with another, would take its scores for its own. Remove it (model.reset_hooks()), or leave out keep"
+        )
 
 
 def _in_full(value: Any) -> Any:

@@ -18,6 +18,11 @@ def check_prompts(prompts: str | Path) -> Path:
         path.stat()
     except OSError as error:
         raise KVLensError(f"prompts: cannot read {path}: {reason(error)}") from error
+    if not path.is_dir() and not path.is_file():
+        raise KVLensError(
+            f"prompts: {path} is a pipe or a device, which can be read only once; a batch reads its prompts twice, and again "
+            "when it is resumed. Write them to a file first, whose name says what it is (.jsonl, .txt)"
+        )
     return path
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlens import KVLensError
-from kvlens.arguments import path_of
 from kvlens.errors import nearest_name
 
 from ..declaration import Record
+from .paths import check_prompts
 
 JSONL = (".jsonl", ".ndjson")
 
@@ -60,7 +60,7 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
     Raises:
         KVLensError: there is no such file, it cannot be read, or it is one JSON document.
     """
-    path = path_of("prompts", path)
+    path = check_prompts(path)
     try:
         entries = _folder(path) if path.is_dir() else _lines(path)
         for entry in entries:

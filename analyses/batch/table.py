@@ -61,7 +61,7 @@ def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts
     """
 
     def fill(file: IO[bytes]) -> None:
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
             for rows in prompts:
                 table = pa.ipc.open_stream(rows).read_all()
                 if table.num_rows:
@@ -78,7 +78,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
         KVLensError: it cannot be read, or has other columns.
     """
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).cast(schema)
             yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, stream(table, schema)

@@ -191,7 +191,7 @@ class Attention(nn.Module):
         self, q: Float[Tensor, "batch pos head d_head"], k: Float[Tensor, "batch key_pos kv_head d_head"]
     ) -> Float[Tensor, "batch head pos key_pos"]:
         """q.k / scale, capped softly if configured."""
-        k = self._per_query_head(k)
+        k = self.per_query_head(k)
         return apply_softcap(q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / self.attn_scale, self.cfg.attn_scores_soft_cap)
 
     def masked_scores(
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         self, v: Float[Tensor, "batch key_pos kv_head d_head"], pattern: Float[Tensor, "batch head pos key_pos"]
     ) -> Float[Tensor, "batch pos head d_head"]:
         """sum_j pattern_ij v_j, hooked."""
-        return self.hook_z((pattern @ self._per_query_head(v).transpose(1, 2)).transpose(1, 2))
+        return self.hook_z((pattern @ self.per_query_head(v).transpose(1, 2)).transpose(1, 2))
 
     def output(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
         """z W_O + b_O; with ``use_attn_result`` each head's part passes ``hook_result`` first."""
@@ -244,7 +244,7 @@ class Attention(nn.Module):
             return self.hook_result((z[..., None] * self.W_O).sum(dim=-2)).sum(dim=2) + self.b_O
         return linear(z.flatten(2), self.W_O.flatten(0, 1).T.contiguous(), self.b_O)
 
-    def _per_query_head(self, x: Tensor) -> Tensor:
+    def per_query_head(self, x: Tensor) -> Tensor:
         """Keys or values, repeated for the query heads that share them."""
         n = self.cfg.n_heads // x.shape[2]
         return x if n == 1 else x.repeat_interleave(n, dim=2)

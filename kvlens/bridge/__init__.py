@@ -5,7 +5,8 @@ bias, at every pass, including generation.
 
 | hook point | shape | content |
 |---|---|---|
-| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, a row per query head |
+| ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, key(, d_head)] | values and weights as read, a row per query head |
+| ``hook_b_keys`` | [batch or 1, head, key, d_key] | the keys; these three are the whole bias: patch all of them |
 | ``hook_normalizer`` | [batch, pos, head] | the logarithm of the softmax normalizer, bias and attention sink included |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |
 

@@ -5,6 +5,7 @@ In both, Transformers calls a layer's mixer ``self_attn``, whether it is recurre
 adapters, except where TransformerLens has one of its own.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,6 +24,7 @@ from transformer_lens.model_bridge.generalized_components import (
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from kvlens.mixers import has_mixer
 
@@ -91,6 +93,29 @@ class HybridAdapter(ArchitectureAdapter):
         return MoEBridge(name="mlp", config=self.cfg, submodules={"gate": MoERouterBridge(name="gate")})
 
 
+class _LengthOfAttention(MiniMaxCache):
+    """Transformers asks the cache of layer 0 how long a text is, and lightning attention keeps no keys there."""
+
+    first = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the first layer of attention holds keys of."""
+        return int(super().get_seq_length(max(layer_idx, self.first)))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Those of the first layer of attention."""
+        length, offset = super().get_mask_sizes(query_length, max(layer_idx, self.first))
+        return length, offset
+
+
+def _measured_by_attention(first: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a pass: the length of a text is that in the cache of layer ``first``."""
+    cache: Any = kwargs.get("past_key_values")
+    if cache.__class__ is MiniMaxCache:
+        cache.__class__ = _LengthOfAttention
+        cache.first = first
+
+
 class MiniMaxAdapter(HybridAdapter):
     """``MiniMaxForCausalLM``: lightning attention, and attention and experts as in Mixtral.
 
@@ -99,6 +124,14 @@ class MiniMaxAdapter(HybridAdapter):
     """
 
     model_type = "minimax"
+
+    def prepare_model(self, hf_model: Any) -> None:
+        """Let masks of a decoded token span the text: see :class:`_LengthOfAttention`."""
+        super().prepare_model(hf_model)
+        kinds = hf_model.config.layer_types
+        if "full_attention" in kinds:
+            first = kinds.index("full_attention")
+            hf_model.model.register_forward_pre_hook(partial(_measured_by_attention, first), with_kwargs=True)
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
@@ -70,16 +71,19 @@ class KVTransformerBridge(TransformerBridge):
                 without one makes a model of token ids.
 
         Raises:
-            KVLensError: nothing can be loaded, or KV biases are not yet supported for the architecture.
+            KVLensError: nothing can be loaded, KV biases are not yet supported for the architecture, or the bridge does not
+                compute what Transformers computes (:mod:`kvlens.bridge.comparison`).
         """
         if not isinstance(model_name, str | Path | PreTrainedModel):
             raise KVLensError(
                 "KVTransformerBridge.boot_transformers: expected a folder, a name on the hub or a loaded Transformers model, "
                 f"got {type(model_name).__name__}"
             )
-        if isinstance(model_name, PreTrainedModel):
-            return cls.of(wrapped(model_name, *args, **options))
-        return cls.of(loaded(model_name, *args, **options))
+        read = wrapped if isinstance(model_name, PreTrainedModel) else loaded
+        bridge, expected = read(model_name, *args, **options)
+        model = cls.of(bridge)
+        compare(model, expected)
+        return model
 
     @classmethod
     def from_zoo(
@@ -102,6 +106,8 @@ class KVTransformerBridge(TransformerBridge):
     @classmethod
     def of(cls, bridge: TransformerBridge) -> "KVTransformerBridge":
         """Change the class of ``bridge`` to this one, in place, and return the same object.
+
+        It is not compared with Transformers, whose model it has changed; :meth:`boot_transformers` compares what it loads.
 
         Raises:
             KVLensError: KV biases are not yet supported for the architecture.

@@ -12,7 +12,7 @@ from kvlens.bridge.fused import show_rotated
 from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.parts import Part
 from kvlens.bridge.recurrent import RecurrentLayer
-from kvlens.bridge.softmax import HOOKED_BY_KVLENS, HeadSizes, Points, SoftmaxLayer
+from kvlens.bridge.softmax import HOOKED_BY_KVLENS, HeadSizes, Points, SoftmaxLayer, put_right
 from kvlens.bridge.table import NAMES
 from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
@@ -23,8 +23,10 @@ from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 FUSED = ("JointQKVPositionEmbeddingsAttentionBridge", "FusedRotaryAttention")
 """Components that show what they rotate once kvlens made them do so (:mod:`kvlens.bridge.fused`)."""
 LATENT = "MLAAttentionBridge"
+WITHOUT_ROTATION = Points("q.hook_out", "k.hook_out")
+"""Of components that show what they rotate, in models without rotary positions (Granite 4)."""
 POINTS = {
-    "JointQKVAttentionBridge": Points("q.hook_out", "k.hook_out"),
+    "JointQKVAttentionBridge": WITHOUT_ROTATION,
     LATENT: Points("hook_q", "hook_k", "hook_v"),
     **dict.fromkeys(("PositionEmbeddingsAttentionBridge", "_SmolLM3AttentionBridge", *FUSED), Points()),
 }
@@ -37,6 +39,7 @@ TOKENWISE = ("NemotronHMLP", "NemotronHMoE")
 """Modules of Transformers that a block may have instead of attention, and that read no other token."""
 FULL = ("full_attention", "hybrid")
 """Kinds of layer in which a query sees every token before it; a hybrid one has a state beside attention."""
+NO_STACK = "it is no stack of decoder blocks"
 VARIABLE_ROTARY = ("dynamic", "longrope")
 WINDOW_IN_FULL_ATTENTION = ("minimax",)
 """Model types whose window, where they have one, applies to the layers that they call full attention."""
@@ -48,6 +51,12 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def refuse_encoders(family: str, config: Any) -> None:
+    """Raise KVLensError where a decoder reads an encoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise _no_way(family, NO_STACK)
+
+
 def parts_of(bridge: Any) -> list[Part]:
     """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
@@ -56,8 +65,9 @@ def parts_of(bridge: Any) -> list[Part]:
     """
     family = bridge.cfg.architecture
     model = bridge.original_model
-    if not hasattr(bridge, "blocks") or getattr(model.config, "is_encoder_decoder", False):
-        raise _no_way(family, "it is no stack of decoder blocks")
+    refuse_encoders(family, model.config)
+    if not hasattr(bridge, "blocks"):
+        raise _no_way(family, NO_STACK)
     if not bridge.adapter.supports_causal_loss:
         raise _no_way(family, "its attention is not causal: a prompt's keys would depend on the text behind it")
     config = text_config(model)
@@ -114,6 +124,9 @@ def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, rec
     if kind in FUSED:
         show_rotated(attn)
     points = HOOKED_BY_KVLENS if native else POINTS[kind]
+    if not native and points.q == "hook_rot_q" and not hasattr(attn, points.q):
+        points = WITHOUT_ROTATION
+    put_right(attn, points)
     name = "mixer" if attn is recurrent else "attn"
     return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points, name)
 

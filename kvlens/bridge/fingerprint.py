@@ -54,12 +54,16 @@ WITHOUT_EFFECT = {
     "_attn_implementation",
     "beside",
     "checksum",
+    "use_attn_in",
+    "use_attn_result",
+    "use_hook_mlp_in",
+    "use_split_qkv_input",
 }
 """Fields of a Transformers configuration that change no activation of a text model. All others count."""
 
 
-def fingerprint_of(bridge: Any) -> Fingerprint:
-    """Structure and current weights. Reads every weight once."""
+def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
+    """Structure and current weights. Reads every weight once, unless they are left out."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
     parts = bridge.__dict__["_parts"]
     sizes = sizes_of(parts)
@@ -87,7 +91,7 @@ def fingerprint_of(bridge: Any) -> Fingerprint:
         decay="none",
         kv_shift="none",
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
-        weights=weights_hash(_weights(bridge)),
+        weights=weights_hash(_weights(bridge)) if with_weights else "",
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
         attention_layers=_attention_layers(parts, cfg.n_layers),
     )

@@ -1,93 +1,96 @@
 """A plain TransformerBridge from a folder, from a name on the hub, or around a loaded Transformers model.
 
-Of a model of images and text whose language model stands alone (Qwen3.5), the language model is taken.
+Every weight comes from the files, and every weight of the files is used. Of a model of images and text whose language model
+stands alone (Qwen3.5), the language model is taken.
 """
 
+import copy
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.supported_models import MODEL_ALIASES
+from transformer_lens.utilities import get_device
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvlens.bridge.adapters import ADAPTERS
-from kvlens.bridge.table import FAMILIES, NAMES
+from kvlens.bridge import adapters  # noqa: F401  (registers them)
+from kvlens.bridge.comparison import logits_of_transformers
+from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
-from kvlens.pretrained.folder import without_progress_bars
+from kvlens.pretrained.folder import check_loaded, without_progress_bars
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-N_CHECKED = 8
-"""Tokens on which the bridge of an untested family is compared with Transformers."""
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
-BY_TRANSFORMERS = (*TEXT_PART, *(adapter.model_type for adapter in ADAPTERS.values()))
-"""Model types that TransformerLens' loader does not read, or not so."""
-PLACEMENT = {"device_map", "max_memory"}
-"""Options that Transformers' loader takes as they are."""
-PLAIN_OPTIONS = {"device", "dtype", "tokenizer", *PLACEMENT}
+N_CTX = ("n_positions", "max_position_embeddings")
+"""What Transformers calls the number of positions."""
+NOT_HERE = {
+    "load_weights": "a bias needs weights",
+    "trust_remote_code": "kvlens runs no code that comes with a model",
+    "model_class": "load the model by Transformers, and give the loaded model",
+    "n_devices": "give device_map",
+    "checkpoint_index": "give revision",
+    "checkpoint_value": "give revision",
+}
+"""Options of TransformerLens' loader that are refused, and what to do."""
 
 
-def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> TransformerBridge:
+class Loaded(NamedTuple):
+    """A bridge, and what it is compared with: see :mod:`kvlens.bridge.comparison`."""
+
+    bridge: TransformerBridge
+    logits: Float[Tensor, "1 pos d_vocab"]
+
+
+def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     """A bridge around ``model``, which keeps its device and dtype.
 
     Raises:
-        KVLensError: no architecture that TransformerLens knows, or an untested one (not in
-            :data:`kvlens.bridge.table.FAMILIES`) for which the bridge gives other logits than Transformers; weights that were
-            offloaded.
+        KVLensError: no stack of decoder blocks, or no architecture that TransformerLens knows; weights that were offloaded,
+            are quantized or not finite; a model that Transformers itself cannot run.
     """
-    offloaded = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if offloaded:
-        raise KVLensError(
-            f"KVTransformerBridge: {len(offloaded)} weights of {type(model).__name__} are not in memory ({offloaded[0]}, for "
-            "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
-            "the model with a device_map that leaves every layer on a device"
-        )
+    kind = type(model).__name__
+    refuse_encoders(kind, model.config)
+    _refuse_quantized(kind, model.config)
+    _check_weights(model)
     model = _language_model(model)
-    name = getattr(model, "name_or_path", "") or type(model).__name__
-    expected = None if model.config.model_type in FAMILIES else _few_logits(model)
+    kind = type(model).__name__
+    logits = logits_of_transformers(model)
+    config = copy.copy(model.config)
+    if getattr(config, "position_embedding_type", "") is None:
+        config.position_embedding_type = "nope"  # Granite 4: TransformerLens takes None for rotary positions
+    name = getattr(model, "name_or_path", "") or kind
     try:
-        bridge = build_bridge_from_module(
-            model, type(model).__name__, hf_config=model.config, tokenizer=tokenizer, model_name=str(name)
-        )
-    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise _unreadable(type(model).__name__, error) from error
-    if expected is not None:
-        _check_logits(type(model).__name__, _few_logits(bridge), expected)
-    return bridge
+        bridge = build_bridge_from_module(model, kind, hf_config=config, tokenizer=tokenizer, model_name=str(name))
+    except Exception as error:
+        raise _unreadable(kind, error) from error
+    return Loaded(bridge, logits)
 
 
-@torch.no_grad()
-def _few_logits(model: Any) -> Tensor:
-    """Without dropout, of as many tokens as a check needs, before or after a bridge was built around a model."""
-    plain = getattr(model, "original_model", model)
-    tokens = torch.arange(N_CHECKED)[None] % int(plain.config.get_text_config().vocab_size)
-    was_training = plain.training
-    plain.eval()
-    found = model(tokens.to(next(model.parameters()).device))
-    plain.train(was_training)
-    return found if isinstance(found, Tensor) else found.logits
-
-
-def _check_logits(architecture: str, found: Tensor, expected: Tensor) -> None:
-    error = float((found - expected).norm() / expected.norm())
-    if not error <= torch.finfo(found.dtype).eps ** 0.5:  # rounding is below that in every dtype
-        raise KVLensError(
-            f"KVTransformerBridge: TransformerLens' bridge does not compute what {architecture} computes: on {N_CHECKED} "
-            f"tokens its logits differ from Transformers' by {error:.1%}, so whatever was measured would be about another "
-            f"model. Try another release of TransformerLens, or take one of the tested families: {NAMES}"
-        )
-
-
-def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
+def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
     """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
 
+    Args:
+        source: the folder or the name.
+        args, options: as ``TransformerBridge.boot_transformers`` takes them.
+
     Raises:
-        KVLensError: nothing that Transformers and TransformerLens can load; a model of an untested family with options that
-            only TransformerLens' loader has, since it could not be compared with Transformers.
+        KVLensError: nothing that Transformers and TransformerLens can load; weights that the model has and the files lack, or
+            the other way round; an option in :data:`NOT_HERE`; and as :func:`wrapped`.
     """
+    signature = inspect.signature(TransformerBridge.boot_transformers)
+    given = signature.bind(str(source), *args, **options).arguments
+    for option, instead in NOT_HERE.items():
+        if option in given and given[option] != signature.parameters[option].default:
+            raise KVLensError(f"KVTransformerBridge: {option}={given[option]!r} is not supported: {instead}")
+    if given.get("hf_model") is not None:
+        return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"))
     folder = Path(source).expanduser()
     if isinstance(source, Path) and not folder.is_dir():
         raise KVLensError(f"KVTransformerBridge: there is no folder {folder}; expected one with config.json and weights")
@@ -95,46 +98,92 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> TransformerBridge:
         raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
     if folder.is_dir():
         check_listed(folder)
-    has_tokenizer = options.get("tokenizer") is not None or any((folder / name).is_file() for name in TOKENIZER_FILES)
+    official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
+    name = str(folder) if folder.is_dir() else official
     try:
         with without_progress_bars():
-            name = str(folder) if folder.is_dir() else str(source)
-            plain = not args and set(options) <= PLAIN_OPTIONS
-            kind = _model_type(name)
-            by_transformers = kind in BY_TRANSFORMERS or (kind is not None and kind not in FAMILIES)
-            if plain and ((folder.is_dir() and not has_tokenizer) or by_transformers):
-                where = {option: value for option, value in options.items() if option in PLACEMENT and value is not None}
-                if where and options.get("device") is not None:
-                    raise ValueError("device and device_map exclude each other")
-                model = AutoModelForCausalLM.from_pretrained(
-                    name,
-                    dtype=options.get("dtype") or torch.float32,
-                    attn_implementation="eager",
-                    trust_remote_code=False,
-                    **where,
-                )
-                tokenizer = options.get("tokenizer")
-                if tokenizer is None and (has_tokenizer or not folder.is_dir()):
-                    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-                return wrapped(model if where else model.to(options.get("device") or "cpu"), tokenizer=tokenizer)
-            if kind is not None and kind not in FAMILIES:
-                others = ", ".join(sorted(set(options) - PLAIN_OPTIONS)) or "options by position"
-                raise KVLensError(
-                    f"KVTransformerBridge: {kind} is no tested family, and with {others} it cannot be compared with "
-                    "Transformers when it is loaded; load it by Transformers, and give the loaded model"
-                )
-            return TransformerBridge.boot_transformers(name, *args, **options)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        if isinstance(error, KVLensError):
-            raise
+            model = _from_files(name, given)
+            tokenizer = given.get("tokenizer")
+            if tokenizer is None and (not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)):
+                tokenizer = _tokenizer(name, given.get("revision"))
+    except KVLensError:
+        raise
+    except Exception as error:
         raise _unreadable(str(source), error) from error
+    return wrapped(model, tokenizer=tokenizer)
 
 
-def _model_type(name: str) -> str | None:
+def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
+    """The model, every weight of which was in its files; ``given`` as of ``TransformerBridge.boot_transformers``."""
+    own: dict[str, Any] = {"trust_remote_code": False}
+    if given.get("revision") is not None:
+        own["revision"] = given["revision"]
+    config = AutoConfig.from_pretrained(name, **own)
+    refuse_encoders((config.architectures or [config.model_type])[0], config)
+    _refuse_quantized(name, config)
+    changes = dict(given.get("hf_config_overrides") or {})
+    if given.get("n_ctx") is not None:
+        changes[next((field for field in N_CTX if hasattr(config, field)), N_CTX[-1])] = given["n_ctx"]
+    for field, value in changes.items():
+        setattr(config, field, value)
+    where = {option: given[option] for option in ("device_map", "max_memory") if given.get(option) is not None}
+    device = given.get("device")
+    if where and device is not None:
+        raise ValueError("device and device_map exclude each other")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=config,
+        dtype=given.get("dtype") or torch.float32,
+        attn_implementation="eager",  # the file may name a kernel of the hub, which Transformers would fetch and run
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # check_loaded says which
+        weights_only=True,
+        **own,
+        **where,
+    )
+    check_loaded(report, "KVTransformerBridge: ", name)
+    placed: PreTrainedModel = model if where else model.to(device or get_device())
+    return placed
+
+
+def _tokenizer(name: str, revision: str | None) -> Any:
+    """As TransformerLens loads it: with a BOS where it has one."""
+    own = {"trust_remote_code": False, **({} if revision is None else {"revision": revision})}
     try:
-        return str(AutoConfig.from_pretrained(name, trust_remote_code=False).model_type)
-    except (OSError, ValueError, KeyError):
-        return None  # TransformerLens says what is wrong with it, or knows another way
+        return AutoTokenizer.from_pretrained(name, add_bos_token=True, **own)
+    except ValueError:
+        return AutoTokenizer.from_pretrained(name, **own)
+
+
+def _refuse_quantized(what: str, config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise KVLensError(
+            f"KVTransformerBridge: the weights of {what} are quantized, and kvlens reads weights as numbers; dequantize them "
+            "by Transformers (model.dequantize()), save the model, and load that"
+        )
+
+
+@torch.no_grad()
+def _check_weights(model: PreTrainedModel) -> None:
+    """Raise KVLensError where weights are not in memory, or not finite."""
+    kind = type(model).__name__
+    offloaded = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if offloaded:
+        raise KVLensError(
+            f"KVTransformerBridge: {len(offloaded)} weights of {kind} are not in memory ({offloaded[0]}, for "
+            "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
+            "the model with a device_map that leaves every layer on a device"
+        )
+    broken = [name for name, weight in model.named_parameters() if weight.numel() and not _is_finite(weight)]
+    if broken:
+        raise KVLensError(
+            f"KVTransformerBridge: {len(broken)} weights of {kind} hold NaN or infinity: {broken[:5]}; use an intact copy of "
+            "the model"
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return all(bool(end.isfinite()) for end in weight.aminmax())
 
 
 def _language_model(model: PreTrainedModel) -> PreTrainedModel:

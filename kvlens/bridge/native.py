@@ -20,11 +20,14 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformers import AttentionInterface
 
 from kvlens.components import is_hooked
+from kvlens.errors import KVLensError
 
 NAME = "kvlens_hooked"
 VALUES = "hook_values"
 POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_component"
+WITHOUT_EFFECT = {"cache_position", "output_attentions", "position_ids", "use_cache"}
+"""Keywords that reach Transformers' attention functions and change nothing in them."""
 
 
 def add_hook_points(component: nn.Module) -> None:
@@ -73,9 +76,19 @@ def hooked_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
-    """Transformers' eager attention with hook points; what a cache brings is not hooked again."""
+    """Transformers' eager attention with hook points; what a cache brings is not hooked again.
+
+    Raises:
+        KVLensError: a keyword that this attention does not understand, such as a soft cap.
+    """
+    unknown = sorted(name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None)
+    if unknown:
+        raise KVLensError(
+            f"{type(module).__name__} calls its attention with {', '.join(unknown)}, which kvlens' hooked attention does not "
+            "understand; use a configuration without it"
+        )
     held = module.__dict__[OWNER]
     n, group = query.shape[2], query.shape[1] // key.shape[1]
     query, new, new_value = held.hook_rot_q(query), held.hook_rot_k(key[:, :, -n:]), held.hook_values(value[:, :, -n:])

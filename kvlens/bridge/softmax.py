@@ -7,6 +7,7 @@ them; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is added a
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from transformer_lens.hook_points import HookPoint
 
 from kvlens.bridge.native import POINTS, VALUES
 from kvlens.components import LayerBias, by_query_head, is_hooked
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
-HOOKS = ("hook_b_kv", "hook_b_d", "hook_normalizer", "hook_z_context", "hook_z_bias")
+HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_context", "hook_z_bias")
 
 
 class Points(NamedTuple):
@@ -189,7 +190,7 @@ class SoftmaxLayer:
         """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
         wide = torch.promote_types(q.dtype, torch.float32)
         b_kv, b_d = (self._read(name, b.to(q.device, wide)) for name, b in (("hook_b_kv", bias.b_kv), ("hook_b_d", bias.b_d)))
-        bias, unseen = bias.in_window(self.rule, positions)
+        bias, unseen = self._with_keys_as_read(bias).in_window(self.rule, positions)
         n_heads = max(b_kv.shape[1], b_d.shape[1])
         b_kv, b_d = (b if b.shape[1] == n_heads else b.repeat_interleave(n_heads // b.shape[1], dim=1) for b in (b_kv, b_d))
         b_kv, b_d = b_kv[:, :, unseen:], b_d[:, :, unseen:]
@@ -198,6 +199,16 @@ class SoftmaxLayer:
         joined = join_bias(ones, self._mass(scores.to(wide)), phi, b_kv, b_d)
         self.attn.hook_normalizer(joined.log_normalizer)
         return joined.z_context, joined.z_bias
+
+    def _with_keys_as_read(self, bias: LayerBias) -> LayerBias:
+        """``bias`` with its keys as ``hook_b_keys`` leaves them, a row per query head; unhooked, as it is."""
+        if not is_hooked(self.attn.hook_b_keys) or not isinstance(bias.features, VirtualKeys):
+            return bias
+        keys, distance = (x[bias.layer] for x in (bias.features.keys, bias.features.distance))
+        keys, distance = (keys, distance) if keys.dim() == 4 else (keys[None], distance[None])
+        keys = by_query_head(self.attn.hook_b_keys, keys, self.sizes.n_heads)
+        distance = distance.repeat_interleave(self.sizes.n_heads // distance.shape[1], dim=1).expand(keys.shape[:-1])
+        return bias._replace(features=VirtualKeys(keys[None], distance[None]), layer=0)
 
     def _mass(self, scores: Float[Tensor, "batch head pos key"]) -> ScaledMass:
         """Z_c relative to its largest term."""
@@ -216,6 +227,33 @@ class SoftmaxLayer:
         """``b`` through its hook point, which sees a row per query head; unhooked, with the rows that it has."""
         point = getattr(self.attn, name)
         return by_query_head(point, b, self.sizes.n_heads) if is_hooked(point) else b
+
+
+def put_right(attn: Any, points: Points) -> None:
+    """Let a component of the bridge round as Transformers does, in two places.
+
+    Rotated queries and keys have the dtype of the model (OLMo's are rotated in float32), and a mask fits into float32, in which
+    the softmax is computed: its lowest number is -inf there in a float64 model, and a row of padding NaN.
+    """
+    for name in (points.q, points.k):
+        if name.startswith("hook_rot"):
+            getattr(attn, name).register_forward_hook(partial(_in_dtype_of, attn.o))
+    attn.register_forward_pre_hook(_with_mask_in_float32, with_kwargs=True)
+
+
+def _in_dtype_of(projection: nn.Module, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.to(next(projection.parameters()).dtype)
+
+
+def _with_mask_in_float32(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    mask, hidden = kwargs.get("attention_mask"), kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if not isinstance(mask, Tensor) or mask.dim() < 4 or hidden.dtype != torch.float64:
+        return None
+    lowest = torch.finfo(torch.float32).min
+    mask = hidden.new_zeros(()).where(mask, lowest) if mask.dtype == torch.bool else mask.clamp(min=lowest)
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def _at(point: nn.Module, function: Callable[[Tensor], Tensor | None], first: bool = False) -> RemovableHandle:

@@ -11,8 +11,9 @@
 - *time*: of 128 tokens under a bias of 256, divided by that of the same bridge continuing from Transformers' cache of 256, in
   three layers of d_model 512 on one thread: the median of 25 pairs of passes, and the quartiles.
 
-A model of any other family is compared with Transformers on eight tokens when it is loaded, and refused where the bridge's
-logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9). If it loads,
+Every model is compared with Transformers when it is loaded (:mod:`kvlens.bridge.comparison`): plain, hooked, and under a
+converted prompt. A model of any other family that the bridge computes step by step is loaded if it passes, and refused where
+its logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9).
 :func:`kvlens.analyses.conversion_error` measures how exact a conversion is.
 
 Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.

@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with sigterm_as_interrupt():
             status = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here, so that a closed pipe is handled below and not when the interpreter exits
+        if sys.stdout is not None:  # None: the shell closed it
+            sys.stdout.flush()  # here, so that a closed pipe is handled below and not when the interpreter exits
         return status
     except KVLensError as error:
         print(f"kvlens: error: {visible(' '.join(str(error).split()))}", file=sys.stderr)
@@ -35,8 +36,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvlens: {word}", file=sys.stderr)
         return status
     except BrokenPipeError:  # the reader, such as head, closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"kvlens: error: {visible(where + (error.strerror or str(error)))}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk under it
+            _discard_output()
+        return BAD_INPUT
+
+
+def _discard_output() -> None:
+    """Let the interpreter write what is left of the output to nowhere when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvlens.analyses.registry import ATTRIBUTION_METHODS, UNITS
-from kvlens.arguments import check_device, path_of
+from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
+from kvlens.terminal import visible
 from kvlens.zoo import source_of
 
 
@@ -65,28 +66,31 @@ def add_command(commands: Any) -> None:
     explain.add_argument(
         "--out",
         metavar="DIR",
-        help="write the tables to this folder, as Parquet (default: print only); what was measured is kept in DIR.unfinished "
-        "until then, and an interrupted command resumes when it is repeated",
+        help="write the tables to this folder, as Parquet, and summary.json (default: print only); what was measured is kept "
+        "in DIR.unfinished until then, and an interrupted command resumes when it is repeated",
+    )
+    explain.add_argument(
+        "--overwrite", action="store_true", help="replace an existing explanation in DIR; no other files are touched"
     )
     explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     explain.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if args.overwrite and args.out is None:
+        raise KVLensError("--overwrite belongs to --out DIR; give the folder, or leave it out")
     ensure("--seed", Seed, args.seed)
     ensure("--null", Annotated[int, Within(19, 2**20)] | None, args.null)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source = source_of(name)
     prompt, text = given or example_for(name)
-    out = None if args.out is None else path_of("--out", args.out)
-    if out is not None and out.exists() and not out.is_dir():
-        raise KVLensError(f"--out: {out} is a file; give a folder")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.report.console import announce, progress_bar, unfinished
+    from kvlens.report.folder import EXPLANATION_FOLDER
 
-    with unfinished(out) as keep:
+    with unfinished(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite) as keep:
         with progress_bar("loading the model") as tell:
             from kvlens.analyses.attribution.cost import expected_cost
             from kvlens.analyses.attribution.explain import explain
@@ -100,23 +104,15 @@ def _explain(args: argparse.Namespace) -> int:
             asked |= dict(answer=args.answer, rival=args.rival, quick=args.quick)
             found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
 
-        from kvlens.report.explanation import print_explanation
+        if args.out is not None:
+            from kvlens.report.write import write_explanation
 
-        print_explanation(found, args.by)
-        if out is not None:
-            _write(found, out)
+            question: dict[str, Any] = dict(model_name=Path(name).resolve().name, prompt=prompt, text=text, by=args.by)
+            files = write_explanation(found, args.out, model=model, overwrite=args.overwrite, **question)
+
+    from kvlens.report.explanation import print_explanation
+
+    print_explanation(found, args.by)
+    if args.out is not None:
+        print(f"\nWritten to {visible(f'{Path(args.out)}{os.sep}')}: {', '.join(files)}")
     return 0
-
-
-def _write(found: Any, out: Path) -> None:
-    tables = {"units": found.units, "heads": found.heads, "positions": found.positions}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, table in tables.items():
-            if len(table.columns):
-                table.to_parquet(out / f"{name}.parquet", index=False)
-    except OSError as error:
-        raise KVLensError(f"--out: cannot write to {out}: {error.strerror or error}") from error
-    print(
-        f"\nWritten to {out}{os.sep}: " + ", ".join(f"{name}.parquet" for name, table in tables.items() if len(table.columns))
-    )

@@ -121,7 +121,7 @@ def add_command(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvlens.report.folder import check_folder  # light: bad input is reported before torch is imported
+    from kvlens.report.folder import REPORT_FOLDER, check_folder  # light: bad input is reported before torch is imported
 
     ensure("--seed", Seed, args.seed)
     if args.new_tokens is not None:
@@ -143,7 +143,8 @@ def _report(args: argparse.Namespace) -> int:
 
     from kvlens.report.console import announce, progress_bar, unfinished
 
-    with unfinished(args.out) as keep, progress_bar("loading the model") as tell:
+    held = unfinished(args.out, REPORT_FOLDER, overwrite=args.overwrite)
+    with held as keep, progress_bar("loading the model") as tell:
         from kvlens.bridge import load_model
 
         check_device("--device", args.device)

@@ -56,15 +56,16 @@ def _reproduce(args: argparse.Namespace) -> int:
         print("\nRun one with: kvlens reproduce NAME [--scale tiny|small|paper] [--out DIR]")
         return 0
 
-    from kvlens.experiments.shared.outcome import check_outcome_folder, write_outcome
+    from kvlens.experiments.shared.outcome import OUTCOME_FOLDER, write_outcome
+    from kvlens.files import work_on
 
     experiment = _with_settings(find_experiment(args.name), args, settings)
     folder = path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out)
-    check_outcome_folder(folder, overwrite=args.overwrite)
-    print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
-    started = perf_counter()
-    outcome = experiment.run(experiment.scales[args.scale], _tell)
-    summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
+    with work_on(folder, OUTCOME_FOLDER, overwrite=args.overwrite):
+        print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
+        started = perf_counter()
+        outcome = experiment.run(experiment.scales[args.scale], _tell)
+        summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
     _print_summary(summary, folder)
     return 0
 

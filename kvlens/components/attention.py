@@ -18,9 +18,9 @@ from kvlens._tl import HookPoint
 from kvlens.base import Attention, GroupedQueryAttention
 from kvlens.components.fast_path import on_fast_path
 from kvlens.components.heads import Heads, NewTokens, real_tokens
-from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE
+from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
-from kvlens.components.layer_bias import LayerBias, read_bias
+from kvlens.components.layer_bias import LayerBias, Normalizers, read_bias
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
@@ -45,6 +45,8 @@ class KVAttention(Attention):
     hook_z_bias: HookPoint
     rotary_table: Any
     decay: Tensor | None
+    normalizers: Normalizers | None = None
+    """Counts the normalizers below 0 under the attached bias; set with it."""
     observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
     """Called with the queries and all keys and values so far, as softmax scores them; set while a prompt is converted."""
 
@@ -120,7 +122,7 @@ class KVAttention(Attention):
         return self.W_Q.new_tensor(list(self.cfg.alibi_slopes), device=device)
 
     def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-        """(b_KV, b_D) of this layer after their hooks: the attached bias, otherwise the trained one, otherwise None."""
+        """(b_KV, b_D) of linear attention after their hooks: the attached bias, otherwise the trained one, otherwise None."""
         return read_bias(self, dtype)
 
     def waits_for_a_bias(self, hook_point: str) -> bool:
@@ -129,7 +131,7 @@ class KVAttention(Attention):
             return False
         if hook_point in OF_A_SHIFT_STATE:
             return True
-        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, "hook_phi_q", "hook_normalizer")
+        of_a_bias = OF_A_BIAS if self.cfg.attention == "linear" else (*OF_A_BIAS, *OF_A_SOFTMAX_BIAS)
         return not self.cfg.trainable_kv_bias and hook_point in of_a_bias
 
     def features_after(

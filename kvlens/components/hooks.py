@@ -12,12 +12,14 @@ from kvlens._tl import HookPoint
 KVLENS_HOOKS = (
     *(f"hook_{x}_shift_coef" for x in "kvq"),
     *(f"hook_{x}_shifted" for x in "kvq"),
-    *("hook_phi_q", "hook_phi_k", "hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v", "hook_last_q"),
-    *("hook_normalizer", "hook_z_context", "hook_z_bias"),
+    *("hook_phi_q", "hook_phi_k", "hook_b_kv", "hook_b_d", "hook_b_keys"),
+    *("hook_last_k", "hook_last_v", "hook_last_q", "hook_normalizer", "hook_z_context", "hook_z_bias"),
     *("hook_k_augmented", "hook_v_augmented", "hook_z_own", "hook_z_negative"),
 )
 OF_A_BIAS = ("hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias")
-"""Fire if there is a KV bias, attached or trained; for a softmax bias, hook_phi_q and hook_normalizer fire too."""
+"""Fire if there is a KV bias, attached or trained; for a softmax bias those of :data:`OF_A_SOFTMAX_BIAS` too."""
+OF_A_SOFTMAX_BIAS = ("hook_b_keys", "hook_phi_q", "hook_normalizer")
+"""``hook_b_keys`` fires only if the bias has keys: not with random, learned or Taylor features."""
 OF_A_SHIFT_STATE = ("hook_last_k", "hook_last_v", "hook_last_q")
 """Fire if a KV bias is attached."""
 

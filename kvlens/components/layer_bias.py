@@ -3,15 +3,53 @@
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import HookPoint
 from kvlens.components.hooks import is_hooked, through
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
+
+
+class Normalizers:
+    """How many normalizers of a pass are below 0 under an attached bias; one object for all layers, which warns once.
+
+        n_i = phi(q_i).(D_i + b_D)          with positive features, n_i > 0 where b_D is a prompt's, or a sum of prompts
+
+    A head's output is an average of values, weighted by phi(q).phi(k) / n. Where n is below 0 it is none, and it has no bound,
+    since n may be near 0.
+    """
+
+    def __init__(self) -> None:
+        self.n_below = self.n_seen = 0
+        self.told = False
+
+    def see(self, below_zero: Bool[Tensor, "batch pos head"]) -> None:
+        """Those of one layer: True where the normalizer is below 0."""
+        if not self.told:
+            self.n_below += int(below_zero.sum())
+            self.n_seen += below_zero.numel()
+
+    def see_positive(self, n: Float[Tensor, "batch pos head"]) -> None:
+        """Those of a layer in which none is below 0."""
+        self.n_seen += n.numel()
+
+    def tell(self) -> None:
+        """After a pass: warn with the share that was below 0, the first time that there is any."""
+        n_below, n_seen = self.n_below, self.n_seen
+        self.n_below = self.n_seen = 0
+        if self.told or not n_below:
+            return
+        self.told = True
+        warn(
+            f"under the attached KV bias {100 * n_below / n_seen:.3g} % of the normalizers of this pass (layers x heads x "
+            "tokens) are below 0. There a head does not average values, and its output has no bound: where the share is large, "
+            "what the model says means nothing. This takes negative weights, as in -1 * a, b - a or a + 10 * (b - a); "
+            "a + c * (b - a) with c from 0 to 1 has none"
+        )
 
 
 class LayerBias(NamedTuple):
@@ -62,6 +100,70 @@ class LayerBias(NamedTuple):
         assert self.log_scale is not None
         return self.features.read(self.layer, q, rule, positions, self.log_scale.to(q), b_kv, b_d)
 
+    def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> "LayerBias":
+        """This softmax bias as the hooks on ``points`` leave it, with b_KV and b_D in ``dtype``.
+
+        A bias that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks,
+        bit for bit. A changed one has log-scale 0, and a row per query head unless those of every group are equal.
+
+        Args:
+            points: has ``hook_b_kv``, ``hook_b_d`` and ``hook_b_keys``.
+            n_heads: of the queries.
+            device, dtype: where it is read.
+        """
+        assert self.log_scale is not None
+        log_scale = self.log_scale.to(device)
+        plain = self._replace(b_kv=self.b_kv.to(device, dtype), b_d=self.b_d.to(device, dtype), log_scale=log_scale)
+        keyed = isinstance(self.features, VirtualKeys)
+        hooks = {name: getattr(points, f"hook_{name}") for name in ("b_kv", "b_d", *(("b_keys",) if keyed else ()))}
+        if not is_hooked(*hooks.values()):
+            return plain
+        shown = {name: plain.shown(name, n_heads) for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)}
+        left = {name: _through(hooks[name], b) for name, b in shown.items()}
+        if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, shown[name]) for name, b in left.items()):
+            return plain
+        n_kv_heads = log_scale.shape[-1]
+        b_kv, b_d = _grouped_where_equal(n_kv_heads, left["b_kv"], left["b_d"])
+        changed = plain._replace(b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(log_scale))
+        if "b_keys" not in left:
+            return changed
+        assert isinstance(self.features, VirtualKeys)
+        (keys,) = _grouped_where_equal(n_kv_heads, left["b_keys"])
+        distance = self.features.distance[self.layer].to(device)
+        distance = distance.repeat_interleave(keys.shape[1] // distance.shape[-2], dim=-2)
+        distance = distance if distance.dim() == 3 else distance[None]
+        return changed._replace(features=VirtualKeys(keys[None], distance[None]), layer=0)
+
+    def shown(self, name: str, n_heads: int) -> Tensor:
+        """What the hook point of ``b_kv``, ``b_d`` or ``b_keys`` is given: a row per query head, and the numbers themselves.
+
+        Two biases may be stored with different log-scales; what one of them shows can be put into the other.
+
+        Raises:
+            KVLensError: b_KV or b_D, without the log-scale, is too large or too small for its dtype.
+        """
+        if name == "b_keys":
+            assert isinstance(self.features, VirtualKeys)
+            b = self.features.keys[self.layer].to(self.b_d.device)
+            b = b if b.dim() == 4 else b[None]
+        else:
+            b = self.b_kv if name == "b_kv" else self.b_d
+        b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
+        assert self.log_scale is not None
+        if name == "b_keys" or not bool(self.log_scale.any()):
+            return b
+        factor = self.log_scale.to(b).exp().repeat_interleave(n_heads // self.log_scale.shape[1], dim=1)
+        numbers = b * factor.reshape(*factor.shape, *[1] * (b.dim() - 2))
+        before, after = (x.detach().abs().flatten(2).amax(dim=-1) for x in (b, numbers))
+        held = torch.finfo(b.dtype)
+        if not bool(((before == 0) | ((after > held.tiny / held.eps) & (after <= held.max))).all()):
+            raise KVLensError(
+                f"hook_{name}: this bias has a log-scale of {float(self.log_scale.min()):.3g} to "
+                f"{float(self.log_scale.max()):.3g}, and its numbers do not fit {b.dtype}: leave hook_b_kv and hook_b_d out of "
+                "what is hooked, and change the bias by select, + and * instead, or load the model in float64"
+            )
+        return numbers
+
     def in_window(self, rule: ScoreRule, positions: Int[Tensor, "#batch pos"]) -> tuple["LayerBias", int]:
         """Without the first virtual keys, as many as no query at ``positions`` of the text sees, and how many those are.
 
@@ -80,33 +182,28 @@ class LayerBias(NamedTuple):
 
 
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-    """(b_KV, b_D) of a layer after their hooks: the attached bias, otherwise the trained one, otherwise None.
+    """(b_KV, b_D) of a layer of linear attention after their hooks: the attached bias, otherwise the trained one, else None.
 
-    b_D is None under normalizer "none". Hooks see query heads. A softmax bias has one row per key-value head, and so has the
-    result unless a hook made the query heads of a group differ.
+    b_D is None under normalizer "none".
     """
-    cfg = attn.cfg
     if attn.layer_bias is not None:
         b_kv, b_d = attn.layer_bias.b_kv, attn.layer_bias.b_d
-    elif cfg.trainable_kv_bias:
+    elif attn.cfg.trainable_kv_bias:
         b_kv, b_d = attn.b_KV[None], attn.b_D[None]
     else:
         return None
     b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in (b_kv, b_d))
-    unused = cfg.attention == "linear" and cfg.normalizer == "none"
-    if not is_hooked(attn.hook_b_kv, attn.hook_b_d):
-        return b_kv, None if unused else b_d
-    grouped = b_kv.shape[1] < cfg.n_heads
-    b_kv = by_query_head(attn.hook_b_kv, b_kv, cfg.n_heads)
-    if unused:
-        return b_kv, None
-    b_d = by_query_head(attn.hook_b_d, b_d, cfg.n_heads)
-    return _grouped_where_equal(b_kv, b_d, cfg.n_kv_heads) if grouped else (b_kv, b_d)
+    b_kv = _through(attn.hook_b_kv, b_kv)
+    return b_kv, None if attn.cfg.normalizer == "none" else _through(attn.hook_b_d, b_d)
 
 
 def by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
     """``b`` with one row per query head, after ``hook``."""
-    b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
+    return _through(hook, b.repeat_interleave(n_heads // b.shape[1], dim=1))
+
+
+def _through(hook: HookPoint, b: Tensor) -> Tensor:
+    """``hook(b)``, of the shape of ``b`` but for the batch."""
     hooked = through(hook, b)
     if hooked.shape[1:] != b.shape[1:]:
         expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
@@ -117,11 +214,11 @@ def by_query_head(hook: HookPoint, b: Tensor, n_heads: int) -> Tensor:
     return hooked
 
 
-def _grouped_where_equal(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+def _grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
     """Reduce rows per query head to one per key-value head if those of each group are equal, so that they read as unhooked."""
-    if b_kv.requires_grad or b_d.requires_grad:
-        return b_kv, b_d  # each query head has a gradient of its own
-    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in (b_kv, b_d)]
+    if any(b.requires_grad for b in rows):
+        return rows  # each query head has a gradient of its own
+    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in rows]
     if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
-        return b_kv, b_d
-    return groups[0][:, :, 0], groups[1][:, :, 0]
+        return rows
+    return tuple(b[:, :, 0] for b in groups)

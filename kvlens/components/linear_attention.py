@@ -191,9 +191,18 @@ class LinearHeads(Heads):
 
     def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
         """``n`` if nothing in it is near 0; otherwise with 1 in place of zeros, so that 0 / 0 is 0 with a finite gradient."""
-        if n is None or float(n.detach().abs().amin()) >= _least(n):
+        if n is None:
+            return None
+        normalizers, positive = self.attn.normalizers, self.attn.feature_map.positive
+        if float(n.detach().amin()) >= _least(n):
+            if normalizers is not None:
+                normalizers.see_positive(n)
             return n
-        if self.attn.feature_map.positive:
+        if normalizers is not None and positive:
+            normalizers.see(n < 0)
+        if float(n.detach().abs().amin()) >= _least(n):
+            return n
+        if positive:
             self._check_features_hold(n, *features.made_of)
         return torch.where(n == 0, 1.0, n)
 

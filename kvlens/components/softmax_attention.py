@@ -21,6 +21,7 @@ from kvlens._tl import TransformerLensKeyValueCacheEntry, get_offset_position_id
 from kvlens.components.fast_path import runs_fused
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
+from kvlens.components.layer_bias import LayerBias
 from kvlens.components.variants import read_values
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
@@ -36,8 +37,6 @@ from kvlens.ops.softmax_attention import (
     visible_keys,
 )
 from kvlens.ops.softmax_features import ScoreRule, distance_scores
-
-Bias = tuple[Tensor, Tensor | None]
 
 
 def layer_runs_fused(attn: Any) -> bool:
@@ -84,16 +83,23 @@ class SoftmaxHeads(Heads):
             attn.observer(q, k, v)
         if self.ridge is not None:
             return HeadOutputs(self._solved(self.ridge))
-        bias = attn.read_bias(torch.promote_types(q.dtype, torch.float32))
+        bias = None
+        if attn.layer_bias is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
         extra = self._extra_keys(bias)
-        if extra is not None and _wants_gradient(q, k, v, extra.keys, extra.log_weights, extra.values):
-            if self._scores_are_plain():
+        gradient = extra is not None and _wants_gradient(q, k, v, extra.keys, extra.log_weights, extra.values)
+        if gradient and not self._scores_are_plain():
+            extra = None
+        if extra is not None:
+            if attn.normalizers is not None:
+                attn.normalizers.see_positive(q[..., 0])
+            if gradient:
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=_window(attn), device=q.device)
                 return HeadOutputs(attend_with_extra_keys(q, k, v, extra, scale, visible))
-            extra = None
-        if extra is not None and not self.fused:
-            return HeadOutputs(self._eager_with_extra_keys(extra))
+            if not self.fused:
+                return HeadOutputs(self._eager_with_extra_keys(extra))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if not self.fused or (needs_normalizer and _wants_gradient(q, k, v)):
             return self._eager(bias)
@@ -105,7 +111,6 @@ class SoftmaxHeads(Heads):
         if extra is not None:
             return HeadOutputs(merge_extra_keys(z, log_n, q, extra, scale))
         joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), bias)
-        attn.hook_normalizer(joined.log_normalizer)
         return HeadOutputs(joined.z_context, joined.z_bias)
 
     def _fused(self, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
@@ -119,22 +124,20 @@ class SoftmaxHeads(Heads):
         scale, window = self.attn.attn_scale, _window(self.attn)
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _extra_keys(self, bias: Bias | None) -> ExtraKeys | None:
+    def _extra_keys(self, bias: LayerBias | None) -> ExtraKeys | None:
         """The attached virtual keys as additional keys of the text's own softmax, if no intermediate tensor is hooked."""
-        attn, held = self.attn, self.attn.layer_bias
-        if bias is None or bias[1] is None or held is None or held.log_scale is None:
-            return None
-        if not isinstance(held.features, VirtualKeys):
+        attn = self.attn
+        if bias is None or bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
             return None
         between = (attn.hook_attn_scores, attn.hook_pattern, attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context)
         if self.needs_pattern or self.wants_own_share or is_hooked(*between, attn.hook_z_bias):
             return None
-        if bias[0].shape[1] != self.k.shape[2]:  # single query heads were selected
-            return None
         q = self.q
-        keys, distance = held.features.keys[held.layer].to(q), held.features.distance[held.layer].to(q.device)
+        keys, distance = bias.features.keys[bias.layer].to(q), bias.features.distance[bias.layer].to(q.device)
         keys, distance = (keys, distance) if keys.dim() == 4 else (keys[None], distance[None])
-        extra, rule = ExtraKeys.of(keys, bias[0], bias[1], held.log_scale.to(q)), score_rule(attn)
+        if not bias.b_kv.shape[1] == keys.shape[1] == self.k.shape[2]:  # query heads of a group read different things
+            return None
+        extra, rule = ExtraKeys.of(keys, bias.b_kv, bias.b_d, bias.log_scale.to(q)), score_rule(attn)
         if extra is None or not rule.needs_distance:
             return extra
         return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), q.shape[2]))
@@ -155,26 +158,25 @@ class SoftmaxHeads(Heads):
         scores = self.attn.calculate_attention_scores(self.q, torch.cat([keys, self.k], dim=1)).to(extra.log_weights.dtype)
         scores = torch.cat([scores[..., :r] + extra.added(self.q.shape[2]), self._masked(scores[..., r:])], dim=-1)
         values = torch.cat([values.to(v), v], dim=1)
-        return read_values(self.attn, self.attn.pattern_of(scores), scores, scores > -torch.inf, values, self.entry)
+        return read_values(self.attn, self.attn.pattern_of(scores), scores, None, values, self.entry)
 
     def _masked(self, scores: Tensor) -> Tensor:
         """Scores of the text's own keys, including everything that is added to them."""
         scores = self.attn.masked_scores(scores, self.past, self.tokens.attention_mask)
         return scores if self.tokens.score_bias is None else scores + self.tokens.score_bias
 
-    def _eager(self, bias: Bias | None) -> HeadOutputs:
+    def _eager(self, bias: LayerBias | None) -> HeadOutputs:
         """TransformerLens' steps, in its order and with its hooks."""
         attn = self.attn
         scores = attn.hook_attn_scores(self._masked(attn.calculate_attention_scores(self.q, self.k)))
         if bias is None:
             z_bias, pattern = None, attn.hook_pattern(attn.pattern_of(scores))
         else:
-            scores = scores.to(bias[0].dtype)
+            scores = scores.to(bias.b_kv.dtype)
             ones = torch.ones((), device=self.q.device, dtype=scores.dtype).expand(*self.q.shape[:-1], 1)
-            share, z_bias, log_whole = self._joined(ones, self._mass(scores), bias)
-            attn.hook_normalizer(log_whole)
+            share, z_bias, _ = self._joined(ones, self._mass(scores), bias)
             pattern = attn.hook_pattern(attn.pattern_of(scores) * share.transpose(1, 2))
-        z = read_values(attn, pattern, scores, scores > -torch.inf, self.v, self.entry)
+        z = read_values(attn, pattern, scores, None, self.v, self.entry)
         return HeadOutputs(z, z_bias, self._own_share(pattern))
 
     def _own_share(self, pattern: Tensor) -> Tensor | None:
@@ -250,16 +252,17 @@ class SoftmaxHeads(Heads):
     def _query_positions(self) -> Tensor:
         return self._positions(self.q, self.past)
 
-    def _joined(self, z: Tensor, mass: ScaledMass, bias: Bias) -> JoinedBias:
-        """Join the attached bias to attention over the context, with the query's features passed through their hook."""
-        attn, (b_kv, b_d) = self.attn, bias
-        assert b_d is not None
-        assert attn.layer_bias is not None
-        rule = score_rule(attn)
+    def _joined(self, z: Tensor, mass: ScaledMass, bias: LayerBias) -> JoinedBias:
+        """Join the attached bias to attention over the context; the query's features and the normalizer pass their hooks."""
+        attn, rule = self.attn, score_rule(self.attn)
         positions = self._query_positions() if rule.needs_distance else None
-        phi = attn.layer_bias.phi(self.q.to(mass.log_scale.dtype), rule, positions, b_kv, b_d)
+        phi = bias.phi(self.q.to(mass.log_scale.dtype), rule, positions, bias.b_kv, bias.b_d)
         phi = phi._replace(features=through(attn.hook_phi_q, phi.features))
-        return join_bias(z, mass, phi, b_kv, b_d)
+        joined = join_bias(z, mass, phi, bias.b_kv, bias.b_d)
+        if attn.normalizers is not None:
+            attn.normalizers.see(joined.below_zero())
+        attn.hook_normalizer(joined.log_normalizer)
+        return joined
 
 
 def score_rule(attn: Any) -> ScoreRule:

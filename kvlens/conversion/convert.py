@@ -89,7 +89,7 @@ def convert_prompt(
         prepend_bos: whether to prepend a BOS to strings; None follows the model's default if no bias is attached and
             ``initial`` is None, and prepends none otherwise. Tokens are not changed.
         fwd_hooks: TransformerLens hooks (name, function) that act inside the prompt's own pass. If they change the old
-            bias (``hook_b_kv``), the new one continues from the changed one.
+            bias (``hook_b_kv``, ``hook_b_d``, ``hook_b_keys``), the new one continues from the changed one.
         detach: False keeps the graph, so that gradients flow from the bias into weights and activations.
         segment_length: the pass runs in segments of this many tokens per row, each through all layers before the next, so that
             memory does not grow with the prompt. None chooses a length, unless something is hooked or ``detach=False``: then

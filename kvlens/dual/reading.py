@@ -101,7 +101,7 @@ def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
     if cfg.normalizer == "kernel" if cfg.attention == "linear" else _has_bias(model):
         names.append("hook_normalizer")
     if _has_bias(model):
-        names.append("hook_b_kv")
+        names += ["hook_b_kv"] if cfg.attention == "linear" else ["hook_b_kv", "hook_b_keys"]
     return [f"blocks.{layer}.attn.{name}" for name in names]
 
 
@@ -228,19 +228,10 @@ def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor
 
 def _virtual_keys(model: HookedKVTransformer, layer: int, cache: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Keys and values (times their weights) of an attached softmax bias, with one row per query head."""
-    bias = model.attached_kv_bias
-    if bias is None:
+    if model.attached_kv_bias is None:
         return None, None
-    assert isinstance(bias.features, VirtualKeys)
-    assert bias.log_scale is not None
-    keys, log_scale = bias.features.keys[layer].double(), bias.log_scale[layer].double()
-    keys, log_scale = (keys, log_scale) if bias.batch_size is None else (keys[0], log_scale[0])
-    b_kv = cache[f"blocks.{layer}.attn.hook_b_kv"][0].double()
-
-    def per_head(x: Tensor) -> Tensor:
-        return x.to(b_kv.device).repeat_interleave(model.cfg.n_heads // x.shape[0], dim=0)
-
-    return per_head(keys), per_head(b_kv) * per_head(log_scale).exp()[:, None, None]
+    keys, b_kv = (cache[f"blocks.{layer}.attn.hook_{name}"][0].double() for name in ("b_keys", "b_kv"))
+    return keys, b_kv
 
 
 def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:

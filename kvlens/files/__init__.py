@@ -3,7 +3,8 @@
     atomic      write to a hidden temporary file next to the target, then rename it; remove leftovers of interrupted writes
     reading     read only regular files, inside the expected folder, and valid JSON
     manifest    checksums, and the JSON file that lists a folder's own files with their checksums
-    folders     whether a folder may be written to
+    folders     whether a folder may be written to, and writing it
+    unfinished  results of an interrupted computation, and one command at a time for an output folder
     tensors     safetensors files with a checksum
 
 All but ``tensors``, which needs torch, can be imported from here.
@@ -19,9 +20,8 @@ from kvlens.files.atomic import (
     reason,
     write_atomically,
     write_file,
-    write_folder,
 )
-from kvlens.files.folders import FolderKind, check_folder
+from kvlens.files.folders import FolderKind, check_folder, write_folder
 from kvlens.files.manifest import (
     CARD,
     LIST,
@@ -34,11 +34,13 @@ from kvlens.files.manifest import (
     read_listed,
 )
 from kvlens.files.reading import check_regular, check_regular_files, file_in, parsed_json, read_json
+from kvlens.files.unfinished import Unfinished, hold_unfinished, work_on
 
 __all__ = [
     "CARD",
     "LIST",
     "FolderKind",
+    "Unfinished",
     "check_folder",
     "check_listed",
     "check_regular",
@@ -50,6 +52,7 @@ __all__ = [
     "clear_leftovers_in",
     "file_in",
     "files_in",
+    "hold_unfinished",
     "is_temporary",
     "list_files",
     "listed_in",
@@ -59,6 +62,7 @@ __all__ = [
     "read_json",
     "read_listed",
     "reason",
+    "work_on",
     "write_atomically",
     "write_file",
     "write_folder",

@@ -60,10 +60,11 @@ def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise KVLensError(f"cannot write {path}: {reason(error)}") from error
 
 
-def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
+def replace_folder(folder: str | Path, fill: Callable[[Path], object], check: Callable[[Path], object]) -> Path:
     """Let ``fill`` write a temporary folder next to ``folder``, then rename it to ``folder``; return its absolute path.
 
-    An existing ``folder`` is replaced, which the caller must have checked to be allowed; it is deleted after the replacement.
+    An existing ``folder`` is replaced, unless ``check``, called with its path under the lock, raises; it is deleted after the
+    replacement.
 
     Raises:
         KVLensError: not writable, or the disk is full. Errors of ``fill`` are passed on, and nothing is left behind.
@@ -72,6 +73,7 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _neighbor(path) as new:
+            check(path)
             new.mkdir()
             fill(new)
             for file in files_in(new):
@@ -80,7 +82,7 @@ def write_folder(folder: str | Path, fill: Callable[[Path], object]) -> Path:
             if not os.path.lexists(path):
                 new.rename(path)
             elif not _swapped(new, path):
-                path.rename(_beside(path, OLD))  # restored if the next step fails
+                path.rename(beside(path, OLD))  # restored if the next step fails
                 new.rename(path)
     except OSError as error:
         raise KVLensError(f"cannot write {folder}: {reason(error)}") from error
@@ -119,10 +121,17 @@ def lock(path: Path, patience: float | int = PATIENCE) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
+def beside(path: Path, ending: str) -> Path:
+    """The temporary name with that ending; KVLensError if there can be none, as for the root."""
+    if path.name in ("", ".."):
+        raise KVLensError(f"cannot write {path}: expected a path that ends in a name, such as {path / 'NAME'}")
+    return path.with_name(f".{path.name}{ending}")
+
+
 def clear_leftovers(path: Path) -> None:
     """Remove what interrupted writes of ``path`` left behind, unless it is being written now or is not writable."""
-    if any(os.path.lexists(_beside(path, ending)) for ending in ENDINGS):
-        with suppress(OSError), lock(_beside(path, LOCK), patience=0):
+    if any(os.path.lexists(beside(path, ending)) for ending in ENDINGS):
+        with suppress(OSError), lock(beside(path, LOCK), patience=0):
             _clear(path)
 
 
@@ -150,20 +159,16 @@ def reason(error: OSError) -> str:
 @contextmanager
 def _neighbor(path: Path) -> Iterator[Path]:
     """The temporary name for ``path``, while holding its lock. Nothing exists there before or after."""
-    with lock(_beside(path, LOCK)):
+    with lock(beside(path, LOCK)):
         _clear(path)
         try:
-            yield _beside(path, NEW)
+            yield beside(path, NEW)
         finally:
             _clear(path)
 
 
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}{ending}")
-
-
 def _clear(path: Path) -> None:
-    new, old = _beside(path, NEW), _beside(path, OLD)
+    new, old = beside(path, NEW), beside(path, OLD)
     _delete(new)
     if os.path.lexists(old):
         old.rename(new if os.path.lexists(path) else path)  # so that a partly deleted folder is never restored

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
-from kvlens.files.atomic import check_writable, clear_leftovers, files_in, reason
+from kvlens.files.atomic import check_writable, clear_leftovers, files_in, reason, replace_folder
 
 
 class FolderKind(NamedTuple):
@@ -49,18 +49,44 @@ def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = Fals
     say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
     path = Path(os.path.realpath(path_of(kind.operation or "--out", folder)))
     clear_leftovers(path)
-    if os.path.lexists(path) and not path.is_dir():
-        raise KVLensError(f"{say} is a file, not a folder; choose another folder")
-    try:
-        if path.is_dir() and not all(map(kind.ignored, path.iterdir())):
-            _check_contents(path, kind, say, overwrite)
-    except OSError as error:
-        raise KVLensError(f"{say} cannot be read: {reason(error)}; choose another folder") from error
+    _check_contents(path, kind, say, overwrite)
     check_writable(path)
     return path
 
 
+def write_folder(
+    folder: str | Path, fill: Callable[[Path], object], kind: FolderKind | None = None, *, overwrite: bool = False
+) -> Path:
+    """Let ``fill`` write a folder, completely or not at all, and return its absolute path.
+
+    Args:
+        folder: path of the folder; parent folders are created. An existing one is replaced.
+        fill: is called with the path of an empty folder.
+        kind: what is written; None where the caller has checked that it may be.
+        overwrite: whether an existing folder of that kind may be replaced.
+
+    Raises:
+        KVLensError: as :func:`check_folder`, also if another process has written there since; not writable, or the disk is
+            full. Errors of ``fill`` are passed on, and nothing is left behind.
+    """
+    if kind is None:
+        return replace_folder(folder, fill, lambda path: None)
+    say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
+    path = check_folder(folder, kind, overwrite=overwrite)
+    return replace_folder(path, fill, lambda path: _check_contents(path, kind, say, overwrite))
+
+
 def _check_contents(path: Path, kind: FolderKind, say: str, overwrite: bool) -> None:
+    if os.path.lexists(path) and not path.is_dir():
+        raise KVLensError(f"{say} is a file, not a folder; choose another folder")
+    try:
+        if path.is_dir() and not all(map(kind.ignored, path.iterdir())):
+            _check_own(path, kind, say, overwrite)
+    except OSError as error:
+        raise KVLensError(f"{say} cannot be read: {reason(error)}; choose another folder") from error
+
+
+def _check_own(path: Path, kind: FolderKind, say: str, overwrite: bool) -> None:
     own = kind.own_files(path)
     if own is None:
         raise KVLensError(f"{say} is not empty and not {kind.name}, so it is left alone; choose another folder")

@@ -42,7 +42,7 @@ def fields_of_sum(
         if shift_state == "equal":
             _check_equal_boundaries(first, other)
         if equal_offsets or shift_state in ("equal", "zero"):
-            _check_equal_offsets(first, other)
+            _check_equal_offsets(first, other, weights)
     chosen = biases[-1] if shift_state == "last" else first
     changed = {name: getattr(chosen, name) for name in (*SHIFT_STATE, "position_offset")}
     if shift_state == "zero":
@@ -155,10 +155,19 @@ def _check_equal_boundaries(first: Any, other: Any) -> None:
             )
 
 
-def _check_equal_offsets(first: Any, other: Any) -> None:
-    if not first.starts_where(other):
+def _check_equal_offsets(first: Any, other: Any, weights: Sequence[float | int]) -> None:
+    if first.starts_where(other):
+        return
+    differ = (
+        f"the position offsets differ ({first.position_offset} and {other.position_offset}), so the text would start at "
+        "different positions"
+    )
+    if list(weights) == [1.0, -1.0]:
         raise KVLensError(
-            f"adding KV biases: the position offsets differ ({first.position_offset} and {other.position_offset}), so the text "
-            "would start at different positions; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read "
-            "one prompt after another, use convert_prompt(model, b, initial=bias_of_a)"
+            f"subtracting KV biases: {differ}; kvlens.combine(a, b, weights=[1, -1], shift_state='first') subtracts b and uses "
+            "a's offset. Convert prompts of equal length where a - b is to be read"
         )
+    raise KVLensError(
+        f"adding KV biases: {differ}; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read one prompt "
+        "after another, use convert_prompt(model, b, initial=bias_of_a)"
+    )

@@ -43,8 +43,9 @@ READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fing
 class KVBias:
     """A converted prompt, or a batch of them. Immutable: every operation returns a new one.
 
-    Sums and positive multiples of biases keep the normalizer phi(q).D positive; a difference or a negative multiple may not, in
-    which case the output is finite but meaningless: check ``hook_normalizer``.
+    Sums and positive multiples of biases keep the normalizer phi(q).D positive, and so does a + c (b - a) with c from 0 to 1. A
+    difference or a negative multiple may not; what the model says is then meaningless, and the pass that reads it warns, with
+    the share of normalizers below 0.
 
     >>> from kvlens import HookedKVTransformer, convert_prompt
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")

@@ -18,7 +18,7 @@ from kvlens._tl import HookPoint, Slice
 
 BY_QUERY = ("hook_attn_scores", "hook_pattern")
 """[batch, head, query, key]; all other tensors have positions in the second axis, if at all."""
-WITHOUT_POSITIONS = ("hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v", "hook_last_q")
+WITHOUT_POSITIONS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_last_k", "hook_last_v", "hook_last_q")
 WITHOUT_BATCH = ("shift_coef", ".experts.")
 """Parts of names of tensors without a batch axis: parameters, and the tokens that are routed to a single expert."""
 IN_ROWS = (".q_norm.", ".k_norm.", ".hook_expert_")

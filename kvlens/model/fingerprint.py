@@ -1,6 +1,7 @@
 """The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fingerprint`)."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, fields
@@ -52,6 +53,50 @@ def of_weights(model: nn.Module, what: str, find: Callable[[], Any]) -> Any:
     if key not in found:
         found[key] = (model, find())  # the model is kept, so that no other gets its id
     return found[key][1]
+
+
+class WeightsThen:
+    """Whether a model's weights may have changed since, at less than a microsecond for each tensor: they are not read.
+
+    Seen: a parameter in place of another; other memory (``weight.data = ...``, ``model.to``); what autograd counts as a write
+    in place (``load_state_dict``, ``weight.add_`` under ``no_grad``, most optimizers); any write that changes the first number
+    of a tensor (fused optimizers, ``weight.data.mul_``). Not seen: a write to other numbers alone through ``weight.data`` or
+    numpy, or in a fused optimizer; a module in place of another.
+    """
+
+    def __init__(self, model: nn.Module):
+        held = [
+            (owner, name, tensor)
+            for path, module in model.named_modules()
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+            if tensor is not None and is_weight(name) and not f"{path}.{name}".endswith(_TRAINED_BIAS)
+        ]
+        self.owners, self.names, self.tensors = (list(of) for of in zip(*held, strict=True))
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.firsts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self.tensors:
+            if tensor.numel():
+                first = tensor.detach()[(0,) * tensor.dim()][None]  # a view
+                self.firsts.setdefault((tensor.device, tensor.dtype), []).append(first)
+        self.seen = self._look()
+
+    def changed(self) -> bool:
+        """Whether anything of the above was seen."""
+        if not all(map(operator.is_, map(dict.get, self.owners, self.names), self.tensors)):
+            return True
+        *before, firsts = self.seen
+        *now, firsts_now = self._look()
+        return now != before or not all(map(torch.equal, firsts, firsts_now))
+
+    @torch.no_grad()
+    def _look(self) -> tuple[list[int], list[int], list[Tensor]]:
+        """How often each tensor was written to, where it lies, and its first number."""
+        writes, places = list(map(_WRITES, self.counted)), list(map(Tensor.data_ptr, self.tensors))
+        return writes, places, [torch.cat(of) for of in self.firsts.values()]
+
+
+_WRITES = operator.attrgetter("_version")
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:

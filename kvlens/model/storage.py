@@ -100,7 +100,7 @@ def save_model(
         config["checksum"] = checksum_of_json(config)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, MODEL_FOLDER, overwrite=overwrite)
 
 
 def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:

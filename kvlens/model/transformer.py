@@ -13,6 +13,7 @@ from kvlens.checks import checked
 from kvlens.components import (
     KVBlock,
     KVUnembed,
+    Normalizers,
     OffsetPosEmbed,
     SinusoidalPosEmbed,
     counted_by,
@@ -20,13 +21,13 @@ from kvlens.components import (
     softmax_form_block,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError, first_line
+from kvlens.errors import KVLensError, first_line, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
-from kvlens.model.fingerprint import fingerprint_of, of_weights, weights_hash
+from kvlens.model.fingerprint import WeightsThen, fingerprint_of, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
 from kvlens.model.head_matrices import head_matrices_of
 from kvlens.model.hooks import ChecksHookNames
@@ -72,6 +73,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     ):
         cfg = as_kv_config(cfg)
         self._attached: KVBias | None = None
+        self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
+        self._normalizers: Normalizers | None = None
         self._thread = OneThread()
         self._softmax_form_is_chosen = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
@@ -137,7 +140,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         check_input(input, attention_mask, past_kv_cache)
         if self._may_be_silent:
             self.warn_of_silent_hooks()
-        with self._thread.turn, self._thread.passes(self._has_bias):
+        with self._thread.turn, self._thread.passes(self._has_bias), self._warns_of_the_bias():
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
@@ -282,9 +285,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @property
     def prepends_bos(self) -> bool:
-        """Whether the model expects a BOS: ``cfg.default_prepend_bos``, unaffected by calls in other threads."""
-        with self._thread.turn:
-            return bool(self.cfg.default_prepend_bos)
+        """Whether the model expects a BOS: ``cfg.default_prepend_bos``."""
+        return bool(self.cfg.default_prepend_bos)
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
         """As TransformerLens'."""
@@ -426,8 +428,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """Let every forward pass start from ``bias``, instead of the bias attached before or the trained one.
 
         While it is attached, strings get no BOS by default, since the prompt had one. It belongs to the thread that attached
-        it: until it is detached, calls from other threads raise an error (hooks are not protected in this way; give every
-        thread a copy).
+        it: until it is detached, calls from other threads raise an error, also when that thread has ended (hooks are not
+        protected in this way; give every thread a copy). A pass warns, once, if the weights are no longer those of the bias, as
+        far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers are below 0.
 
         Raises:
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
@@ -443,6 +446,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         check_room(self.cfg, bias)
         with self._thread.changes("attach_kv_bias", self._has_bias):
             self._attached = bias
+            self._weights_then = of_weights(self, "weights then", lambda: WeightsThen(self))
             spread_bias(self, self._attached)
 
     def detach_kv_bias(self) -> None:
@@ -450,21 +454,37 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         if self._attached is None:
             return
         with self._thread.changes("detach_kv_bias", self._has_bias):
-            self._attached = None
+            self._attached = self._weights_then = None
             spread_bias(self, self._attached)
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
         """``with model.kv_bias(bias): ...``; afterwards the bias attached before is attached again."""
-        with self._thread.changes("kv_bias", self._has_bias):
-            before = self._attached
+        with self._thread.changes("kv_bias", self._has_bias) as own:
+            before, weights_then = (self._attached, self._weights_then) if own else (None, None)
             self.attach_kv_bias(bias)
         try:
             yield self
         finally:
             with self._thread.changes("kv_bias", self._has_bias):
-                self._attached = before
+                self._attached, self._weights_then = before, weights_then
                 spread_bias(self, self._attached)
+
+    @contextlib.contextmanager
+    def _warns_of_the_bias(self) -> Iterator[None]:
+        """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
+        bias, then, normalizers = self._attached, self._weights_then, self._normalizers
+        if bias is not None and then is not None and then.changed():
+            fits = bias.fingerprint.weights == self.fingerprint().weights
+            self._weights_then = WeightsThen(self) if fits else None
+            if not fits:
+                warn(
+                    "the weights of this model have changed since the KV bias was attached. The bias holds keys and values of "
+                    "the old weights, which the new ones read as their own: convert the prompt again"
+                )
+        yield
+        if normalizers is not None:
+            normalizers.tell()
 
     def _has_bias(self) -> bool:
         return self._attached is not None

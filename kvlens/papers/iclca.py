@@ -20,7 +20,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | paper | here |
 |---|---|
 | $X'$, the ICL prompt of $M$ tokens | the ``prompt`` of `kvlens.convert_prompt`; ``n_prompt_tokens`` of the `kvlens.KVBias` |
-| $b_{KV}$, $b_D$ | ``b_KV`` and ``b_D`` of `kvlens.KVBias`; hook points ``hook_b_kv``, ``hook_b_d`` |
+| $b_{KV}$, $b_D$ | ``b_KV`` and ``b_D`` of `kvlens.KVBias`; hook points ``hook_b_kv``, ``hook_b_d``, and ``hook_b_keys`` for a softmax bias |
 | $\phi$ | `kvlens.components.FEATURE_MAPS`; hook points ``hook_phi_q``, ``hook_phi_k`` |
 | $D_1(Q_i)^T D_2(X)$ | ``normalizer="kernel"``: $\phi(q_i)^T D_i$; ``"none"``: 1; hook point ``hook_normalizer`` |
 | $R_{\Theta, m}$ | `kvlens.ops.rotary.rotate` by position $m$ |

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +92,45 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
         ) from error
     hf_model, report = loaded
-    unknown = sorted(name for name in report["unexpected_keys"] if not is_shift_coefficient(name) and not _BUFFER.search(name))
-    if unknown:
-        raise KVLensError(
-            f"from_pretrained: the weights in {folder} hold {len(unknown)} tensors that its configuration has no place for: "
-            f"{unknown[:5]}. Without them it would be another model: put config.json right, or take them out of the file"
-        )
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise KVLensError(
-            f"from_pretrained: the weights in {folder} lack {len(missing)} of the model's parameters (they would be "
-            f"random): {missing[:5]}. It was saved as {hf_config.architectures}; expected {class_name}."
-        )
+    saved_as = f" It was saved as {hf_config.architectures}; expected {class_name}."
+    check_loaded(report, "from_pretrained: ", str(folder), saved_as, is_shift_coefficient)
     if hf_model.config.tie_word_embeddings:
         check_tied(hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight, str(folder))
     if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
         return hf_model, {}
     return hf_model, read_tensors(folder, is_shift_coefficient)
+
+
+def check_loaded(
+    report: Mapping[str, Any], door: str, source: str, saved_as: str = "", known: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Raise unless a model has every weight of its files, and its files every weight of the model.
+
+    Args:
+        report: what transformers says about loading (``output_loading_info=True``).
+        door: what an error starts with.
+        source: where the weights are.
+        saved_as: what an error adds about the model's class.
+        known: whether a tensor of this name is read in another way.
+    """
+    other_shapes = [f"{name} {[*found]} for {[*wanted]}" for name, found, wanted in sorted(report.get("mismatched_keys") or ())]
+    if other_shapes:
+        raise KVLensError(
+            f"{door}{len(other_shapes)} weights in {source} have other shapes than its configuration says: {other_shapes[:5]}; "
+            "put config.json right"
+        )
+    unknown = sorted(name for name in report["unexpected_keys"] if not known(name) and not _BUFFER.search(name))
+    if unknown:
+        raise KVLensError(
+            f"{door}the weights in {source} hold {len(unknown)} tensors that its configuration has no place for: "
+            f"{unknown[:5]}. Without them it would be another model: put config.json right, or take them out of the file"
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise KVLensError(
+            f"{door}the weights in {source} lack {len(missing)} of the model's parameters (they would be "
+            f"random): {missing[:5]}.{saved_as}"
+        )
 
 
 def check_tied(head: Tensor, embedding: Tensor, where: str) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -30,7 +29,7 @@ from kvlens.analyses import (
 from kvlens.analyses.attribution.cost import Estimate, expected_cost
 from kvlens.analyses.attribution.explain import Explained, explain
 from kvlens.analyses.attribution.flow import answer_flow
-from kvlens.analyses.attribution.kept import keeping
+from kvlens.analyses.attribution.kept import Keep, keeping
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias.baseline import baseline_of
@@ -121,7 +120,7 @@ def build_report(
     answer: str | None = None,
     rival: str | None = None,
     quick: bool = False,
-    keep: str | Path | None = None,
+    keep: Keep = None,
     on_progress: Callable[[str, float], None] | None = None,
     on_estimate: Callable[[Estimate], None] | None = None,
 ) -> Report:
@@ -247,7 +246,7 @@ def build_report(
         explaining = part("explaining the answer", 0.4, 0.8)
         asked: dict[str, Any] = dict(answer=answer, rival=rival)
         of = dict(prompt=prompt_tokens, text=text_tokens, by=by, quick=quick, **asked)
-        with keeping(None if keep is None else Path(keep), model, **of):
+        with keeping(keep, model, **of):
             explained = explain(*sequences, by=by, quick=quick, on_progress=lambda _, done: explaining(done), **asked)
             tables |= _answer_tables(explained)
             if explained.unit is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvlens.files import FolderKind, Unfinished, work_on
 from kvlens.terminal import visible
 
 WIDTH = 80
@@ -23,31 +24,29 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def unfinished(folder: str | Path | None) -> Iterator[Path | None]:
-    """Next to an output folder, the file of what was measured so far, from which an interrupted command resumes.
+def unfinished(folder: str | Path | None, kind: FolderKind, *, overwrite: bool = False) -> Iterator[Unfinished | None]:
+    """Inside, no other command works on the output folder; what is measured may be kept next to it, in ``FOLDER.unfinished``.
 
-    It is deleted when the block succeeds. When the block fails, stderr names it if something was added to it. Without a folder,
-    there is none.
+    That file is deleted when the block succeeds, if it was used. When the block fails, stderr names it if something was added
+    to it. Without a folder, there is none.
+
+    Raises:
+        KVLensError: as :func:`kvlens.files.work_on`, or another kind of file has that name.
     """
     if folder is None:
         yield None
         return
-    path = Path(folder).absolute()
-    path = path.with_name(f"{path.name}.unfinished")
-    size_before = _size(path)
-    try:
-        yield path
-    except BaseException:
-        if _size(path) > size_before:
-            make_console(stderr=True).print(
-                f"What was measured is kept in {visible(path.name)}: the same command resumes there."
-            )
-        raise
-    path.unlink(missing_ok=True)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+    with work_on(folder, kind, overwrite=overwrite) as kept:
+        kept.check()
+        try:
+            yield kept
+        except BaseException:
+            if kept.n_new:
+                make_console(stderr=True).print(
+                    f"What was measured is kept in {visible(kept.path.name)}: the same command resumes there."
+                )
+            raise
+        kept.delete()
 
 
 def announce(expected: Any, *, quick: bool) -> None:

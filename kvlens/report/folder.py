@@ -1,4 +1,4 @@
-"""The folder of a report: whether one may be written there, by the rule of :mod:`kvlens.files`."""
+"""The folders of a report and of an explanation: whether one may be written there, by the rule of :mod:`kvlens.files`."""
 
 from pathlib import Path
 
@@ -7,7 +7,9 @@ from kvlens.checks import checked
 
 FORMAT = "kvlens.report"
 SUMMARY = "summary.json"
+FORMAT_OF_EXPLANATION = "kvlens.explanation"
 REPORT_FOLDER = files.FolderKind("a kvlens report", files.listed_in(SUMMARY, FORMAT, "files"))
+EXPLANATION_FOLDER = files.FolderKind("an explanation", files.listed_in(SUMMARY, FORMAT_OF_EXPLANATION, "files"))
 
 
 @checked

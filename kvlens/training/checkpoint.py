@@ -85,7 +85,8 @@ class CheckpointFolder:
         header["progress"] = json.dumps(progress)
         header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
         write_atomically(self._file, checked_tensor_bytes(tensors_of(self.run), header))
-        write_atomically(self.path / METRICS, metrics_frame(self.run.progress.rows).to_parquet(index=False))
+        metrics = metrics_frame(self.run.progress.rows).to_parquet(index=False, write_page_checksum=True)
+        write_atomically(self.path / METRICS, metrics)
 
     def resume(self) -> bool:
         """Restore the run from its checkpoint, unless it starts from scratch; return whether there was one.

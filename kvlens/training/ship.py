@@ -17,8 +17,8 @@ from torch import nn
 from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
-from kvlens.files import CARD, LIST, check_folder, list_files, read_json, write_folder
-from kvlens.model.storage import check_model_folder
+from kvlens.files import CARD, LIST, check_folder, list_files, plain, read_json, write_folder
+from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card
@@ -81,8 +81,7 @@ def train_recipe(
         write_beside(temporary, facts, result)
 
     with only_run_in(folder):
-        check_model_folder(folder / "model", overwrite=True)
-        write_folder(folder / "model", fill)
+        write_folder(folder / "model", fill, MODEL_FOLDER, overwrite=True)
     return facts
 
 
@@ -161,11 +160,11 @@ def measure(model: Model, task: Task) -> dict[str, Any]:
 
 def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also: Sequence[str] = ()) -> None:
     """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
-    (folder / FACTS).write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps(plain(facts), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
-    result.metrics.to_parquet(folder / "metrics.parquet", index=False)
+    result.metrics.to_parquet(folder / "metrics.parquet", index=False, write_page_checksum=True)
     names = [*also, FACTS, "metrics.parquet"]
     if len(result.watched):
-        result.watched.to_parquet(folder / WATCHED, index=False)
+        result.watched.to_parquet(folder / WATCHED, index=False, write_page_checksum=True)
         names.append(WATCHED)
     list_files(folder, names)

@@ -17,7 +17,8 @@ from typing import Any
 NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
 PART, BASE = "⋯", "◌"
 """Shown for a token with part of a character in running text; and the base for an accent whose letter is in another token."""
-_IN_SCRIPT = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
+_IN_SCRIPT = re.compile("[<>&\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""Special characters of HTML, and those that are not seen: control characters, line ends, and marks of direction and format."""
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which UTF-8 cannot encode and browsers do not handle."""
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e]")
@@ -31,13 +32,14 @@ _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff
 
 
 def script_json(value: Any) -> str:
-    """``value`` as JSON that is safe inside a script element, with special characters of HTML and JavaScript escaped.
+    """``value`` as JSON that is safe inside a script element, with special characters of HTML and JavaScript escaped, and those
+    that would make the source look different from what it is.
 
     Those characters occur only in strings, where their escape means the same. U+2028 and U+2029 end a line in older JavaScript.
     A number that is not finite raises ValueError; `rounded` turns it into None.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _LONE_SURROGATES.sub(UNREADABLE, text).translate(_IN_SCRIPT)
+    return _IN_SCRIPT.sub(lambda sign: f"\\u{ord(sign[0]):04x}", _LONE_SURROGATES.sub(UNREADABLE, text))
 
 
 def packed(text: str) -> str:

@@ -236,14 +236,17 @@ def test_short_convolutions_leave_their_last_inputs():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5", "kimi_linear"])
 def test_bad_input_that_overflows_half_precision_is_refused(family):
-    plain = tiny(family)
+    plain = tiny(family).half()
     values = "in_proj_qkv" if family == "qwen3_5" else "c_attn" if family == "gpt2" else "v_proj"
-    for name, weight in plain.named_parameters():
-        if values in name and name.endswith("weight"):
-            weight.mul_(1e5)
-    model = KVTransformerBridge.boot_transformers(plain.half())
+    model = KVTransformerBridge.boot_transformers(copy.deepcopy(plain))
+    for held in (model.original_model, plain):
+        for name, weight in held.named_parameters():
+            if values in name or (family == "gpt2" and name.endswith(".v._original_component.weight")):
+                weight.mul_(1e5 if weight.dim() > 1 else 1).clamp_(-6e4, 6e4)
     with pytest.raises(KVLensError, match=r"\w+ in torch.float16: .* of layer \d is not finite .*a wider dtype"):
         convert_prompt(model, some_tokens(2, N_PROMPT))
+    with pytest.raises(KVLensError, match=r"\w+ in torch.float16: Transformers' own logits are not finite; .* a wider dtype"):
+        KVTransformerBridge.boot_transformers(plain)
 
 
 def test_bad_input_of_another_model_or_kind_is_refused():

@@ -99,14 +99,6 @@ def test_hooks_see_query_heads_and_looking_changes_no_bit():
     assert f"{HEADS} heads" in repr(bias)
 
 
-def test_unhooked_nothing_is_expanded():
-    model = grouped(positional_embedding_type="rotary")
-    bias = convert_prompt(model, PROMPT)
-    with model.kv_bias(bias):
-        b_kv, b_d = model.blocks[1].attn.read_bias(torch.float64)
-    assert b_kv.data_ptr() == bias.b_KV[1].data_ptr() and b_d.data_ptr() == bias.b_D[1].data_ptr()
-
-
 @pytest.mark.parametrize("form", ["eager", "fused"])
 def test_gradients_of_each_query_head(form):
     """A backward hook, against the gradient of a bias that holds a row per query head."""

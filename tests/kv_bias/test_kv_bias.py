@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -154,6 +155,16 @@ def test_different_offsets_are_refused(operation):
     rows = [bias_of(s, 2, shift_state_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
     with pytest.raises(KVLensError, match="position offsets differ"):
         operation(*rows)
+
+
+def test_subtracting_with_different_offsets_proposes_what_subtracts():
+    a, b = bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9, position_offset=8)
+    with pytest.raises(KVLensError, match=r"^subtracting KV biases.*\(7 and 8\)") as refused:
+        a - b
+    (proposed,) = re.findall(r"kvlens\.(combine\(.*?\)) subtracts", str(refused.value))
+    found = eval(proposed, {"combine": combine, "a": a, "b": b})
+    assert torch.equal(found.b_KV, a.b_KV - b.b_KV) and torch.equal(found.b_D, a.b_D - b.b_D)
+    assert found.position_offset == a.position_offset
 
 
 def test_without_positions_prompts_of_any_length_add():

@@ -300,12 +300,25 @@ def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
     assert torch.equal(model.to_tokens(TEXT), whole)
 
 
-def test_a_thread_that_died_with_its_bias_does_not_block_others():
-    model = tiny_text_model()
-    bias = convert_prompt(model, PROMPT)
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_the_bias_of_a_thread_that_has_ended_is_read_by_no_other(attention):
+    model = tiny_text_model(attention=attention)
+    bias, other, expected = convert_prompt(model, PROMPT), convert_prompt(model, TEXT), model(TEXT)
+    in_a_thread(lambda: model.attach_kv_bias(bias))
+    for work in (lambda: model(TEXT), lambda: convert_prompt(model, TEXT), lambda: model.generate(TEXT, verbose=False)):
+        with pytest.raises(KVLensError, match="a thread that has ended left a KV bias attached"):
+            work()
+        for _ in range(3):  # new threads may get the old one's number
+            assert "a thread that has ended left a KV bias attached" in str(in_a_thread(work))
+    with model.kv_bias(other):  # replaces it, and brings nothing back
+        model(TEXT)
+    assert model.attached_kv_bias is None and torch.equal(model(TEXT), expected)
     in_a_thread(lambda: model.attach_kv_bias(bias))
     model.detach_kv_bias()
-    assert model.attached_kv_bias is None
+    assert model.attached_kv_bias is None and torch.equal(model(TEXT), expected)
+    in_a_thread(lambda: model.attach_kv_bias(bias))
+    model.attach_kv_bias(other)
+    model(TEXT)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])

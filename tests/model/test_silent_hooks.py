@@ -14,7 +14,7 @@ TEXT = tokens(1, 5)
 OF_A_BIAS = ["hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias"]
 WITHOUT_A_BIAS = {
     "linear": (linear_model, [*OF_A_BIAS, "hook_last_k", "hook_last_v"]),
-    "softmax": (small_model, [*OF_A_BIAS, "hook_phi_q", "hook_normalizer"]),
+    "softmax": (small_model, [*OF_A_BIAS, "hook_b_keys", "hook_phi_q", "hook_normalizer"]),
 }
 
 

@@ -230,6 +230,8 @@ def test_percentages_are_never_rounded_to_nothing_or_all(fraction, shown, exactl
 
 def test_text_is_escaped():
     assert script_json("</script>\u2028&\ud800") == '"\\u003c/script\\u003e\\u2028\\u0026\ufffd"'
+    unseen = "\u202eabc\u2066\u200f\x85"
+    assert script_json([unseen]).isascii() and json.loads(script_json([unseen])) == [unseen]
     assert html_text("<a href='x'>\x00") == "&lt;a href=&#x27;x&#x27;&gt;\ufffd"
     assert html_text("\u202eabc\u2028d") == "\ufffdabc\ufffdd"  # nothing behind it is turned around, no line is broken
     assert label(" a\n\t") == "·a⏎⇥"

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions
+from kvlens.components import LayerBias, ShiftedCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
@@ -168,26 +168,54 @@ def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list
         read[hook.name] = b
 
     layers = () if old is None else old.attention_layers
-    names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in layers for x in ("kv", "d")]
+    names = [f"blocks.{layer}.attn.hook_{name}" for layer in layers for name in ("b_kv", "b_d", "b_keys")]
+    names = [name for name in names if name in model.hook_dict]
     hooked = any(model.hook_dict[name].has_hooks("fwd") for name in names)
     return [(name, note) for name in names] if hooked else []
 
 
 def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
-    """``old`` with b_KV and b_D as changed by hooks: one row per query head, and a batch axis if a hook added one."""
+    """``old`` as changed by hooks: one row per query head, and a batch axis if a hook added one."""
     if old is None or not read:
         return old
-    batch = max(map(len, read.values()))
+    device = next(iter(read.values())).device
+    held = {layer: LayerBias.of(old, layer, device) for layer in old.attention_layers}
+    names = [name for name in ("b_kv", "b_d", "b_keys") if f"blocks.{old.attention_layers[0]}.attn.hook_{name}" in read]
+    new = {(layer, name): read[f"blocks.{layer}.attn.hook_{name}"] for layer in held for name in names}
+    if all(torch.equal(b, held[layer].shown(name, old.n_heads).to(b)) for (layer, name), b in new.items()):
+        return old
+    batch = max(map(len, new.values()))
     whole = old.per_query_head()
     whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)
-    changed: dict[str, Any] = {}
-    for name, x in (("b_KV", "kv"), ("b_D", "d")):
-        layers = [read[f"blocks.{layer}.attn.hook_b_{x}"] for layer in old.attention_layers]
-        stacked = torch.stack([b.expand(batch, *b.shape[1:]) for b in layers]).to(whole.b_KV)
-        changed[name] = stacked[:, 0] if whole.batch_size is None else stacked
-    if all(torch.equal(new, getattr(whole, name)) for name, new in changed.items()):
-        return old
+
+    def stacked(name: str) -> Tensor:
+        layers = torch.stack([new[layer, name].expand(batch, *new[layer, name].shape[1:]) for layer in held]).to(whole.b_KV)
+        return layers[:, 0] if whole.batch_size is None else layers
+
+    assert whole.log_scale is not None
+    changed: dict[str, Any] = {"b_KV": stacked("b_kv"), "b_D": stacked("b_d"), "log_scale": torch.zeros_like(whole.log_scale)}
+    if "b_keys" in names:
+        assert isinstance(whole.features, VirtualKeys)
+        changed |= _with_keys_by_query_head(stacked("b_keys"), whole.features.distance, changed["b_KV"], changed["b_D"])
     return replace(whole, **changed)
+
+
+def _with_keys_by_query_head(
+    keys: Float[Tensor, "layer *batch head r d_key"],
+    distance: Int[Tensor, "layer *batch kv_head r"],
+    b_kv: Float[Tensor, "layer *batch head r d_head"],
+    b_d: Float[Tensor, "layer *batch head r"],
+) -> dict[str, Any]:
+    """Features, b_KV and b_D for keys that the query heads of a group need not share: then each has its own, side by side."""
+    n_kv_heads = distance.shape[-2]
+    by_group = keys.unflatten(-3, (n_kv_heads, -1))
+    if torch.equal(by_group, by_group[..., :1, :, :].expand_as(by_group)):
+        return {"features": VirtualKeys(by_group[..., 0, :, :], distance)}
+    group = by_group.shape[-3]
+    own = torch.eye(group).to(b_kv)[:, :, None]  # [query head of the group, whose key, r]
+    b_d = (b_d.unflatten(-2, (n_kv_heads, group))[..., None, :] * own).flatten(-2).flatten(-3, -2)
+    b_kv = (b_kv.unflatten(-3, (n_kv_heads, group))[..., None, :, :] * own[..., None]).flatten(-3, -2).flatten(-4, -3)
+    return {"features": VirtualKeys(by_group.flatten(-3, -2), torch.cat([distance] * group, dim=-1)), "b_KV": b_kv, "b_D": b_d}
 
 
 def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:

@@ -194,6 +194,7 @@ def _frozen(model: HookedKVTransformer) -> Iterator[None]:
 def _with(model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]]) -> Iterator[None]:
     """The model with changed matrices, through which gradients reach the changes; afterwards with its own parameters again."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    weights_then, model._weights_then = model._weights_then, None  # a bias that stays attached is meant to
     try:
         for name, factors in changes.items():
             owner, leaf = _owner(model, name)
@@ -207,6 +208,7 @@ def _with(model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]])
     finally:
         for owner, leaf, before in replaced:
             owner._parameters[leaf] = before
+        model._weights_then = weights_then
 
 
 def _matrices(model: HookedKVTransformer) -> dict[str, nn.Parameter]:

@@ -152,9 +152,11 @@ def write_outcome(
         "files": [*(f"{name}.parquet" for name in outcome.tables), "figure.png", "figure.svg"],
     }
 
+    from matplotlib import rc_context  # takes half a second, which the command line's first checks do not need
+
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False)
+            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
         figure = outcome.figure
         figure.set_dpi(150)
         if engine := figure.get_layout_engine():
@@ -165,8 +167,9 @@ def write_outcome(
         figure.text(drawn.x0 / width, (drawn.y1 + MARGIN) / height, how_made(experiment, scale), **look)
         inches = figure.get_tightbbox().padded(MARGIN)
         figure.savefig(temporary / "figure.png", dpi=figure.dpi, bbox_inches=inches)
-        figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
+        with rc_context({"svg.hashsalt": "kvlens"}):  # ids that do not differ from run to run
+            figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    write_folder(folder, fill)
+    write_folder(folder, fill, OUTCOME_FOLDER, overwrite=overwrite)
     return summary

@@ -22,7 +22,7 @@ A query that sees no key gets z = 0 and log n = -inf. The forms: ``naive`` (a lo
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -61,3 +61,7 @@ class JoinedBias(NamedTuple):
     z_context: Float[Tensor, "batch query head d_head"]
     z_bias: Float[Tensor, "batch query head d_head"]
     log_normalizer: Float[Tensor, "batch query head"]
+
+    def below_zero(self) -> Bool[Tensor, "batch query head"]:
+        """Where weights of both signs made the normalizer negative: it has no logarithm, and the summands are finite."""
+        return self.log_normalizer.isnan() & ~self.z_bias[..., 0].isnan()

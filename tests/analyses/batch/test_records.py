@@ -1,6 +1,7 @@
 """What counts as a prompt, and that what does not is named by its line."""
 
 import json
+import os
 
 import pytest
 
@@ -12,6 +13,13 @@ from kvlens import KVLensError
 def write(path, *lines: bytes | str):
     path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
     return path
+
+
+@pytest.mark.parametrize("read", [survey, lambda path: list(read_records(path))])
+def test_a_pipe_is_refused_and_not_opened(read, tmp_path):
+    os.mkfifo(tmp_path / "p.jsonl")
+    with pytest.raises(KVLensError, match=r"p\.jsonl is a pipe or a device, which can be read only once"):
+        read(tmp_path / "p.jsonl")
 
 
 def test_jsonl_by_hand(tmp_path):

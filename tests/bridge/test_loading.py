@@ -1,0 +1,282 @@
+"""What the bridge loads is the model in the files, computed as Transformers computes it; anything else is refused in words."""
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+from bridge_models import D_VOCAB, LLAMA3, SPECIAL, WITHOUT_D_HEAD, largest, some_tokens, tiny
+from safetensors.torch import load_file, save_file
+
+from kvlens import KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens.bridge import load
+from kvlens.bridge.native import hooked_attention
+
+PROMPT, TEXT = some_tokens(2, 13), some_tokens(2, 9, seed=1)
+TWO_LAYERS = {**WITHOUT_D_HEAD, **SPECIAL, "num_hidden_layers": 2}
+LATENT = dict(kv_lora_rank=10, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6)
+ALL_KEYS = {**TWO_LAYERS, "num_key_value_heads": 6, **LATENT}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def lacks(weights):
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+
+
+def renames(weights):
+    for name in list(weights):
+        weights[f"transformer.{name}"] = weights.pop(name)
+
+
+def breaks(weights):
+    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
+
+
+def narrows(weights):
+    weights["model.layers.1.self_attn.v_proj.weight"] = weights["model.layers.1.self_attn.v_proj.weight"][:, :-1].contiguous()
+
+
+def loses_its_decay(weights):
+    del weights["model.layers.0.linear_attn.A_log"]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "config", "says"),
+    [
+        ("llama", lacks, {}, r"lack 1 of the model's parameters .*layers.1.self_attn.v_proj"),
+        ("llama", None, {"num_hidden_layers": 2}, r"hold 9 tensors that its configuration has no place for: \['model.layers.2"),
+        ("qwen2", None, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "hold 9 tensors .*k_proj.bias"),
+        ("llama", renames, {}, r"hold 30 tensors .*\['transformer"),
+        ("llama", breaks, {}, r"1 weights of LlamaForCausalLM hold NaN or infinity: .*layers.1.self_attn.v_proj"),
+        ("qwen3_5", loses_its_decay, {}, r"lack 1 of the model's parameters .*A_log"),
+        ("llama", narrows, {}, r"1 weights .* other shapes .*layers.1.self_attn.v_proj.weight \[12, 23\] for \[12, 24\]"),
+        ("llama", None, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "are quantized.*dequantize"),
+    ],
+    ids=["lacks", "layers", "biases", "names", "nan", "decay", "shape", "quantized"],
+)
+def test_bad_input_of_a_folder_that_does_not_fit_is_refused(family, change, config, says, tmp_path):
+    tiny(family).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if change is not None:
+        change(weights)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**whole, **config}))
+    with pytest.raises(KVLensError, match=says):
+        KVTransformerBridge.boot_transformers(tmp_path)
+
+
+def test_bad_input_of_a_truncated_file_is_refused(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(KVLensError, match="cannot be loaded by Transformers .*not fully covered"):
+        KVTransformerBridge.boot_transformers(tmp_path)
+
+
+def soft_capped(config):
+    config.attn_logit_softcapping = 2.0
+
+
+def both_ways(config):
+    config.use_bidirectional_attention = True
+
+
+def unscaled(config):
+    config.scale_attn_weights = False
+
+
+def rotated_in_part(config):
+    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("gpt2", unscaled, "the logits of a plain pass differ"),
+        ("gpt_oss", rotated_in_part, "the logits of a plain pass differ"),
+        ("gemma3", soft_capped, "the logits of a plain pass differ"),
+        ("gemma3", both_ways, "the logits of a converted prompt differ"),
+    ],
+)
+def test_bad_input_of_a_tested_family_that_the_bridge_computes_otherwise_is_refused(family, change, says):
+    plain = tiny(family)
+    change(plain.config)
+    model = type(plain)(plain.config).eval()
+    model.load_state_dict(plain.state_dict(), strict=False)
+    with pytest.raises(KVLensError, match=rf"does not compute what {type(plain).__name__} computes: .* {says} .* by [\d.]+%"):
+        KVTransformerBridge.boot_transformers(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: tf.JambaForCausalLM(
+                tf.JambaConfig(**TWO_LAYERS, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
+            ),
+            "no mixer for layer 0",
+        ),
+        (
+            lambda: tf.T5ForConditionalGeneration(
+                tf.T5Config(d_model=24, d_kv=4, d_ff=20, num_layers=2, num_heads=6, vocab_size=D_VOCAB)
+            ),
+            "no stack of decoder blocks",
+        ),
+        (
+            lambda: tf.CodeGenForCausalLM(
+                tf.CodeGenConfig(n_embd=24, n_layer=2, n_head=4, rotary_dim=2, vocab_size=D_VOCAB, n_positions=96, n_ctx=96)
+            ),
+            "shows neither its queries nor its scores",
+        ),
+    ],
+    ids=["jamba", "t5", "codegen"],
+)
+def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
+    with pytest.raises(KVLensError, match=says):
+        KVTransformerBridge.boot_transformers(make().eval())
+    make().save_pretrained(tmp_path)
+    with pytest.raises(KVLensError, match=says):
+        KVTransformerBridge.boot_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf.YoutuForCausalLM(tf.YoutuConfig(**ALL_KEYS)),
+        lambda: tf.DeepseekV2ForCausalLM(
+            tf.DeepseekV2Config(
+                **ALL_KEYS,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=8,
+                n_group=2,
+                topk_group=1,
+                first_k_dense_replace=1,
+            )
+        ),
+    ],
+    ids=["youtu", "deepseek_v2"],
+)
+def test_untested_families_that_pass_the_comparison_are_exact(make, tmp_path):
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    check_exact(KVTransformerBridge.boot_transformers(tmp_path), 1e-5)
+
+
+def test_a_model_that_transformers_cannot_run_is_refused():
+    plain = tiny("llama")
+    plain.model.layers[0].self_attn.q_proj = torch.nn.Linear(5, 24)
+    with pytest.raises(KVLensError, match="Transformers itself cannot run this LlamaForCausalLM"):
+        KVTransformerBridge.boot_transformers(plain)
+
+
+@pytest.mark.parametrize("option", load.NOT_HERE)
+def test_bad_input_of_options_is_refused(option, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    given = {"load_weights": False, "model_class": tf.LlamaForCausalLM}.get(option, True)
+    with pytest.raises(KVLensError, match=f"{option}=.* is not supported: "):
+        KVTransformerBridge.boot_transformers(tmp_path, **{option: given})
+
+
+def test_changes_of_the_configuration_take_effect(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    plain = KVTransformerBridge.boot_transformers(tmp_path)
+    changed = KVTransformerBridge.boot_transformers(
+        tmp_path, {"rope_parameters": {**LLAMA3, "rope_theta": 50.0}}, n_ctx=40, dtype=torch.float64
+    )
+    assert changed.cfg.n_ctx == 40 and changed.cfg.dtype == torch.float64
+    assert largest(changed(TEXT).float(), plain(TEXT)) > 0.01
+    hf = KVTransformerBridge.boot_transformers(tmp_path, hf_model=tiny("llama"))
+    assert torch.equal(hf(TEXT), plain(TEXT))
+
+
+def test_a_keyword_that_attention_does_not_understand_is_refused():
+    model = KVTransformerBridge.boot_transformers(tiny("nemotron_h"))
+    module = next(part for part in model.__dict__["_parts"] if hasattr(part, "attn")).attn.original_component
+    q = torch.zeros(1, 6, 2, 4)
+    hooked_attention(module, q, q[:, :3], q[:, :3], None, 1.0, position_ids=torch.arange(2), softcap=None)
+    with pytest.raises(KVLensError, match="NemotronHAttention calls its attention with s_aux, softcap"):
+        hooked_attention(module, q, q[:, :3], q[:, :3], None, 1.0, softcap=30.0, s_aux=torch.zeros(6))
+
+
+def check_exact(model, bound):
+    whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, PROMPT.shape[1] :]
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        assert largest(model(TEXT).double(), whole.double()) < bound
+
+
+@pytest.mark.parametrize("kind", ["nope", None])
+def test_granite_4_without_rotary_positions(kind):
+    config = tiny("granite_hybrid").config
+    config.position_embedding_type = kind
+    torch.manual_seed(0)
+    check_exact(KVTransformerBridge.boot_transformers(tf.GraniteMoeHybridForCausalLM(config).eval()), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["olmo", "olmo2", "olmo3"])
+def test_olmo_in_half_precision(family, dtype):
+    """Rotated in float32, and rounded as Transformers rounds; three layers of a few roundings each."""
+    model = KVTransformerBridge.boot_transformers(tiny(family).to(dtype))
+    assert model.run_with_cache(TEXT)[1]["blocks.0.attn.hook_rot_q"].dtype == dtype
+    check_exact(model, 20 * torch.finfo(dtype).eps)
+
+
+def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
+    config = tiny("minimax").config
+    config.sliding_window = 6
+    plain = tf.MiniMaxForCausalLM(config).eval()
+    plain.load_state_dict(tiny("minimax").state_dict())
+    model = KVTransformerBridge.boot_transformers(plain)
+    options = dict(max_new_tokens=12, do_sample=False, stop_at_eos=False, verbose=False)
+    bias = convert_prompt(model, PROMPT)
+    for attached in (bias, 0 * bias):
+        with model.kv_bias(attached):
+            cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))
+        assert torch.equal(cached, whole)
+    assert torch.equal(*(model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False)))
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "llama", "bamba", "nemotron_h", "gemma3", "gpt_oss", "olmo_hybrid"])
+def test_padding_in_front_in_float64(family):
+    """Transformers' softmax in float32 makes NaN of a row of padding, which reaches every row."""
+    plain = tiny(family).double()
+    plain.config._experts_implementation = "eager"
+    model = KVTransformerBridge.boot_transformers(plain)
+    mask = torch.ones_like(TEXT)
+    mask[0, :4] = 0
+    padded = model(TEXT, attention_mask=mask)
+    with model.kv_bias(convert_prompt(model, PROMPT[0])):
+        under = model(TEXT, attention_mask=mask)
+        assert largest(under[0, 4:], model(TEXT[:1, 4:])[0]) < 1e-5
+    assert bool(padded.isfinite().all()) and bool(under.isfinite().all())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "deepseek_v3", "nemotron_h"])
+def test_the_hook_points_of_a_bias_are_all_of_it(family):
+    """Patching one head's values, weights and keys from another bias is that head's part of the other bias."""
+    model = KVTransformerBridge.boot_transformers(tiny(family))
+    a, b = convert_prompt(model, PROMPT), convert_prompt(model, some_tokens(2, 13, seed=3))
+    names = [f"blocks.1.attn.hook_b_{x}" for x in ("kv", "d", "keys")]
+    with model.kv_bias(b):
+        cache = model.run_with_cache(TEXT)[1]
+
+    def patched(x, hook):
+        return torch.cat([x[:, :1], cache[hook.name][:, 1:2], x[:, 2:]], dim=1)
+
+    assert cache[names[2]].shape[:3] == (2, model.cfg.n_heads, 13)
+    rest = [(layer, head) for layer, n in enumerate(model.heads_per_layer) for head in range(n) if (layer, head) != (1, 1)]
+    with model.kv_bias(combine(a.select(heads=rest), b.select(heads=[(1, 1)]), shift_state="first")):
+        expected = model(TEXT)
+    with model.kv_bias(a):
+        found = model.run_with_hooks(TEXT, fwd_hooks=[(name, patched) for name in names])
+        without_keys = model.run_with_hooks(TEXT, fwd_hooks=[(name, patched) for name in names[:2]])
+    # two float32 passes of three layers; sums of at most 30 terms, each rounded a few times
+    assert largest(found, expected) < 100 * torch.finfo(torch.float32).eps
+    assert largest(without_keys, found) > 1e-3

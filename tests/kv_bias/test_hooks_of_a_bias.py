@@ -1,0 +1,228 @@
+"""``hook_b_kv``, ``hook_b_d`` and ``hook_b_keys`` are a whole softmax bias: patched, they equal ``select`` and ``+``."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import linear_model, relative_error, small_model, tokens
+from tiny_hf import tiny_hf_model
+
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens.kv_bias import VirtualKeys
+
+NAMES = ("b_kv", "b_d", "b_keys")
+SHAPES = ("gpt2", "llama", "qwen3")
+ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
+ROUNDING = 1e-12
+"""float64. Without the keys the patches below are off by 1e-2 and more."""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request):
+    return HookedKVTransformer.from_pretrained("tiny", hf_model=tiny_hf_model(request.param), dtype=torch.float64, device="cpu")
+
+
+def rescaled(bias: KVBias, seed: int) -> KVBias:
+    """The same bias, stored with other log-scales."""
+    more = torch.randn(bias.log_scale.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    less = (-more).exp().repeat_interleave(bias.b_D.shape[-2] // more.shape[-1], dim=-1)
+    return replace(
+        bias, b_KV=bias.b_KV * less[..., None, None], b_D=bias.b_D * less[..., None], log_scale=bias.log_scale + more
+    )
+
+
+def logits(model, bias, hooks=(), text=TEXT, **options):
+    with model.kv_bias(bias):
+        return model.run_with_hooks(text, fwd_hooks=list(hooks), **options)
+
+
+def shown(model, bias, layer, names=NAMES, text=TEXT):
+    """What the hook points of a layer are given."""
+    hooks = {f"blocks.{layer}.attn.hook_{name}": name for name in names}
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(text, names_filter=list(hooks))
+    return {name: cache[hook] for hook, name in hooks.items()}
+
+
+def patched(given, layer, head, in_place=False):
+    """Hooks that put the rows of one query head into a pass."""
+
+    def patch(b, hook):
+        b = b if in_place else b.clone()
+        b[:, head] = given[hook.name.rpartition("hook_")[2]][:, head]
+        return None if in_place else b
+
+    return [(f"blocks.{layer}.attn.hook_{name}", patch) for name in given]
+
+
+def exchanged(model, bias, donor, layer, head) -> KVBias:
+    """``bias`` with one query head of ``donor``, by ``select`` and ``+``."""
+    rest = [(i, h) for i in range(model.cfg.n_layers) for h in range(model.cfg.n_heads) if (i, h) != (layer, head)]
+    return donor.select(heads=[(layer, head)]) + bias.select(heads=rest)
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("scales", [False, True], ids=["as converted", "other log-scales"])
+def test_patched_together_they_are_select_and_plus(model, form, scales):
+    one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
+    if scales:
+        one, other = rescaled(one, 1), rescaled(other, 2)
+    with model.using_softmax_form(form):
+        plain = logits(model, one)
+        for layer, head in ((0, 1), (2, 4)):
+            given = shown(model, other, layer)
+            expected = logits(model, exchanged(model, one, other, layer, head))
+            found = logits(model, one, patched(given, layer, head, in_place=head == 1))
+            assert relative_error(found, expected) < ROUNDING
+            assert relative_error(plain, expected) > 1e-2
+            two = {name: b for name, b in given.items() if name != "b_keys"}
+            assert relative_error(logits(model, one, patched(two, layer, head)), expected) > 1e-3
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+def test_in_rows_of_a_batch_and_while_decoding(model, form):
+    """Each row of a batch of texts has its own head patched; token by token, at every step."""
+    one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
+    layer, heads = 1, (0, 3)
+    expected = torch.cat([logits(model, exchanged(model, one, other, layer, h), text=TEXT[[i]]) for i, h in enumerate(heads)])
+    given = shown(model, other, layer)
+
+    def patch(b, hook):
+        b = b.repeat(len(heads), *[1] * (b.dim() - 1))
+        for row, head in enumerate(heads):
+            b[row, head] = given[hook.name.rpartition("hook_")[2]][0, head]
+        return b
+
+    hooks = [(f"blocks.{layer}.attn.hook_{name}", patch) for name in NAMES]
+    with model.using_softmax_form(form):
+        assert relative_error(logits(model, one, hooks), expected) < ROUNDING
+        cache = model.empty_cache(len(TEXT))
+        mask = torch.ones(len(TEXT), 1, dtype=torch.long)
+        steps = [
+            logits(model, one, hooks, TEXT[:, i : i + 1], past_kv_cache=cache, attention_mask=mask)
+            for i in range(TEXT.shape[1])
+        ]
+        assert relative_error(torch.cat(steps, dim=1), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("hooked", [("b_keys",), ("b_kv",), NAMES])
+def test_looking_changes_no_bit(model, form, hooked):
+    bias = rescaled(convert_prompt(model, ONE), 3)
+    names = [f"blocks.{layer}.attn.hook_{name}" for layer in range(model.cfg.n_layers) for name in hooked]
+    with model.using_softmax_form(form), model.kv_bias(bias):
+        unseen = model(TEXT)
+        seen, cache = model.run_with_cache(TEXT, names_filter=names)
+    assert torch.equal(seen, unseen)
+    group = model.cfg.n_heads // model.cfg.n_kv_heads
+    for layer in range(model.cfg.n_layers):
+        if "b_keys" in hooked:
+            keys = bias.features.keys[layer].repeat_interleave(group, dim=0)
+            assert torch.equal(cache[f"blocks.{layer}.attn.hook_b_keys"], keys[None])
+        if "b_kv" in hooked:  # the numbers themselves: an exact bias holds values with weight 1
+            values = convert_prompt(model, ONE).per_query_head().b_KV[layer]
+            torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_b_kv"][0], values, rtol=1e-14, atol=0)
+
+
+def test_unhooked_nothing_is_expanded_or_copied(model):
+    bias = convert_prompt(model, ONE)
+    with model.kv_bias(bias):
+        attn = model.blocks[1].attn
+        read = attn.layer_bias.through_hooks(attn, model.cfg.n_heads, torch.device("cpu"), torch.float64)
+    assert read.b_kv.data_ptr() == bias.b_KV[1].data_ptr() and read.b_d.data_ptr() == bias.b_D[1].data_ptr()
+    assert read.features is bias.features
+
+
+KINDS = {
+    "rotary": dict(positional_embedding_type="rotary"),
+    "alibi": dict(positional_embedding_type="alibi"),
+    "local": dict(use_local_attn=True, window_size=5, attn_types=["global", "local"]),
+    "sinks": dict(use_attention_sinks=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("method", ["exact", "landmark"])
+def test_where_scores_depend_on_more_than_the_key(kind, method):
+    """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
+    model = small_model(n_heads=6, n_key_value_heads=3, dtype=torch.float64, **kind)
+    options = dict(method=method, n_features=3, verbose=False) if method == "landmark" else {}
+    one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
+    layer, head = 1, 4
+    if method == "landmark":
+        other = replace(other, features=VirtualKeys(other.features.keys, one.features.distance))
+    found = logits(model, one, patched(shown(model, other, layer), layer, head))
+    assert relative_error(found, logits(model, exchanged(model, one, other, layer, head))) < ROUNDING
+
+
+@pytest.mark.parametrize("method", ["random", "taylor"])
+def test_features_without_keys_are_exchanged_by_two_hooks(method):
+    model = small_model(dtype=torch.float64, positional_embedding_type="rotary")
+    options = dict(n_features=9) if method == "random" else {}
+    one, other = (convert_prompt(model, prompt, method=method, verbose=False, **options) for prompt in (ONE, OTHER))
+    assert not torch.allclose(one.log_scale, other.log_scale)
+    given = shown(model, other, 1, NAMES[:2])
+    expected = logits(model, exchanged(model, one, other, 1, 3))
+    assert relative_error(logits(model, one, patched(given, 1, 3)), expected) < ROUNDING
+    assert relative_error(logits(model, one), expected) > 1e-3
+
+
+def test_numbers_that_fit_no_dtype_are_refused_where_they_are_shown():
+    model = small_model(dtype=torch.float64)
+    bias = convert_prompt(model, ONE)
+    for log_scale in (800.0, -800.0):
+        scaled = replace(bias, log_scale=bias.log_scale + log_scale)
+        assert logits(model, scaled).isfinite().all()
+        with pytest.raises(KVLensError, match=r"hook_b_kv: this bias has a log-scale of -?800 to -?800.*by select, \+ and \*"):
+            shown(model, scaled, 1)
+
+
+@pytest.mark.parametrize("head", [None, 4])
+def test_a_prompt_that_continues_a_patched_bias(model, head):
+    """``convert_prompt`` continues from the bias as hooks leave it, keys included."""
+    one, other = rescaled(convert_prompt(model, ONE), 4), convert_prompt(model, OTHER)
+    layer, more = 1, tokens(1, 4, seed=5)[0]
+    given = shown(model, other, layer)
+    heads = slice(None) if head is None else head
+    hooks = patched(given, layer, heads)
+    whole = exchanged(model, one, other, layer, head) if head is not None else other.select([layer]) + one.select([0, 2])
+    expected = logits(model, convert_prompt(model, more, initial=whole))
+    assert relative_error(logits(model, convert_prompt(model, more, initial=one, fwd_hooks=hooks)), expected) < ROUNDING
+    assert relative_error(logits(model, convert_prompt(model, more, initial=one)), expected) > 1e-3
+
+
+def test_gradients_of_each_query_heads_keys(model):
+    bias, found = convert_prompt(model, ONE), {}
+    with torch.enable_grad(), model.kv_bias(bias):
+        hooks = [("blocks.1.attn.hook_b_keys", lambda gradient, hook: found.update(g=gradient.clone()))]
+        with model.hooks(bwd_hooks=hooks):
+            model(TEXT).square().sum().backward()
+    group = model.cfg.n_heads // model.cfg.n_kv_heads
+    keys = bias.features.keys.clone().requires_grad_()
+    with torch.enable_grad(), model.kv_bias(replace(bias, features=VirtualKeys(keys, bias.features.distance))):
+        model(TEXT).square().sum().backward()
+    assert found["g"].shape == (1, model.cfg.n_heads, *keys.shape[-2:])
+    summed = found["g"][0].unflatten(0, (-1, group)).sum(dim=1)
+    torch.testing.assert_close(summed, keys.grad[1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_row_per_key_value_head_is_refused_with_a_message():
+    model = small_model(n_heads=6, n_key_value_heads=3)
+    hook = ("blocks.1.attn.hook_b_keys", lambda b, hook: b[:, :3])
+    with pytest.raises(
+        KVLensError, match=r"hook_b_keys: a hook returned shape \[1, 3, 7, 6\], expected \[batch or 1, 6, 7, 6\]"
+    ):
+        logits(model, convert_prompt(model, ONE), [hook])
+
+
+def test_a_linear_model_has_no_keys_to_show():
+    model = linear_model()
+    with model.kv_bias(convert_prompt(model, ONE)):
+        _, cache = model.run_with_cache(TEXT)
+    assert not [name for name in cache if name.endswith("b_keys")]

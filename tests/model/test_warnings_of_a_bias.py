@@ -1,0 +1,202 @@
+"""One warning where the weights are no longer those of the attached bias, or its normalizers are below 0; none elsewhere."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from small_models import linear_model, small_model, tokens
+
+from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.model.fingerprint import WeightsThen, weights_unchanged
+
+PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
+
+
+def warned_of(run) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in found]
+
+
+def forward(model):
+    with torch.no_grad():
+        return model(TEXT)
+
+
+# --- weights ---
+
+
+def step(model, **options):
+    model(TEXT, return_type="loss").backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, **options).step()
+
+
+@torch.no_grad()
+def add(model):
+    model.blocks[1].attn.W_O[2].add_(0.1)
+
+
+@torch.inference_mode()
+def add_in_inference_mode(model):
+    model.blocks[1].attn.W_O[2].add_(0.1)
+
+
+def other_memory(model):
+    model.W_E.data = model.W_E.data * 1.1
+
+
+def through_data(model):
+    model.blocks[0].mlp.W_in.data.mul_(1.1)
+
+
+def other_parameter(model):
+    model.blocks[0].ln1.w = torch.nn.Parameter(model.blocks[0].ln1.w * 1.1)
+
+
+def load(model):
+    model.load_state_dict({name: x * 1.1 if x.is_floating_point() else x for name, x in model.state_dict().items()})
+
+
+CHANGES = {
+    "a step": step,
+    "a fused step": lambda model: step(model, fused=True),
+    "in place": add,
+    "in inference mode": add_in_inference_mode,
+    "other memory": other_memory,
+    "through data": through_data,
+    "another parameter": other_parameter,
+    "load_state_dict": load,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("build", [small_model, linear_model])
+def test_changed_weights_are_said_once(build, change):
+    model = build()
+    bias = convert_prompt(model, PROMPT)
+    with model.kv_bias(bias):
+        assert not warned_of(lambda: forward(model))
+        change(model)
+        (message,) = warned_of(lambda: forward(model))
+        assert "weights of this model have changed since the KV bias was attached" in message
+        assert not warned_of(lambda: forward(model))
+    assert not warned_of(lambda: forward(model))
+
+
+def test_changed_behind_an_inner_block_they_are_said_in_the_outer_one():
+    model = small_model()
+    bias = convert_prompt(model, PROMPT)
+    with model.kv_bias(bias):
+        model.detach_kv_bias()
+        add(model)
+        with model.kv_bias(convert_prompt(model, OTHER)):
+            assert not warned_of(lambda: forward(model))
+        model.attach_kv_bias(convert_prompt(model, OTHER))
+        assert not warned_of(lambda: forward(model))
+    with model.kv_bias(convert_prompt(model, OTHER)):
+        with model.kv_bias(convert_prompt(model, PROMPT)):
+            add(model)
+        assert len(warned_of(lambda: forward(model))) == 1
+
+
+def same_values(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+@pytest.mark.parametrize("move", [same_values, lambda model: model.to(torch.float64, print_details=False)])
+def test_the_same_weights_in_another_place_are_no_change(move):
+    model = small_model()
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        move(model)
+        own = copy.deepcopy(model)
+        assert not warned_of(lambda: forward(model)) and not warned_of(lambda: forward(own))
+        assert not model._weights_then.changed()
+        add(own)
+        assert warned_of(lambda: forward(own)) and not warned_of(lambda: forward(model))
+
+
+def test_a_trained_bias_is_no_weight_of_the_attached_one():
+    model = linear_model(trainable_kv_bias=True)
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        model.blocks[0].attn.b_KV.data.add_(1)
+        assert not model._weights_then.changed() and not warned_of(lambda: forward(model))
+
+
+def test_nobody_looks_without_a_bias(monkeypatch):
+    model = small_model()
+    monkeypatch.setattr(WeightsThen, "changed", lambda self: pytest.fail("looked at the weights of a model without a bias"))
+    bias = convert_prompt(model, PROMPT)
+    forward(model)
+    model.attach_kv_bias(bias)
+    model.detach_kv_bias()
+    forward(model)
+    assert model._weights_then is None  # it would keep weights in memory that were exchanged since
+
+
+def test_where_no_weight_changes_they_are_looked_up_once(monkeypatch):
+    model, made = small_model(), []
+    monkeypatch.setattr(WeightsThen, "__init__", lambda self, model: made.append(model))
+    monkeypatch.setattr(WeightsThen, "changed", lambda self: False)
+    bias = convert_prompt(model, PROMPT)
+    with weights_unchanged():
+        for _ in range(3):
+            with model.kv_bias(bias):
+                forward(model)
+    assert made == [model]
+
+
+# --- normalizers ---
+
+
+def counted_below_zero(model, bias) -> float:
+    """The share of normalizers below 0 in percent, from the hook point."""
+    found = []
+    hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: found.append(n.detach().clone()))]
+    with warnings.catch_warnings(), torch.no_grad(), model.kv_bias(bias):
+        warnings.simplefilter("ignore")
+        model.run_with_hooks(TEXT, fwd_hooks=hooks)
+    n = torch.stack(found)
+    below = n.isnan() if model.cfg.attention == "softmax" else n < 0
+    return 100 * float(below.double().mean())
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("build", [small_model, linear_model])
+def test_normalizers_below_zero_are_said_once_with_their_share(build, form):
+    model = build(dtype=torch.float64)
+    a, b = (convert_prompt(model, prompt) for prompt in (PROMPT, OTHER))
+    with model.using_softmax_form(form if build is small_model else None):
+        for bias in (-1 * a, b - a, a + 10 * (b - a), (-1 * a).select(layers=[1])):
+            share = counted_below_zero(model, bias)
+            assert 1 < share <= 100
+            with model.kv_bias(bias):
+                (message,) = warned_of(lambda: forward(model))
+                assert f"{share:.3g} % of the normalizers" in message
+                assert not warned_of(lambda: forward(model))
+        for bias in (a, a + b, 0.3 * a, a + 0.7 * (b - a), a + (b - a), a.select(heads=[(1, 2)]), a - a):
+            assert counted_below_zero(model, bias) == 0
+            with model.kv_bias(bias):
+                assert not warned_of(lambda: forward(model))
+
+
+def test_with_gradients_too():
+    model = small_model()
+    bias = -1 * convert_prompt(model, PROMPT)
+    with model.kv_bias(bias):
+        assert len(warned_of(lambda: model(TEXT))) == 1
+
+
+def test_maps_whose_normalizers_have_any_sign_are_left_alone():
+    model = small_model(attention="linear", feature_map="identity", dtype=torch.float64)
+    with model.kv_bias(-1 * convert_prompt(model, PROMPT)):
+        assert not warned_of(lambda: forward(model))
+
+
+def test_the_warning_names_the_line_that_ran_the_model():
+    model: HookedKVTransformer = small_model()
+    with model.kv_bias(-1 * convert_prompt(model, PROMPT)), pytest.warns(UserWarning, match="normalizers") as found:
+        model.generate(TEXT[:1], max_new_tokens=3, verbose=False, stop_at_eos=False)
+    (warning,) = found
+    assert warning.filename == __file__
