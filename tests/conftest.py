@@ -8,7 +8,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run one process per core; those that they start likewise
 
 import socket
+import tempfile
 from pathlib import Path
+
+os.environ.setdefault("HF_ASSETS_CACHE", str(Path(tempfile.gettempdir()) / "kvlens-tests"))  # of kept corpora, not the user's
 
 import jaxtyping
 import pytest

@@ -3,16 +3,18 @@
 import argparse
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 from kvlens.arguments import path_of
+from kvlens.checks import Within, ensure
 from kvlens.cli.settings import add_settings, settings_of
 from kvlens.errors import KVLensError
 from kvlens.terminal import terminal_width, visible
 
-SCALES = ("small", "paper", "tiny")
+SCALES, SUMMARY = ("small", "paper", "tiny"), "summary.json"
 
 
 def add_command(commands: Any) -> None:
@@ -21,8 +23,9 @@ def add_command(commands: Any) -> None:
         "reproduce",
         help="repeat a figure, table or theorem of the papers",
         description="Repeat an experiment of the papers. Writes tables, a figure and summary.json, which compares the paper's "
-        "numbers with ours and says what differs from the paper. Without NAME, lists the experiments.",
-        epilog="  kvlens reproduce induction-depth --out induction-depth",
+        "numbers with ours and says what differs from the paper. Without NAME, lists the experiments. Training runs are kept: "
+        "to resume an interrupted experiment, repeat the command; experiments that need the same run share it.",
+        epilog="  kvlens reproduce induction-depth --out induction-depth\n  kvlens reproduce --all --out results --jobs 2",
         allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of the experiment")
@@ -39,7 +42,14 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     add_settings(parser, "--set", "change settings, where VALUE is JSON or a string; summary.json lists all settings")
-    parser.add_argument("--out", metavar="DIR", help="output folder (default: NAME-SCALE)")
+    parser.add_argument("--all", action="store_true", help="run every experiment; those with results in DIR are skipped")
+    parser.add_argument(
+        "--out", metavar="DIR", help="output folder (default: NAME-SCALE); with --all, one folder per experiment goes there"
+    )
+    parser.add_argument(
+        "--runs", metavar="DIR", default="kvlens-runs", help="where training runs are kept (default: %(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="training runs at a time (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing results in DIR; no other files are touched")
     parser.set_defaults(run=_reproduce)
 
@@ -48,26 +58,46 @@ def _reproduce(args: argparse.Namespace) -> int:
     from kvlens.experiments import all_experiments, find_experiment
 
     settings = settings_of("--set", args.set)
-    if args.name is None:
+    ensure("--jobs", Annotated[int, Within(1, 1024)], args.jobs)
+    if args.all and (args.name or settings or args.model or args.tokenizer):
+        raise KVLensError("--all runs every experiment with its own settings: leave out NAME, --set, --model and --tokenizer")
+    if args.name is None and not args.all:
         for experiment in all_experiments():
             facts = f"{experiment.name}  ({experiment.source}; small: {experiment.cost['small']})"
             print(textwrap.fill(facts, terminal_width(), subsequent_indent="    ", break_on_hyphens=False))
             print(textwrap.fill(experiment.question, terminal_width(), initial_indent="    ", subsequent_indent="    "))
         print("\nRun one with: kvlens reproduce NAME [--scale tiny|small|paper] [--out DIR]")
         return 0
+    if not args.all:
+        experiment = _with_settings(find_experiment(args.name), args, settings)
+        _run(experiment, args, path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out))
+        return 0
+    for experiment in all_experiments():
+        folder = path_of("--out", "." if args.out is None else args.out) / f"{experiment.name}-{args.scale}"
+        if not args.overwrite and (folder / SUMMARY).is_file():
+            print(f"{experiment.name}: its results are in {visible(str(folder))}", flush=True)
+        else:
+            _run(experiment, args, folder)
+    return 0
 
+
+def _run(experiment: Any, args: argparse.Namespace, folder: Path) -> None:
+    """Run one experiment, write its results to ``folder`` and print them."""
     from kvlens.experiments.shared.outcome import OUTCOME_FOLDER, write_outcome
+    from kvlens.experiments.shared.trials import keeping_runs
     from kvlens.files import work_on
 
-    experiment = _with_settings(find_experiment(args.name), args, settings)
-    folder = path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out)
     with work_on(folder, OUTCOME_FOLDER, overwrite=args.overwrite):
         print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
         started = perf_counter()
-        outcome = experiment.run(experiment.scales[args.scale], _tell)
+        try:
+            with keeping_runs(path_of("--runs", args.runs), args.jobs):
+                outcome = experiment.run(experiment.scales[args.scale], _tell)
+        except KeyboardInterrupt:
+            print(f"\nkvlens: training runs are kept in {visible(args.runs)}; the same command resumes them", file=sys.stderr)
+            raise
         summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
     _print_summary(summary, folder)
-    return 0
 
 
 def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
@@ -83,7 +113,10 @@ def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str
 
 
 def _tell(text: str) -> None:
-    print(f"  {visible(text)}", file=sys.stderr, flush=True)
+    from tqdm import tqdm
+
+    tqdm.write(f"  {visible(text)}", file=sys.stderr)  # above the progress bar, if there is one
+    sys.stderr.flush()
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -91,11 +124,27 @@ def _print_summary(summary: dict[str, Any], folder: Path) -> None:
         paper = "-" if comparison["paper"] is None else _number(comparison["paper"])
         print(f"\n{comparison['what']}\n  paper {paper}   here {_number(comparison['ours'])}   {comparison['verdict']}")
         print(textwrap.fill(comparison["claim"], 80, initial_indent="  ", subsequent_indent="  "))
+        for sentence in _sample(comparison):
+            print(textwrap.fill(sentence, 80, initial_indent="  ", subsequent_indent="  "))
         if comparison["untrained"] is not None:
             print(textwrap.fill(comparison["untrained"], 80, initial_indent="  ", subsequent_indent="  "))
     for sentence in summary["differences"]:
         print(textwrap.fill(f"difference: {sentence}", 80, subsequent_indent="  "))
     print(f"\n{summary['seconds']:g} s; written to {visible(str(folder))}: summary.json, {', '.join(summary['files'])}")
+
+
+def _sample(comparison: dict[str, Any]) -> Iterator[str]:
+    """What the test had to go by, and for an inconclusive one what it could have found."""
+    sample = comparison["sample"]
+    if sample is None:
+        return
+    if sample["low"] is not None:
+        over = f"mean of {sample['n']} values {sample['mean']:.4g}, 95 % interval {sample['low']:.4g} to {sample['high']:.4g}"
+        yield f"{over}; tested against {sample['bound']:g}"
+    if comparison["verdict"] == "inconclusive" and sample["n"] < 6:
+        yield f"{sample['n']} values are too few for a verdict, which takes six"
+    elif comparison["verdict"] == "inconclusive" and sample["detectable"] is not None:
+        yield f"a mean {sample['detectable']:.3g} away from it would have been found in 80 % of such experiments"
 
 
 def _number(value: Any) -> str:

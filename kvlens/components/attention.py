@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens._tl import HookPoint
 from kvlens.base import Attention, GroupedQueryAttention
@@ -27,7 +27,6 @@ from kvlens.components.projections import project_heads
 from kvlens.components.softmax_attention import SoftmaxHeads, score_rule
 from kvlens.components.variants import Augmentation, augmented, regularized
 from kvlens.errors import KVLensError
-from kvlens.ops.affine import affine
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -113,7 +112,7 @@ class KVAttention(Attention):
         """z W_O + b_O, through ``hook_result`` if the configuration requires it."""
         if not on_fast_path(self.cfg) or self.cfg.use_attn_result:
             return super().output(z)
-        return affine(z.flatten(2), self.W_O.flatten(0, 1), self.b_O)
+        return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
 
     def alibi_slopes(self, device: torch.device) -> Tensor:
         """The configured slopes, if any."""

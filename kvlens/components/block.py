@@ -1,8 +1,9 @@
-"""The base's block and unembedding without redundant computation.
+"""The base's block, gated MLP and unembedding without redundant computation.
 
-The base normalizes the residual stream three times, for queries, keys and values separately, and copies W_U at every call. The
-result here is the same up to rounding, but the norm's hooks fire once. A softmax model in the eager form runs the base's own
-pass, bit for bit, and so does every block of a different kind (inputs split by head, norms after the layer, shortformer).
+The base normalizes the residual stream three times, for queries, keys and values separately, and copies W_U and the weights of
+a gated MLP at every call. The result here is the same up to rounding, but the norm's hooks fire once. A softmax model in the
+eager form runs the base's own pass, bit for bit, and so does every block of a different kind (inputs split by head, norms after
+the layer, shortformer).
 """
 
 from typing import Any
@@ -11,12 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.base import Norm, TransformerBlock, Unembed
+from kvlens.base import GatedMLP, Norm, TransformerBlock, Unembed
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
 from kvlens.components.fast_path import on_fast_path
 from kvlens.components.hooks import is_hooked
-from kvlens.components.mlp import KVMLP, KVGatedMLP
-from kvlens.ops.affine import affine
 
 
 class KVBlock(TransformerBlock):
@@ -27,10 +26,8 @@ class KVBlock(TransformerBlock):
         return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)
 
     def build_mlp(self, cfg: Any) -> nn.Module:
-        """kvlens' own MLP where it is dense."""
-        if cfg.num_experts:
-            return super().build_mlp(cfg)
-        return KVGatedMLP(cfg) if cfg.gated_mlp else KVMLP(cfg)
+        """kvlens' own MLP where it is gated and dense."""
+        return KVGatedMLP(cfg) if cfg.gated_mlp and not cfg.num_experts else super().build_mlp(cfg)
 
     def forward(
         self,
@@ -46,7 +43,7 @@ class KVBlock(TransformerBlock):
         normed = norm(self.ln1, resid_pre)
         attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
         attn_out = self.hook_attn_out(attn_out)
-        resid_pre = resid_pre[:, -attn_out.shape[1] :].to(attn_out.device)
+        resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous().to(attn_out.device)  # TransformerLens' MLP takes no other
         if self.cfg.attn_only:
             return self.hook_resid_post(resid_pre + attn_out)
         if self.cfg.parallel_attn_mlp:
@@ -77,6 +74,19 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
+class KVGatedMLP(GatedMLP):
+    """(act(x W_gate) * (x W_in) + b_in) W_out + b_out without a copy of any weight."""
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """As ``kvlens.base.GatedMLP.forward``."""
+        if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
+            return super().forward(x)
+        x = x.to(self.W_gate.device)
+        gate = self.hook_pre(x @ self.W_gate)
+        features = self.act_fn(gate) * self.hook_pre_linear(x @ self.W_in) + self.b_in
+        return nn.functional.linear(self.hook_post(features), self.W_out.T, self.b_out)
+
+
 class KVUnembed(Unembed):
     """The unembedding without a copy of W_U."""
 
@@ -84,4 +94,4 @@ class KVUnembed(Unembed):
         """As ``kvlens.base.Unembed.forward``."""
         if not on_fast_path(self.cfg):
             return super().forward(residual)
-        return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))
+        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))

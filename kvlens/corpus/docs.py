@@ -34,6 +34,7 @@ from kvlens.corpus.docstrings import Docstring, find_modules, module_order, read
 from kvlens.errors import KVLensError, nearest
 
 LICENCES = {"stdlib": "PSF-2.0", "numpy": "BSD-3-Clause", "torch": "BSD-3-Clause", "transformers": "Apache-2.0"}
+PACKAGES = ("stdlib", "numpy", "torch", "transformers")
 DEFAULT_MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}
 MIN_DOCSTRING_CHARS = 40
 MIN_REPEAT_CHARS = 32
@@ -158,9 +159,14 @@ def is_heldout(name: str, heldout_fraction: float) -> bool:
     return stable_fraction(name, SPLIT_SALT) < heldout_fraction
 
 
+def docs_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """The versions of Python and of the packages, which decide the text."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in packages if name != "stdlib"}
+
+
 @checked
 def build_docs_corpus(
-    packages: Sequence[str] = ("stdlib", "numpy", "torch", "transformers"),
+    packages: Sequence[str] = PACKAGES,
     *,
     heldout_fraction: float = 0.05,
     max_chars: Mapping[str, int] | None = None,
@@ -195,7 +201,7 @@ def build_docs_corpus(
         train=[document for document in documents if not is_heldout(document.name, heldout_fraction)],
         heldout=[document for document in documents if is_heldout(document.name, heldout_fraction)],
         counts=counts,
-        versions={"python": platform.python_version()} | {p: _version(p) for p in counts if p != "stdlib"},
+        versions=docs_versions(counts),
         licences={package: LICENCES.get(package, "unknown") for package in counts},
         build_seconds=time.perf_counter() - started,
     )

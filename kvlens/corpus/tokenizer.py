@@ -69,6 +69,11 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     tokenizer.train_from_iterator(counted(), trainer)
     if n_texts == 0:
         raise KVLensError("train_bpe_tokenizer: texts is empty; there is nothing to learn merges from")
+    return restored_tokenizer(tokenizer)
+
+
+def restored_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A trained byte-level BPE, as `train_bpe_tokenizer` returns it."""
     return with_bos(tokenizer, _NAME, **SPECIAL_TOKENS)
 
 

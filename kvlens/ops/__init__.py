@@ -1,8 +1,7 @@
 """The mathematics of kvlens as pure tensor functions: no module, no hook, no TransformerLens.
 
-``affine`` is the dense product, for which torch has two kernels. Everything else has one folder per term of the papers. Each
-folder holds ``naive.py`` (the slow, obvious reference, one line per equation) next to the fast forms, which share its
-signature and its layout ``batch pos head d``:
+One folder per term of the papers. Each holds ``naive.py`` (the slow, obvious reference, one line per equation) next to the
+fast forms, which share its signature and its layout ``batch pos head d``:
 
 - ``kv_shift``: keys and values mixed with their predecessors (KVSA);
 - ``feature_maps``: phi, with phi(q).phi(k) instead of exp(q.k) (ICLCA);

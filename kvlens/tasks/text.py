@@ -1,11 +1,13 @@
 """Next-token prediction on windows of a text: the docs corpus, Python's help topics, or any text file or folder of text files.
 
 The held-out part is that of :class:`kvlens.corpus.DocsCorpus`, or the last twentieth of the characters of each file or topic.
-The tokenizer is given, or trained on the training part. Corpus and tokenizer are built on first use and cached.
+The tokenizer is given, or trained on the training part. Tokens and tokenizer are made on first use, and kept for later
+processes (:mod:`kvlens.corpus.kept`).
 """
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,8 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from kvlens.arguments import path_of
 from kvlens.checks import Seed, ensure
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
+from kvlens.corpus.docs import docs_versions
+from kvlens.corpus.kept import Tokenized, kept_tokens
 from kvlens.errors import KVLensError
-from kvlens.files import reason
+from kvlens.files import checksum_of_json, reason
 from kvlens.model import HookedKVTransformer
 from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
@@ -79,9 +83,11 @@ class TextTask(Task):
     @cached_property
     def built_tokenizer(self) -> PreTrainedTokenizerFast:
         """The given tokenizer, or the one trained on the training part."""
-        if self.tokenizer is None:
-            return train_bpe_tokenizer(self.texts["train"], self.vocab_size)
-        return read_tokenizer(self.tokenizer)
+        if self.tokenizer is not None:
+            return read_tokenizer(self.tokenizer)
+        trained = self._tokenized.tokenizer
+        assert trained is not None
+        return trained
 
     @cached_property
     def texts(self) -> dict[str, list[str]]:
@@ -93,10 +99,17 @@ class TextTask(Task):
         cut = [(text, round(len(text) * (1 - HELDOUT_SHARE))) for text in texts]
         return {"train": [text[:at] for text, at in cut], "heldout": [text[at:] for text, at in cut]}
 
-    @cached_property
-    def windows(self) -> dict[str, TokenWindows]:
+    @property
+    def windows(self) -> Mapping[str, TokenWindows]:
         """The tokens of each split."""
-        return {split: TokenWindows.from_texts(texts, self.built_tokenizer) for split, texts in self.texts.items()}
+        return self._tokenized.windows
+
+    @cached_property
+    def _tokenized(self) -> Tokenized:
+        given = None if self.tokenizer is None else self.built_tokenizer
+        texts = docs_versions() if self.corpus == DOCS else checksum_of_json(self.texts)
+        tokenizer = self.vocab_size if given is None else given.backend_tokenizer.to_str()
+        return kept_tokens({"texts": texts, "tokenizer": tokenizer}, lambda: tokenized(self.texts, given, self.vocab_size))
 
     def data_hash(self) -> str:
         """sha256 of the tokens of both splits."""
@@ -142,6 +155,13 @@ def next_token_batch(tokens: Tensor) -> Batch:
     scored = torch.ones_like(tokens, dtype=torch.bool)
     scored[:, -1] = False
     return Batch(tokens, tokens.roll(-1, dims=1), scored)
+
+
+def tokenized(texts: Mapping[str, Sequence[str]], given: PreTrainedTokenizerFast | None, vocab_size: int) -> Tokenized:
+    """The tokens of each split by the ``given`` tokenizer, or by one of ``vocab_size`` trained on the training part."""
+    tokenizer = train_bpe_tokenizer(texts["train"], vocab_size) if given is None else given
+    windows = {split: TokenWindows.from_texts(part, tokenizer) for split, part in texts.items()}
+    return Tokenized(windows, tokenizer if given is None else None)
 
 
 @cache

@@ -7,6 +7,7 @@ The checkpoint is authoritative; the table is derived from it. A run is identifi
 holds another run is refused, with the first difference in the message.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,9 @@ from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
 CHECKPOINT, METRICS, LOCK = "checkpoint.safetensors", "metrics.parquet", ".lock"
+ARITHMETIC = 1
+"""Raised by one when equal model, task and settings train to other numbers than before, rounding aside; runs kept under an
+earlier number are then not found (`run_name`)."""
 SPLITS = ("train", "heldout")
 RUN_FOLDER = FolderKind(
     "a run with a checkpoint",
@@ -136,8 +140,12 @@ def check_run_folder(folder: Path) -> None:
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of ``folder``, created if missing; remove temporary files of runs that died.
+
+    Args:
+        folder: of the run.
+        wait: wait while another process holds the lock.
 
     Raises:
         KVLensError: another process holds the lock, or the folder cannot be written.
@@ -145,13 +153,19 @@ def only_run_in(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(folder / LOCK, patience=0))
+            stack.enter_context(lock(folder / LOCK, patience=-1 if wait else 0))
         except TimeoutError as error:
             raise KVLensError(f"train: another process is training in {folder}; wait for it, or use another folder") from error
         except OSError as error:
             raise KVLensError(f"train: cannot write to {folder}: {reason(error)}; choose another folder") from error
         clear_leftovers_in(folder)
         yield
+
+
+def run_name(run: Run) -> str:
+    """A folder name that equal runs share and different ones do not: of task, data, model, settings and `ARITHMETIC`."""
+    known = json.dumps([identity(run), ARITHMETIC], sort_keys=True)
+    return f"{run.task.name}-{hashlib.sha256(known.encode()).hexdigest()[:24]}"
 
 
 def identity(run: Run) -> dict[str, dict[str, Any]]:

@@ -52,11 +52,12 @@ class CrossEntropy(Loss):
     """Cross-entropy of the target tokens, in nats.
 
     Only scored positions are unembedded: with a vocabulary of 8,000 and one scored position in two, that halves the largest
-    product.
+    product. Positions behind the batch's last scored one are not read (`what_is_read`).
     """
 
     def score(self, model: HookedKVTransformer, batch: Batch) -> Score:
         """Score the logits at the scored positions."""
+        batch = what_is_read(model, batch)
         logits, wanted = in_float(logits_at(model, batch.inputs, batch.scored)), batch.targets[batch.scored]
         right = (logits.detach().argmax(dim=-1) == wanted).sum()
         return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
@@ -70,6 +71,7 @@ class SquaredError(Loss):
 
     def score(self, model: Any, batch: Batch) -> Score:
         """Score the numbers at the scored positions."""
+        batch = what_is_read(model, batch)
         predicted, wanted = in_float(model(batch.inputs)[batch.scored]), batch.targets[batch.scored]
         loss = F.mse_loss(predicted, wanted.to(predicted.dtype), reduction="sum")
         return Score(loss, torch.tensor(math.nan, device=loss.device), len(wanted))
@@ -92,6 +94,14 @@ def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Flo
     n_layers = model.cfg.n_layers
     resid = model(inputs, stop_at_layer=n_layers)[scored]
     return model(resid[None], start_at_layer=n_layers)[0]
+
+
+def what_is_read(model: Any, batch: Batch) -> Batch:
+    """``batch`` up to its last scored position: in a causal model, nothing behind it can change the loss."""
+    scored = batch.scored.any(dim=0).nonzero()
+    if model.cfg.attention_dir != "causal" or not len(scored):
+        return batch
+    return Batch(*(part[:, : int(scored[-1]) + 1] for part in batch))
 
 
 def in_float(predicted: Tensor) -> Tensor:

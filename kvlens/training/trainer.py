@@ -25,10 +25,11 @@ from tqdm.auto import tqdm
 
 from kvlens.arguments import path_of
 from kvlens.checks import Count, checked, ensure
+from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
-from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in
+from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
 from kvlens.training.distributed import Workers
 from kvlens.training.loss import Loss, Objective, check_fit, check_loss, loss_of, score_in_parts
 from kvlens.training.run import Row, Run
@@ -72,6 +73,7 @@ def train(
     *,
     loss: Loss | None = None,
     folder: str | Path | None = None,
+    runs: str | Path | None = None,
     restart: bool = False,
     progress: bool = True,
     **settings: object,
@@ -83,6 +85,8 @@ def train(
         task: from :func:`kvlens.tasks.make_task`.
         loss: the loss to minimize; None takes the task's default loss.
         folder: where checkpoint and metrics go; a run found there is resumed, or returned if it is finished.
+        runs: in place of ``folder``: a folder of many runs, in which this one has a folder named after its task, data, model
+            and settings, so that equal runs are trained once. If another process is training it, this one waits.
         restart: start from scratch even if there is a checkpoint.
         progress: show a progress bar with loss and accuracy.
         settings: fields of :class:`kvlens.training.TrainSettings`: ``steps``, ``learning_rate``, ``batch_size`` ...
@@ -101,14 +105,18 @@ def train(
     ensure("train: restart", bool, restart)
     ensure("train: progress", bool, progress)
     check_loss(loss)
+    if folder is not None and runs is not None:
+        raise KVLensError("train: give folder or runs, not both: a run in runs has a folder of its own there")
     folder = None if folder is None else path_of("train: folder", folder)
     workers = Workers.current()
     workers.check_batch(chosen.batch_size)
     was_training = model.training
     run = Run(model, task, loss or loss_of(task), chosen, workers)
+    if runs is not None:
+        folder = path_of("train: runs", runs) / run_name(run)
     if folder is not None:
         check_run_folder(folder)
-    held = nullcontext() if folder is None or not workers.is_first else only_run_in(folder)
+    held = nullcontext() if folder is None or not workers.is_first else only_run_in(folder, wait=runs is not None)
     with held:
         store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
         if store is not None:

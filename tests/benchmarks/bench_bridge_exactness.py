@@ -9,17 +9,16 @@ logits, ||new - old|| / ||old|| over the four, of
 - theirs: the text continued from Transformers' cache of the prompt;
 - whole: one pass of Transformers over prompt and text in the same dtype.
 
-"old" is the whole itself in float32; in half precision it is the float32 pass of the same (rounded) weights. With padding, the
-prompts have unequal lengths, the texts are padded on the left, and all of them share one batch; theirs and the whole then read
-each pair alone, without padding.
+"old" is a pass of Transformers over prompt and text with the same (rounded) weights, in which everything is float64. With
+padding, the prompts have unequal lengths, the texts are padded on the left, and all of them share one batch; theirs and the
+whole then read each pair alone, without padding.
 
-Reported per family: mean, median and maximum over seeds. The bound is on the mean: errors of single models, made of a few
-roundings, scatter by a factor of 2 either way. The mean of ours is at most 1.5 times that of theirs, or 2e-6 where that is
-larger. In half precision a rounding may send a token to another expert, in any of the three computations, and one such model
-outweighs the others: there the median of the ratios, ours over theirs for each seed, is at most 1.5.
+Reported per family: mean, median and maximum over seeds. The bound is on the ratio of ours to theirs for each seed: its mean is
+at most 1.5. In half precision a rounding may send a token to another expert, in any of the computations, and one such model
+outweighs the others: there the bound is on the median ratio.
 
 ``--greedy 3`` also generates 64 greedy tokens for each of 12 texts a family, and counts those that are not the likeliest token
-behind the prompt itself: near-ties, whose logits differ by less than 2e-5 of the largest, and others, of which there are none.
+behind the prompt itself: near-ties, whose logits differ by less than rounding, and others, of which there are none.
 """
 
 import argparse

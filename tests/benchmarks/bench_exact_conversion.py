@@ -12,7 +12,7 @@ and, behind the stroke, that of the worst prompt, of
 - that pass against float64; the converted prompt against float64;
 - the converted prompt in float64.
 
-A dense product of fewer than about 12 rows is summed in another order than one of more (MKL's choice, as oneDNN's): a prompt
+A dense product of fewer than about 12 rows is summed in another order than one of more (MKL's choice): a prompt
 converted by itself, or read into a cache by itself, rounds as neither of them does inside a longer text.
 """
 

@@ -1,8 +1,11 @@
 """Tiny random models of Transformers' own classes, with sizes that differ and weights large enough for a prompt to matter."""
 
+import copy
+
 import torch
 import transformers as tf
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 D_VOCAB = 53
@@ -266,3 +269,40 @@ def largest(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest number."""
     assert x.shape == y.shape
     return float((x - y).abs().max() / y.abs().max()) if y.numel() else 0.0
+
+
+class InFloat64(TorchFunctionMode):
+    """Whatever asks for float32 gets float64: Transformers' norms, softmax and recurrences name float32 in any model."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].double()
+        given = [*args, *(kwargs or {}).values()]
+        wide = [torch.float64 if x is torch.float32 else x for x in given]
+        return func(*wide[: len(args)], **dict(zip(kwargs or {}, wide[len(args) :], strict=True)))
+
+
+@torch.no_grad()
+def exact_logits(model: tf.PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The logits of one pass of Transformers in which everything is float64."""
+    wide = copy.deepcopy(model).double()
+    wide.config._experts_implementation = "eager"  # grouped products have no float64
+    with InFloat64():
+        return wide(tokens).logits
+
+
+@torch.no_grad()
+def rounding_of(model: tf.PreTrainedModel) -> float:
+    """How far apart, by :func:`largest`, rounding alone may bring two float32 computations of the same logits or states.
+
+    Each is off from float64 by about what one pass of Transformers is off, but the largest of a few thousand errors scatters by
+    a factor of 2 from pass to pass: two passes, twice that error each. The model is not yet a bridge's.
+    """
+    tokens = some_tokens(2, 22, seed=2)
+    return 4 * largest(model(tokens).logits.double(), exact_logits(model, tokens))
+
+
+@torch.no_grad()
+def rounding_in_nats(model: tf.PreTrainedModel) -> float:
+    """The same for a log-probability after an intervention minus one before: each moves by at most twice what a logit does."""
+    return 4 * rounding_of(model) * float(model(some_tokens(2, 22, seed=2)).logits.abs().max())

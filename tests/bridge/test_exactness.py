@@ -12,7 +12,7 @@ DENSE = ("bamba", "gemma3", "gpt2", "granite_hybrid", "llama", "olmo_hybrid", "q
 @torch.no_grad()
 def test_as_exact_as_transformers_own_cache(family):
     """Padded left and right, prompts of unequal length; test_bridge.py holds one model of each of FAMILIES without padding."""
-    errors = [measure(family, seed, torch.float32, padded=True) for seed in (1, 2)]
+    errors = [measure(family, seed, torch.float32, padded=True) for seed in range(2)]
     assert excess(errors, torch.float32) <= 1
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import place_of, some_tokens, tiny
+from bridge_models import place_of, rounding_in_nats, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
@@ -10,10 +10,6 @@ from kvlens import analyses as an
 from kvlens.errors import IndirectHeads
 
 AS_THEY_ARE = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
-TOLERANCE = {"gpt2": 1e-9, "llama": 2e-6}
-"""Transformers computes Llama's norms, rotary angles and softmax in float32, also in a float64 model."""
-ROUNDING = 5e-6
-"""Nats: losses of a few nats from float32 logits of a few tens."""
 PROMPT = some_tokens(11)
 TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])
 REPEATED = dict(n_sequences=2, n_repeated=9)
@@ -32,12 +28,24 @@ def both(request, tmp_path_factory):
     tiny(request.param).double().save_pretrained(folder)
     hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
     bridge = KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
-    return (hooked, bridge), dict(rtol=TOLERANCE[request.param], atol=TOLERANCE[request.param])
+    # Transformers computes Llama's norms, rotary angles and softmax in float32, also in a float64 model
+    tolerance = 1e-9 if request.param == "gpt2" else rounding_in_nats(tiny("llama"))
+    return (hooked, bridge), dict(rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "bamba", "kimi_linear", "falcon_h1_direct"])
-def hybrid(request):
-    return KVTransformerBridge.boot_transformers(tiny(request.param))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def hybrid(family):
+    return KVTransformerBridge.boot_transformers(tiny(family))
+
+
+@pytest.fixture(scope="module")
+def rounding(family):
+    return rounding_in_nats(tiny(family))
 
 
 def test_heads_on_repeated_tokens_are_those_of_the_hooked_model(both):
@@ -76,7 +84,7 @@ def scored(hybrid):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer):
+def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer, rounding):
     """Of the largest in a recurrent layer and in one of attention, from passes with hooks to the pattern."""
     table, (own, other) = scored
     table = table[table["layer"] == layer].set_index(["head", "kind"])["loss_change"]
@@ -111,7 +119,7 @@ def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_tex
         return -float(log_p.gather(-1, own[:, n + 1 :, None]).mean())
 
     expected = loss([(z_name, replace)]) - loss([])
-    assert abs(found - expected) < ROUNDING and abs(expected) > 10 * ROUNDING
+    assert abs(found - expected) < rounding < abs(expected)
 
 
 def test_patterns_and_shares_are_those_of_the_hooked_model(both):

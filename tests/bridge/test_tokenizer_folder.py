@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from bridge_models import HYBRID, largest, tiny
+from bridge_models import HYBRID, largest, rounding_of, tiny
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -76,6 +76,7 @@ def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
     """Weights that it has no place for, as published checkpoints have them, are left out: images, several tokens at once."""
     torch.manual_seed(0)
     both = qwen3_5_of_images_and_text().eval()
+    rounding = rounding_of(both)
     both.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -91,4 +92,6 @@ def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
                 same_shape = (x for x in held.values() if x.shape == stored.shape)
                 assert any(torch.equal(x, stored.to(dtype)) for x in same_shape), name
         text = model.to_tokens(TEXT)
-        assert largest(model(text).float(), both.to(dtype)(text).logits.float()) < (2e-6 if dtype == torch.float32 else 0.05)
+        assert largest(model(text).float(), both.to(dtype)(text).logits.float()) < (
+            rounding if dtype == torch.float32 else 0.05
+        )

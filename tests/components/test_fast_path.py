@@ -5,7 +5,7 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVShiftConfig, convert_prompt
-from kvlens.base import MLP, TransformerBlock, Unembed
+from kvlens.base import GatedMLP, TransformerBlock, Unembed
 from kvlens.components import block
 from kvlens.components.projections import NO_COPY_ROWS, project_heads
 
@@ -17,6 +17,8 @@ KINDS = {
     "no norm": dict(normalization_type=None),
     "attention only": dict(attn_only=True),
     "parallel": dict(parallel_attn_mlp=True),
+    "parallel without norm": dict(parallel_attn_mlp=True, normalization_type=None),
+    "gated": dict(gated_mlp=True),
     "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
     "qk norm": dict(use_qk_norm=True),
     "split inputs": dict(use_split_qkv_input=True),
@@ -30,6 +32,7 @@ def transformer_lens_blocks(model, monkeypatch):
     """From now on the model's blocks, norms, projections and unembedding run TransformerLens' code."""
     monkeypatch.setattr(block.KVBlock, "forward", TransformerBlock.forward)
     monkeypatch.setattr(block.KVUnembed, "forward", Unembed.forward)
+    monkeypatch.setattr(block.KVGatedMLP, "forward", GatedMLP.forward)
     monkeypatch.setattr("kvlens.components.attention.on_fast_path", lambda cfg: False)
 
 
@@ -114,16 +117,12 @@ def test_eager_softmax_runs_transformer_lens_own_block(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("act_fn", ["gelu", "relu", "silu", "gelu_new", "solu_ln"])
-def test_an_mlp_without_gradients_is_transformer_lens_own(act_fn):
-    model, x = linear_model(act_fn=act_fn), torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0)).double()
-    mlp = model.blocks[1].mlp
-    with torch.no_grad():
-        expected = MLP.forward(mlp, x)
-        assert relative_error(mlp(x), expected) < ROUNDING
-        # a hook on the features before the activation must not see those after it
-        _, cache = model.run_with_cache(tokens(1, 5), names_filter=lambda name: name.endswith("mlp.hook_pre"))
-        assert (cache["blocks.1.mlp.hook_pre"] < -0.3).any()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_keep_the_last_positions_only(kind):
+    model, text = linear_model(**KINDS[kind]).requires_grad_(False), tokens(3, 11)
+    name = f"blocks.{model.cfg.n_layers - 1}.{model.blocks[-1].cut_point()}"
+    last = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: x[:, -3:])])
+    assert relative_error(last, model(text)[:, -3:]) < ROUNDING
 
 
 @pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, NO_COPY_ROWS)])

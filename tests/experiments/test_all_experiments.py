@@ -2,16 +2,19 @@
 
 import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from kvlens.cli import main
+from kvlens.cli import main, reproduce
 from kvlens.conversion.softmax import learned
 from kvlens.experiments import EXPERIMENTS, find_experiment
 from kvlens.experiments.kvsa import induction_exact
 from kvlens.experiments.lecture import function_class_claims
 from kvlens.experiments.shared import outcome
+from kvlens.tasks import TextTask
 from kvlens.tasks.regression import SHIFTS
 
 
@@ -73,7 +76,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
     assert summary["comparisons"], "a reproduction shows the paper's numbers next to ours"
     for comparison in summary["comparisons"]:
-        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "verdict"}
+        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict"}
         assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
     assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
@@ -102,3 +105,50 @@ def test_an_outcome_is_not_replaced_unasked_and_other_folders_never(tmp_path, mo
     assert main([*command[:-1], "mine", "--overwrite"]) == 2
     assert "left alone" in capsys.readouterr().err
     assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, capsys):
+    """Killed in the second of three experiments; the third needs only runs of the second."""
+    from kvlens.experiments.kvsa import variants
+
+    again = replace(
+        variants.EXPERIMENT, name="again", scales={"tiny": {**variants.EXPERIMENT.scales["tiny"], "variants": ["gate"]}}
+    )
+    chosen, whole = [find_experiment("ngram"), variants.EXPERIMENT, again], TextTask.sample
+    monkeypatch.setattr("kvlens.experiments.all_experiments", lambda: [replace(it, cost={"tiny": "x"}) for it in chosen])
+    monkeypatch.chdir(tmp_path)
+    drawn = []
+
+    def sample(self, batch_size, generator, split="train"):
+        drawn.append(split)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return whole(self, batch_size, generator, split)
+
+    monkeypatch.setattr(TextTask, "sample", sample)
+    command = ["reproduce", "--all", "--scale", "tiny", "--out", "results", "--runs", "kept"]
+    assert main(command) == 130
+    assert "training runs are kept in kept; the same command resumes them" in capsys.readouterr().err
+    assert os.listdir("results") == ["ngram-tiny"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "ngram: its results are in results/ngram-tiny" in out
+    assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "variants-tiny"]
+    assert len(drawn) == 16 * 2 + 1  # only the step during which it was killed was drawn twice
+    assert len(pd.read_parquet("results/again-tiny/course.parquet"))
+    assert main([*command, "--set", "seeds=[1]"]) == 2
+    assert main(["reproduce", "ngram", "--jobs", "0"]) == 2
+    assert "--jobs must be" in capsys.readouterr().err
+
+
+def test_an_inconclusive_verdict_is_printed_with_what_would_have_been_found(capsys):
+    values = [0.1, -0.1, 0.2, -0.2, 0.3, -0.1]
+    found = [outcome.Comparison.tested_on("w", None, 1.0, "c", sample) for sample in (values, values[:3], [1.0, 1.1, 1.2] * 2)]
+    summary = dict(comparisons=[one.as_json() for one in found], differences=[], seconds=1.0, files=["f"])
+    reproduce._print_summary(summary, Path("x"))
+    first, few, clear = capsys.readouterr().out.split("\nw\n")[1:]
+    spread = pd.Series(values).std()
+    assert "mean of 6 values 0.03333, 95 % interval -0.173 to 0.2397; tested against 0" in " ".join(first.split())
+    assert f"a mean {found[0].sample.detectable:.3g} away from it would have been found in 80 %" in " ".join(first.split())
+    assert 1.9 * spread < found[0].sample.detectable < 2.1 * spread
+    assert "3 values are too few for a verdict" in few and "80 %" not in clear and "holds" in clear

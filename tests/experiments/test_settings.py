@@ -9,12 +9,12 @@ import pytest
 from kvlens.cli import main
 from kvlens.errors import KVLensError
 from kvlens.experiments import EXPERIMENTS, all_experiments, find_experiment
-from kvlens.experiments.shared.settings import NUMBERS, WHOLE, changed_settings
+from kvlens.experiments.shared.settings import COLLECTIONS, NUMBERS, WHOLE, changed_settings
 
 pytestmark = pytest.mark.unhooked
 
 WRONG = ([], {}, 0, -1, 10**14, 1.5, "x", ["x"], [[]], [0.5, "x"], True, None, math.nan, [math.nan], [-1], [10**14])
-NAMES = {"model", "models", "facts_model", "tokenizer", "texts"}
+NAMES = {"model", "models", "facts_model", "tokenizer", "texts", "variants"}
 """Text that is looked up where it is used, and refused there."""
 MAY_BE = {
     "0": {"seed", "prompt_seed", "first_context", "polish_steps", "distil_steps", "free_steps"},
@@ -55,7 +55,26 @@ def test_the_values_of_every_scale_are_values_of_every_other(experiment):
     for (scale, settings), other in product(it.scales.items(), it.scales.values()):
         for name in settings:
             if other[name] is not None and other[name] != []:
-                assert changed_settings(it, scale, {name: other[name]}).scales[scale] == {**settings, name: other[name]}
+                expected = {**settings, name: merged(name, settings[name], other[name])}
+                assert changed_settings(it, scale, {name: other[name]}).scales[scale] == expected
+
+
+def merged(name, own, value):
+    """Dictionaries that describe one thing keep the fields that are not named; collections are replaced."""
+    if not isinstance(own, dict) or not isinstance(value, dict) or name in COLLECTIONS:
+        return value
+    return {key: merged(key, own.get(key), value[key]) if key in value else own[key] for key in {**own, **value}}
+
+
+def test_a_dictionary_changes_only_the_fields_that_it_names():
+    it = find_experiment("variants")
+    small = it.scales["small"]
+    changed = changed_settings(it, "small", {"training": {"steps": 5, "weight_decay": 0.5}}).scales["small"]
+    assert changed == {**small, "training": {**small["training"], "steps": 5, "weight_decay": 0.5}}
+    of_trained = find_experiment("coefficients")
+    train = changed_settings(of_trained, "small", {"train": {"task": {"length": 9}}}).scales["small"]["train"]
+    own = of_trained.scales["small"]["train"]
+    assert train == {**own, "task": {**own["task"], "length": 9}}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +88,11 @@ def test_the_values_of_every_scale_are_values_of_every_other(experiment):
         ('model={"d_model": "x"}', "d_model, must be a whole number"),
         ("rates=[0]", "must be above 0"),
         ("seedz=[1]", "did you mean 'seeds'?"),
+        ('training={"stepz": 5}', "has no field 'stepz'; did you mean 'steps'?"),
+        ('model={"d_modle": 8}', "has no field 'd_modle'; did you mean 'd_model'?"),
+        ('task={"lenght": 8}', "has no field 'lenght'; did you mean 'length'?"),
+        ("rates=[NaN]", "must be a number above 0"),
+        ('training={"learning_rate": NaN}', "learning_rate must be"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing(word, told, tmp_path, monkeypatch, capsys):
@@ -76,6 +100,15 @@ def test_the_command_says_what_is_wrong_and_leaves_nothing(word, told, tmp_path,
     assert main(["reproduce", "hops", "--scale", "tiny", "--set", word]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [("random-features", "size=1e9"), ("dual-equivalence", "learning_rate=1e8"), ("random-features", "size=NaN")]
+)
+def test_numbers_at_which_nothing_can_be_measured_are_refused(words, capsys):
+    experiment, word = words
+    assert main(["reproduce", experiment, "--scale", "tiny", "--set", word]) == 2
+    assert f"the setting {word.partition('=')[0]} must be" in capsys.readouterr().err
 
 
 def test_the_settings_that_an_experiment_reads_are_those_that_it_has():

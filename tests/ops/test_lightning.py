@@ -26,10 +26,12 @@ def case(pos, mask, seed=0):
     return q, k, normal(BATCH, pos, HEAD, D_V, seed=seed + 2), decay, random_mask(BATCH, pos, seed) if mask else None
 
 
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 99))
+@given(st.integers(0, 40), st.booleans(), st.booleans(), st.integers(0, 99))
 @laws
-def test_forms_and_what_is_carried(pos, mask, seed):
+def test_forms_and_what_is_carried(pos, mask, erased, seed):
     q, k, v, decay, mask = case(pos, mask, seed)
+    if erased:
+        decay[2] = -torch.inf
     S = normal(1, HEAD, D_K, D_V, seed=9)
     z, final = naive_lightning(q, k, v, decay, mask, S, True)
     for form in (chunked_lightning, recurrent_lightning):

@@ -108,6 +108,22 @@ def test_values_and_gradients_equal_the_loop(name, norm, decay, mask, state, dty
 
 
 @pytest.mark.parametrize("norm", ["none", "same", "other"])
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_no_tokens_leave_the_state_as_it_is(name, mask, decay, norm):
+    arguments = case(norm, decay=decay, pos=0)
+    if mask:
+        arguments["mask"] = torch.ones(1, 0, dtype=torch.bool)
+    out = form_of(name, norm)(**arguments)
+    assert out.numerator.shape == (BATCH, 0, HEAD, D_HEAD)
+    assert (out.normalizer is None) == (norm == "none") and (norm == "none" or out.normalizer.shape == (BATCH, 0, HEAD))
+    assert torch.equal(out.state.kv, arguments["state"].kv)
+    if norm != "none":
+        assert torch.equal(out.state.k_sum, arguments["state"].k_sum)
+
+
+@pytest.mark.parametrize("norm", ["none", "same", "other"])
 @pytest.mark.parametrize("name", FORMS)
 def test_gradcheck(name, norm):
     # decay and mask with all; the state's tensors as separate inputs

@@ -10,7 +10,6 @@ from kvlens import KVLensError
 from kvlens.ops import attention_variants, dual, feature_maps, induction, kv_shift, landmarks, linear_attention, rotary
 from kvlens.ops import softmax_attention as softmax
 from kvlens.ops import softmax_features as features
-from kvlens.ops.affine import affine
 from kvlens.ops.landmarks.gram import Products
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
@@ -65,7 +64,6 @@ STATE = linear_attention.LinearAttentionState("b g f d", "b g f")
 RIDGE = attention_variants.RidgeState("b g f d", "b g f f")
 WEIGHT, INPUTS, LABELS = "h e f", "h n f", "h n e"
 OPS: dict[Any, dict[str, Any]] = {
-    affine: dict(x="b p d", weight="d e", bias="e"),
     kv_shift.kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
     kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
     kv_shift.effective_pattern: dict(pattern="b h p key", coef="g t"),

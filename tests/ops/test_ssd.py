@@ -41,10 +41,12 @@ def test_one_token_by_hand():
     torch.testing.assert_close(z.flatten(), (11 * kept + 6)[None])
 
 
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 99))
+@given(st.integers(0, 40), st.booleans(), st.booleans(), st.integers(0, 99))
 @laws
-def test_forms_and_what_is_carried(pos, mask, seed):
+def test_forms_and_what_is_carried(pos, mask, erased, seed):
     q, k, v, log_decay, write, mask = case(pos, mask, seed)
+    if erased and pos:
+        log_decay[:, pos // 2, 1:] = -torch.inf
     S = normal(1, HEAD, D_K, D_V, seed=9)
     z, final = naive_ssd(q, k, v, log_decay, write, mask, S, True)
     for form in (chunked_ssd, recurrent_ssd):

@@ -20,7 +20,6 @@ from kvlens.dual import DualLayer
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.shared.curves import PALETTE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
 
@@ -117,23 +116,26 @@ def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
     if len(wide):
         lost = [d - x for x in wide.groupby("seed")["rank_bound"].mean()]
         found.append(
-            Comparison(
+            Comparison.tested_on(
                 "MLPs of at least 4 d_model: d_model less the bound of the rank, mean",
                 0,
                 sum(lost) / len(lost),
                 "where the MLP is wide the bound stays at d_model (significantly less than half a dimension lost)",
-                SIGNIFICANCE.above([0.5 - x for x in lost]),
+                lost,
+                0.5,
+                below=True,
             )
         )
     if len(narrow):
         lost = [d - x for x in narrow.groupby("seed")["rank_bound"].mean()]
         found.append(
-            Comparison(
+            Comparison.tested_on(
                 "MLPs of at most d_model: d_model less the bound of the rank, mean",
                 None,
                 sum(lost) / len(lost),
                 "where the MLP is narrow W_FFN W_V clearly has low rank",
-                SIGNIFICANCE.above(lost, 0.25 * d),
+                lost,
+                0.25 * d,
             )
         )
     return found

@@ -174,12 +174,13 @@ def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> 
         claim = CLAIMS.get((task, label))
         measure = END if claim is None else claim.measure
         what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
-        better, ours = SIGNIFICANCE.above([-x for x in rows[measure]]), mean_and_spread(rows[measure].tolist())
+        logs = rows[measure].tolist()
+        ours = mean_and_spread(logs)
         if claim is not None:
-            tested = Comparison(what, None, ours, claim.words, None if better is None else better == claim.better)
+            tested = Comparison.tested_on(what, None, ours, claim.words, logs, below=claim.better)
             found.append(tested.unless(why.get((task, label))))
             continue
-        verdict = {True: "better", False: "worse", None: "inconclusive"}[better]
+        verdict = {False: "better", True: "worse", None: "inconclusive"}[SIGNIFICANCE.above(logs)]
         verdict = "not trained far enough" if why.get((task, label)) else verdict
         start = "nothing differs but the initialization" if label == AGAIN else "the paper makes no claim"
         found.append(Comparison.stated(what, None, ours, f"{start}; here: {verdict}"))

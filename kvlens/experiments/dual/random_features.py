@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvlens.experiments.shared.curves import draw_curves
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.ops import dual
 from kvlens.ops.feature_maps import draw_projections
 
@@ -87,23 +86,23 @@ def compare(errors: pd.DataFrame) -> list[Comparison]:
         fall = (wide[kind, few] - wide[kind, many]).tolist()
         slope = -sum(fall) / len(fall) / math.log(many / few)
         found.append(
-            Comparison(
+            Comparison.tested_on(
                 f"{kind}: power of the number of features with which the output's squared error falls, {few} to {many}",
                 None,
                 slope,
                 "approximation gradually improves with the number of features (figs. 6 to 8)",
-                SIGNIFICANCE.above(fall),
+                fall,
             )
         )
     for kind, than in (("orthogonal", "iid"), ("simplex", "orthogonal")):
         gain = pd.concat([wide[than, m] - wide[kind, m] for m in wide[kind].columns], axis=1).mean(axis=1).tolist()
         found.append(
-            Comparison(
+            Comparison.tested_on(
                 f"{kind} against {than}: log of the ratio of squared errors, mean over numbers of features",
                 None,
                 sum(gain) / len(gain),
                 f"{kind} random features can do better (app. E.1)",
-                SIGNIFICANCE.above(gain),
+                gain,
             )
         )
     return found

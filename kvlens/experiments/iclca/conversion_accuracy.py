@@ -38,10 +38,11 @@ from kvlens.experiments.iclca.conversion_error import float64_logits, relative_e
 from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.bigrams import MARKOV, BigramTask
-from kvlens.training import build_model, find_recipe, train
+from kvlens.training import find_recipe
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
 CONDITIONS = (PROMPTED, ALONE, CONVERTED)
@@ -80,8 +81,8 @@ def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[
     """
     name = settings["model"]
     if name is None:
-        model = build_model(task, settings["training"]["model"])
-        result = train(model, task, progress=False, **settings["training"]["settings"])
+        how = settings["training"]
+        model, result = Trial(task, "trained here", how["model"], {"seed": 0, **how["settings"]}).finished()
         tell(f"trained for {result.steps} steps: accuracy {result.heldout['accuracy'].iloc[-1]:.1%}")
     elif name in zoo.names():
         model = HookedKVTransformer.from_zoo(name)

@@ -27,7 +27,6 @@ from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -154,19 +153,19 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
     name = "relative error of the logits"
     claim = "without the prompt the logits are off"
     yield Comparison.stated(f"{name} without the prompt", PAPER_WITHOUT, float(error[WITHOUT].mean()), claim)
-    yield Comparison(
+    yield Comparison.tested_on(
         f"{name}, {RANDOM}",
         PAPER_CONVERTED,
         float(error[RANDOM].mean()),
         "converted they are nearer to those with the prompt than without",
-        SIGNIFICANCE.above((error[WITHOUT] - error[RANDOM]).to_numpy()),
+        (error[WITHOUT] - error[RANDOM]).to_numpy(),
     )
-    yield Comparison(
+    yield Comparison.tested_on(
         f"{name}, {LANDMARK}",
         None,
         float(error[LANDMARK].mean()),
         "fitted keys come nearer than random features",
-        SIGNIFICANCE.above((error[RANDOM] - error[LANDMARK]).to_numpy()),
+        (error[RANDOM] - error[LANDMARK]).to_numpy(),
     )
     worst = float(error[EXACT].max())
     yield Comparison(f"{name}, {EXACT}, the largest", None, worst, f"rounding, at most {ROUNDING:g}", worst <= ROUNDING)
@@ -174,12 +173,12 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
         ours = float(centered[way].mean())
         yield Comparison.stated(f"{name} less their mean, {way}", None, ours, "the part that changes predictions")
     for way in (RANDOM, LANDMARK):
-        yield Comparison(
+        yield Comparison.tested_on(
             f"share of next tokens as with the prompt, {way} (without: {agrees[WITHOUT].mean():.3f})",
             None,
             float(agrees[way].mean()),
             "converted the model predicts more of them than without",
-            SIGNIFICANCE.above((agrees[way] - agrees[WITHOUT]).to_numpy()),
+            (agrees[way] - agrees[WITHOUT]).to_numpy(),
         )
 
 

@@ -24,7 +24,6 @@ from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_bes
 from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -203,12 +202,12 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
     least, most = min(settings["continuations"]), max(settings["continuations"])
     for kind in (IID, ORTHOGONAL):
         for m in settings["random"]:
-            yield Comparison(
+            yield Comparison.tested_on(
                 f"relative error with {m} {kind}, over that of the prompt left out",
                 PAPER_RANDOM / PAPER_DROPPED,
                 float((error[kind, m, least] / dropped).mean()),
                 "random features recover part of what the prompt does",
-                SIGNIFICANCE.above((dropped - error[kind, m, least]).to_numpy()),
+                (dropped - error[kind, m, least]).to_numpy(),
             )
     nothing = (DROPPED, 0, 0)
     for r in settings["keys"]:
@@ -221,12 +220,14 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
         for better, worse in steps:
             ratio = error[better] / error[worse]
             more = f" on {better[2]} continuations" if better[0] == worse[0] else ""
-            yield Comparison(
+            yield Comparison.tested_on(
                 f"relative error, {r} keys: {better[0]}{more}, over {worse[0]}",
                 None,
                 float(ratio.mean()),
                 "the ratio is below 1",
-                SIGNIFICANCE.above((1 - ratio).to_numpy()),
+                ratio.to_numpy(),
+                1.0,
+                below=True,
             )
 
 
@@ -236,12 +237,14 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any
     r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
     for method in DISTILLED.values() if settings["distil_steps"] else ():
         ratio = kl[GREEDY, r, least] / kl[method, 0, n]
-        yield Comparison(
+        yield Comparison.tested_on(
             f"divergence of the next token: {GREEDY}, {r} keys, over {method}",
             None,
             float(ratio.mean()),
             "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)",
-            SIGNIFICANCE.above((1 - ratio).to_numpy()),
+            ratio.to_numpy(),
+            1.0,
+            below=True,
         )
 
 

@@ -38,7 +38,6 @@ from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitati
 from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.experiments.shared.sampling import sampled
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -185,17 +184,13 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
         left = rows["left"]
         name = f"share of a change of {NAMES[part]} that is left: {way}, {r} per head"
-        verdict = SIGNIFICANCE.above((1 - left).to_numpy())
         if way == NULL:
-            claim, verdict = (
-                "if there is nothing to learn, nothing is imitated (not below 1)",
-                None if verdict is None else not verdict,
-            )
+            claim = "if there is nothing to learn, nothing is imitated (not below 1)"
         elif way == PROMPT:
             claim = "the weights that learned a prompt act on other texts as the prompt does (a share below 1)"
         else:
             claim = "virtual keys reproduce part of a change of the weights (a share below 1)"
-        yield Comparison(name, None, float(left.mean()), claim, verdict)
+        yield Comparison.tested_on(name, None, float(left.mean()), claim, left.to_numpy(), 1.0, below=way != NULL)
 
 
 COLORS = {GIVEN: "#009E73", FREE: "#CC79A7"}

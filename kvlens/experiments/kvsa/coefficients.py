@@ -5,14 +5,17 @@ Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > al
 previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
 initialization gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
 
-Models are shipped ones, or folders. If ``watched.parquet`` is next to the weights (training with ``watch="shift_coef"`` writes
-it), the course over training is shown as well. The shipped weights are those of the best evaluation, which need not be the last
-one of that course.
+Heads of one run are not independent of each other, so whether a kind is in the majority is tested on runs: those of the free
+form of ``variants``, one share of heads for each seed. For a single model the counts are shown without a verdict.
+
+Other models are shipped ones, or folders. If ``watched.parquet`` is next to the weights (training with ``watch="shift_coef"``
+writes it), the course over training is shown as well. The shipped weights are those of the best evaluation, which need not be
+the last one of that course.
 """
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -21,61 +24,75 @@ import torch
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.coefficient_figure import draw
-from kvlens.experiments.kvsa.text_scales import TINY_TEXT
+from kvlens.experiments.kvsa.text_scales import (
+    MORE_SEEDS,
+    SMALL_MODEL,
+    SMALL_RATES,
+    SMALL_SEEDS,
+    SMALL_TEXT,
+    SMALL_TRAINING,
+    TINY_TEXT,
+)
+from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.tasks import make_task
-from kvlens.training import build_model, train
 from kvlens.training.ship import WATCHED
 from kvlens.zoo import folder_of, names
 
 KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 52}
 """(alpha_1 > alpha_2, beta_1 > beta_2) -> heads of that kind among the paper's 128."""
 N_PAPER = sum(KINDS.values())
+SAME, INDUCTION, OPPOSITE = [(True, True), (False, False)], (False, True), (True, False)
 EARLY, N_ALIKE_EARLY = 20 / 500, 47 + 43
 """The share of training, and the heads on table 4's diagonal at that point: the second pair of counts in sec. 4.6."""
 LETTERS = {"k": "alpha", "v": "beta"}
 PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")
-HEAD = ["model", "step", "layer", "head"]
+HEAD = ["model", "seed", "step", "layer", "head"]
+TRAINED = "trained here"
 
 
 class Source(NamedTuple):
-    """A model, and its shift parameters over training as in :attr:`kvlens.training.TrainResult.watched` (may be empty)."""
+    """A model, and its shift parameters over training as in :attr:`kvlens.training.TrainResult.watched` (may be empty).
+
+    ``seed`` tells the runs of one name apart.
+    """
 
     name: str
     model: HookedKVTransformer
     watched: pd.DataFrame
+    seed: int = 0
 
 
 def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
-    """Read the coefficients of every model of ``settings["models"]``, and of one trained here if ``settings["train"]``."""
+    """Read the coefficients of every model of ``settings["models"]``, and of those trained here if ``settings["train"]``."""
     sources = [read_source(name) for name in settings["models"]]
     if settings["train"] is not None:
-        tell("training a model")
-        sources.append(train_source(**settings["train"]))
+        sources += train_sources(**settings["train"], tell=tell)
+    of_name = list({source.name: source for source in sources}.values())
     coefficients = pd.concat([tidy(parameters_now(source), source) for source in sources], ignore_index=True)
     course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
-    for source in sources:
+    for source in of_name:
         own = coefficients[coefficients["model"] == source.name]
         tell(f"{source.name}: {len(preferences(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
     counts, shares = count_kinds(coefficients), shares_over_training(course)
+    tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Outcome(
-        tables={"coefficients": coefficients, "counts": counts, "course": course, "shares": shares},
+        tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
         figure=draw(preferences(coefficients), counts, course, shares),
         comparisons=[
             row
-            for source in sources
+            for source in of_name
             for row in compare(*(table[table["model"] == source.name] for table in (coefficients, course)))
         ],
         differences=[
             "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
-            + "; ".join(describe(source) for source in sources)
+            + "; ".join(describe(source) for source in of_name)
             + ".",
             "Models start with a quarter of the heads of each kind, on average, and a briefly trained one still shows it.",
-            "A majority is tested against a fair coin (exact binomial test, two-sided); the paper only gives counts.",
+            "The paper counts the heads of one run, and gives no test.",
         ],
     )
 
@@ -99,13 +116,22 @@ def read_source(name: str) -> Source:
     return Source(name, HookedKVTransformer.load(folder), watched)
 
 
-def train_source(task: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any]) -> Source:
-    """Train a model on text, recording its coefficients."""
-    text = make_task("text", **task)
-    built = build_model(text, model)
-    assert isinstance(built, HookedKVTransformer)  # a task of tokens has no other
-    result = train(built, text, progress=False, **{**training, "watch": "shift_coef"})
-    return Source("trained here", built, result.watched)
+def train_sources(
+    task: Mapping[str, Any],
+    model: Mapping[str, Any],
+    training: Mapping[str, Any],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    tell: Callable[[str], None],
+) -> list[Source]:
+    """Train a model on text with every seed; kept runs of the free form of ``variants`` are the same runs."""
+    sources: list[Source] = []
+
+    def examine(label: str, seed: int, trained: Any) -> None:
+        sources.append(Source(label, trained, no_course(), seed))
+
+    train_and_compare(make_task("text", **task), {TRAINED: model}, training, seeds, tell, examine, rates)
+    return sources
 
 
 def no_course() -> pd.DataFrame:
@@ -146,6 +172,7 @@ def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "model": source.name,
+            "seed": source.seed,
             "step": rows["step"].astype("int64"),
             "layer": parts[0].astype("int64"),
             "head": rows["index"].astype("int64") // taps,
@@ -213,10 +240,10 @@ def heads_preferring_the_same(course: pd.DataFrame, share_done: float) -> str:
 
 
 def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison]:
-    """One model's heads against table 4.
+    """The heads of a model, or of the runs of one, against table 4.
 
     Args:
-        coefficients: of one model, as it is.
+        coefficients: of the model as it is, with one ``seed`` for each run.
         course: of its training; may be empty.
     """
     name = coefficients["model"].iloc[0]
@@ -232,24 +259,27 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
         )
         for _, row in counts.iterrows()
     ]
-    alike = by_kind[True, True] + by_kind[False, False]
-    induction, opposite = by_kind[False, True], by_kind[True, False]
+    alike = sum(by_kind[kind] for kind in SAME)
+    induction, opposite = by_kind[INDUCTION], by_kind[OPPOSITE]
+    by_run = [heads["kind"] for _, heads in preferences(coefficients).groupby("seed")]
     return [
         *cells,
-        Comparison(
+        _majority(
             f"{name}: heads whose keys and values prefer the same token",
             f"{KINDS[True, True] + KINDS[False, False]} of {N_PAPER}",
             f"{alike} of {n_heads}",
             "in most heads keys and values prefer the same token",
-            SIGNIFICANCE.share_above(alike, n_heads),
+            [sum(kind in SAME for kind in kinds) / len(kinds) for kinds in by_run],
+            0.5,
         ),
         *_state_early(name, course),
-        Comparison(
+        _majority(
             f"{name}: previous keys with current values (induction) against current keys with previous values",
             f"{KINDS[False, True]} against {KINDS[True, False]}",
             f"{induction} against {opposite}",
             "of the heads whose keys and values prefer different tokens, more are of the induction kind",
-            SIGNIFICANCE.share_above(induction, induction + opposite),
+            [sum((kind == INDUCTION) - (kind == OPPOSITE) for kind in kinds) / len(kinds) for kinds in by_run],
+            0.0,
         ),
         Comparison.stated(
             f"{name}: share of coefficients outside [0, 1], and below 0",
@@ -264,6 +294,13 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
             "the sums, which start at 1, do not stay there (sec. 4.6)",
         ),
     ]
+
+
+def _majority(what: str, paper: str, ours: str, claim: str, by_run: list[float], bound: float) -> Comparison:
+    """A claim about the shares of heads of several runs; without a verdict for a single one."""
+    if len(by_run) == 1:
+        return Comparison.stated(what, paper, ours, claim)
+    return Comparison.tested_on(what, paper, f"{ours}, {len(by_run)} runs", claim, by_run, bound)
 
 
 def _state_early(name: str, course: pd.DataFrame) -> list[Comparison]:
@@ -297,15 +334,26 @@ EXPERIMENT = Experiment(
             train=dict(
                 task=TINY_TEXT,
                 model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
-                training=dict(steps=6, batch_size=4, learning_rate=3e-2, eval_every=2, eval_sequences=4),
+                training=dict(steps=6, batch_size=4, eval_every=2, eval_sequences=4),
+                rates=[3e-2],
+                seeds=[0, 1],
             ),
         ),
-        "small": dict(models=["docs-shift", "docs-linear"], train=None),
+        "small": dict(
+            models=["docs-shift", "docs-linear"],
+            train=dict(
+                task=SMALL_TEXT,
+                model={**SMALL_MODEL, "kv_shift": True},
+                training=SMALL_TRAINING,
+                rates=SMALL_RATES,
+                seeds=[*SMALL_SEEDS, *MORE_SEEDS],
+            ),
+        ),
         "paper": dict(models=["KV_shifting_2.9B"], train=None),
     },
     cost={
         "tiny": "seconds",
-        "small": "seconds: it reads shipped models; `kvlens train docs-shift` trains one in half an hour on two cores",
+        "small": "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
         "paper": "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
         "(HookedKVTransformer.from_pretrained and save); not run here",
     },

@@ -115,7 +115,9 @@ EXPERIMENT = Experiment(
     run=SWEEP.run,
     scales={
         "tiny": _scale(16, 16, [8, 16], [0], [5e-3], steps=6, eval_every=3, eval_sequences=16, batch_size=16),
-        "small": _scale(64, 32, [8, 16, 32], [0, 1, 2, 3, 4, 5], [3e-3, 1e-2], steps=600, eval_every=50, eval_sequences=256),
+        "small": _scale(
+            64, 32, [8, 16, 32], [11, 12, 13, 14, 15, 16], [3e-3, 1e-2], steps=600, eval_every=50, eval_sequences=256
+        ),
         "paper": _scale(
             8000,
             512,

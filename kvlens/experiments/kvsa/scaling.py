@@ -17,11 +17,20 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.kvsa.text_scales import PAPER_TEXT, PAPER_TRAINING, SMALL_TEXT, TINY_TEXT, text_goal
+from kvlens.experiments.kvsa.text_scales import (
+    PAPER_TEXT,
+    PAPER_TRAINING,
+    SMALL_MODEL,
+    SMALL_RATES,
+    SMALL_SEEDS,
+    SMALL_TEXT,
+    SMALL_TRAINING,
+    TINY_TEXT,
+    text_goal,
+)
 from kvlens.experiments.shared.curves import MARKERS, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
 from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
@@ -30,13 +39,16 @@ RUN = ("model", "size", "seed")
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every size."""
+    """Both models at every size, at the best of its own ``rates`` or of those of the settings."""
     task = TextTask(**settings["task"])
     for (size, fields), (label, own) in itertools.product(settings["sizes"].items(), MODELS.items()):
-        model = {**fields, **own}
+        rates = fields.get("rates", settings["rates"])
+        model = {**{name: value for name, value in fields.items() if name != "rates"}, **own}
         count = non_embedding_parameters(build_model(task, model))
         columns = dict(size=size, non_embedding=count)
-        yield Cell(task, {label: model}, columns, title=f"{size}, {label}: {count:,} parameters outside the embeddings")
+        yield Cell(
+            task, {label: model}, columns, rates=rates, title=f"{size}, {label}: {count:,} parameters outside the embeddings"
+        )
 
 
 def measure(runs: Runs) -> pd.DataFrame:
@@ -76,12 +88,12 @@ def compare_sizes(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
     change = [b - a for a, b in zip(first, last, strict=True)]
     anywhere = next((f"{size}: {reason}" for size, reason in why.items() if reason), None)
     falls = [fall.unless(anywhere) for fall in _compare_falls(finals)]
-    lasts = Comparison(
+    lasts = Comparison.tested_on(
         f"the gain of KV shift at {largest} less that at {smallest}, nats",
         None,
         mean_and_spread(change),
         "the gain does not vanish as models grow (fig. 7a): it is not significantly smaller in the largest model",
-        SIGNIFICANCE.above(change),
+        change,
     )
     return [*falls, lasts.unless(why.get(smallest) or why.get(largest))]
 
@@ -93,12 +105,12 @@ def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
         by_size = runs.pivot_table(index="non_embedding", columns="seed", values="heldout_loss")
         exponents = power_law(by_size.index, by_size)[0].tolist()
         found.append(
-            Comparison(
+            Comparison.tested_on(
                 f"p of loss = c N^(-p), {kind}",
                 None,
                 mean_and_spread(exponents),
                 "the loss falls as models grow (fig. 7a)",
-                SIGNIFICANCE.above(exponents),
+                exponents,
             )
         )
     return found
@@ -113,12 +125,12 @@ def compare_course(course: pd.DataFrame, why: Reasons) -> Comparison:
     middle = min(steps, key=lambda step: abs(step - steps[-1] / 2))
     at = {step: differences_by_seed(rows[rows["step"] == step], PLAIN, SHIFTED, "loss") for step in (middle, steps[-1])}
     change = [last - half for half, last in zip(at[middle], at[steps[-1]], strict=True)]
-    return Comparison(
+    return Comparison.tested_on(
         f"the gain of KV shift in held-out loss at step {steps[-1]} less that at step {middle}, {largest}, nats",
         None,
         mean_and_spread(change),
         "trained on, the difference of the two losses does not decrease (fig. 7b)",
-        SIGNIFICANCE.above(change),
+        change,
     ).unless(why.get(str(largest)))
 
 
@@ -207,12 +219,12 @@ EXPERIMENT = Experiment(
             task=SMALL_TEXT,
             sizes={
                 "d 32": dict(n_layers=2, d_model=32, d_head=16),
-                "d 64": dict(n_layers=2, d_model=64, d_head=16),
-                "d 128": dict(n_layers=2, d_model=128, d_head=32),
+                "d 64": SMALL_MODEL,
+                "d 128": dict(n_layers=2, d_model=128, d_head=32, rates=[3e-3, 5e-3]),
             },
-            training=dict(steps=200, batch_size=8, eval_every=20, eval_sequences=32),
-            rates=[1e-3, 2e-3, 5e-3],
-            seeds=[0, 1, 2, 3, 4, 5],
+            training=SMALL_TRAINING,
+            rates=SMALL_RATES,
+            seeds=SMALL_SEEDS,
         ),
         "paper": dict(
             task=PAPER_TEXT,
@@ -234,7 +246,7 @@ EXPERIMENT = Experiment(
     },
     cost={
         "tiny": "seconds",
-        "small": "twenty minutes on one core",
+        "small": "seventy minutes on one core, fifty-five after `variants`",
         "paper": "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
         "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
     },

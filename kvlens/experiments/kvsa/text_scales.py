@@ -13,7 +13,13 @@ from kvlens.experiments.shared.learned import Goal
 from kvlens.tasks.text import TextTask
 
 TINY_TEXT: dict[str, Any] = dict(corpus="topics", vocab_size=300, length=24)
-SMALL_TEXT: dict[str, Any] = dict(corpus="docs", vocab_size=1024, length=128)
+SMALL_TEXT: dict[str, Any] = dict(corpus="docs", vocab_size=300, length=64)
+SMALL_MODEL: dict[str, Any] = dict(n_layers=2, d_model=64, d_head=16)
+SMALL_TRAINING: dict[str, Any] = dict(steps=2400, batch_size=8, eval_every=200, eval_sequences=256)
+SMALL_RATES = [5e-3, 1e-2]
+SMALL_SEEDS = [11, 12, 13, 14, 15, 16]
+MORE_SEEDS = [17, 18, 19, 20, 21, 22]
+"""At the small scale the experiments on text share their runs: equal task, model, training, rates and seeds."""
 PAPER_TEXT: dict[str, Any] = dict(corpus="pretraining-text", vocab_size=32000, length=2048)
 PAPER_TRAINING: dict[str, Any] = dict(
     steps=20_000, batch_size=256, weight_decay=0.1, eval_every=500, eval_sequences=256, precision="bfloat16"

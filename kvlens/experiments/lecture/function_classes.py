@@ -28,10 +28,10 @@ from kvlens.experiments.lecture.function_class_claims import compare
 from kvlens.experiments.lecture.function_class_figure import draw
 from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.experiments.shared.outcome import Experiment, Outcome
+from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVRegressor
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
-from kvlens.training import build_model, train
 
 PROMPTS_AT_ONCE = 256
 
@@ -69,8 +69,9 @@ def train_one(
     task: RegressionTask, settings: Mapping[str, Any], steps: int, seed: int, **changes: Any
 ) -> tuple[HookedKVRegressor, pd.DataFrame]:
     """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
-    model = build_model(task, {**settings["model"], **changes, "seed": seed})
-    result = train(model, task, progress=False, **settings["training"], steps=steps, seed=seed)
+    training = {**settings["training"], "steps": steps, "seed": seed}
+    model, result = Trial(task, "transformer", {**settings["model"], **changes}, training).finished()
+    assert isinstance(model, HookedKVRegressor)
     labels = dict(functions=task.functions, positions=model.cfg.positional_embedding_type, seed=seed)
     return model, pd.DataFrame(labels, index=result.heldout.index).join(result.heldout[["step", "loss"]])
 

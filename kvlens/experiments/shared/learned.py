@@ -7,11 +7,12 @@ number of answers; ``best`` is that of a perfect model. If one of two conditions
 enough" (:attr:`~kvlens.experiments.shared.outcome.Comparison.untrained`), whatever the significance test says:
 
 - *learned*: the baseline ends with a gain of at least ``share``;
-- *flat*: the second half of the steps contributed at most `LATE` of the baseline's total gain. This is required of the baseline
-  and of models that end behind it (a model that is ahead may still improve). Then half of the steps would have been nearly as
-  good, so twice as many would hardly be better. (The last few steps alone would prove nothing, because a learning rate that
-  decays to zero makes any curve flat.) A model that has learned nearly everything (`DONE`) has nothing left to gain, however
-  early its training ended.
+- *flat*: the second half of the steps contributed at most `LATE` of the model's own total gain. This is required of the
+  baseline and of models that end behind it (a model that is ahead may still improve). Then half of the steps would have been
+  nearly as good, so twice as many would hardly be better. (The last few steps alone would prove nothing, because a learning
+  rate that decays to zero makes any curve flat.) A model that has learned nearly everything (`DONE`) has nothing left to gain,
+  however early its training ended; and a late gain of at most ``1 - DONE`` is none, since a model that has learned next to
+  nothing has only noise to divide it by.
 
 A curve may be flat before it falls, as it is for induction. Then the baseline has not learned, and there is no verdict.
 """
@@ -70,25 +71,22 @@ class Goal:
         went = f"has learned {round(gain, 2) + 0.0:.0%} of what there is" if math.isfinite(gain) else "diverged"
         return f"{name} {went} ({self.y} {self.chance:.3g} is chance, {self.best:.3g} perfect); {self.share:.0%} is required"
 
-    def why_not_flat(
-        self, runs: pd.DataFrame, name: str, of: pd.DataFrame | None = None, rival: pd.DataFrame | None = None
-    ) -> str | None:
-        """The reason why the curve is not flat (the second half of the steps added more than `LATE` of the gain), or None.
+    def why_not_flat(self, runs: pd.DataFrame, name: str, rival: pd.DataFrame | None = None) -> str | None:
+        """The reason why the curve is not flat (the second half of the steps added more than `LATE` of its gain), or None.
 
         Args:
             runs: of the model whose curve is tested.
             name: of that model.
-            of: of the model whose total gain is the reference; None: the same model.
             rival: of the model that it is compared with; a model that is ahead of it need not be flat.
         """
         goal = Goal(math.log(self.chance), math.log(self.chance) - 1, y=self.y) if self.in_logs else self
         half, end = goal.gains(self._in_logs(runs))
-        whole = end if of is None else goal.gains(self._in_logs(of))[1]
         done = not self.in_logs and end >= DONE
         done = done or (rival is not None and end > goal.gains(self._in_logs(rival))[1])
-        if done or not math.isfinite(end) or end - half <= LATE * whole:
+        if done or not math.isfinite(end) or end - half <= max(LATE * end, 1 - DONE):
             return None
-        return f"{name} still improves: {(end - half) / whole:.0%} of the gain came in the second half of its steps"
+        late = "all" if end <= end - half else f"{(end - half) / end:.0%}"
+        return f"{name} still improves: {late} of the gain came in the second half of its steps"
 
     def _in_logs(self, runs: pd.DataFrame) -> pd.DataFrame:
         return runs.assign(**{self.y: np.log(runs[self.y])}) if self.in_logs else runs
@@ -104,7 +102,7 @@ class Goal:
         base = runs[baseline]
         found = self.why_not_learned(base, baseline) or self.why_not_flat(base, baseline)
         for name, own in runs.items():
-            found = found or self.why_not_flat(own, str(name), of=base, rival=base)
+            found = found or self.why_not_flat(own, str(name), rival=base)
         return found
 
     def why_not_limited(
@@ -112,8 +110,8 @@ class Goal:
     ) -> dict[Any, str | None]:
         """The same at each of several difficulties, for claims that the baseline cannot learn the harder ones.
 
-        The baseline must have learned at the easiest difficulty, which shows that there are enough steps. At the others, its
-        curve must be flat, and so must that of a model that is behind it.
+        The baseline must have learned at the easiest difficulty. At the others, its curve must be flat, and so must that of a
+        model that is behind it.
 
         Args:
             course: held-out rows of all that are compared: model, seed, step, ``by`` and `y`.
@@ -132,5 +130,5 @@ class Goal:
             found[key] = self.why_not_learned(reference, f"{baseline}, {name(easiest)},")
             for model, own in models.items():
                 rival = None if model == baseline else models[baseline]
-                found[key] = found[key] or self.why_not_flat(own, f"{model}, {name(key)},", of=reference, rival=rival)
+                found[key] = found[key] or self.why_not_flat(own, f"{model}, {name(key)},", rival=rival)
         return found

@@ -6,16 +6,19 @@ if it prints none), our number, the paper's claim, and whether it held here.
 """
 
 import json
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from kvlens.checks import checked
+from kvlens.experiments.shared.significance import SIGNIFICANCE, Values, interval_of_mean
 from kvlens.files import FolderKind, check_folder, listed_in, plain, write_folder
 
 if TYPE_CHECKING:
@@ -26,6 +29,25 @@ SUMMARY = "summary.json"
 MARGIN = 0.1
 """Inches around a figure, and below the line over it that says how it was made."""
 OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files"))
+
+
+class Sample(NamedTuple):
+    """The values that a claim was tested on: one for each seed, prompt or context.
+
+    Attributes:
+        n: how many.
+        mean, low, high: their mean and its 95 % interval (None for fewer than two values, or one that is not finite).
+        bound: what the mean is compared with.
+        detectable: where the test is inconclusive, the smallest distance from ``bound`` that it finds in 80 % of cases, for
+            values that scatter like these; None elsewhere, and where it finds none (fewer than 6 values).
+    """
+
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+    bound: float
+    detectable: float | None
 
 
 @dataclass(frozen=True)
@@ -40,9 +62,10 @@ class Comparison:
         holds: whether our numbers support that claim, by :mod:`kvlens.experiments.shared.significance`; None where they are
             inconclusive.
         tested: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
-            unknown. ``holds`` is None then.
+            unknown, and for claims about something that did not happen here. ``holds`` is None then.
         untrained: why the models have not learned enough for a test (:mod:`kvlens.experiments.shared.learned`); ``holds`` is
             None then. None if they have, or if nothing is trained.
+        sample: the values that the claim was tested on; None if it was tested in another way.
     """
 
     what: str
@@ -52,12 +75,13 @@ class Comparison:
     holds: bool | None
     tested: bool = True
     untrained: str | None = None
+    sample: Sample | None = None
 
     @property
     def verdict(self) -> str:
         """The verdict in words."""
         if not self.tested:
-            return "no verdict"
+            return "not tested"
         if self.untrained is not None:
             return "not trained far enough"
         return {True: "holds", False: "does not hold", None: "inconclusive"}[self.holds]
@@ -68,7 +92,33 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """The entry in ``summary.json``, where ``tested`` is called ``judged``."""
-        return {"judged" if name == "tested" else name: value for name, value in vars(self).items()} | {"verdict": self.verdict}
+        entry = {"judged" if name == "tested" else name: value for name, value in vars(self).items()}
+        return entry | {"sample": self.sample and self.sample._asdict(), "verdict": self.verdict}
+
+    @classmethod
+    def tested_on(
+        cls,
+        what: str,
+        paper: float | int | str | None,
+        ours: float | int | str | None,
+        claim: str,
+        values: Values,
+        bound: float | int = 0.0,
+        *,
+        below: bool = False,
+    ) -> "Comparison":
+        """A claim that the values lie above ``bound`` (``below``: below it), by the significance test."""
+        above = SIGNIFICANCE.above(values, bound)
+        low, high = interval_of_mean(values) or (None, None)
+        sample = Sample(
+            len(values),
+            float(np.mean(values)) if len(values) else math.nan,
+            low,
+            high,
+            float(bound),
+            SIGNIFICANCE.detectable(values) if above is None else None,
+        )
+        return cls(what, paper, ours, claim, None if above is None else above is not below, sample=sample)
 
     @classmethod
     def stated(cls, what: str, paper: float | int | str | None, ours: float | int | str | None, claim: str) -> "Comparison":
@@ -102,7 +152,7 @@ class Experiment:
         source: paper and figure, table or theorem.
         question: the question that it answers, in one sentence.
         run: ``run(settings, tell) -> Outcome``; ``tell(text)`` reports progress, ``settings`` is one of ``scales``.
-        scales: "tiny" (seconds, for tests), "small" (at most 20 minutes on two cores) and "paper", each the settings as
+        scales: "tiny" (seconds, for tests), "small" (at most two hours on one core) and "paper", each the settings as
             keyword -> value.
         cost: scale -> what a run costs, in words ("6 minutes on two cores").
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.experiments.shared.curves import of_heldout
+from kvlens.experiments.shared.curves import last_heldout
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
@@ -23,27 +23,14 @@ def mean_and_spread(values: Sequence[float]) -> str:
     return f"{series.mean():+.3f}{spread} ({len(series)} seed{'s' * (len(series) > 1)})"
 
 
-def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed"), last_share: float = 0.1) -> pd.DataFrame:
-    """Final losses of every run.
-
-    Args:
-        course: rows of :func:`kvlens.experiments.shared.curves.train_and_compare`, of runs of equal length.
-        by: the columns that identify a run.
-        last_share: share of the steps over which training losses are averaged, because a single batch is noisy.
-
-    Returns:
-        One row per run: ``by``, ``heldout_loss`` at the last evaluation, ``train_loss`` over the last steps (NaN for a run that
-        logged none of them).
-    """
-    keys = list(by)
-    heldout = of_heldout(course).sort_values("step", kind="stable").groupby(keys, sort=False)["loss"].last()
-    late = course[(course["split"] == "train") & (course["step"] > (1 - last_share) * course["step"].max())]
-    ends = pd.DataFrame({"heldout_loss": heldout, "train_loss": late.groupby(keys, sort=False)["loss"].mean()})
-    return ends.reindex(heldout.index).reset_index()
+def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed")) -> pd.DataFrame:
+    """One row per run: ``by``, the columns that identify it, and ``heldout_loss``, that of its last evaluation."""
+    last = last_heldout(course.sort_values("step", kind="stable"), by)
+    return last[[*by, "loss"]].rename(columns={"loss": "heldout_loss"})
 
 
 def differences_by_seed(runs: pd.DataFrame, of: str, minus: str, column: str) -> list[float]:
-    """``column`` of model ``of`` minus that of model ``minus``, seed by seed, by rising seed.
+    """``column`` of model ``of`` minus that of model ``minus``, by rising seed, for the seeds that both have.
 
     Args:
         runs: columns ``model``, ``seed`` and ``column``. Several rows of a run (at several widths, say) are averaged first.
@@ -52,7 +39,8 @@ def differences_by_seed(runs: pd.DataFrame, of: str, minus: str, column: str) ->
     """
     chosen = runs[runs["model"].isin([of, minus])]
     by_model: Mapping[Any, pd.Series] = {name: rows.groupby("seed")[column].mean() for name, rows in chosen.groupby("model")}
-    return (by_model[of] - by_model[minus]).sort_index().tolist()
+    ours, theirs = by_model[of].align(by_model[minus], join="inner")
+    return (ours - theirs).sort_index().tolist()
 
 
 def tokens_seen(settings: Mapping[str, Any]) -> int:

@@ -4,13 +4,16 @@ The type of a setting is that of its values at the three scales: a number, a fla
 What these values do not show is declared here by the setting's name: ranges of numbers and allowed words.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from kvlens.checks import Within, ensure, one_of
 from kvlens.errors import KVLensError, brief, nearest
 from kvlens.experiments.shared.outcome import Experiment
+from kvlens.tasks import TextTask
+from kvlens.training import TrainSettings
+from kvlens.training.recipes import model_settings
 
 MOST_SEED = 10**9
 MOST_STEPS = 10**7
@@ -31,16 +34,16 @@ NUMBERS: dict[str, Within] = {
     **dict.fromkeys(
         (
             "rates",
-            "learning_rate",
             "learning_rates",
             "distil_rates",
             "rates_of_all_entries",
             "sigmas",
-            "size",
             "step_per_token",
         ),
         RATE,
     ),
+    "learning_rate": Within(above=0, most=10),
+    "size": Within(above=0, most=10),  # features grow as the exponential of its square
     **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
 """The range of numbers, by the setting's name; any finite number for others."""
@@ -48,6 +51,9 @@ WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
 """Allowed words, by the setting's name; any string for others (names and paths are checked where they are used)."""
 KEYS = ("d_x", "steps", "classes")
 """Dictionaries whose keys must be among those of the scales."""
+COLLECTIONS = (*KEYS, "sizes", "models")
+"""Dictionaries of like things by name, such as models by size: a given one replaces that of the scale. All others describe one
+thing (a task, a model, its training): a given one changes only the fields that it names."""
 OPTIONAL = ("tokenizer", "texts")
 """Settings that may be None instead of a string."""
 
@@ -58,7 +64,7 @@ def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, A
     Raises:
         KVLensError: an unknown setting (the nearest is named), or an invalid value.
     """
-    settings = experiment.scales[scale]
+    settings, changed = experiment.scales[scale], {}
     for name, value in changes.items():
         if name not in settings:
             raise KVLensError(
@@ -66,10 +72,19 @@ def changed_settings(experiment: Experiment, scale: str, changes: Mapping[str, A
             )
         what = f"{experiment.name}: the setting {name}"
         own = settings[name]
+        value = _merged(name, own, value)
+        changed[name] = value
         is_own = type(value) is type(own) and value == own
         if not is_own and not (value is None and name in OPTIONAL):
             _check(what, name, value, [at[name] for at in experiment.scales.values() if at[name] is not None])
-    return replace(experiment, scales={**experiment.scales, scale: {**settings, **changes}})
+    return replace(experiment, scales={**experiment.scales, scale: {**settings, **changed}})
+
+
+def _merged(name: str, own: Any, value: Any) -> Any:
+    """``value``, with the fields of ``own`` that it does not name where both describe one thing."""
+    if not isinstance(own, dict) or not isinstance(value, dict) or not value or name in COLLECTIONS:
+        return value
+    return {**own, **{key: _merged(key, own.get(key), one) for key, one in value.items()}}
 
 
 def _check(what: str, name: str, value: Any, examples: Sequence[Any]) -> None:
@@ -105,6 +120,16 @@ def _twice(values: list[Any]) -> list[Any]:
     return [value for place, value in enumerate(values) if value in values[:place]]
 
 
+def _other_fields(known: Collection[str]) -> Iterable[str]:
+    """Further fields beside the ``known`` ones: all of the training, model or text it describes."""
+    kinds = {
+        "batch_size": {field.name for field in fields(TrainSettings)},
+        "d_model": model_settings(),
+        "corpus": {field.name for field in fields(TextTask)},
+    }
+    return (name for key, names in kinds.items() if key in known for name in names)
+
+
 def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, Any]]) -> None:
     if not isinstance(value, dict) or not value:
         raise KVLensError(f"{what} must be a nonempty dictionary, such as {brief(examples[-1])}, got {brief(value)}")
@@ -114,6 +139,8 @@ def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, A
     for key, element in value.items():
         if name in KEYS and alike:
             ensure(f"{what}: a key", one_of(known), key)
+        elif name not in COLLECTIONS and key not in (names := {*known, *_other_fields(known)}):
+            raise KVLensError(f"{what} has no field {key!r}{nearest(key, names)}; there are {', '.join(sorted(names))}")
         own = known.get(key, everything if alike else [])
         if own and not (element is None and None in own):
             inner = key if key in WHOLE or key in NUMBERS or key in WORDS else name if alike else key

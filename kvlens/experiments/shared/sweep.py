@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import draw_curves, train_and_compare
+from kvlens.experiments.shared.curves import count_runs, draw_curves, train_and_compare
 from kvlens.experiments.shared.outcome import Comparison, Outcome
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
-from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.trials import Progress
 from kvlens.tasks import Task
+from kvlens.training import TrainSettings
 
 Settings = Mapping[str, Any]
 Reasons = Mapping[Any, str | None]
@@ -33,6 +34,7 @@ class Cell:
         columns: added to the rows of these runs; they identify the cell.
         training: changes to the sweep's setting ``training``.
         rates: learning rates to choose from; None: the sweep's setting ``rates``.
+        seeds: one run each; None: the sweep's setting ``seeds``.
         title: reported before the cell's training starts.
         examine: (label, seed, trained model) -> rows of a table of its own (`Runs.examined`).
         keep_diverged: whether a run that diverges becomes a row with an infinite loss instead of an error.
@@ -43,6 +45,7 @@ class Cell:
     columns: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     rates: Sequence[float] | None = None
+    seeds: Sequence[int] | None = None
     title: str = ""
     examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
     keep_diverged: bool = False
@@ -65,28 +68,31 @@ class Runs(NamedTuple):
 
 
 def train_cells(cells: Iterable[Cell], settings: Settings, tell: Callable[[str], None]) -> Runs:
-    """Train every model of every cell with every seed of ``settings["seeds"]``."""
+    """Train every model of every cell with every seed."""
+    cells = list(cells)
+    rates = [settings["rates"] if cell.rates is None else cell.rates for cell in cells]
+    seeds = [settings["seeds"] if cell.seeds is None else cell.seeds for cell in cells]
+    training = [{**settings["training"], **cell.training} for cell in cells]
+    n_runs = [count_runs(cell.models, own, tried) for cell, own, tried in zip(cells, seeds, rates, strict=True)]
+    steps = [TrainSettings.of(dict(own)).steps for own in training]
+    progress = Progress(sum(n_runs), sum(n * own for n, own in zip(n_runs, steps, strict=True)), tell)
     courses: list[pd.DataFrame] = []
     examined: list[dict[str, Any]] = []
-    for cell in cells:
-        if cell.title:
-            tell(cell.title)
+    try:
+        for cell, own, of_cell, to_choose in zip(cells, training, seeds, rates, strict=True):
+            if cell.title:
+                tell(cell.title)
 
-        def examine(label: str, seed: int, model: Any, cell: Cell = cell) -> None:
-            if cell.examine is not None:
-                examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
+            def examine(label: str, seed: int, model: Any, cell: Cell = cell) -> None:
+                if cell.examine is not None:
+                    examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
 
-        course = train_and_compare(
-            cell.task,
-            cell.models,
-            {**settings["training"], **cell.training},
-            settings["seeds"],
-            tell,
-            examine,
-            rates=settings["rates"] if cell.rates is None else cell.rates,
-            keep_diverged=cell.keep_diverged,
-        )
-        courses.append(course.assign(**cell.columns))
+            look = None if cell.examine is None else examine
+            more: Any = dict(rates=to_choose, keep_diverged=cell.keep_diverged, progress=progress)
+            course = train_and_compare(cell.task, cell.models, own, of_cell, tell, look, **more)
+            courses.append(course.assign(**cell.columns))
+    finally:
+        progress.close()
     return Runs(settings, pd.concat(courses, ignore_index=True), pd.DataFrame(examined))
 
 
@@ -122,9 +128,7 @@ class Lead:
         mean = runs.groupby("model")[self.column].mean()
         words = dict(group=name, of=mean[self.of], minus=mean[self.minus])
         ours = mean_and_spread(values) if self.ours is None else self.ours.format(**words)
-        above = SIGNIFICANCE.above(values)
-        holds = above if above is None else above is not self.denied
-        return Comparison(self.what.format(**words), self.paper, ours, self.claim, holds)
+        return Comparison.tested_on(self.what.format(**words), self.paper, ours, self.claim, values, below=self.denied)
 
 
 def draw_panels(

@@ -62,4 +62,4 @@ def effective_attention(
 
 def _power(steps: Tensor, log_decay: Tensor, like: Tensor) -> Tensor:
     """a^steps [batch or 1, pos, head]."""
-    return (steps[..., None] * log_decay.double()).exp().to(like)
+    return (log_decay.double().exp() ** steps[..., None]).to(like)  # and not exp(0 * -inf), which is NaN

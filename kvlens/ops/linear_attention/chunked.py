@@ -122,7 +122,7 @@ def _weights(
     if mask is None:
         mask = torch.ones(1, n_chunks * size, dtype=torch.bool, device=like.device)
     real = torch.nn.functional.pad(mask, (0, n_chunks * size - mask.shape[1]))
-    steps = real.reshape(-1, 1, n_chunks, size).cumsum(dim=-1).to(like)  # real tokens so far in the chunk
+    steps = real.reshape(real.shape[0], 1, n_chunks, size).cumsum(dim=-1).to(like)  # real tokens so far in the chunk
     gamma = decay.to(like)[None, :, None, None]
     within = gamma[..., None] ** (steps[..., :, None] - steps[..., None, :]).clamp(min=0) * triangle
 

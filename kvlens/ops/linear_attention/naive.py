@@ -26,8 +26,8 @@ def naive_linear_attention(
     n_kv, d_head = v.shape[2:]
     group = n_heads // n_kv
     gamma = v.new_ones(n_kv) if decay is None else decay.to(v)
-    A = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv
-    D = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum
+    A = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv.expand(batch, -1, -1, -1)
+    D = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum.expand(batch, -1, -1)
     numerators, normalizers = [], []
     for i in range(pos):
         real = torch.ones(batch, dtype=torch.bool, device=v.device) if mask is None else mask[:, i]
@@ -38,8 +38,8 @@ def naive_linear_attention(
             D = torch.where(real[:, None, None], D + norm_k[:, i], D)
             normalizers.append(torch.einsum("bhf,bhf->bh", norm_q[:, i], D.repeat_interleave(group, dim=1)))
     return LinearAttentionOutput(
-        torch.stack(numerators, dim=1),
-        torch.stack(normalizers, dim=1) if normalizers else None,
+        torch.stack(numerators, dim=1) if pos else v.new_zeros(batch, 0, n_heads, d_head),
+        None if norm_k is None else torch.stack(normalizers, dim=1) if pos else v.new_zeros(batch, 0, n_heads),
         LinearAttentionState(A, D if norm_k is not None else None),
     )
 

@@ -60,15 +60,16 @@ def final_state(
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)
     steps = real_steps(mask, phi_k)
+    total = steps.new_full((1, 1), phi_k.shape[1]) if mask is None else mask.sum(dim=1, keepdim=True)
     if decay is not None:
-        remaining = (steps[:, -1:] - steps).to(phi_k)
+        remaining = (total - steps).to(phi_k)
         phi_k = phi_k * (decay.to(phi_k) ** remaining[:, :, None])[..., None]
     kv = phi_k.permute(0, 2, 3, 1) @ v.transpose(1, 2)
     k_sum = None if norm_k is None else norm_k.sum(dim=1)
     if state is not None:
         before = state.kv
         if decay is not None:
-            before = before * (decay.to(before) ** steps[:, -1:].to(before))[:, :, None, None]
+            before = before * (decay.to(before) ** total.to(before))[:, :, None, None]
         kv = kv + before
         k_sum = k_sum if k_sum is None or state.k_sum is None else k_sum + state.k_sum
     return LinearAttentionState(kv, k_sum)

@@ -24,10 +24,11 @@ def recurrent_linear_attention(
     check_normalizer(norm_q, norm_k)
     batch, pos, n_heads, d_phi = phi_q.shape
     n_kv, d_head = v.shape[2:]
-    kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv
+    kv = v.new_zeros(batch, n_kv, d_phi, d_head) if state is None else state.kv.expand(batch, -1, -1, -1)
     k_sum = None
     if norm_k is not None:
-        k_sum = v.new_zeros(batch, n_kv, d_phi) if state is None or state.k_sum is None else state.k_sum
+        before = None if state is None else state.k_sum
+        k_sum = v.new_zeros(batch, n_kv, d_phi) if before is None else before.expand(batch, -1, -1)
     gamma = None if decay is None else decay.to(v)[:, None, None]
     if mask is not None:
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
@@ -46,7 +47,7 @@ def recurrent_linear_attention(
             k_sum = k_sum + norm_k[:, i]
             normalizers.append((norm_q[:, i] @ k_sum.unsqueeze(-1)).reshape(batch, n_heads))
     return LinearAttentionOutput(
-        torch.stack(numerators, dim=1),
-        torch.stack(normalizers, dim=1) if normalizers else None,
+        torch.stack(numerators, dim=1) if pos else v.new_zeros(batch, 0, n_heads, d_head),
+        None if norm_k is None else torch.stack(normalizers, dim=1) if pos else v.new_zeros(batch, 0, n_heads),
         LinearAttentionState(kv, k_sum),
     )

@@ -21,9 +21,9 @@ def read_state(
     Args:
         steps: number of real tokens from the state up to and including the query; required with ``decay``.
     """
-    batch, pos, n_heads, _ = phi_q.shape
+    pos, n_heads = phi_q.shape[1:3]
     group = n_heads // kv.shape[1]
-    q = phi_q.reshape(batch, pos, kv.shape[1], group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)  # b k (g n) f
+    q = phi_q.unflatten(2, (kv.shape[1], group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # b k (g n) f
     read = (q @ kv).unflatten(2, (group, pos)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     if decay is None:
         return read

@@ -54,6 +54,8 @@ def short_convolution(
             f"short_convolution: a kernel of {rows + 1} needs an initial state of {rows} rows, got {initial_state.shape[1]}"
         )
     initial_state = initial_state.to(x).expand(x.shape[0], -1, -1)
+    if not x.shape[1]:
+        return ShortConvolutionOutput(x, initial_state.clone() if output_final_state else None)
     order = None if mask is None else _real_tokens_first(mask.expand(x.shape[0], -1))
     extended = torch.cat([initial_state, x if order is None else _taken(x, order)], dim=1)
     filters, added = weight.to(x).unsqueeze(1), None if bias is None else bias.to(x)

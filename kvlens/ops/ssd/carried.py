@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.checks import checked
+from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY
 
 
 @checked
@@ -65,9 +66,10 @@ def effective_attention(
 def summed_decay(
     log_decay: Float[Tensor, "batch pos head"], mask: Bool[Tensor, "#batch pos"] | None
 ) -> Float[Tensor, "batch pos head"]:
-    """G: log-decays summed up to each token, its own included; padded positions have none. In float64."""
+    """G: log-decays summed up to each token, its own included; padded positions have none. In float64, where a step below
+    ``LOWEST_LOG_DECAY`` counts as that: differences of sums that are -inf would be NaN."""
     real = log_decay if mask is None else log_decay.masked_fill(~mask[..., None], 0.0)
-    return real.double().cumsum(dim=1)
+    return real.double().clamp(min=LOWEST_LOG_DECAY).cumsum(dim=1)
 
 
 def by_head(x: Float[Tensor, "batch pos key_head d_k"], n_heads: int) -> Float[Tensor, "batch pos head d_k"]:

@@ -9,7 +9,8 @@ import torch
 
 from kvlens.errors import KVLensError
 from kvlens.experiments.kvsa import coefficients, learning_rate, scaling, text_scales, variants
-from kvlens.experiments.shared import seeds
+from kvlens.experiments.shared import seeds, sweep
+from kvlens.experiments.shared.learned import Goal
 from kvlens.tasks import make_task
 from kvlens.training import build_model
 
@@ -41,28 +42,19 @@ def made_up_course():
     return pd.DataFrame(rows, columns=["model", "seed", "step", "split", "loss"])
 
 
-def test_final_losses_are_the_last_evaluation_and_the_mean_of_the_last_steps():
-    finals = seeds.final_losses(made_up_course(), last_share=0.2)
-    expected = pd.DataFrame(
-        {
-            "model": ["b", "b", "a", "a"],
-            "seed": [7, 3, 7, 3],
-            "heldout_loss": [8.95, 4.95, 1.95, 1.95],
-            "train_loss": [8.85, 4.85, 1.85, 1.85],  # steps 17 to 20
-        }
-    )
+def test_final_losses_are_those_of_the_last_evaluation():
+    finals = seeds.final_losses(made_up_course())
+    expected = pd.DataFrame({"model": ["b", "b", "a", "a"], "seed": [7, 3, 7, 3], "heldout_loss": [8.95, 4.95, 1.95, 1.95]})
     pd.testing.assert_frame_equal(finals, expected)
-    assert seeds.differences_by_seed(finals, "b", "a", "train_loss") == pytest.approx([3, 7])  # by rising seed
+    assert seeds.differences_by_seed(finals, "b", "a", "heldout_loss") == pytest.approx([3, 7])  # by rising seed
     shuffled = made_up_course().sample(frac=1, random_state=0)
     assert seeds.differences_by_seed(seeds.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
 
 
-def test_a_run_without_training_rows_keeps_its_heldout_loss():
-    course = made_up_course()
-    lost = (course["model"] == "b") & (course["seed"] == 7)
-    finals = seeds.final_losses(course[~lost | (course["split"] == "heldout")])
-    of_lost = finals[(finals["model"] == "b") & (finals["seed"] == 7)].iloc[0]
-    assert math.isnan(of_lost["train_loss"]) and of_lost["heldout_loss"] == pytest.approx(8.95)
+def test_models_with_unequal_seeds_are_compared_on_those_that_both_have():
+    finals = seeds.final_losses(made_up_course())
+    fewer = finals[(finals["model"] == "b") | (finals["seed"] == 7)]
+    assert seeds.differences_by_seed(fewer, "b", "a", "heldout_loss") == pytest.approx([7])
 
 
 # --- variants ---
@@ -70,7 +62,7 @@ def test_a_run_without_training_rows_keeps_its_heldout_loss():
 
 def made_up_finals(train_loss_by_model):
     rows = [
-        dict(model=model, seed=seed, train_loss=loss + 0.5 * seed, heldout_loss=loss + 0.5 * seed + 0.01)
+        dict(model=model, seed=seed, heldout_loss=loss + 0.5 * seed)
         for model, loss in train_loss_by_model.items()
         for seed in range(6)
     ]
@@ -91,9 +83,9 @@ def test_claims_about_variants_can_fail_and_rest_on_differences_of_equal_seeds()
     assert set(variants.CLAIMS) == set(variants.VARIANTS) - {variants.FREE}
     table = variants.summarize(made_up_finals(worse))
     assert table["model"].tolist()[0] == variants.FREE
-    assert table["train_loss"].is_monotonic_increasing
+    assert table["heldout_loss"].is_monotonic_increasing
     assert table.set_index("model")["above_free"][variants.NONE] == pytest.approx(0.1)
-    assert table["train_loss_spread"].tolist() == pytest.approx([0.5 * math.sqrt(3.5)] * len(table))  # of 0 to 5
+    assert table["heldout_loss_spread"].tolist() == pytest.approx([0.5 * math.sqrt(3.5)] * len(table))  # of 0 to 5
 
 
 def test_every_variant_has_the_shift_that_its_name_says():
@@ -116,6 +108,38 @@ def test_every_variant_has_the_shift_that_its_name_says():
     }
 
 
+def test_variants_are_compared_by_their_heldout_loss():
+    """Training losses that say the opposite do not count, and rates are chosen by held-out losses too."""
+    course = pd.concat(
+        pd.DataFrame(dict(model=model, seed=seed, step=[1, 2], split=["train", "heldout"], loss=[9 - loss, loss + seed / 100]))
+        for model, loss in ((variants.FREE, 3.0), ("gate", 3.5))
+        for seed in range(6)
+    )
+    (gate,) = variants.compare(variants.SWEEP.measure(sweep.Runs({}, course)), {})
+    assert gate.holds is True and gate.sample.mean == pytest.approx(0.5)
+
+
+def test_variants_are_chosen_by_name_and_clear_ones_take_fewer_seeds():
+    settings = {**variants.EXPERIMENT.scales["small"], "variants": ["gate", "no shift"], "n_seeds_of_clear": 2}
+    few, all_seeds = variants.cells(settings)
+    assert (list(few.models), few.seeds) == (["no shift"], settings["seeds"][:2])
+    assert (list(all_seeds.models), all_seeds.seeds) == ([variants.FREE, "gate"], None)
+    with pytest.raises(KVLensError, match="did you mean 'gate'"):
+        list(variants.cells({**settings, "variants": ["gats"]}))
+
+
+def test_experiments_on_text_share_their_runs():
+    """The same task, model, training, rates and seeds at the small scale; what differs is added."""
+    scales = {e.name: e.scales["small"] for e in (variants.EXPERIMENT, learning_rate.EXPERIMENT, scaling.EXPERIMENT)}
+    trained = coefficients.EXPERIMENT.scales["small"]["train"]
+    first = scales["variants"]
+    for other in (*scales.values(), trained):
+        assert (other["task"], other["training"]) == (first["task"], first["training"])
+        assert set(other["rates"]) >= set(first["rates"]) and first["seeds"][:6] == other["seeds"][:6]
+    assert first["model"] == scales["learning-rate"]["model"] == scales["scaling"]["sizes"]["d 64"]
+    assert trained["model"] == {**first["model"], "kv_shift": True}
+
+
 # --- learning rate ---
 
 
@@ -131,7 +155,9 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
         for rate in (1e-3, 1e-2, 1e-1):
             for seed in range(6):
                 loss = 9.0 if rate >= limit else 4.0 - (label != "plain")
-                rows.append(dict(model=label, learning_rate=rate, seed=seed, heldout_loss=loss, diverged=rate >= limit))
+                counted = min(loss, 6.0)
+                own = dict(heldout_loss=loss, counted=counted, diverged=rate >= limit)
+                rows.append(dict(model=label, learning_rate=rate, seed=seed, **own))
     return pd.DataFrame(rows)
 
 
@@ -145,6 +171,11 @@ def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stabili
     paper, stable = learning_rate.compare_rates(runs, {})
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
+    assert paper.tested is (min(plain, shifted) <= 1e-2) and stable.tested is (min(plain, shifted) <= 1e-1)
+    if not stable.tested:
+        assert (stable.verdict, stable.ours) == ("not tested", "no run diverged; the largest rate tried is 0.1")
+    if plain == 1e-2 < shifted:  # at that rate: 6 for a plain run that diverged, 3 for a shifted one
+        assert by_rate[1].holds is True and by_rate[1].sample.mean == 3
     below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
     assert learning_rate.largest_stable_rate(runs[runs["model"] == "plain"]) == below[plain]
 
@@ -169,6 +200,29 @@ def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_co
     assert len(huge) == 2 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
     assert sum("is not finite" in text for text in told) == 2
     assert runs.loc[runs["learning_rate"] == 3e-2, "heldout_loss"].between(1, 7).all()
+
+
+def test_the_plain_model_must_have_learned_at_its_best_rate_only():
+    """At 3e-2 it still improves, at 1e-3 it has learned nothing; both rates are compared as they are."""
+    ends = {1e-3: (4.9, 4.8), 1e-2: (3.05, 3.0), 3e-2: (4.5, 3.5)}
+
+    def why(ends):
+        rows = [
+            dict(model="plain", learning_rate=rate, seed=seed, step=step, split="heldout", loss=loss)
+            for rate, course in ends.items()
+            for seed in range(6)
+            for step, loss in zip((50, 100), course, strict=True)
+        ]
+        course = pd.DataFrame(rows)
+        runs = sweep.Runs({}, course)
+        return learning_rate.untrained(runs._replace(measured=learning_rate.measure(runs)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning_rate, "goal_of", lambda runs: Goal(5.0, share=0.2))
+        assert set(why(ends).values()) == {None} and set(why(ends)) == {1e-3, 1e-2, 3e-2, None}
+        still = why({**ends, 1e-2: (3.9, 3.0)})
+    assert set(still.values()) == {"at 0.01, its best learning rate: plain still improves: 45% of the gain came in the second "
+                                   "half of its steps"}  # fmt: skip
 
 
 # --- scaling ---
@@ -274,7 +328,7 @@ def test_the_four_kinds_are_counted_by_hand():
     assert coefficients.outside_share(table) == 3 / 24
     *cells, alike, induction, outside, sums = coefficients.compare(table, coefficients.tidy(source.watched, source))
     assert [c.ours for c in cells] == ["1 of 6", "2 of 6", "1 of 6", "2 of 6"]
-    assert [alike.paper, alike.ours, alike.holds] == ["102 of 128", "3 of 6", None]
+    assert [alike.paper, alike.ours, alike.tested] == ["102 of 128", "3 of 6", False]  # heads of one run are not independent
     assert [induction.paper, induction.ours] == ["17 against 9", "2 against 1"]
     assert outside.ours == "0.125, 0.042"  # three of 24, one of them below 0
     assert sums.ours == "0.125, 0.500"  # betas of the heads in order: 0.25, 0, 0.5, 0, 0.5, 0.25; alphas all 0
@@ -327,7 +381,7 @@ def test_a_shipped_model_is_read_without_a_course():
     outcome = coefficients.run({"models": ["docs-linear"], "train": None}, **SILENT)
     assert len(outcome.tables["coefficients"]) == 4 * 6 * 4
     assert outcome.tables["counts"]["count"].sum() == 4 * 6
-    assert outcome.tables["course"].empty
+    assert set(outcome.tables) == {"coefficients", "counts"}
     assert len(outcome.figure.axes) == 1
 
 
@@ -340,15 +394,18 @@ def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
         coefficients.parameters_now(coefficients.Source("k", keys_only, coefficients.no_course()))
 
 
-def test_a_model_trained_here_ends_where_its_course_ends():
+def test_models_trained_here_are_tested_run_by_run():
     tiny = coefficients.EXPERIMENT.scales["tiny"]["train"]
-    source = coefficients.train_source(**{**tiny, "training": {**tiny["training"], "steps": 6}})
-    course = coefficients.tidy(source.watched, source)
-    steps = sorted(set(course["step"]))
-    assert steps == [2, 4, 6]
-    now = coefficients.tidy(coefficients.parameters_now(source), source)["value"].tolist()
-    assert now in [course[course["step"] == step]["value"].tolist() for step in steps]
-    assert course[course["step"] == 2]["value"].tolist() != course[course["step"] == 6]["value"].tolist()
+    training = {**tiny["training"], "steps": 2}
+    first, second = coefficients.train_sources(**{**tiny, "training": training}, **SILENT)
+    assert (first.seed, second.seed) == (0, 1) and first.name == second.name == "trained here"
+    table = pd.concat(coefficients.tidy(coefficients.parameters_now(source), source) for source in (first, second))
+    found = coefficients.compare(table, coefficients.tidy(coefficients.no_course(), first))
+    alike = next(c for c in found if "prefer the same token" in c.what)
+    kinds = [coefficients.preferences(rows)["kind"] for _, rows in table.groupby("seed")]
+    shares = [sum(keys == values for keys, values in own) / 6 for own in kinds]
+    assert (alike.sample.n, alike.sample.bound, alike.sample.mean) == (2, 0.5, pytest.approx(sum(shares) / 2))
+    assert alike.ours == f"{round(6 * sum(shares))} of 12, 2 runs"
 
 
 # --- all four ---

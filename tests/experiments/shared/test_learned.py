@@ -5,10 +5,12 @@ import pandas as pd
 import pytest
 
 from kvlens.experiments.dual import dual_variants
-from kvlens.experiments.shared.curves import N_TUNING, best_rate, train_and_compare
+from kvlens.experiments.shared.curves import N_TUNING, best_rates, train_and_compare, tuning_seeds
 from kvlens.experiments.shared.learned import LATE, Goal
 from kvlens.experiments.shared.outcome import Comparison
+from kvlens.experiments.shared.trials import Progress
 from kvlens.tasks import make_task
+from kvlens.training import NotFiniteError, TrainResult
 
 
 def runs(model, *by_seed, y="loss"):
@@ -46,7 +48,9 @@ FLAT, FALLING, NOTHING = [0.5, 0.31, 0.3, 0.3], [0.9, 0.6, 0.45, 0.3], [1.3, 1.1
         (FALLING, FLAT, "base still improves: 43% of the gain"),
         (FLAT, FALLING, "other still improves: 43% of the gain"),
         (FLAT, [0.8, 0.6, 0.4, 0.2], None),  # ahead, and farther ahead if it went on
-        (FLAT, NOTHING, None),  # the other one is flat and bad: worse, for all that is known
+        (FLAT, NOTHING, "other still improves: all of the gain"),  # of its own gain, not of the baseline's
+        (FLAT, [1.1, 1.05, 1.04, 1.04], None),  # flat and bad: worse, for all that is known
+        (FLAT, [0.9, 0.7, 0.68, 0.62], "other still improves: 21% of the gain"),  # which is 11 % of the baseline's
         ([0.5, np.inf, np.inf, np.inf], FLAT, "base diverged"),
         (FLAT, [0.5, np.inf, np.inf, np.inf], None),
     ],
@@ -83,7 +87,7 @@ def test_a_verdict_is_withheld_with_its_reason_and_a_statement_stays_one():
     assert (withheld.holds, withheld.untrained, withheld.verdict) == (None, "too early", "not trained far enough")
     assert Comparison("what", None, 1.0, "claim", None).verdict == "inconclusive"
     stated = Comparison.stated("what", None, 1.0, "claim")
-    assert stated.unless("too early") is stated and stated.verdict == "no verdict"
+    assert stated.unless("too early") is stated and stated.verdict == "not tested"
 
 
 # --- the null ---
@@ -129,23 +133,38 @@ TRAINING = dict(steps=4, eval_every=2, batch_size=4, eval_sequences=8)
 
 def test_a_rate_is_chosen_on_seeds_that_are_not_compared():
     """1e-9 moves nothing and 1e18 breaks everything; what is chosen is what the compared runs then have."""
-    told = []
-    table = train_and_compare(TASK, {"m": MODEL}, TRAINING, [0, 3], told.append, rates=[1e-9, 1e-2, 1e18])
-    assert told[0].startswith("m: learning rate 0.01 of ")
-    alone = train_and_compare(TASK, {"m": MODEL}, {**TRAINING, "learning_rate": 1e-2}, [0, 3], told.append)
+    told, training = [], {**TRAINING, "steps": 40}
+    table = train_and_compare(TASK, {"m": MODEL}, training, [0, 3], told.append, rates=[1e-9, 1e-2, 1e18])
+    assert any(text.startswith("m: learning rate 0.01 of ") for text in told)
+    assert told[-1].endswith("; 8 of 8 runs")
+    alone = train_and_compare(TASK, {"m": MODEL}, {**training, "learning_rate": 1e-2}, [0, 3], told.append)
     pd.testing.assert_frame_equal(table.drop(columns="learning_rate"), alone)
     assert set(table["learning_rate"]) == {1e-2} and set(table["seed"]) == {0, 3} and N_TUNING == 2
 
 
 def test_a_rate_is_as_good_as_the_best_evaluation_of_its_runs(monkeypatch):
-    losses = {0.1: [3.0, 1.0], 0.2: [1.5, 1.4]}
+    """Trained on `tuning_seeds`; a run that diverges counts as worst."""
+    losses, seen = {0.1: [3.0, 1.0], 0.2: [1.5, 1.4], 0.3: None}, []
 
-    def trained(task, models, training, seeds, tell, **_):
-        return pd.DataFrame(dict(model="m", seed=0, split="heldout", step=[2, 4], loss=losses[training["learning_rate"]]))
+    def trained(trials):
+        for trial in trials:
+            seen.append((trial.training["learning_rate"], trial.seed))
+            of_rate = losses[trial.training["learning_rate"]]
+            metrics = pd.DataFrame(dict(split="heldout", step=[2, 4], loss=of_rate)) if of_rate else None
+            record = NotFiniteError("x") if of_rate is None else TrainResult(metrics, metrics, 4, "steps", 0.0, 2, 1.0)
+            yield trial, None, record
 
-    monkeypatch.setattr("kvlens.experiments.shared.curves.train_and_compare", trained)
-    assert best_rate(TASK, "m", MODEL, TRAINING, [0.1, 0.2], [0], [].append) == 0.1
+    monkeypatch.setattr("kvlens.experiments.shared.curves.train_all", trained)
+    progress = Progress(6, 24, [].append)
+    assert best_rates(TASK, {"m": MODEL}, TRAINING, [0.1, 0.2, 0.3], [0, 900_000], [].append, progress) == {"m": 0.1}
+    assert seen == [(rate, seed) for rate in losses for seed in (900_001, 900_002)]
+    assert progress.words == "6 of 6 runs"
+
+
+def test_experiments_choose_rates_on_the_same_seeds():
+    assert tuning_seeds(range(6)) == tuning_seeds([20, 30]) == [900_000, 900_001]
 
 
 def test_the_only_rate_is_not_tried(monkeypatch):
-    assert best_rate(TASK, "m", MODEL, TRAINING, [0.5], [0], pytest.fail) == 0.5
+    monkeypatch.setattr("kvlens.experiments.shared.curves.train_all", pytest.fail)
+    assert best_rates(TASK, {"m": MODEL}, TRAINING, [0.5], [0], [].append, Progress(1, 4, [].append)) == {"m": 0.5}

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE, chance_of_signs, chance_of_student, student_tails
+from kvlens.experiments.shared.significance import (
+    MOST_COUNTED,
+    SIGNIFICANCE,
+    chance_of_signs,
+    chance_of_student,
+    interval_of_mean,
+    student_tails,
+)
 
 N_DRAWS = 4000
 
@@ -117,6 +124,35 @@ def test_a_difference_of_3_spreads_is_significant_with_six_seeds_in_four_of_five
     assert (SIGNIFICANCE.sides(first + 3 - second) == 1).mean() >= 0.85
     first, second = generator.normal(size=(2, N_DRAWS, 8))
     assert (SIGNIFICANCE.sides(first + 2 - second) == 1).mean() >= 0.80
+
+
+@pytest.mark.parametrize(("n", "at_1_5", "at_1"), [(6, 0.57, 0.26), (8, 0.85, 0.48), (12, 0.99, 0.74)])
+def test_the_power_at_one_and_a_half_and_at_one_spread(n, at_1_5, at_1):
+    """Shares of 4,000 samples; three standard errors are 0.024 at most."""
+    noise = np.random.default_rng(n).normal(size=(N_DRAWS, n))
+    assert (SIGNIFICANCE.sides(noise + 1.5) == 1).mean() == pytest.approx(at_1_5, abs=0.03)
+    assert (SIGNIFICANCE.sides(noise + 1.0) == 1).mean() == pytest.approx(at_1, abs=0.03)
+
+
+@pytest.mark.parametrize("n", [6, 8, 12, 40])
+def test_the_detectable_difference_is_found_in_four_of_five_samples(n):
+    """On other samples than those from which it is computed; the standard error of a share of 1,000 is 0.013."""
+    spread_of_2 = SIGNIFICANCE.detectable(np.where(np.arange(n) % 2, 1.0, -1.0) * 2 * math.sqrt((n - 1) / n))
+    noise = 2 * np.random.default_rng([n, 1]).normal(size=(1000, n))
+    assert (SIGNIFICANCE.sides(noise + spread_of_2) == 1).mean() == pytest.approx(0.8, abs=0.05)
+
+
+def test_nothing_is_detectable_with_too_few_values_or_infinite_ones():
+    assert SIGNIFICANCE.detectable([1, 2, 3, 4, 5]) is None
+    assert SIGNIFICANCE.detectable([1, 2, 3, 4, 5, math.inf]) is None
+    assert SIGNIFICANCE.detectable([1] * 6) == 0
+
+
+def test_the_interval_of_a_mean_by_a_pencil():
+    """1, 2, 3: mean 2, standard error 1 / sqrt(3); t with 2 degrees of freedom at 95 % is 4.3027."""
+    low, high = interval_of_mean([1, 2, 3])
+    assert (low, high) == (pytest.approx(2 - 4.302653 / 3**0.5, abs=1e-6), pytest.approx(2 + 4.302653 / 3**0.5, abs=1e-6))
+    assert interval_of_mean([1.0]) is None and interval_of_mean([1.0, math.nan]) is None
 
 
 def test_many_values_are_tested_on_drawn_patterns_with_a_fixed_result():
