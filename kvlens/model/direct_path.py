@@ -53,7 +53,7 @@ def norm_behind(model: Any, layer: int) -> str | None:
 
 
 def _frozen(norm: Any, scale: Tensor) -> FrozenNorm:
-    return FrozenNorm(scale, getattr(norm, "w", 1.0), not type(norm).__name__.startswith("RMS"))
+    return FrozenNorm(scale, getattr(norm, "w", 1.0), getattr(norm, "centers", False))
 
 
 def visit_heads(model: Any, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:
