@@ -24,7 +24,7 @@ ORDER = [
     "short_name",
     "tokenizer",
     "ops",
-    "_tl4",
+    "base",
     "_tl",
     "kv_bias",
     "components",

@@ -18,14 +18,14 @@ keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or t
 For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied scores and pattern, computed only when hooked.
 """  # noqa: E501
 
-from kvlens.components.attention import KVAttention, build_attention
+from kvlens.components.attention import KVAttention
 from kvlens.components.block import KVBlock, KVUnembed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.fast_path import form_of_block, softmax_form_block
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias, Normalizers
-from kvlens.components.pos_embed import NoPosEmbed, OffsetPosEmbed, SinusoidalPosEmbed
+from kvlens.components.pos_embed import OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
 
 __all__ = [
@@ -37,12 +37,10 @@ __all__ = [
     "KVUnembed",
     "LayerBias",
     "LinearCacheEntry",
-    "NoPosEmbed",
     "Normalizers",
     "OffsetPosEmbed",
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
-    "build_attention",
     "counted_by",
     "form_of_block",
     "hidden_tokens_keep_positions",

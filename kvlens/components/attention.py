@@ -1,23 +1,21 @@
-"""The attention module of a layer: TransformerLens' parameters and hook points, kvlens' own, and one forward pass.
+"""The attention module of a layer: the base's parameters and hook points, kvlens' own, and one forward pass.
 
     q, k, v  ->  KV shift  ->  augmented k, v  ->  the heads, linear or softmax  ->  z  ->  z W_O + b_O
 
 :meth:`KVAttention.forward` implements this line for every kind of attention. The heads are a
 :class:`~kvlens.components.linear_attention.LinearHeads` or :class:`~kvlens.components.softmax_attention.SoftmaxHeads`, an
-object created for one pass. A layer to which kvlens adds nothing runs TransformerLens' own forward pass, bit for bit.
-
-This relies on the following internals of TransformerLens 3.9: ``calculate_qkv_matrices`` (which fires ``hook_q``, ``hook_k``
-and ``hook_v`` and applies norms), the names of the weights, and the arguments with which a block calls its attention.
+object created for one pass. Where kvlens adds nothing, the result is that of :class:`kvlens.base.Attention`, bit for bit.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlens._tl import Attention, GroupedQueryAttention, HookPoint
+from kvlens._tl import HookPoint
+from kvlens.base import Attention, GroupedQueryAttention
 from kvlens.components.fast_path import on_fast_path
 from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
@@ -26,27 +24,26 @@ from kvlens.components.layer_bias import LayerBias, Normalizers, read_bias
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.positions import counted_by
 from kvlens.components.projections import project_heads
-from kvlens.components.softmax_attention import SoftmaxHeads, grow_alibi, runs_transformer_lens_code, score_rule
+from kvlens.components.softmax_attention import SoftmaxHeads, score_rule
 from kvlens.components.variants import Augmentation, augmented, regularized
 from kvlens.errors import KVLensError
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
-if TYPE_CHECKING:  # the class that it is mixed into; at run time TransformerLens' class follows it in the list of bases
-    from kvlens._tl import AbstractAttention as _Attention
-else:
-    _Attention = nn.Module
-
 HEADS: dict[str, type[Heads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
 """The kinds of attention, by their names in ``cfg.attention``."""
 
 
-class KVAttention(_Attention):
-    """Mixed in before TransformerLens' ``Attention`` or ``GroupedQueryAttention``."""
+class KVAttention(Attention):
+    """One key-value head per query head."""
 
     cfg: Any
     layer_bias: LayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
+    hook_z_context: HookPoint
+    hook_z_bias: HookPoint
+    rotary_table: Any
+    decay: Tensor | None
     normalizers: Normalizers | None = None
     """Counts the normalizers below 0 under the attached bias; set with it."""
     observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
@@ -80,52 +77,28 @@ class KVAttention(_Attention):
         past_kv_cache_entry: Any = None,
         additive_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_bias: Tensor | None = None,
     ) -> Tensor:
-        """[batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model], as TransformerLens' attention."""
+        """As in the base: [batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model]."""
         entry = past_kv_cache_entry
-        if self.cfg.positional_embedding_type == "alibi":
-            grow_alibi(self, key_input.shape[1] + (0 if entry is None else entry.past_keys.shape[1]), key_input.device)
-        if runs_transformer_lens_code(self):
-            return super().forward(
-                query_input, key_input, value_input, entry, additive_attention_mask, attention_mask, position_bias
-            )
         self._check_batch(query_input.shape[0])
-        q, k, v = self._normed_and_clamped(*self.calculate_qkv_matrices(query_input, key_input, value_input))
+        q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = real_tokens(attention_mask, q.shape[1], q.device)
         shifted, shift_state = shift_projections(self, {"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
         k, v = augmented(self, shifted["k"], shifted["v"])
-        score_bias = _sum_of(additive_attention_mask, position_bias)
-        tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), score_bias)
+        tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), additive_attention_mask)
         heads = HEADS[self.cfg.attention](self, tokens, entry).outputs()
         if shift_state and entry is not None and not entry.frozen:
             entry.shift_state = shift_state
         z, z_bias, _ = regularized(self, heads, tokens)
         if z_bias is not None:
             z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
-        return self._project(self.hook_z(z.to(self.W_O.dtype)))
+        return self.output(self.hook_z(z.to(self.W_O.dtype)))
 
-    def calculate_qkv_matrices(self, query_input: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, ...]:
-        """TransformerLens' q, k and v, with its hooks and norms; inputs split by head and 4-bit weights run its own code."""
-        cfg = self.cfg
-        ungrouped = cfg.n_key_value_heads is not None and cfg.ungroup_grouped_query_attention
-        if not on_fast_path(cfg) or query_input.dim() != 3 or ungrouped or cfg.load_in_4bit:
-            return super().calculate_qkv_matrices(query_input, key_input, value_input)
-        stored = "" if cfg.n_key_value_heads is None else "_"
-        weights = [(self.W_Q, self.b_Q), *((getattr(self, f"{stored}W_{x}"), getattr(self, f"{stored}b_{x}")) for x in "KV")]
-        inputs, hooks = (query_input, key_input, value_input), (self.hook_q, self.hook_k, self.hook_v)
-        q, k, v = (hook(project_heads(x, *w)) for hook, x, w in zip(hooks, inputs, weights, strict=True))
-        if cfg.use_qk_norm:
-            q, k = self._apply_qk_norm(q, self.q_norm), self._apply_qk_norm(k, self.k_norm)
-        return q, k, v
-
-    def _normed_and_clamped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What TransformerLens does after ``hook_q``, ``hook_k``, ``hook_v``: norms over all heads (OLMo 2, 3), clamps."""
-        if self.q_norm is not None and not self.cfg.use_qk_norm:
-            q, k = (norm(x.flatten(2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        if self.cfg.clip_qkv is not None:
-            q, k, v = (x.clamp(min=-self.cfg.clip_qkv, max=self.cfg.clip_qkv) for x in (q, k, v))
-        return q, k, v
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """x W + b per head; faster than the base's, and rounded differently, in the fused form."""
+        if not on_fast_path(self.cfg) or x.dim() != 3:
+            return super().project(x, weight, bias)
+        return project_heads(x, weight, bias)
 
     def _check_batch(self, batch: int) -> None:
         n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
@@ -135,12 +108,17 @@ class KVAttention(_Attention):
                 "or attach the bias of a single prompt, which serves every row"
             )
 
-    def _project(self, z: Tensor) -> Tensor:
+    def output(self, z: Tensor) -> Tensor:
         """z W_O + b_O, through ``hook_result`` if the configuration requires it."""
-        if not self.cfg.use_attn_result:
-            return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
-        result = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
-        return result.sum(dim=2) + self.b_O
+        if not on_fast_path(self.cfg) or self.cfg.use_attn_result:
+            return super().output(z)
+        return nn.functional.linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
+
+    def alibi_slopes(self, device: torch.device) -> Tensor:
+        """The configured slopes, if any."""
+        if self.cfg.alibi_slopes is None:
+            return super().alibi_slopes(device)
+        return self.W_Q.new_tensor(list(self.cfg.alibi_slopes), device=device)
 
     def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
         """(b_KV, b_D) of linear attention after their hooks: the attached bias, otherwise the trained one, otherwise None."""
@@ -173,19 +151,5 @@ class KVAttention(_Attention):
         return score_rule(self)
 
 
-class MultiHeadKVAttention(KVAttention, Attention):
-    """One key-value head per query head."""
-
-
 class GroupedQueryKVAttention(KVAttention, GroupedQueryAttention):
     """Several query heads per key-value head; the shift has one coefficient vector per key-value head."""
-
-
-def build_attention(cfg: Any, attn_type: str, layer: int) -> KVAttention:
-    """The attention of layer ``layer``; ``attn_type`` is TransformerLens' "global" or "local"."""
-    kind = MultiHeadKVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention
-    return kind(cfg, attn_type, layer)
-
-
-def _sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b

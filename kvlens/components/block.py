@@ -1,8 +1,8 @@
-"""TransformerLens' block, gated MLP and unembedding without redundant computation.
+"""The base's block, gated MLP and unembedding without redundant computation.
 
-TransformerLens normalizes the residual stream three times, for queries, keys and values separately, and copies W_U and the
-weights of a gated MLP at every call. The result here is the same, but the norm's hooks fire once. A softmax model in the eager
-form runs TransformerLens' own code, bit for bit, and so does every block of a different kind (inputs split by head, norms after
+The base normalizes the residual stream three times, for queries, keys and values separately, and copies W_U and the weights of
+a gated MLP at every call. The result here is the same up to rounding, but the norm's hooks fire once. A softmax model in the
+eager form runs the base's own pass, bit for bit, and so does every block of a different kind (inputs split by head, norms after
 the layer, shortformer).
 """
 
@@ -12,22 +12,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens._tl import POST_NORM_ARCHITECTURES, GatedMLP, LayerNorm, LayerNormPre, TransformerBlock, Unembed
-from kvlens.components.fast_path import Replaces, on_fast_path
+from kvlens.base import GatedMLP, Norm, TransformerBlock, Unembed
+from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
+from kvlens.components.fast_path import on_fast_path
 from kvlens.components.hooks import is_hooked
-from kvlens.errors import KVLensError
 
 
-class KVBlock(Replaces, TransformerBlock):
-    """A transformer block that normalizes its input once."""
+class KVBlock(TransformerBlock):
+    """A transformer block with kvlens' attention, which normalizes its input once."""
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Any:
-        """An instance of this class with everything that ``module`` holds, with a gated MLP replaced by kvlens' own."""
-        new = super().of(module)
-        if type(getattr(new, "mlp", None)) is GatedMLP:
-            new.mlp = KVGatedMLP.of(new.mlp)
-        return new
+    def build_attention(self, cfg: Any, attn_type: str, layer: int) -> KVAttention:
+        """The attention of layer ``layer``."""
+        return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)
+
+    def build_mlp(self, cfg: Any) -> nn.Module:
+        """kvlens' own MLP where it is gated and dense."""
+        return KVGatedMLP(cfg) if cfg.gated_mlp and not cfg.num_experts else super().build_mlp(cfg)
 
     def forward(
         self,
@@ -36,10 +36,8 @@ class KVBlock(Replaces, TransformerBlock):
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch kept_pos d_model"]:
-        """As ``transformer_lens.components.TransformerBlock.forward``; a hook at :meth:`cut_point` may keep only the last
-        positions."""
+        """As ``kvlens.base.TransformerBlock.forward``; a hook at :meth:`cut_point` may keep only the last positions."""
         if shortformer_pos_embed is not None or not self._is_usual():
-            self._check_input_by_head(shortformer_pos_embed is not None)
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
         resid_pre = self.hook_resid_pre(resid_pre)
         normed = norm(self.ln1, resid_pre)
@@ -62,32 +60,13 @@ class KVBlock(Replaces, TransformerBlock):
     def _is_usual(self) -> bool:
         cfg = self.cfg
         split = cfg.use_attn_in or cfg.use_split_qkv_input
-        after = cfg.use_normalization_before_and_after or cfg.original_architecture in POST_NORM_ARCHITECTURES
+        after = cfg.use_normalization_before_and_after or self.norms_follow
         return on_fast_path(cfg) and not split and not after
-
-    def _check_input_by_head(self, shortformer: bool) -> None:
-        """Raise KVLensError for inputs split by query head that TransformerLens' block would pass to key-value heads."""
-        cfg = self.cfg
-        if cfg.n_key_value_heads in (None, cfg.n_heads) or cfg.ungroup_grouped_query_attention:
-            return
-        for setting, refused in (
-            ("use_split_qkv_input with positional_embedding_type='shortformer'", cfg.use_split_qkv_input and shortformer),
-            ("use_attn_in", cfg.use_attn_in and not cfg.use_split_qkv_input),
-        ):
-            if refused:
-                raise KVLensError(
-                    f"{setting} cannot be combined with grouped keys (n_key_value_heads={cfg.n_key_value_heads} of "
-                    f"{cfg.n_heads} heads), which have no separate input per query head: turn it off, or call "
-                    "model.set_ungroup_grouped_query_attention(True)"
-                )
-
-    def _mlp_in(self, resid: Tensor) -> Tensor:
-        return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
 
 
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """``module(x)``, with TransformerLens' LayerNorm computed by torch's fused one (equal up to rounding) unless hooked."""
-    if type(module) not in (LayerNorm, LayerNormPre) or x.dtype not in (torch.float32, torch.float64):
+    """``module(x)``, with a LayerNorm computed by torch's fused one (equal up to rounding) unless hooked."""
+    if not (isinstance(module, Norm) and module.centers) or x.dtype not in (torch.float32, torch.float64):
         return module(x)
     if torch.is_autocast_enabled(x.device.type) or is_hooked(module, module.hook_scale, module.hook_normalized):
         return module(x)
@@ -95,11 +74,11 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
-class KVGatedMLP(Replaces, GatedMLP):
+class KVGatedMLP(GatedMLP):
     """(act(x W_gate) * (x W_in) + b_in) W_out + b_out without a copy of any weight."""
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """As ``transformer_lens.components.GatedMLP.forward``."""
+        """As ``kvlens.base.GatedMLP.forward``."""
         if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
             return super().forward(x)
         x = x.to(self.W_gate.device)
@@ -108,11 +87,11 @@ class KVGatedMLP(Replaces, GatedMLP):
         return nn.functional.linear(self.hook_post(features), self.W_out.T, self.b_out)
 
 
-class KVUnembed(Replaces, Unembed):
+class KVUnembed(Unembed):
     """The unembedding without a copy of W_U."""
 
     def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
-        """As ``transformer_lens.components.Unembed.forward``."""
+        """As ``kvlens.base.Unembed.forward``."""
         if not on_fast_path(self.cfg):
             return super().forward(residual)
         return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))

@@ -1,4 +1,4 @@
-"""When kvlens uses faster code than TransformerLens', and how its modules replace those of a model already built.
+"""When kvlens uses faster code than the base's, which rounds differently.
 
 A linear model always uses it. A softmax model uses it in the fused form, set by ``cfg.softmax_form`` or by a
 ``model.using_softmax_form(...)`` block, which applies only to the thread that opened it. Threads share the configuration,
@@ -9,8 +9,6 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
-
-from torch import nn
 
 _BLOCKS: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("softmax_form_blocks", default=())
 """(configuration, form) of the open blocks of this thread, the innermost last."""
@@ -40,16 +38,5 @@ def runs_fused(cfg: Any) -> bool:
 
 
 def on_fast_path(cfg: Any) -> bool:
-    """Whether kvlens may use faster code than TransformerLens': in all models except softmax models in the eager form."""
+    """Whether kvlens may use faster code than the base's: in all models except softmax models in the eager form."""
     return cfg.attention == "linear" or runs_fused(cfg)
-
-
-class Replaces:
-    """Mixed in before a TransformerLens class, to replace an instance of that class in a model already built."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Any:
-        """An instance of this class with everything that ``module`` holds; ``module`` must not be used afterwards."""
-        new = cls.__new__(cls)
-        new.__dict__ = module.__dict__
-        return new

@@ -86,7 +86,7 @@ class LinearHeads(Heads):
             attn.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
         if cfg.positional_embedding_type == "rotary":
             compute = functools.partial(
-                attn.calculate_sin_cos_rotary, cfg.rotary_dim, base=attn._rotary_base(), dtype=torch.float64
+                attn.calculate_sin_cos_rotary, cfg.rotary_dim, base=attn.rotary_base, dtype=torch.float64
             )
             attn.rotary_table = RotaryTable(compute)
 

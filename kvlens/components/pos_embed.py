@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from kvlens._tl import PosEmbed
+from kvlens.base import PosEmbed
 from kvlens.components.positions import all_take_positions, counted_by
 from kvlens.errors import KVLensError
 
@@ -77,14 +77,11 @@ class SinusoidalPosEmbed(_Offset):
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
-        """[batch, new_pos, d_model] in float64, to be rounded by the caller; texts may have any length."""
+        """[batch, new_pos, d_model], in the dtype of ``tokens`` if that is a floating one; texts may have any length."""
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         even = torch.arange(0, self.d_model, 2, device=ids.device, dtype=torch.float64)
         angles = ids.double()[..., None] * 10000.0 ** (-even / self.d_model)
         embedded = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.d_model]
         embedded = self.without_padding(embedded, past_kv_pos_offset, attention_mask)
-        return embedded.expand(tokens.shape[0], -1, -1)
-
-
-class NoPosEmbed(_Offset):
-    """No positions: a placeholder where TransformerLens expects a module; it is never called."""
+        embedded = embedded.to(tokens.dtype if tokens.is_floating_point() else embedded.dtype)
+        return embedded.expand(tokens.shape[0], -1, -1).contiguous()  # not a view: hooks may write

@@ -2,7 +2,7 @@
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / (sum_j exp(s_ij) + phi(q_i)^T b_D)          (ICLCA sec. 5, ICLAA)
 
-The *eager* form runs TransformerLens' own steps one by one (scores, mask, pattern), and the *fused* form passes q, k and v to
+The *eager* form runs the base's own steps one by one (scores, mask, pattern), and the *fused* form passes q, k and v to
 torch's kernel, in every layer whose scores and pattern are not hooked. If no intermediate tensor is hooked, the eager form
 prepends virtual keys of positive weight to the text's keys and applies one softmax: the same sums in the same order as in a
 pass with the prompt in front, so that even scores in the thousands round alike in both.
@@ -10,9 +10,6 @@ pass with the prompt in front, so that even scores in the thousands round alike 
 ``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 with a bias; ``hook_normalizer``
 is the normalizer's logarithm, and fires only with a bias; ``hook_phi_q`` is the query's features, scaled so that the largest
 is about 1 (their true size may overflow).
-
-This relies on TransformerLens 3.9's ``calculate_attention_scores``, ``apply_causal_mask``, ``apply_rotary``,
-``_extend_rotary_embeddings``, ``_apply_logn_scaling``, ``create_alibi_bias`` and ``create_alibi_slope``.
 """
 
 from typing import Any
@@ -20,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens._tl import AbstractAttention, TransformerLensKeyValueCacheEntry, get_offset_position_ids
+from kvlens._tl import TransformerLensKeyValueCacheEntry, get_offset_position_ids
 from kvlens.components.fast_path import runs_fused
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias
-from kvlens.components.positions import all_take_positions
 from kvlens.components.variants import read_values
-from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
@@ -44,35 +39,11 @@ from kvlens.ops.softmax_attention import (
 from kvlens.ops.softmax_features import ScoreRule, distance_scores
 
 
-def runs_transformer_lens_code(attn: Any) -> bool:
-    """Whether nothing is added to TransformerLens' attention in this pass: its own ``forward`` then runs, bit for bit."""
-    cfg = attn.cfg
-    added = (
-        cfg.attention == "linear"
-        or cfg.kv_shift is not None
-        or attn.layer_bias is not None
-        or attn.observer is not None
-        or attn.variant is not None
-        or all_take_positions()
-        or _alibi_meets_sinks(cfg)
-    )
-    return not added and not layer_runs_fused(attn)
-
-
 def layer_runs_fused(attn: Any) -> bool:
     """Whether the fused form is chosen and nothing is hooked that the kernel does not expose."""
     if not runs_fused(attn.cfg) or is_hooked(attn.hook_attn_scores, attn.hook_pattern):
         return False
     return attn.variant is None or not (attn.variant.needs_pattern or attn.variant.wants_own_share)
-
-
-def _alibi_meets_sinks(cfg: Any) -> bool:
-    """Whether ALiBi is combined with attention sinks, for which TransformerLens' scores are wrong.
-
-    TransformerLens takes ALiBi's rows from the end of its table, where the distances of a shorter text are all too large by the
-    same amount. Softmax cancels this, except with a sink, which has no distance: the output is then off by 6 to 20 %.
-    """
-    return cfg.positional_embedding_type == "alibi" and cfg.use_attention_sinks
 
 
 class SoftmaxHeads(Heads):
@@ -145,7 +116,7 @@ class SoftmaxHeads(Heads):
     def _fused(self, log_normalizer: bool) -> tuple[Tensor, Tensor | None]:
         n_queries, n_keys, score_bias = self.q.shape[1], self.k.shape[1], self.tokens.score_bias
         if self.cfg.positional_embedding_type == "alibi":
-            alibi = self.attn.alibi[None, :, n_keys - n_queries : n_keys, :n_keys]
+            alibi = self.attn.alibi_bias(n_keys, self.q.device)[None, :, n_keys - n_queries : n_keys, :n_keys]
             score_bias = alibi if score_bias is None else score_bias + alibi
         causal = self.cfg.attention_dir == "causal"
         padding = self.tokens.attention_mask if causal else None  # TransformerLens' bidirectional attention sees padding
@@ -187,15 +158,11 @@ class SoftmaxHeads(Heads):
         scores = self.attn.calculate_attention_scores(self.q, torch.cat([keys, self.k], dim=1)).to(extra.log_weights.dtype)
         scores = torch.cat([scores[..., :r] + extra.added(self.q.shape[2]), self._masked(scores[..., r:])], dim=-1)
         values = torch.cat([values.to(v), v], dim=1)
-        return read_values(self.attn, self._pattern(scores), scores, scores > -torch.inf, values, self.entry)
+        return read_values(self.attn, self.attn.pattern_of(scores), scores, None, values, self.entry)
 
     def _masked(self, scores: Tensor) -> Tensor:
         """Scores of the text's own keys, including everything that is added to them."""
-        n_queries, n_keys = scores.shape[-2:]
-        if self.cfg.positional_embedding_type == "alibi":
-            scores += self.attn.alibi[:, n_keys - n_queries : n_keys, :n_keys]
-        if self.cfg.attention_dir == "causal":
-            scores = self.attn.apply_causal_mask(scores, self.past, self.tokens.attention_mask)
+        scores = self.attn.masked_scores(scores, self.past, self.tokens.attention_mask)
         return scores if self.tokens.score_bias is None else scores + self.tokens.score_bias
 
     def _eager(self, bias: LayerBias | None) -> HeadOutputs:
@@ -203,22 +170,14 @@ class SoftmaxHeads(Heads):
         attn = self.attn
         scores = attn.hook_attn_scores(self._masked(attn.calculate_attention_scores(self.q, self.k)))
         if bias is None:
-            z_bias, pattern = None, attn.hook_pattern(self._pattern(scores))
+            z_bias, pattern = None, attn.hook_pattern(attn.pattern_of(scores))
         else:
             scores = scores.to(bias.b_kv.dtype)
             ones = torch.ones((), device=self.q.device, dtype=scores.dtype).expand(*self.q.shape[:-1], 1)
             share, z_bias, _ = self._joined(ones, self._mass(scores), bias)
-            pattern = attn.hook_pattern(self._pattern(scores) * share.transpose(1, 2))
-        z = read_values(attn, pattern, scores, scores > -torch.inf, self.v, self.entry)
+            pattern = attn.hook_pattern(attn.pattern_of(scores) * share.transpose(1, 2))
+        z = read_values(attn, pattern, scores, None, self.v, self.entry)
         return HeadOutputs(z, z_bias, self._own_share(pattern))
-
-    def _pattern(self, scores: Tensor) -> Tensor:
-        if self.cfg.use_attention_sinks:
-            sink = self.attn.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
-            pattern = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            pattern = scores.softmax(dim=-1)
-        return torch.where(pattern.isnan(), torch.zeros_like(pattern), pattern)
 
     def _own_share(self, pattern: Tensor) -> Tensor | None:
         """p_ii of the new tokens, if a variant needs it."""
@@ -256,26 +215,22 @@ class SoftmaxHeads(Heads):
             q = attn.hook_rot_q(self._rotated(q, self.past))
             k = attn.hook_rot_k(self._rotated(k, 0))
         if self.cfg.use_logn_attn and not attn.training:
-            q = attn._apply_logn_scaling(q, self.past)
+            q = attn.scaled_by_log_n(q, self.past)
         return q, k
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
         attn, cfg = self.attn, self.cfg
         offset = 0 if attn.layer_bias is None else attn.layer_bias.position_offset
         if isinstance(offset, int) and offset == 0 and not self.fused:
-            return attn.apply_rotary(x, first, self.tokens.counted)  # TransformerLens' own, bit for bit
-        if cfg.use_dynamic_ntk_rope and not attn.training:
-            attn._rescale_rotary_for_ntk(first + x.shape[1])
+            return attn.apply_rotary(x, first, self.tokens.counted)  # the base's own, bit for bit
         cos, sin = self._rotary_rows(x, first, offset)
         if self.fused:
             return rotate(x, cos, sin, cfg.rotary_adjacent_pairs)
-        turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-        turned = turned * cos + attn.rotate_every_two(turned) * sin  # TransformerLens' formula, to round alike
-        return torch.cat([turned, rest], dim=-1)
+        return attn.turned(x, cos, sin)  # the base's formula, to round alike
 
     def _rotary_rows(self, x: Tensor, first: int, offset: int | Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin of the positions of ``x``, [batch or 1, pos, 1, rotary_dim], from TransformerLens' tables."""
-        attn, mask, n_ctx = self.attn, self.tokens.counted, self.cfg.n_ctx
+        """cos, sin of the positions of ``x``, [batch or 1, pos, 1, rotary_dim], from the layer's tables."""
+        attn, mask = self.attn, self.tokens.counted
         whole = mask is None or bool(mask.all())
         if whole and isinstance(offset, int):
             last = first + offset + x.shape[1]
@@ -283,13 +238,7 @@ class SoftmaxHeads(Heads):
         else:
             rows = self._positions(x, first) + (offset[:, None].to(x.device) if isinstance(offset, Tensor) else offset)
             last = int(rows.max()) + 1
-        if last > attn.rotary_cos.shape[0]:
-            if last > n_ctx:
-                raise KVLensError(
-                    f"position {last - 1} (including the attached prompt) lies beyond n_ctx={n_ctx}, the size of this model's "
-                    "rotary tables: shorten the text or the prompt"
-                )
-            attn._extend_rotary_embeddings(min(n_ctx, max(last, 2 * attn.rotary_cos.shape[0])))
+        attn.grow_rotary(last)
         cos, sin = attn.rotary_cos[rows], attn.rotary_sin[rows]
         return (cos[None, :, None], sin[None, :, None]) if cos.dim() == 2 else (cos[:, :, None], sin[:, :, None])
 
@@ -320,21 +269,9 @@ def score_rule(attn: Any) -> ScoreRule:
     """How a layer scores a key, including stored keys."""
     slopes = None
     if attn.cfg.positional_embedding_type == "alibi":
-        grow_alibi(attn, 2, attn.W_O.device)
-        slopes = -attn.alibi[:, 1, 0]
+        slopes = attn.alibi_slopes(attn.W_O.device)
     cap = attn.cfg.attn_scores_soft_cap
     return ScoreRule(float(attn.attn_scale), cap if cap > 0 else None, slopes, _window(attn))
-
-
-def grow_alibi(attn: Any, n: int, device: torch.device) -> None:
-    """Cache an ALiBi bias of sufficient size with the configured slopes; TransformerLens then uses the cached one."""
-    if attn.alibi is not None and attn.alibi.shape[-1] >= n and attn.alibi.device == device:
-        return
-    if attn.cfg.alibi_slopes is None:
-        attn.alibi = AbstractAttention.create_alibi_bias(attn.cfg.n_heads, n, device)
-    else:
-        slopes = attn.W_Q.new_tensor(list(attn.cfg.alibi_slopes))
-        attn.alibi = AbstractAttention.create_alibi_slope(n, device) * slopes[:, None, None]
 
 
 def _window(attn: Any) -> int | None:

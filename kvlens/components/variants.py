@@ -59,23 +59,24 @@ def augmented(attn: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor, v: Tensor, entry: Any) -> Tensor:
+def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor | None, v: Tensor, entry: Any) -> Tensor:
     """pattern @ v minus the negatives' mean value: [batch, pos, head, d_head].
 
     Args:
         attn: the layer's attention.
         pattern: [batch, head, pos, key_pos], as hooked.
         scores: the scores by which negatives are chosen.
-        visible: True where a query sees a key, broadcastable to ``scores``.
+        visible: True where a query sees a key, broadcastable to ``scores``; None where the score is not -inf.
         v: [batch, key_pos, kv_head, d_head].
         entry: the layer's decode cache entry, which stores the means of labels; None without a cache.
     """
-    values = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2).transpose(1, 2)
+    values = attn.per_query_head(v).transpose(1, 2)
     pattern = pattern.to(v.device, v.dtype)
     z = pattern @ values
     negative = None if attn.variant is None else attn.variant.negative
     if negative is None:
         return z.transpose(1, 2)
+    visible = scores > -torch.inf if visible is None else visible
     mean = mean_of_negatives(values, lowest_scored(scores, visible, negative.k))
     mean = attn.hook_z_negative(mean.transpose(1, 2)).transpose(1, 2)
     if negative.per == "label":

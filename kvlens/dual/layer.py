@@ -184,7 +184,7 @@ def _norm_map(block: Any, mid: Tensor, scale: Tensor | None) -> tuple[Tensor, Te
     eye = torch.eye(len(mid), dtype=mid.dtype, device=mid.device)
     if scale is None:
         return mid, eye
-    centered = eye - 1.0 / len(mid) if "LayerNorm" in type(block.ln2).__name__ else eye
+    centered = eye - 1.0 / len(mid) if getattr(block.ln2, "centers", False) else eye
     weight = block.ln2.w.double() if hasattr(block.ln2, "w") else torch.ones_like(mid)
     norm_map = centered / scale * weight
     shift = block.ln2.b.double() if hasattr(block.ln2, "b") else 0.0

@@ -206,7 +206,7 @@ def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor
     scores = q @ k.transpose(-1, -2) / scale
     log_decay = None
     if model.cfg.positional_embedding_type == "alibi":
-        log_decay = attention.alibi[:, 1, 0].to(q)  # the bias at distance 1
+        log_decay = -attention.alibi_slopes(q.device).to(q)  # the bias at distance 1
         tokens = torch.arange(pos, device=q.device, dtype=q.dtype)
         scores = scores + log_decay[:, None, None] * (tokens[:, None] - tokens)
     above = torch.ones(pos, pos, dtype=torch.bool, device=q.device).triu(1)

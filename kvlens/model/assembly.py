@@ -1,8 +1,4 @@
-"""Replacing TransformerLens' components by kvlens' own, and giving each layer its part of an attached bias.
-
-TransformerLens chooses the class of a block's attention itself. ``block.attn`` and ``model.pos_embed`` must be replaced before
-``init_weights`` and ``setup`` run, in that order; otherwise weights stay uninitialized and hooks unnamed, without an error.
-"""
+"""What a model does for all its layers: seeding, kvlens' own parameters, and each layer's part of an attached bias."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,36 +6,8 @@ from typing import Any
 
 import torch
 
-from kvlens.components import (
-    KVBlock,
-    KVUnembed,
-    LayerBias,
-    NoPosEmbed,
-    Normalizers,
-    OffsetPosEmbed,
-    SinusoidalPosEmbed,
-    build_attention,
-)
+from kvlens.components import LayerBias, Normalizers, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.kv_bias import KVBias
-
-
-def replace_components(model: Any) -> None:
-    """Install kvlens' attention, blocks, unembedding and positions in a model that TransformerLens has just built."""
-    cfg = model.cfg
-    for layer, block in enumerate(model.blocks):
-        block.attn = build_attention(cfg, block.attn.attn_type, layer)
-        model.blocks[layer] = KVBlock.of(block)
-    model.unembed = KVUnembed.of(model.unembed)
-    tables = [block.attn.rotary_table for block in model.blocks if hasattr(block.attn, "rotary_table")]
-    for block in model.blocks[1:] if tables else ():
-        block.attn.rotary_table = tables[0]  # one table for all layers
-    if cfg.positional_embedding_type == "none":
-        model.pos_embed = NoPosEmbed()
-    elif cfg.positional_embedding_type == "sinusoidal":
-        model.pos_embed = SinusoidalPosEmbed(cfg.d_model)
-    elif cfg.positional_embedding_type != "rotary":
-        model.pos_embed = OffsetPosEmbed(cfg)
-        torch.nn.init.zeros_(model.pos_embed.W_pos)  # checkpoints with ALiBi do not contain it, and it must be set
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The configuration of a :class:`kvlens.HookedKVTransformer`: TransformerLens' own, plus what kvlens adds.
+"""The configuration of a :class:`kvlens.HookedKVTransformer`: the base's, plus what kvlens adds.
 
 It is validated on construction: an invalid combination raises an error with the reason instead of giving wrong results later.
 """
@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from kvlens._tl import HookedTransformerConfig, check_release
+from kvlens.base import HookedTransformerConfig
+from kvlens.base.config import NORM_OVER_ALL_HEADS
 from kvlens.checks import Within, checked
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
@@ -23,7 +24,7 @@ ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
 SOFTMAX_FORMS = ("eager", "fused")
-POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "relative_positional_bias", "sinusoidal", "none")
+POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "sinusoidal", "none")
 NAMES: dict[str, Collection[str]] = {
     "attention": ATTENTION_KINDS,
     "positional_embedding_type": POSITIONAL_TYPES,
@@ -34,11 +35,9 @@ NAMES: dict[str, Collection[str]] = {
     "random_feature_kind": ("orthogonal", "iid"),
 }
 """Fields with a fixed set of values."""
-NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""Architectures that normalize queries and keys before they are split into heads."""
 _INSIDE = (
-    "TransformerLens normalizes (OLMo 2, 3, OLMoE) or clamps (clip_qkv) the projections inside its attention, after the "
-    "point where kvlens takes them"
+    "norms over all heads at once (OLMo 2, 3, OLMoE) and clamps (clip_qkv) of the projections are supported in the eager form "
+    "only"
 )
 
 
@@ -82,10 +81,9 @@ class KVShiftConfig:
 
 @dataclass
 class _Given(HookedTransformerConfig):
-    """The fields as passed by the user: a dict for a configuration, a name for a dtype, no act_fn if there are no MLPs."""
+    """The fields as passed by the user: a dict for a configuration, a name for a dtype."""
 
-    act_fn: str | None = "relu"
-    dtype: torch.dtype | str = torch.float32
+    dtype: torch.dtype | str = torch.float32  # type: ignore[assignment]
     attention: str = "softmax"
     feature_map: str = "elu_plus_one"
     normalizer: str = "kernel"
@@ -119,7 +117,7 @@ class HookedKVTransformerConfig(_Given):
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: the form that computes a forward pass; ``auto`` uses the recurrent form for decoding, the
             parallel form if the scores or the pattern are hooked, and the chunked form otherwise.
-        softmax_form: ``eager`` (TransformerLens' own, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
+        softmax_form: ``eager`` (TransformerLens 3's, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
             layer whose scores and pattern have no hooks). It changes only rounding.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed in at least
             this precision. float64 makes a conversion exact to the last bit of a float32 model in nearly all cases.
@@ -143,12 +141,7 @@ class HookedKVTransformerConfig(_Given):
         self.dtype = dtype_of(self.dtype)
         self.kv_shift = _shift_of(self.kv_shift)
         check_sizes(self)
-        seed, self.seed = self.seed, None  # TransformerLens would seed torch, numpy and random for the whole process
-        try:
-            super().__post_init__()
-        except (AssertionError, TypeError, ValueError) as error:
-            raise KVLensError(f"TransformerLens refuses this configuration: {' '.join(str(error).split())}") from error
-        self.seed = seed
+        super().__post_init__()
         if self.trust_remote_code:
             raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
         for name, known in NAMES.items():
@@ -230,7 +223,6 @@ class HookedKVTransformerConfig(_Given):
     @classmethod
     def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
         """Build from :meth:`to_json`'s dict; a key unknown to this version raises KVLensError."""
-        check_release()
         known = {f.name for f in fields(cls)}
         for name in plain:
             if name not in known:
@@ -267,8 +259,8 @@ class HookedKVTransformerConfig(_Given):
         olmo_norm = self.original_architecture in NORM_OVER_ALL_HEADS
         if self.attention == "softmax" and (olmo_norm or self.clip_qkv is not None):
             raise KVLensError(
-                "kv_shift is applied to the projections after every norm and clamp on them, but TransformerLens normalizes "
-                "(OLMo 2, 3, OLMoE) or clamps (clip_qkv) them inside its attention, after the point where the shift is applied"
+                "kv_shift reads the projections at hook_k and hook_v; norms over all heads at once (OLMo 2, 3, OLMoE) and "
+                "clamps (clip_qkv) come after these, and are not supported with it"
             )
 
     def _check_variant(self, variant: AttentionVariantConfig) -> None:
@@ -318,7 +310,7 @@ class HookedKVTransformerConfig(_Given):
             (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not expose"),
             (self.positional_embedding_type == "relative_positional_bias", "T5's attention is TransformerLens' own class"),
             (self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None, _INSIDE),
-            (self.load_in_4bit, "4-bit weights are projected inside TransformerLens' attention"),
+            (self.load_in_4bit, "4-bit weights"),
         ]
         return next((reason for is_refused, reason in refused if is_refused), None)
 

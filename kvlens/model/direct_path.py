@@ -23,7 +23,7 @@ def unembedding_of(model: Any) -> Unembedding:
     into a LayerNormPre.
     """
     norm = getattr(model, "ln_final", None)
-    centers = type(norm).__name__ in ("LayerNorm", "LayerNormPre")
+    centers = getattr(norm, "centers", False)
     return Unembedding(model.W_U, model.b_U, getattr(norm, "w", None), getattr(norm, "b", None), centers)
 
 
@@ -53,7 +53,7 @@ def norm_behind(model: Any, layer: int) -> str | None:
 
 
 def _frozen(norm: Any, scale: Tensor) -> FrozenNorm:
-    return FrozenNorm(scale, getattr(norm, "w", 1.0), not type(norm).__name__.startswith("RMS"))
+    return FrozenNorm(scale, getattr(norm, "w", 1.0), getattr(norm, "centers", False))
 
 
 def visit_heads(model: Any, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:

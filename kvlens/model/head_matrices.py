@@ -8,14 +8,12 @@ from torch import Tensor
 from kvlens.model.direct_path import NORM_BEHIND_ATTENTION, norm_behind, unembedding_of
 from kvlens.model.protocol import HeadMatrices
 
-CENTERING = ("LayerNorm", "LayerNormPre")
-
 
 def head_matrices_of(model: Any) -> list[HeadMatrices | None]:
     """See :meth:`kvlens.KVModel.head_matrices`."""
     layers = range(model.cfg.n_layers)
     norms = [None if _reads_unnormalized(model) else getattr(model.blocks[layer], "ln1", None) for layer in layers]
-    centered = [type(norm).__name__ in CENTERING for norm in norms]
+    centered = [getattr(norm, "centers", False) for norm in norms]
     all_centered = unembedding_of(model).centers and all(centered)
     found: list[HeadMatrices | None] = []
     for layer in layers:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlens._tl import HookedTransformer
+from kvlens.base import HookedTransformer
 from kvlens.errors import warn
 from kvlens.model.caching import saves, saving_hooks
 from kvlens.model.inputs import check_hook_names

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens._tl import USE_DEFAULT_VALUE, HookedTransformerConfig, TransformerLensKeyValueCache
+from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache
 from kvlens.arguments import check_characters
+from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError, brief, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens._tl import HookedTransformer
+from kvlens.base import HookedTransformer
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model.loading import M, from_hooked_transformer, from_llama2c, from_pretrained

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvlens._tl import POST_NORM_ARCHITECTURES, HookedTransformer, without_deprecation_warning
 from kvlens.arguments import check_device
+from kvlens.base import HookedTransformer
+from kvlens.base.loading import allowed_steps
 from kvlens.checks import checked, ensure, one_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
@@ -37,7 +38,7 @@ DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
 
 
 def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
-    """Construct a model without TransformerLens' lookup of the tokenizer by name, which accesses the network, then set it.
+    """Construct a model without the base's lookup of the tokenizer by name, which accesses the network, then set it.
 
     That lookup also determines whether the tokenizer prepends a BOS by itself, which is done here instead if necessary.
     """
@@ -174,9 +175,7 @@ def from_pretrained(
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
         if verify:
-            raise KVLensError(
-                "from_pretrained: verify=True compares a folder or hf_model=; a name is loaded by TransformerLens"
-            )
+            raise KVLensError("from_pretrained: verify=True compares a folder or hf_model=; a name is loaded as it is")
         hub_kwargs = {
             "fold_ln": fold_ln,
             "center_writing_weights": center_writing_weights,
@@ -201,10 +200,8 @@ def from_pretrained(
         verify=False if other else verify,
         **loader_kwargs,
     )
-    if (
-        parts.cfg.original_architecture in POST_NORM_ARCHITECTURES
-    ):  # as TransformerLens' own from_pretrained does, with a warning
-        fold_ln = center_writing_weights = False
+    steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+    steps = allowed_steps(parts.cfg, steps)
     kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
@@ -213,10 +210,8 @@ def from_pretrained(
     model.init_kv_parameters()
     model.load_and_process_state_dict(
         parts.state_dict,
-        fold_ln=fold_ln,
-        center_writing_weights=center_writing_weights,
-        center_unembed=center_unembed,
-        fold_value_biases=fold_value_biases,
+        **steps,
+        fold_value_biases=fold_value_biases,  # type: ignore[arg-type]
         refactor_factored_attn_matrices=refactor_factored_attn_matrices,
     )
     if parts.shift_coefficients:
@@ -272,7 +267,7 @@ def from_llama2c(
 def _by_name(
     cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any], local_files_only: bool
 ) -> M:
-    """Load by official name through TransformerLens, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
+    """Load by official name, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
     refuse_names_with_code(name)
     check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
@@ -281,8 +276,8 @@ def _by_name(
     load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
     try:
         here = nothing_fetched() if local_files_only else contextlib.nullcontext()
-        with without_deprecation_warning(), without_progress_bars(), nothing_asked(), here:
-            model = load(cls, name, tokenizer=tokenizer, **{**kwargs, "trust_remote_code": False})
+        with without_progress_bars(), nothing_asked(), here:
+            model = load(cls, name, tokenizer=tokenizer, **kwargs)
     except OSError as error:
         if local_files_only:
             raise KVLensError(

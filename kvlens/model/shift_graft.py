@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens._tl import HookedTransformer
+from kvlens.base import HookedTransformer
 from kvlens.errors import KVLensError
 from kvlens.model.config import KVShiftConfig
 from kvlens.pretrained.checkpoint_files import read_tensors

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from kvlens._tl import SUPPORTED_ACTIVATIONS, HookedTransformerConfig
+from kvlens._tl import SUPPORTED_ACTIVATIONS
 from kvlens.arguments import check_device
+from kvlens.base import HookedTransformerConfig
 from kvlens.checks import MOST, Within, ensure
 from kvlens.errors import KVLensError, nearest
 
@@ -41,7 +42,7 @@ OTHERS = ("device", "dtype", "n_params", "kv_shift", "attention_variant")
 
 def check_sizes(cfg: HookedTransformerConfig) -> None:
     """Raise KVLensError unless every field of ``cfg`` is valid. Called before TransformerLens reads it."""
-    kinds = {**_annotations(cfg.__class__), **RANGES}
+    kinds = {**_annotations(cfg.__class__), **RANGES}  # type: ignore[arg-type]
     for field in fields(cfg):
         value = getattr(cfg, field.name)
         if field.name in OTHERS or value is field.default:

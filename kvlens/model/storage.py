@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
-from kvlens._tl import HookedTransformer
 from kvlens.arguments import check_device, path_of
+from kvlens.base import HookedTransformer
 from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, brief, warn
 from kvlens.files import (

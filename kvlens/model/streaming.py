@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens._tl import USE_DEFAULT_VALUE, Output, TransformerLensKeyValueCache, get_attention_mask
+from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache, get_attention_mask
+from kvlens.base import Output
 from kvlens.checks import Count, checked, ensure
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
 from kvlens.errors import KVLensError, brief
@@ -259,7 +260,7 @@ def forward_in_segments(
     if not wants_loss:
         return output
     loss = _mean_loss(torch.cat(losses, dim=1), mask, loss_per_token)
-    return loss if return_type == "loss" else Output(output, loss)
+    return loss if return_type == "loss" else Output(output, loss)  # type: ignore[arg-type]
 
 
 def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:

@@ -5,8 +5,8 @@ get wrong numbers, so this raises an error. So it does when the thread that atta
 detaches or replaces it, no thread reads it. Hooks belong to the model in the same way but are not checked: give every thread a
 copy (``copy.deepcopy(model)``).
 
-TransformerLens stores ``prepend_bos=`` and ``padding_side=`` in the model during a call and restores the old values
-afterwards. If the calls of two threads overlapped, one thread's values would remain for good; therefore calls take turns.
+A tokenizer holds the padding and truncation of the call that it serves, and the tables of positions grow during a pass; so
+calls take turns.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class OneThread:
         self._claims = 0
         self._running: Counter[int] = Counter()
         self.turn = threading.RLock()
-        """Held while a call of TransformerLens may have replaced defaults of the model."""
+        """Held during calls that read text or run a pass."""
 
     def __deepcopy__(self, memo: object) -> "OneThread":
         return OneThread()

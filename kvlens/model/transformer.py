@@ -1,9 +1,4 @@
-"""HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
-
-It relies on these internals of TransformerLens 3.9, in addition to the public names in :mod:`kvlens._tl` and to what
-:mod:`kvlens.model.assembly` describes: ``get_residual`` adds absolute positions, and ``attn.forward`` gets one entry of
-``past_kv_cache.entries``.
-"""
+"""HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,24 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens._tl import (
-    USE_DEFAULT_VALUE,
-    HookedTransformer,
-    HookedTransformerConfig,
-    TransformerLensKeyValueCache,
-    without_deprecation_warning,
-)
+from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.checks import checked
-from kvlens.components import Normalizers, counted_by, form_of_block, softmax_form_block, upgrade_cache
-from kvlens.dtypes import dtype_of, is_dtype
+from kvlens.components import (
+    KVBlock,
+    KVUnembed,
+    Normalizers,
+    OffsetPosEmbed,
+    SinusoidalPosEmbed,
+    counted_by,
+    form_of_block,
+    softmax_form_block,
+    upgrade_cache,
+)
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.model.assembly import init_kv_parameters, replace_components, seeded, spread_bias
+from kvlens.model.assembly import init_kv_parameters, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
-from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, of_weights, weights_hash
-from kvlens.model.generation import check_keywords, check_sampling, check_start, generate_from_state
+from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
 from kvlens.model.head_matrices import head_matrices_of
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
@@ -51,7 +50,7 @@ from kvlens.tokenizer import warn_of_unknown_words
 
 
 class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
-    """A :class:`transformer_lens.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
+    """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
         cfg: a :class:`HookedKVTransformerConfig`; a plain TransformerLens configuration gives a softmax model.
@@ -61,6 +60,8 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     """
 
     cfg: HookedKVTransformerConfig
+    positions = POSITIONAL_TYPES
+    _rotary_table: Any = None
 
     @checked
     def __init__(
@@ -71,41 +72,42 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         default_padding_side: Any = None,
     ):
         cfg = as_kv_config(cfg)
-        wants_init, cfg.init_weights = cfg.init_weights, False
-        try:
-            with without_deprecation_warning():
-                super().__init__(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
-        except (AssertionError, OSError, ValueError) as error:  # no vocabulary, or a tokenizer that cannot be found
-            raise KVLensError(
-                f"HookedKVTransformer: {first_line(error)} (tokenizer_name={cfg.tokenizer_name!r}); give a loaded tokenizer, "
-                "or d_vocab and tokenizer_name=None for a model of token ids"
-            ) from error
-        finally:
-            cfg.init_weights = wants_init
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
         self._thread = OneThread()
-        self._in_transformer_lens_generate = False
         self._softmax_form_is_chosen = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
-        self.pos_embed: Any
-        self.unembed: Any
-        replace_components(self)
-        if wants_init:
-            self.init_weights()
-        if move_to_device:
-            self.move_model_modules_to_device()
-        self.setup()
+        try:
+            super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
+        except (OSError, ValueError) as error:  # no vocabulary, or a tokenizer that cannot be found
+            raise KVLensError(
+                f"HookedKVTransformer: {first_line(error)} (tokenizer_name={cfg.tokenizer_name!r}); give a loaded tokenizer, "
+                "or d_vocab and tokenizer_name=None for a model of token ids"
+            ) from error
+
+    def build_block(self, layer: int) -> KVBlock:
+        """A layer with kvlens' attention; all layers share one rotary table."""
+        block = KVBlock(self.cfg, layer)
+        if layer and hasattr(block.attn, "rotary_table"):
+            block.attn.rotary_table = self._rotary_table
+        self._rotary_table = getattr(block.attn, "rotary_table", None)
+        return block
+
+    def build_unembed(self) -> KVUnembed:
+        """The unembedding without a copy of W_U."""
+        return KVUnembed(self.cfg)
+
+    def build_pos_embed(self) -> Any:
+        """Positions that are added to the stream, from an attached bias's offset on; None where there are none."""
+        kind = self.cfg.positional_embedding_type
+        if kind in ("rotary", "none"):
+            return None
+        return SinusoidalPosEmbed(self.cfg.d_model) if kind == "sinusoidal" else OffsetPosEmbed(self.cfg)
 
     def init_weights(self) -> None:
-        """Draw TransformerLens' and kvlens' initial weights from ``cfg.seed``; the global generators are left unchanged."""
-        seed, self.cfg.seed = self.cfg.seed, None  # TransformerLens would also seed GPUs, now or at first use
-        try:
-            with seeded(seed, on_cpu=all(weight.device.type == "cpu" for weight in self.parameters())):
-                super().init_weights()
-        finally:
-            self.cfg.seed = seed
+        """Draw the base's and kvlens' initial weights from ``cfg.seed``; the global generators are left unchanged."""
+        super().init_weights()
         self.init_kv_parameters()
 
     def init_kv_parameters(self) -> None:
@@ -126,7 +128,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         stop_at_layer: int | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As ``HookedTransformer.forward``, which it calls; an empty stock cache is converted to kvlens' own, in place.
+        """As the base's, which it calls; an empty stock cache is converted to kvlens' own, in place.
 
         With linear attention a long text runs in segments through all layers, unless something is hooked or gradients are
         required: see :mod:`kvlens.model.streaming`.
@@ -152,7 +154,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
                         past_kv_cache,
                         return_type=return_type,
                         loss_per_token=loss_per_token,
-                        prepend_bos=self._prepend_bos(prepend_bos),
+                        prepend_bos=prepend_bos,
                         padding_side=padding_side,
                         stop_at_layer=stop_at_layer,
                     )
@@ -236,14 +238,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         attention_mask: Tensor | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As in TransformerLens, but tokens are checked, and a cache works without a tokenizer (then nothing is padding)."""
-        prepend_bos = self._prepend_bos(prepend_bos)
-        if isinstance(input, (str, list)) and self.tokenizer is not None:
-            input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
+        """As in the base, but tokens are checked."""
         if isinstance(input, Tensor):
             self.check_tokens(input)
-            if past_kv_cache is not None and attention_mask is None and self.tokenizer is None:
-                attention_mask = torch.ones_like(input if input.dim() == 2 else input[None])
         return super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
 
     def check_tokens(self, tokens: Tensor) -> None:
@@ -260,20 +257,11 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return_shortformer_pos_embed: bool = True,
         device: Any = None,
     ):
-        """As in TransformerLens, with support for sinusoidal and no positions and for the offset of an attached bias."""
-        if self._in_transformer_lens_generate and attention_mask is None:
-            pos_offset = 0  # without a tokenizer, TransformerLens passes the whole text's embeddings
+        """As in the base, for texts of at most ``n_ctx`` tokens where that is a limit."""
         self.check_length(pos_offset + embed.shape[1], attention_mask)
-        kind = self.cfg.positional_embedding_type
-        if kind not in ("none", "sinusoidal"):
-            return super().get_residual(
-                embed, pos_offset, prepend_bos, attention_mask, tokens, return_shortformer_pos_embed, device
-            )
-        residual = embed
-        if kind == "sinusoidal":
-            positions = self.pos_embed(embed[..., 0], pos_offset, attention_mask)
-            residual = embed + self.hook_pos_embed(positions.to(embed.dtype).contiguous())  # not a view: hooks may write
-        return (residual, None) if return_shortformer_pos_embed else residual
+        return super().get_residual(
+            embed, pos_offset, prepend_bos, attention_mask, tokens, return_shortformer_pos_embed, device
+        )
 
     def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
@@ -291,15 +279,14 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         check_text("to_tokens", input)
         truncate = truncate and self.cfg.has_position_limit
         with self._thread.turn:
-            tokens = super().to_tokens(input, self._prepend_bos(prepend_bos), padding_side, move_to_device, truncate)
+            tokens = super().to_tokens(input, prepend_bos, padding_side, move_to_device, truncate)
         warn_of_unknown_words(self.tokenizer, input, tokens)
         return tokens
 
     @property
     def prepends_bos(self) -> bool:
-        """Whether the model expects a BOS: ``cfg.default_prepend_bos``, unaffected by calls in other threads."""
-        with self._thread.turn:
-            return bool(self.cfg.default_prepend_bos)
+        """Whether the model expects a BOS: ``cfg.default_prepend_bos``."""
+        return bool(self.cfg.default_prepend_bos)
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
         """As TransformerLens'."""
@@ -310,8 +297,9 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         with self._thread.turn:
             return super().to_str_tokens(*args, **kwargs)
 
-    def _prepend_bos(self, wanted: Any) -> Any:
-        return bos_under_bias(wanted, self._attached is not None)
+    def prepends(self, prepend_bos: bool | None) -> bool:
+        """As in the base, but by default no BOS while a bias is attached, as the prompt had one."""
+        return super().prepends(bos_under_bias(prepend_bos, self._attached is not None))
 
     @torch.inference_mode()
     def generate(
@@ -344,29 +332,37 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             stop_at_eos=stop_at_eos,
             eos_token_id=eos_token_id,
             do_sample=do_sample,
-            prepend_bos=self._prepend_bos(prepend_bos),
+            prepend_bos=prepend_bos,
             padding_side=padding_side,
             return_type=return_type,
             verbose=verbose,
         )
         check_sampling(**common, **sampling, use_past_kv_cache=use_past_kv_cache, d_vocab=self.cfg.d_vocab_out)
         was_training = self.training
-        embeddings = isinstance(input, Tensor) and input.dim() == 3
         check_start(self.cfg, input)
-        if isinstance(input, Tensor) and not embeddings:
+        if isinstance(input, Tensor) and input.dim() == 1:
+            input = input[None]  # noqa: A001
+        if isinstance(input, Tensor) and input.dim() == 2:
             self.check_tokens(input)
-        stateful = self.cfg.attention == "linear" and use_past_kv_cache
-        if stateful and not embeddings and return_type in ("input", "str", "tokens") and not generation_kwargs:
-            return generate_from_state(self, input, **common, **sampling)
-        self._in_transformer_lens_generate = True
         try:
             with self._thread.turn, self.using_softmax_form():
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
-            self.train(was_training)  # TransformerLens' loop switches to eval mode before checking its arguments
+            self.train(was_training)
             raise
-        finally:
-            self._in_transformer_lens_generate = False
+
+    def decode(self, start: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        """As in the base, for rows that are padded on the left."""
+        if not start.is_floating_point():
+            self.check_tokens(start)
+            if mask is not None:
+                check_left_padding(self.tokenizer, start, mask)
+        return super().decode(start, mask, **options)
+
+    def read(self, new: Tensor, mask: Tensor | None, cache: TransformerLensKeyValueCache | None) -> Tensor:
+        """As in the base; of a long text that linear attention reads into a state, only the last token gets logits."""
+        new, mask = read_before_the_last(self, new, mask, cache)
+        return super().read(new, mask, cache)
 
     @checked
     def set_softmax_form(self, form: str) -> None:
@@ -485,15 +481,6 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     def _has_bias(self) -> bool:
         return self._attached is not None
-
-    def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True):  # type: ignore[override]
-        """As in TransformerLens; a dtype may be given by its name, and must be one that weights can have."""
-        if not is_dtype(device_or_dtype):
-            return super().to(device_or_dtype, print_details)
-        dtype = dtype_of(device_or_dtype, "to: dtype")
-        if print_details:
-            print("Changing model dtype to", dtype)
-        return torch.nn.Module.to(self, dtype)  # TransformerLens' own method makes a second copy of all weights
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
         """Move or round the model; a rounded model keeps the hash of the weights that it was rounded from."""

@@ -1,39 +1,16 @@
 """Which steps of TransformerLens' weight processing preserve a kvlens model's output, and which would silently change it."""
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
 
-from kvlens._tl import HookedTransformer, ProcessWeights
+from kvlens._tl import ProcessWeights
+from kvlens.base import HookedTransformer
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig
-
-
-@contextmanager
-def loaded_at_once(model: HookedTransformer) -> Iterator[None]:
-    """Collect the weights that TransformerLens loads one by one inside the block, and load them all at once at the end.
-
-    Each call of ``load_state_dict`` visits every module.
-    """
-    weights: dict[str, Tensor] = {}
-    load = model.load_state_dict
-
-    def keep(some: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        if assign:  # all of them, already
-            load(some, strict, assign)
-        else:
-            weights.update(some)
-
-    model.load_state_dict = keep  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del model.load_state_dict
-    load(weights, strict=False)
 
 
 class ProcessesWeights(HookedTransformer):
@@ -59,26 +36,18 @@ class ProcessesWeights(HookedTransformer):
         refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
         if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
             state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
-        processes = fold_ln or center_writing_weights or center_unembed or fold_value_biases or refactor_factored_attn_matrices
+        given = {weight.untyped_storage().data_ptr() for weight in state_dict.values()}
+        state_dict = self.fill_missing_keys(state_dict)
         steps = {
-            "fold_ln": fold_ln,
+            "fold_ln": fold_ln and self.has_norms_to_fold(state_dict),
             "center_writing_weights": center_writing_weights,
             "center_unembed": center_unembed,
             "fold_value_biases": fold_value_biases,
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
         }
-        if fold_ln and not self._has_modules_of_folded_norms(state_dict):
-            with loaded_at_once(self):
-                super().load_and_process_state_dict(state_dict, **steps)
-        else:
-            given = {weight.untyped_storage().data_ptr() for weight in state_dict.values()}
-            state_dict = self.fill_missing_keys(dict(state_dict))
-            take_weights(self, processed_stepwise(state_dict, self.cfg, steps) if processes else state_dict, given)
-
-    def _has_modules_of_folded_norms(self, state_dict: Mapping[str, Tensor]) -> bool:
-        """Whether norms can be folded without replacing modules, and the weights still contain norms to fold."""
-        norms = (".ln1.w", ".ln2.w", "ln_final.w")
-        return self.cfg.normalization_type in ("LNPre", "RMSPre") and any(name.endswith(norms) for name in state_dict)
+        if steps["fold_ln"]:
+            self.forget_norm_weights()
+        take_weights(self, processed_stepwise(state_dict, self.cfg, steps) if any(steps.values()) else state_dict, given)
 
     @checked
     def process_weights_(  # type: ignore[override]

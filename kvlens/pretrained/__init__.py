@@ -1,12 +1,12 @@
 """Pretrained models: Hugging Face folders and loaded models, Baichuan-M1, KV-shift coefficients of public checkpoints.
 
-The result is a TransformerLens configuration with weights under its names, from which :mod:`kvlens.model` builds a model.
+The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
 - :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a folder or of a model in memory;
 - :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
 - :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: resolving names, and checking files and architectures;
 - :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
-- :mod:`~kvlens.pretrained.translation`, ``rotary``, ``weights``, ``tokenizer``: TransformerLens' converters, with corrections;
+- :mod:`~kvlens.pretrained.translation`, ``weights``, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
   :mod:`~kvlens.pretrained.fields`: which fields of a configuration are supported; ``trial``: comparison with transformers;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library supports.
 """

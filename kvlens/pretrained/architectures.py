@@ -8,21 +8,16 @@ from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
 from kvlens.pretrained.fields import HONORED
 
 SUPPORTED_ARCHITECTURES = tuple(HONORED)
-"""Architectures that TransformerLens sizes from a config and converts to the same logits.
-
-Not here: Gemma and OLMo 1 and 2 (sized by official name only), Phi 1 and 2 (its branch reads
-``partial_rotary_factor``, which transformers 5 moved away), GPT-OSS (its attention sinks make folding the value biases
-wrong: the pattern no longer sums to one).
-"""
+"""Architectures whose configurations and weights :mod:`kvlens.base.families` translates."""
 
 
 def unsupported(architecture: str, where: str) -> KVLensError:
     """Make the error for an architecture that cannot be built from its config."""
     return KVLensError(
-        f"from_pretrained: {where} has the architecture {architecture}, which TransformerLens' HookedTransformer "
-        "cannot build from a config. Supported: "
-        f"{', '.join(sorted((*SUPPORTED_ARCHITECTURES, BAICHUAN_M1)))}. "
-        "(Gemma, OLMo 1 and 2 load by official name only.)"
+        f"from_pretrained: {where} has the architecture {architecture}, which HookedTransformer does "
+        "not compute. Supported: "
+        f"{', '.join(sorted((*SUPPORTED_ARCHITECTURES, BAICHUAN_M1)))}; "
+        "KVTransformerBridge runs others in transformers' own model"
     )
 
 

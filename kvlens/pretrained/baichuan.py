@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvlens._tl import HookedTransformerConfig
+from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.translation import check_first_n_layers_and_n_ctx

@@ -2,7 +2,7 @@
 
 Hugging Face folders can contain Python files (``auto_map``), which transformers runs if they are trusted, and otherwise asks
 about on the terminal; an attention implementation with a "/" in its name is a kernel that it downloads and runs. kvlens
-disables this in every call. TransformerLens trusts the code of some official names: those raise an error here.
+disables this in every call. Official names of models that exist only as such code raise an error.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import constants
 from transformers import dynamic_module_utils
 
-from kvlens._tl import loading
+from kvlens.base.loading import OTHER_CODE
 from kvlens.errors import KVLensError
 
 
@@ -33,17 +33,17 @@ def refuse_to_run_code(kwargs: Mapping[str, Any]) -> None:
 
 
 def refuse_names_with_code(official: str) -> None:
-    """Raise KVLensError for an official name whose code TransformerLens would trust without being asked."""
-    if official.startswith(loading.NEED_REMOTE_CODE_MODELS):
+    """Raise KVLensError for an official name of a model that exists only as code that comes with it."""
+    if official.startswith(OTHER_CODE):
         raise KVLensError(
-            f"from_pretrained: TransformerLens would run code that comes with {official}, and kvlens runs none: load it with "
-            "transformers (AutoModelForCausalLM.from_pretrained), whose own code knows most of these, and pass hf_model="
+            f"from_pretrained: {official} exists only as code that comes with it; kvlens runs none. If you trust it, load it "
+            "with transformers; KVTransformerBridge runs the loaded model"
         )
 
 
 @contextlib.contextmanager
 def nothing_asked() -> Iterator[None]:
-    """No question on the terminal, also from calls of TransformerLens that leave ``trust_remote_code`` open."""
+    """No question on the terminal, also from calls that leave ``trust_remote_code`` open."""
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # transformers' own switch: no time to answer, so it raises
     try:
@@ -54,7 +54,7 @@ def nothing_asked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Hugging Face's cache answers and the hub is not asked, in every call of TransformerLens' loader too."""
+    """Hugging Face's cache answers and the hub is not asked, in every call of transformers too."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True  # what the environment variable of this name sets; read at every request
     try:

@@ -26,8 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens._tl import HookedTransformerConfig
 from kvlens.arguments import path_of
+from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular, reason
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from kvlens._tl import loading
 from kvlens.arguments import path_of
+from kvlens.base.loading import official_names
 from kvlens.errors import KVLensError, nearest, nearest_name
 from kvlens.zoo import names as shipped_names
 
@@ -20,7 +20,7 @@ def is_local_folder(model_name: str | Path) -> bool:
     path = path_of("from_pretrained", model_name)
     if (path / "config.json").is_file():
         return True
-    if model_name.lower() in loading.make_model_alias_map():
+    if model_name.lower() in official_names():
         return False
     written_as_path = model_name.startswith((".", "~", os.sep)) or "\\" in model_name or model_name.count("/") > 1
     return written_as_path or path.exists()
@@ -32,7 +32,7 @@ def official_name(model_name: str) -> str:
     Raises:
         KVLensError: TransformerLens has no such name; the message suggests the nearest one, or says that kvlens ships it.
     """
-    names = loading.make_model_alias_map()
+    names = official_names()
     found = names.get(str(model_name).lower())
     shipped = nearest_name(model_name, shipped_names(), likeness=0.8)
     if found is None and shipped is not None:

@@ -1,14 +1,8 @@
 """Pretrained weights without a network: from a local Hugging Face folder, or from a model already in memory.
 
-TransformerLens knows how to turn a Hugging Face config and its weights into a ``HookedTransformerConfig`` and a state
-dict, but its own entry point goes through the official name: it fetches the config from the hub even when the weights
-are given, and any path that contains "llama", "gemma", "bert", "t5" ... takes hard-coded sizes or another model class.
-
-Here the user's name never reaches those branches. The config is written alone into a temporary folder with a neutral name,
-TransformerLens' ``get_pretrained_model_config`` reads it there, and its ``get_pretrained_state_dict`` converts the weights of
-a model that is already loaded. What the loader would misread or silently drop (a rotary base, an MLP width, attention biases,
-a rotary scaling, a sliding window) is corrected if ``HookedTransformer`` supports it and otherwise raises an error that names
-it (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result with transformers' own model.
+The configuration is translated and the weights are renamed by the table in :mod:`kvlens.base.families`. A field that would be
+ignored raises an error that names it (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result
+with transformers' own model.
 Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
 and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
 
@@ -25,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvlens._tl import HookedTransformerConfig, loading
 from kvlens.arguments import check_device, path_of
+from kvlens.base import HookedTransformerConfig
+from kvlens.base.loading import official_names
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, brief
@@ -58,7 +53,7 @@ class PretrainedParts(NamedTuple):
     """Everything needed to build a ``HookedTransformer``.
 
     Attributes:
-        cfg: TransformerLens' own config; ``tokenizer_name`` is None when there is no tokenizer.
+        cfg: the configuration; ``tokenizer_name`` is None when there is no tokenizer.
         state_dict: weights under ``HookedTransformer``'s names, before any folding or centring, all floating tensors in
             the asked dtype, detached. They may share memory with the Hugging Face model: copy before writing into them.
         tokenizer: ready for ``HookedTransformer(cfg, tokenizer=...)`` without a network, or None.
@@ -97,10 +92,10 @@ def load_pretrained_parts(
     Args:
         model_name: a Hugging Face folder (``config.json``, weights, possibly a tokenizer); with ``hf_model`` any name.
         hf_model: a loaded causal language model; its weights and config are used, and it is not changed.
-        tokenizer: used instead of the folder's. It is copied, and the copy prepends BOS, as TransformerLens requires.
+        tokenizer: used instead of the folder's. It is copied, and the copy prepends BOS, as models expect.
             Without one, an official name uses its tokenizer from the local Hugging Face cache if it fits.
         dtype: dtype of the config and of all floating weights; a torch dtype or its name.
-        device: device in the config (None: TransformerLens chooses); the weights are not moved.
+        device: device in the config (None: a GPU if there is one); the weights are not moved.
         n_devices: number of devices in the config.
         fold_ln: whether the layer norms will be folded (the config then has ``LNPre`` or ``RMSPre``).
         default_prepend_bos: overrides the architecture's own default.
@@ -128,7 +123,7 @@ def load_pretrained_parts(
             "or hf_model=, or load it by name with from_pretrained."
         )
     source: Any = folder if hf_model is None else hf_model
-    official = None if folder else loading.make_model_alias_map().get(str(model_name).lower())
+    official = None if folder else official_names().get(str(model_name).lower())
     ensure("from_pretrained: verify", bool | None, verify)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -147,9 +142,7 @@ def load_pretrained_parts(
             )
         cfg, state_dict, checkpoint, trial = *_convert_baichuan_m1(source, config, from_pretrained_kwargs, options), None
     else:
-        cfg, state_dict, checkpoint, trial = _convert_by_transformer_lens(
-            source, official, from_pretrained_kwargs, options, verify
-        )
+        cfg, state_dict, checkpoint, trial = _convert_by_family(source, official, from_pretrained_kwargs, options, verify)
     cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     shift = import_shift_coefficients(checkpoint)
     shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
@@ -166,14 +159,14 @@ def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
     return read_json_config(source)
 
 
-def _convert_by_transformer_lens(
+def _convert_by_family(
     source: Path | PreTrainedModel,
     official: str | None,
     kwargs: dict[str, Any],
     options: dict[str, Any],
     verify: bool | None,
 ) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor], Trial | None]:
-    """Configuration and weights through transformers and TransformerLens, the tensors that may hold a KV shift, and a trial."""
+    """Configuration and weights by the table of families, the tensors that may hold a KV shift, and a trial."""
     if isinstance(source, PreTrainedModel):
         hf_model, checkpoint = source, source.state_dict()
     else:
@@ -197,7 +190,7 @@ def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tenso
     if any(map(is_shift_coefficient, checkpoint)):
         return "transformers passes over the shift coefficients of this checkpoint"
     if cfg.num_experts and cfg.dtype not in (torch.float32, torch.float64):
-        return f"TransformerLens cannot run experts in {cfg.dtype}"
+        return f"experts in {cfg.dtype} round differently"
     return None
 
 
@@ -215,7 +208,7 @@ def _is_small(hf_model: PreTrainedModel) -> bool:
 def _convert_baichuan_m1(
     source: Path | PreTrainedModel, config: dict[str, Any], kwargs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
-    """As :func:`_convert_by_transformer_lens`, by kvlens' own translation: transformers does not know the architecture."""
+    """As :func:`_convert_by_family`, by kvlens' own translation: transformers does not know the architecture."""
     _refuse_without_effect(kwargs, "a Baichuan-M1 checkpoint")
     cfg = baichuan_m1_config(config, **options)
 

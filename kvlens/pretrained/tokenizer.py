@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kvlens._tl import HookedTransformerConfig
+from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular_files
 

@@ -13,7 +13,8 @@ from timing import check_close, medians, verdict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, convert_prompt
-from kvlens._tl import HookedTransformer, HookedTransformerConfig, TransformerLensKeyValueCache
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 
 SIZES = dict(n_layers=4, d_model=512, d_head=64)
 SMALL = dict(n_layers=2, d_model=64, d_head=16)

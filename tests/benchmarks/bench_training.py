@@ -13,7 +13,7 @@ import torch
 from timing import check_close, medians, verdict
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
-from kvlens._tl import HookedTransformer, HookedTransformerConfig, without_deprecation_warning
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.training import TrainSettings
 from kvlens.training.run import build_optimizer
 
@@ -39,8 +39,7 @@ def step_of(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
 def compare(name: str, settings: dict, sizes: dict[str, int], n_pos: int, n_tokens: int, bound: float, repeats: int) -> None:
     """Time ``HookedKVTransformer`` with ``settings`` against plain TransformerLens, in turn."""
     common = {**COMMON, **sizes, "n_ctx": n_pos}
-    with without_deprecation_warning():
-        plain = HookedTransformer(HookedTransformerConfig(**common))
+    plain = HookedTransformer(HookedTransformerConfig(**common))
     ours = HookedKVTransformer(HookedKVTransformerConfig(**common, **settings))
     tokens = torch.randint(0, 1000, (n_tokens // n_pos, n_pos), generator=torch.Generator().manual_seed(0))
     check(plain, ours, tokens[:, :32])

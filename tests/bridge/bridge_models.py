@@ -1,7 +1,6 @@
 """Tiny random models of Transformers' own classes, with sizes that differ and weights large enough for a prompt to matter."""
 
 import copy
-from importlib.metadata import version
 
 import torch
 import transformers as tf
@@ -9,8 +8,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-TRANSFORMER_LENS_3 = version("transformer-lens").startswith("3.")
-NEEDS_HOOKED_TRANSFORMER = "TransformerLens 4 is installed, which has no HookedTransformer to compare with"
 D_VOCAB = 53
 N_CTX = 96
 WINDOW = 6

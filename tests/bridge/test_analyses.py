@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, rounding_in_nats, rounding_of, some_tokens, tiny
+from bridge_models import rounding_in_nats, rounding_of, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
@@ -23,8 +23,6 @@ def without_gradients():
 @pytest.fixture(scope="module")
 def both_front_ends(tmp_path_factory):
     """A GPT-2 in float64, from one folder."""
-    if not TRANSFORMER_LENS_3:
-        pytest.skip(NEEDS_HOOKED_TRANSFORMER)
     folder = tmp_path_factory.mktemp("gpt2")
     tiny("gpt2").double().save_pretrained(folder)
     hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)

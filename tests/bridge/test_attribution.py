@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 from bridge_models import (
-    NEEDS_HOOKED_TRANSFORMER,
-    TRANSFORMER_LENS_3,
     place_of,
     rounding_in_nats,
     rounding_of,
@@ -40,8 +38,6 @@ def without_gradients():
 @pytest.fixture(scope="module")
 def both_front_ends(tmp_path_factory):
     """A GPT-2 in float64, from one folder."""
-    if not TRANSFORMER_LENS_3:
-        pytest.skip(NEEDS_HOOKED_TRANSFORMER)
     folder = tmp_path_factory.mktemp("gpt2")
     tiny("gpt2").double().save_pretrained(folder)
     as_they_are = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)

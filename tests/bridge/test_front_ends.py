@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, some_tokens, tiny
+from bridge_models import some_tokens, tiny
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses
 from kvlens.analyses import front_ends
@@ -51,7 +51,6 @@ def test_an_analysis_runs_or_says_why_not(model, name):
             assert reason in str(refused.value) and model.cfg.architecture in str(refused.value)
 
 
-@pytest.mark.skipif(not TRANSFORMER_LENS_3, reason=NEEDS_HOOKED_TRANSFORMER)
 def test_the_hooked_model_says_why_it_has_no_states():
     model = HookedKVTransformer.from_zoo("bigram-linear")
     with pytest.raises(

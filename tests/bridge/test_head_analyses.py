@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import NEEDS_HOOKED_TRANSFORMER, TRANSFORMER_LENS_3, place_of, rounding_in_nats, some_tokens, tiny
+from bridge_models import place_of, rounding_in_nats, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
@@ -24,8 +24,6 @@ def without_gradients():
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def both(request, tmp_path_factory):
     """One model in float64 on both front ends, and how far their tables may differ."""
-    if not TRANSFORMER_LENS_3:
-        pytest.skip(NEEDS_HOOKED_TRANSFORMER)
     folder = tmp_path_factory.mktemp(request.param)
     tiny(request.param).double().save_pretrained(folder)
     hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens.base import Attention
 from kvlens.components import KVAttention
 
 SIZES = dict(n_layers=2, n_heads=4, d_model=24, d_head=6, n_ctx=40, d_vocab=17, act_fn="gelu", seed=0, device="cpu")
@@ -20,8 +21,8 @@ KINDS = {
 def test_one_forward_serves_every_kind(kind):
     attn = HookedKVTransformer(HookedKVTransformerConfig(**SIZES, **KINDS[kind])).blocks[0].attn
     ours = [c for c in type(attn).__mro__ if c.__module__.startswith("kvlens.")]
-    assert [c for c in ours if "forward" in vars(c)] == [KVAttention]
-    assert len(ours) == 2  # with key-value heads of its own or grouped; then TransformerLens' classes
+    assert [c for c in ours if "forward" in vars(c)] == [KVAttention, Attention]
+    assert len(ours) == (4 if attn.cfg.n_key_value_heads else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

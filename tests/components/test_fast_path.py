@@ -5,7 +5,7 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVShiftConfig, convert_prompt
-from kvlens._tl import GatedMLP, TransformerBlock, Unembed
+from kvlens.base import GatedMLP, TransformerBlock, Unembed
 from kvlens.components import block
 from kvlens.components.projections import NO_COPY_ROWS, project_heads
 

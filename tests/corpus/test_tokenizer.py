@@ -82,7 +82,7 @@ def test_a_folder_restores_the_same_tokenizer(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TransformerLens 3.9 announces 4.0 at each construction
 @pytest.mark.parametrize("origin", ["memory", "folder since deleted", "AutoTokenizer"])
 def test_transformer_lens_takes_it_offline(origin, tmp_path):
-    from kvlens._tl import HookedTransformer, HookedTransformerConfig
+    from kvlens.base import HookedTransformer, HookedTransformerConfig
 
     tokenizer = TOKENIZER
     if origin != "memory":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
-from kvlens._tl import HookedTransformer, HookedTransformerConfig
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", device="cpu", seed=3)
 

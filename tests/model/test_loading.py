@@ -10,7 +10,7 @@ from tiny_hf import KINDS as ALL_KINDS
 from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
-from kvlens._tl import HookedTransformer
+from kvlens.base import HookedTransformer
 from kvlens.files import checksum_of_json
 from kvlens.pretrained import load_pretrained_parts
 

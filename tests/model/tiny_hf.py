@@ -24,6 +24,24 @@ _GPTJ = {"n_embd": 24, "n_layer": N_LAYERS, "n_head": 3, "rotary_dim": 4, "n_pos
 _NEOX_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.25}}
 _NEOX = {**_WIDE, "hidden_size": 40, "num_attention_heads": 5, "intermediate_size": 37, **_NEOX_ROPE}
 
+_GEMMA = {**_GQA, "head_dim": 10, "hidden_size": 24}
+_GEMMA_2 = {**_GEMMA, "query_pre_attn_scalar": 7, "sliding_window": 5}
+_GEMMA_3_ROPE = {
+    "rope_parameters": {
+        "sliding_attention": _ROPE["rope_parameters"],
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 99.0},
+    }
+}
+_GPT_OSS_ROPE = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1234.0,
+        "original_max_position_embeddings": 8,
+        "truncate": False,
+    }
+}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 20, "n_layer": N_LAYERS, "n_head": 5, "n_positions": N_CTX, "n_ctx": N_CTX}),
     "gpt2_n_inner": ("GPT2", {"n_embd": 20, "n_layer": N_LAYERS, "n_head": 5, "n_positions": N_CTX, "n_inner": 33}),
@@ -44,6 +62,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_MOE, "num_local_experts": 3}),
     "olmoe": ("Olmoe", {**_MOE, "num_experts": 3}),
     "olmo3": ("Olmo3", {**_GQA, "sliding_window": 5}),
+    "gemma": ("Gemma", {**_GEMMA, **_ROPE}),
+    "gemma_2": ("Gemma2", {**_GEMMA_2, **_ROPE}),
+    "gemma_3": ("Gemma3", {**_GEMMA_2, **_GEMMA_3_ROPE}),
+    "olmo": ("Olmo", {**_GQA, **_ROPE, "num_key_value_heads": 6, "clip_qkv": 0.8}),
+    "olmo2": ("Olmo2", {**_GQA, **_ROPE, "num_key_value_heads": 6}),
+    "phi": (
+        "Phi",
+        {**_GQA, "num_key_value_heads": 6, "rope_parameters": {**_ROPE["rope_parameters"], "partial_rotary_factor": 0.5}},
+    ),
+    "gptoss": ("GptOss", {**_MOE, **_GPT_OSS_ROPE, "num_local_experts": 3, "head_dim": 8, "sliding_window": 5}),
     "apertus": ("Apertus", {**_GQA, **_ROPE}),
 }
 """Kind -> (prefix of the transformers classes, config arguments)."""
@@ -59,7 +87,9 @@ def tiny_hf_model(kind: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """
     prefix, arguments = KINDS[kind]
     special = {"vocab_size": D_VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    hf_config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy({**arguments, **special, **config}))
+    hf_config = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")(
+        **copy.deepcopy({**arguments, **special, **config})
+    )
     name = f"{prefix}LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     with torch.random.fork_rng(devices=[]):
         model = getattr(transformers, name)(hf_config).eval()

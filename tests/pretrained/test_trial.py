@@ -17,8 +17,8 @@ KINDS = ["gpt2", "neox", "llama", "bloom", "mixtral", "olmo3"]
 @pytest.fixture
 def wrong_eps(monkeypatch):
     """A field that is forgotten: the norms keep another epsilon than the configuration's."""
-    corrections = translation._corrections
-    monkeypatch.setattr(translation, "_corrections", lambda *args: {**corrections(*args), "eps": 0.01})
+    translate = translation.translate
+    monkeypatch.setattr(translation, "translate", lambda *args: {**translate(*args), "eps": 0.01})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
-"""Translation of transformers 5's ``rope_parameters`` into the fields of TransformerLens' configuration.
+"""Translation of transformers 5's ``rope_parameters`` into the fields of our configuration.
 
-``rope_parameters`` is one dict, or one for each type of layer ("full_attention", "sliding_attention"). TransformerLens has
+``rope_parameters`` is one dict, or one for each type of layer ("full_attention", "sliding_attention"). Our configuration has
 one set of fields, with another base for layers of local attention; it scales by "linear" in global layers only, by "yarn" in
 all layers or in global ones, by "llama3" in all. Anything else ("dynamic", "longrope", "proportional") raises an error.
 """
@@ -10,24 +10,32 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvlens.pretrained.fields import refused
+from kvlens.errors import KVLensError
 
-PARTIAL = ("GPTNeoXForCausalLM", "Phi3ForCausalLM")
+PARTIAL = ("GPTNeoXForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM")
 """Architectures whose heads may be rotated in part; the others do not read ``partial_rotary_factor``."""
 LAYER_TYPES = {"global": "full_attention", "local": "sliding_attention"}
 
 
+def refused(architecture: str, name: str, value: Any, why: str) -> KVLensError:
+    """The error for a field of a configuration whose value cannot be honored."""
+    return KVLensError(
+        f"from_pretrained: this {architecture} has {name}={value!r} in its configuration, which HookedTransformer does not "
+        f"compute: {why}"
+    )
+
+
 def rotary_fields(hf_config: Any, architecture: str, attn_types: set[str], d_head: int) -> dict[str, Any]:
-    """The fields of TransformerLens' configuration that say ``hf_config.rope_parameters``; none where there are none.
+    """The fields of our configuration that say ``hf_config.rope_parameters``; none where there are none.
 
     Args:
         hf_config: of a model with rotary positions.
         architecture: its name.
-        attn_types: of the model's layers, in TransformerLens' words: "global", "local" or both.
+        attn_types: of the model's layers, in our words: "global", "local" or both.
         d_head: of a head.
 
     Raises:
-        KVLensError: a kind of scaling, or of parameters per layer, that TransformerLens does not compute.
+        KVLensError: a kind of scaling, or of parameters per layer, that our model does not compute.
     """
     given = getattr(hf_config, "rope_parameters", None)
     if not given:  # GPT-J has none: rotary_dim is a field of its own, and the base is fixed

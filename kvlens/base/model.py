@@ -1,0 +1,342 @@
+"""HookedTransformer: a decoder with a hook point on every activation.
+
+kvlens' own class of TransformerLens 3's model, on every release: the same hook points, parameters, configuration and methods,
+and for the same weights the same numbers to the bit. TransformerLens 3.9 has a class of this name, from which this one is then
+derived, so that ``isinstance`` holds; none of its code runs. TransformerLens 4 has none, and provides what both releases share:
+hook points and caches of activations, the decode cache, weight processing and sampling.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import USE_DEFAULT_VALUE, get_dataset, get_device_for_block_index, lm_cross_entropy_loss
+from transformer_lens.utilities.activation_functions import apply_softcap
+
+from kvlens.base.block import TransformerBlock
+from kvlens.base.config import HookedTransformerConfig
+from kvlens.base.embedding import Embed, PosEmbed, Unembed
+from kvlens.base.generation import Generates
+from kvlens.base.loading import Loads
+from kvlens.base.norm import final_norm
+from kvlens.base.text import ReadsText
+from kvlens.base.weights import HasWeights
+from kvlens.dtypes import dtype_of, is_dtype
+from kvlens.errors import KVLensError, brief
+
+try:
+    from transformer_lens import HookedTransformer as _Parent
+except ImportError:  # TransformerLens 4
+    _Parent = HookedRootModule  # type: ignore[misc, assignment]
+
+RETURNS = ("logits", "loss", "both", None)
+DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
+    ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
+)
+"""Samples of what models were trained on, by architecture."""
+ON_REQUEST = {
+    "hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+"""Hook points that fire only if the configuration asks for what they show."""
+
+
+class Output(NamedTuple):
+    """What a pass with ``return_type="both"`` returns."""
+
+    logits: Float[Tensor, "batch pos d_vocab_out"]
+    loss: Tensor
+
+
+class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # type: ignore[misc, valid-type]
+    """A decoder: embedding, blocks, norm, unembedding.
+
+    Args:
+        cfg: a configuration, this package's or TransformerLens', or a dict of its fields.
+        tokenizer: a loaded tokenizer of transformers; None loads ``cfg.tokenizer_name`` if that is given.
+        move_to_device: put the model on ``cfg.device``.
+        default_padding_side: "left" or "right"; None keeps the tokenizer's own.
+    """
+
+    positions: tuple[str, ...] = ("standard", "rotary", "shortformer", "alibi")
+    """Kinds of positions that this class computes."""
+
+    def __init__(self, cfg: Any, tokenizer: Any = None, move_to_device: bool = True, default_padding_side: str | None = None):
+        HookedRootModule.__init__(self)
+        self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
+        self._check(cfg)
+        self.tokenizer, self.dataset = None, None
+        tokenizer = tokenizer if tokenizer is not None or cfg.tokenizer_name is None else self.tokenizer_by_name(cfg)
+        if tokenizer is not None:
+            self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
+        if cfg.d_vocab == -1:
+            raise KVLensError("d_vocab: give the number of tokens, or a tokenizer")
+        self.embed, self.hook_embed = Embed(cfg), HookPoint()
+        pos_embed = self.build_pos_embed()
+        if pos_embed is not None:
+            self.pos_embed, self.hook_pos_embed = pos_embed, HookPoint()
+        if cfg.use_hook_tokens:
+            self.hook_tokens = HookPoint()
+        self.blocks = nn.ModuleList(self.build_block(layer) for layer in range(cfg.n_layers))
+        if cfg.normalization_type is not None:
+            self.ln_final = final_norm(cfg)
+        self.unembed = self.build_unembed()
+        if cfg.init_weights:
+            self.init_weights()
+        if move_to_device:
+            self.move_model_modules_to_device()
+        self.setup()
+
+    def _check(self, cfg: Any) -> None:
+        if cfg.positional_embedding_type not in self.positions:
+            raise KVLensError(
+                f"positional_embedding_type: expected one of {', '.join(self.positions)}, got {cfg.positional_embedding_type!r}"
+            )
+        if cfg.load_in_4bit:
+            raise KVLensError("load_in_4bit: weights of 4 bits run in transformers' own model: see kvlens.KVTransformerBridge")
+
+    def build_pos_embed(self) -> nn.Module | None:
+        """What embeds positions; None where nothing is added to the stream."""
+        return None if self.cfg.positional_embedding_type == "rotary" else PosEmbed(self.cfg)
+
+    def build_block(self, layer: int) -> nn.Module:
+        """A new layer."""
+        return TransformerBlock(self.cfg, layer)
+
+    def build_unembed(self) -> nn.Module:
+        """The unembedding."""
+        return Unembed(self.cfg)
+
+    def check_hooks_to_add(self, hook_point: Any, hook_point_name: str, *args: Any, **kwargs: Any) -> None:
+        """Raise KVLensError for a hook point that the configuration keeps from firing."""
+        setting = ON_REQUEST.get(hook_point_name.rpartition(".")[2])
+        if setting is not None and not getattr(self.cfg, setting):
+            raise KVLensError(f"the hook point {hook_point_name} fires only with {setting}: call model.set_{setting}(True)")
+
+    def get_pos_offset(self, past_kv_cache: TransformerLensKeyValueCache | None, batch_size: int) -> int:
+        """The number of positions in a decode cache, which must be for this batch and model."""
+        if past_kv_cache is None:
+            return 0
+        batch, past, *head = past_kv_cache[0].past_keys.shape
+        if batch != batch_size or head != [self.cfg.n_key_value_heads or self.cfg.n_heads, self.cfg.d_head]:
+            raise KVLensError(
+                f"past_kv_cache holds {batch} texts with heads {head}; the input has {batch_size}, the model "
+                f"{[self.cfg.n_key_value_heads or self.cfg.n_heads, self.cfg.d_head]}"
+            )
+        return past
+
+    def get_residual(
+        self,
+        embed: Float[Tensor, "batch pos d_model"],
+        pos_offset: int,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        attention_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        return_shortformer_pos_embed: bool = True,
+        device: Any = None,
+    ) -> Any:
+        """The stream before the first layer, from embeddings at positions from ``pos_offset`` on.
+
+        And, unless ``return_shortformer_pos_embed`` is False, the positions that shortformer adds inside each layer, or None.
+        """
+        residual, positions, kind = embed, None, self.cfg.positional_embedding_type
+        if kind != "alibi" and hasattr(self, "pos_embed"):
+            positions = self.hook_pos_embed(self.pos_embed(embed[..., 0], pos_offset, attention_mask))
+            residual, positions = (embed, positions) if kind == "shortformer" else (embed + positions, None)
+        return (residual, positions) if return_shortformer_pos_embed else residual
+
+    def input_to_embed(
+        self,
+        input: str | list[str] | Int[Tensor, "*batch pos"],  # noqa: A002
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The stream before the first layer, tokens, shortformer's positions, and the mask, earlier tokens included.
+
+        A mask is made where one is needed: for rows padded on the left, and with a cache.
+        """
+        tokens = self.to_tokens(input, prepend_bos, padding_side) if isinstance(input, (str, list)) else input
+        tokens = tokens if tokens.dim() > 1 else tokens[None]
+        tokens = tokens.to(self.device_of_layer(0))
+        is_left = self.tokenizer is not None and self.pads_on(padding_side) == "left"
+        if attention_mask is None and (is_left or past_kv_cache is not None):
+            attention_mask = self.mask_of(tokens, prepend_bos, padding_side)
+        if attention_mask is not None:
+            if attention_mask.shape != tokens.shape:
+                raise KVLensError(
+                    f"attention_mask: expected a value per token, {list(tokens.shape)}, got {list(attention_mask.shape)}"
+                )
+            attention_mask = attention_mask.to(tokens.device)
+            if past_kv_cache is not None:
+                attention_mask = past_kv_cache.append_attention_mask(attention_mask)
+        past = self.get_pos_offset(past_kv_cache, tokens.shape[0])
+        if self.cfg.use_hook_tokens:
+            tokens = self.hook_tokens(tokens)
+        embedded = self.hook_embed(self.embed(tokens))
+        residual, positions = self.get_residual(embedded, past, prepend_bos, attention_mask, tokens)
+        return residual, tokens, positions, attention_mask
+
+    def forward(
+        self,
+        input: Any,  # noqa: A002
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
+        start_at_layer: int | None = None,
+        tokens: Int[Tensor, "batch pos"] | None = None,
+        shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
+        attention_mask: Tensor | None = None,
+        stop_at_layer: int | None = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
+    ) -> Any:
+        """One pass.
+
+        Args:
+            input: a string, strings, token ids [pos] or [batch, pos]; with ``start_at_layer`` the stream before that layer.
+            return_type: "logits", "loss" (of the next token, in nats), "both" (an :class:`Output`), or None for nothing.
+            loss_per_token: the loss of each token, [batch, pos - 1], instead of the mean.
+            prepend_bos, padding_side: as in ``to_tokens``.
+            start_at_layer: skip the embedding and the layers before this one; counted from the end if negative.
+            tokens: the text, if a loss is asked for with ``start_at_layer``.
+            shortformer_pos_embed: positions, for a shortformer model with ``start_at_layer``.
+            attention_mask: 1 at real tokens. Made as in :meth:`input_to_embed` if not given.
+            stop_at_layer: return the stream before this layer; counted from the end if negative.
+            past_kv_cache: what came before; the new keys and values are stored in it unless it is frozen.
+        """
+        if return_type not in RETURNS:
+            raise KVLensError(f"forward: return_type must be one of {RETURNS}, got {return_type!r}")
+        if start_at_layer is None:
+            read = self.input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
+            residual, tokens, shortformer_pos_embed, attention_mask = read
+        elif isinstance(input, Tensor):
+            residual = input
+        else:
+            raise KVLensError(f"forward: start_at_layer needs the stream [batch, pos, d_model], got {brief(input)}")
+        for layer in range(self.cfg.n_layers)[start_at_layer:stop_at_layer]:
+            device = self.device_of_layer(layer)
+            residual = self.blocks[layer](
+                residual.to(device),
+                past_kv_cache_entry=None if past_kv_cache is None else past_kv_cache[layer],
+                shortformer_pos_embed=None if shortformer_pos_embed is None else shortformer_pos_embed.to(device),
+                attention_mask=attention_mask,
+            )
+        if stop_at_layer is not None:
+            return residual
+        if self.cfg.normalization_type is not None:
+            residual = self.ln_final(residual)
+        if return_type is None:
+            return None
+        logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
+        if return_type == "logits":
+            return logits
+        if tokens is None:
+            raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
+        loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
+        return loss if return_type == "loss" else Output(logits, loss)
+
+    def loss_fn(
+        self,
+        logits: Float[Tensor, "batch pos d_vocab_out"],
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """Cross entropy of the next token, in nats: the mean over real tokens, or of each."""
+        return lm_cross_entropy_loss(logits, tokens.to(logits.device), attention_mask, per_token)
+
+    def run_with_cache(
+        self, *model_args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """A pass and its activations, as an ``ActivationCache`` or, with ``return_cache_object=False``, a dict."""
+        out, cache = HookedRootModule.run_with_cache(self, *model_args, remove_batch_dim=remove_batch_dim, **kwargs)
+        return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim) if return_cache_object else cache
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Whether ``hook_result`` shows each head's output, in memory that grows with the heads."""
+        self.cfg.use_attn_result = use_attn_result
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Whether ``hook_q_input``, ``hook_k_input``, ``hook_v_input`` show the inputs of each head's projections."""
+        self.cfg.use_split_qkv_input = use_split_qkv_input
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Whether ``hook_mlp_in`` shows the input of each MLP."""
+        if self.cfg.attn_only:
+            raise KVLensError("set_use_hook_mlp_in: this model has no MLPs")
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Whether ``hook_attn_in`` shows the input of each head."""
+        if self.cfg.n_key_value_heads is not None:
+            raise KVLensError("set_use_attn_in: grouped heads share inputs of keys and values; use set_use_split_qkv_input")
+        self.cfg.use_attn_in = use_attn_in
+
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Whether keys and values are computed for every query head."""
+        self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
+
+    def device_of_layer(self, layer: int) -> torch.device:
+        """Where a layer is: ``cfg.device``, or one of several GPUs."""
+        return get_device_for_block_index(layer, self.cfg)
+
+    def move_model_modules_to_device(self) -> None:
+        """Put embeddings and layers where :meth:`device_of_layer` says, norm and unembedding with the last layer."""
+        first, last = self.device_of_layer(0), self.device_of_layer(max(self.cfg.n_layers - 1, 0))
+        for name, module in self.named_children():
+            if name != "blocks":
+                module.to(last if name in ("ln_final", "unembed") else first)
+        for layer, block in enumerate(self.blocks):
+            block.to(self.device_of_layer(layer))
+
+    def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True) -> Any:  # type: ignore[override]
+        """Move the model to a device, or round or widen its weights to a dtype (or its name); the configuration follows."""
+        if is_dtype(device_or_dtype):
+            device_or_dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
+        else:
+            self.cfg.device = device_or_dtype.type if isinstance(device_or_dtype, torch.device) else device_or_dtype
+        if print_details:
+            changes = isinstance(device_or_dtype, torch.dtype)
+            print("Changing model dtype to" if changes else "Moving model to device: ", device_or_dtype)
+        return nn.Module.to(self, device_or_dtype)
+
+    def cuda(self, device: int | torch.device | None = None) -> Any:
+        """:meth:`to` a GPU, by its number or the current one."""
+        return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
+
+    def cpu(self) -> Any:
+        """:meth:`to` the CPU."""
+        return self.to(torch.device("cpu"))
+
+    def mps(self) -> Any:
+        """:meth:`to` Apple's GPU."""
+        return self.to(torch.device("mps"))
+
+    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
+        """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
+        name = DATASETS.get(self.cfg.original_architecture or "")
+        if name is None:
+            raise KVLensError(f"load_sample_training_dataset: none is known for {self.cfg.original_architecture}")
+        self.dataset = get_dataset(name, **kwargs)
+        return self.dataset
+
+    def sample_datapoint(
+        self,
+        tokenize: bool = False,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
+    ) -> Any:
+        """A random text of ``dataset``, or its tokens."""
+        dataset = self.dataset if self.dataset is not None else self.load_sample_training_dataset()
+        text = dataset[int(torch.randint(len(dataset), (1,)))]["text"]
+        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text

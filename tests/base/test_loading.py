@@ -1,0 +1,162 @@
+"""Models by name, checkpoints of training, the first models' own format, and what is refused with the name of what runs it."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import constants
+from plain_reference import SIZES, draw_biases, tokens
+from tiny_hf import tiny_hf_model, tiny_tokenizer
+
+from kvlens import KVLensError
+from kvlens.base import HookedTransformer, HookedTransformerConfig, loading
+from kvlens.base.families import FAMILIES
+from kvlens.base.loading import official_names, step_of
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder that stands for Hugging Face's cache; ``hub(name)`` is a model's folder in it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    def folder(name, revision="main"):
+        top = tmp_path / f"models--{name.replace('/', '--')}"
+        commit = str(len(list((top).glob("snapshots/*")))) * 40
+        (top / "refs").mkdir(parents=True, exist_ok=True)
+        (top / "refs" / revision).write_text(commit)
+        made = top / "snapshots" / commit
+        made.mkdir(parents=True)
+        return made
+
+    return folder
+
+
+def test_a_name_is_loaded_with_its_tokenizer_and_at_a_step_of_training(hub):
+    for revision, seed in (("main", 0), ("step512", 1)):
+        tiny_hf_model("neox", seed=seed).save_pretrained(folder := hub("EleutherAI/pythia-70m", revision))
+        tiny_tokenizer().save_pretrained(folder)
+    last = HookedTransformer.from_pretrained("pythia-70m", device="cpu")
+    early = HookedTransformer.from_pretrained("pythia-70m", device="cpu", checkpoint_value=512)
+    assert last.tokenizer.decode(last.to_tokens("the cat")[0]) == "the cat"
+    assert (last.cfg.model_name, early.cfg.checkpoint_value, last.cfg.from_checkpoint) == ("pythia-70m", 512, False)
+    assert not torch.equal(last.W_E, early.W_E)
+    by_number = HookedTransformer.from_pretrained_no_processing("pythia-70m", device="cpu", checkpoint_index=10)
+    assert by_number.cfg.checkpoint_value == 512
+    assert by_number.cfg.normalization_type == "LN"
+    own = tiny_hf_model("neox", seed=1)
+    text = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(by_number(text), own(text).logits, rtol=0, atol=1e-5)  # sums of 40 terms of size 1
+
+
+def test_steps_are_those_that_are_public():
+    assert step_of("EleutherAI/pythia-70m", 3, None) == 4
+    assert step_of("EleutherAI/pythia-70m-v0", 0, None) == 1000
+    assert step_of("stanford-crfm/alias-gpt2-small-x21", -1, None) == 400000
+    for name, step in (("EleutherAI/pythia-70m", 3), ("gpt2", 1), ("EleutherAI/pythia-70m-v0", 512)):
+        with pytest.raises(KVLensError, match="has no checkpoint|no checkpoints"):
+            step_of(name, None, step)
+
+
+@pytest.mark.parametrize(("form", "n_layers"), [("neel", 2), ("neel-solu-old", 2), ("neel-solu-old", 7), ("mingpt", 2)])
+def test_models_in_their_authors_own_format(hub, monkeypatch, form, n_layers):
+    """Written in each form by the inverse of what the form's description says, and read back."""
+    model = HookedTransformer(HookedTransformerConfig(**{**SIZES, "n_layers": n_layers, "act_fn": "gelu"}))
+    draw_biases(model)
+    model.unembed.b_U.data.zero_()  # minGPT has none
+    weights = {name: w.clone() for name, w in model.state_dict().items() if not name.endswith(("mask", "IGNORE"))}
+    name = "Baidicoot/Othello-GPT-Transformer-Lens" if form == "mingpt" else "NeelNanda/SoLU_2L_v10_old"
+    folder = hub(name)
+    kept = ("n_layers", "d_model", "d_head", "n_heads", "n_ctx", "d_vocab", "d_mlp", "act_fn", "attn_only", "final_rms")
+    config = {key: getattr(model.cfg, key) for key in kept} | {"architecture": form, "normalization": "LN"}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(
+        {"neel": lambda w, n: w, "neel-solu-old": as_first_solu, "mingpt": as_mingpt}[form](weights, n_layers),
+        folder / "final.pth",
+    )
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: ["config.json", "final.pth"])
+    read = HookedTransformer.from_pretrained_no_processing(name, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(read(tokens(2, 7)), model(tokens(2, 7)))
+
+
+def as_first_solu(weights, n_layers):
+    renamed = {name.replace("ln_final.", "ln.").replace("ln", "norm"): w for name, w in weights.items()}
+    return {
+        name: w.transpose(-2, -1).contiguous() if "W_" in name and n_layers <= (8 if "W_pos" in name else 6) else w
+        for name, w in renamed.items()
+    }
+
+
+def as_mingpt(weights, n_layers):
+    made = {
+        "tok_emb.weight": weights["embed.W_E"],
+        "pos_emb": weights["pos_embed.W_pos"][None],
+        "head.weight": weights["unembed.W_U"].T,
+    }
+    made |= {"ln_f.weight": weights["ln_final.w"], "ln_f.bias": weights["ln_final.b"]}
+    for layer in range(n_layers):
+        of = {name.removeprefix(f"blocks.{layer}."): w for name, w in weights.items() if name.startswith(f"blocks.{layer}.")}
+        new = {f"{norm}.{kind}": of[f"{norm}.{kind[0]}"] for norm in ("ln1", "ln2") for kind in ("weight", "bias")}
+        for letter, name in (("Q", "query"), ("K", "key"), ("V", "value")):
+            new[f"attn.{name}.weight"] = of[f"attn.W_{letter}"].transpose(1, 2).flatten(0, 1)
+            new[f"attn.{name}.bias"] = of[f"attn.b_{letter}"].flatten()
+        new |= {"attn.proj.weight": of["attn.W_O"].flatten(0, 1).T, "attn.proj.bias": of["attn.b_O"]}
+        new |= {"mlp.0.weight": of["mlp.W_in"].T, "mlp.0.bias": of["mlp.b_in"]}
+        new |= {"mlp.2.weight": of["mlp.W_out"].T, "mlp.2.bias": of["mlp.b_out"]}
+        made |= {f"blocks.{layer}.{name}": w.contiguous() for name, w in new.items()}
+    return made
+
+
+def test_what_is_not_computed_here_is_refused_with_what_computes_it(hub, tmp_path):
+    with pytest.raises(KVLensError, match="KVTransformerBridge"):
+        HookedTransformer.from_pretrained("gpt2", load_in_4bit=True)
+    with pytest.raises(KVLensError, match="code of its own, which is not run.*KVTransformerBridge"):
+        HookedTransformer.from_pretrained("Qwen/Qwen-1_8B")
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(KVLensError, match="gpt2 is a Linear, which .*KVTransformerBridge"):
+        HookedTransformer.from_pretrained("gpt2", hf_model=other)
+    with pytest.raises(KVLensError, match="did you mean 'pythia-70m'"):
+        HookedTransformer.from_pretrained("pythia-70n")
+
+
+def test_missing_weights_are_an_error_and_missing_biases_are_zero():
+    model = HookedTransformer(HookedTransformerConfig(**SIZES))
+    weights = {name: w for name, w in model.state_dict().items() if "b_" not in name}
+    before = model(tokens(2, 7))
+    model.load_and_process_state_dict(dict(weights), fold_ln=False, center_writing_weights=False, center_unembed=False)
+    assert torch.equal(model(tokens(2, 7)), before)
+    for name in ("embed.W_E", "blocks.1.attn.W_K", "blocks.0.mlp.W_out", "blocks.1.ln2.w", "unembed.W_U", "pos_embed.W_pos"):
+        with pytest.raises(KVLensError, match=f"lack 1 that this model needs: .*{name}"):
+            model.load_and_process_state_dict({n: w for n, w in weights.items() if n != name})
+
+
+def test_every_official_name_is_of_a_known_kind_or_refused():
+    """Names stand for families by their beginnings: none is left to a guess."""
+    other = ("bert", "t5", "hubert", "wav2vec2")  # other classes of TransformerLens: encoders, speech
+    kinds = {
+        "GPT2": ("gpt2", "stanford-crfm/", "mGPT", "distilgpt2"),
+        "GPTNeoX": ("stablelm", "pythia", "neox", "redpajama"),
+        "GPTNeo": ("gpt-neo-", "TinyStories"),
+        "GPTJ": ("gpt-j",),
+        "OPT": ("opt-",),
+        "Bloom": ("bloom",),
+        "Llama": ("llama", "Yi-"),
+        "Mistral": ("Mistral",),
+        "Mixtral": ("Mixtral",),
+        "Qwen2": ("Qwen1.5", "Qwen2", "QwQ"),
+        "Qwen3": ("Qwen3",),
+        "Phi": ("phi-",),
+        "Gemma": ("gemma",),
+        "Olmo": ("OLMo",),
+        "Apertus": ("apertus",),
+        "GptOss": ("gpt-oss",),
+    }
+    unknown = [
+        name
+        for name in set(official_names().values())
+        if not any(part.lower() in name.lower() for part in (*sum(kinds.values(), ()), *other))
+        and not name.startswith((*loading.OWN_FORMAT, *loading.OTHER_CODE))
+    ]
+    assert unknown == []
+    assert all(any(architecture.startswith(kind) for architecture in FAMILIES) for kind in kinds)
