@@ -3,12 +3,12 @@
 import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
+from kvlens.analyses.attribution import by_head, flow
+from kvlens.analyses.attribution.explain import Explained
+from kvlens.analyses.attribution.flow import SHIFT_STATE, answer_flow
 
-from analyses import attribution_by_head, attribution_by_position, prompt_attribution
-from analyses.attribution import by_head, flow
-from analyses.attribution.explain import Explained
-from analyses.attribution.flow import SHIFT_STATE, answer_flow
 from kvlens import KVShiftConfig
+from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.components import hidden_tokens_keep_positions
 
 PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
