@@ -1,7 +1,7 @@
-"""``python -m analyses NAME ...``: the same as ``kvlens analyse NAME ...``."""
+"""``python -m analyses NAME ...`` in a clone: the same as ``kvlens analyse NAME ...``."""
 
 import sys
 
-from .batch.script import main
+from kvlens.analyses.batch.script import main
 
 sys.exit(main())

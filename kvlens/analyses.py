@@ -1,26 +1,43 @@
-"""In a clone, ``kvlens.analyses`` is the folder ``analyses`` next to ``kvlens``; a wheel has it in here, and finds it first."""
+"""Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
+Folders are organized by subject: :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
+:mod:`~kvlens.analyses.stream` (the residual stream), :mod:`~kvlens.analyses.prompt` (the predictions),
+:mod:`~kvlens.analyses.dual` (a head as a step of learning); :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
+and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is
+loaded on first use, so that importing the package and showing help are quick.
+
+The modules lie in the folder ``analyses`` beside ``kvlens`` in a clone, and in ``kvlens/analyses`` where a wheel is installed.
+In neither place is there a package ``analyses``: a user's own file or folder of that name is found instead.
+"""
+
+import importlib
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvlens.errors import KVLensError
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...
-
-
-FOLDER = Path(__file__).resolve().parents[1] / "analyses"
 
 if __name__ == "__main__":  # python -m kvlens.analyses
     from kvlens.analyses.batch.script import main
 
     sys.exit(main())
 
-spec = spec_from_file_location(__name__, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)])
-if not (FOLDER / "registry.py").is_file() or spec is None or spec.loader is None:
-    raise KVLensError(f"kvlens.analyses: {FOLDER} is missing, or not the folder that belongs to kvlens; take the whole clone")
-sys.modules[__name__] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules[__name__])
+FOLDERS = (Path(__file__).resolve().with_suffix(""), Path(__file__).resolve().parents[1] / "analyses")
+"""Of a wheel, and of a clone."""
+
+__path__ = [str(folder) for folder in FOLDERS if (folder / "registry.py").is_file()]
+if not __path__:
+    raise KVLensError(f"kvlens.analyses: {FOLDERS[1]} is missing, or not the folder that belongs to kvlens; take the whole clone")
+
+HOMES = importlib.import_module("kvlens.analyses.registry").HOMES
+__all__ = list(HOMES)  # noqa: PLE0605 (a list of names)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOMES])

@@ -17,8 +17,16 @@ from jaxtyping import Float, Int, _decorator
 from tiny_text_model import tiny_text_model
 from torch import Tensor
 
-import analyses
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt, viz
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVBias,
+    KVLensError,
+    KVShiftConfig,
+    analyses,
+    convert_prompt,
+    viz,
+)
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.checks.values import reader_of
 from kvlens.tasks import make_task

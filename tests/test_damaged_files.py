@@ -9,13 +9,13 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from kvlens.analyses.batch.journal import Journal
+from kvlens.analyses.batch.table import read_parquet, to_bytes, write_parquet
+from kvlens.analyses.batch.worker import REFUSED, PromptResult
 from safetensors.torch import load_file, save_file
 from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from analyses.batch.journal import Journal
-from analyses.batch.table import read_parquet, to_bytes, write_parquet
-from analyses.batch.worker import REFUSED, PromptResult
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.files import read_listed
 from kvlens.kv_bias.validation import TENSORS

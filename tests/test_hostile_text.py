@@ -8,8 +8,7 @@ import pytest
 import torch
 from tiny_text_model import PROMPT, tiny_text_model
 
-import analyses
-from kvlens import KVLensError, convert_prompt
+from kvlens import KVLensError, analyses, convert_prompt
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 model = functools.cache(tiny_text_model)

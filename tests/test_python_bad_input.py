@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.work import Resources, Work
 from tiny_hf import tiny_hf_model
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-import analyses
-from analyses.batch.runner import Input, run_batch
-from analyses.batch.work import Resources, Work
 from kvlens import (
     HookedKVTransformer,
     HookedKVTransformerConfig,
     KVBias,
     KVLensError,
     KVShiftConfig,
+    analyses,
     carry_bias,
     convert_prompt,
     viz,

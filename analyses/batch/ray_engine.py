@@ -53,7 +53,7 @@ class RayEngine:
 
     def start(self) -> ActorWorker:
         """Request an actor; it starts when the cluster has resources for it."""
-        actor = self._new(*self._arguments)
+        actor: Any = self._new(*self._arguments)
         return ActorWorker(actor, actor.ready.remote())
 
     def submit(self, worker: ActorWorker, job: Job) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from analyses import induction_heads, induction_verdicts
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens.analyses import induction_heads, induction_verdicts
 
 D_VOCAB = 11
 SHARP = 60.0

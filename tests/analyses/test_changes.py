@@ -7,10 +7,13 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import random_model
+from kvlens.analyses.batch.work import load_analysis
+from kvlens.analyses.declaration import Columns
+from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
 from repeated_models import heads_and_verdicts, two_layer_circuit
 
-import analyses
-from analyses import (
+from kvlens import analyses, convert_prompt
+from kvlens.analyses import (
     ANALYSES,
     bias_ablation,
     bias_by_head,
@@ -21,10 +24,6 @@ from analyses import (
     dual_demonstrations,
     prompt_by_depth,
 )
-from analyses.batch.work import load_analysis
-from analyses.declaration import Columns
-from analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
-from kvlens import convert_prompt
 from kvlens.viz import depth_map
 
 EFFECTS = dict.fromkeys(("effect", "swap", "converse", "whole"), EFFECT)
@@ -58,8 +57,8 @@ def test_the_words_agree():
 
 def test_a_column_that_says_it_otherwise_is_found(monkeypatch):
     column = Columns(loss_change=("float64", "with minus without: negative where the prompt helps"))
-    monkeypatch.setattr("analyses.prompt.depth.COLUMNS", column)
-    with pytest.raises(AssertionError, match=r"analyses.prompt.depth: loss_change: with minus"):
+    monkeypatch.setattr("kvlens.analyses.prompt.depth.COLUMNS", column)
+    with pytest.raises(AssertionError, match=r"kvlens.analyses.prompt.depth: loss_change: with minus"):
         test_the_words_agree()
 
 

@@ -11,13 +11,12 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import pencil_model
+from kvlens.analyses.batch.work import load_analysis
+from kvlens.analyses.registry import HOMES
 from tiny_text_model import tiny_text_model
 
-import analyses
-from analyses import ANALYSES, TEXT, Analysis, Columns, Field, Option, Record, declaration
-from analyses.batch.work import load_analysis
-from analyses.registry import HOMES
-from kvlens import KVLensError
+from kvlens import KVLensError, analyses
+from kvlens.analyses import ANALYSES, TEXT, Analysis, Columns, Field, Option, Record, declaration
 from kvlens.cli import main
 
 COLUMNS = Columns(place=("int64", "from 0"), word=("str", "or missing " * 12), rank=("Int64", ""), size=("float64", "in nats"))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from kvlens.analyses.heads.copies import repeated_pairs
+from kvlens.analyses.prompt.linked import visit_shares
 
-from analyses import bias_positions, linked_shares, prompt_by_depth, prompt_copies, prompt_effect
-from analyses.heads.copies import repeated_pairs
-from analyses.prompt.linked import visit_shares
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens.analyses import bias_positions, linked_shares, prompt_by_depth, prompt_copies, prompt_effect
 
 SHIFT = KVShiftConfig(window=2, queries=True)
 MODELS = {

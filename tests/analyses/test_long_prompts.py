@@ -3,12 +3,12 @@
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.heads.rows import attention_among
 from live_bytes import growth
 from tiny_text_model import tiny_text_model
 
-from analyses import attention_rows, head_details, linked_shares, prompt_copies, segments
-from analyses.heads.rows import attention_among
 from kvlens import KVShiftConfig, convert_prompt
+from kvlens.analyses import attention_rows, head_details, linked_shares, prompt_copies, segments
 from kvlens.model import streaming
 
 MODELS = {

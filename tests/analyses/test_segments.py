@@ -4,9 +4,9 @@ import io
 import sys
 
 import pytest
+from kvlens.analyses.segments import bar_unless
 
-from analyses import segments
-from analyses.segments import bar_unless
+from kvlens.analyses import segments
 
 
 class Terminal(io.StringIO):

@@ -6,11 +6,10 @@ import inspect
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-import analyses
-from analyses.sequences import one_sequence, prompt_sequence
-from kvlens import KVLensError, convert_prompt
+from kvlens import KVLensError, analyses, convert_prompt
 
 OF_PROMPT_AND_TEXT = ("bias_by_head", "bias_by_layer", "bias_decomposition", "bias_positions", "conversion_error",
                       "prompt_effect", "bias_effects")  # fmt: skip

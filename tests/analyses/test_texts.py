@@ -8,13 +8,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvlens.analyses.attribution.units import units_of
+from kvlens.analyses.texts import UNREADABLE, joined
 from tiny_text_model import PROMPT, tiny_text_model
 from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
-from analyses.attribution.units import units_of
-from analyses.texts import UNREADABLE, joined
+from kvlens.analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
 
 TEXTS = {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from timing import medians, peak_gib, verdict
 
-from analyses import dual_losses
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.analyses import dual_losses
 
 GPT2_SMALL = dict(n_layers=12, n_heads=12, d_model=768, d_head=64, n_ctx=1024, d_vocab=50257)
 SMALL = dict(n_layers=2, n_heads=3, d_model=24, d_head=8, n_ctx=128, d_vocab=101)

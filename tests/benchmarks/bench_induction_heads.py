@@ -20,12 +20,12 @@ from typing import Any
 
 import pandas as pd
 import torch
+from kvlens.analyses.heads.induction import induction_heads
+from kvlens.analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
+from kvlens.analyses.heads.naming import induction_verdicts
+from kvlens.analyses.heads.repeated_tokens import longest_repeat
 from timing import check_close, fastest, peak_gib, verdict
 
-from analyses.heads.induction import induction_heads
-from analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
-from analyses.heads.naming import induction_verdicts
-from analyses.heads.repeated_tokens import longest_repeat
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 

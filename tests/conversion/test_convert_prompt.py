@@ -7,8 +7,8 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 from tokenizers import normalizers
 
-from analyses import bias_by_head
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.analyses import bias_by_head
 from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers

@@ -6,8 +6,8 @@ import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
 from small_models import small_model
 
-from analyses import dual_demonstrations, dual_losses
 from kvlens import KVLensError, convert_prompt
+from kvlens.analyses import dual_demonstrations, dual_losses
 from kvlens.dual import DualModel
 from kvlens.dual import queries as queries_module
 

@@ -141,10 +141,9 @@ def trained(place: Path) -> Case:
 
 def table(place: Path) -> Case:
     import pandas as pd
+    from kvlens.analyses.batch.runner import Input, run_batch
+    from kvlens.analyses.batch.work import Work
     from tiny_text_model import PROMPT, TEXT, tiny_text_model
-
-    from analyses.batch.runner import Input, run_batch
-    from analyses.batch.work import Work
 
     place.mkdir()
     tiny_text_model().save(place / "model")

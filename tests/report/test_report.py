@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
-from analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
+from kvlens.analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, print_report, write_report
 from kvlens.report.build import _check_lengths
@@ -70,7 +70,7 @@ def listing(folder) -> list[str]:
 
 
 def test_each_condition_is_read_once(monkeypatch):
-    from analyses.prompt import readings
+    from kvlens.analyses.prompt import readings
 
     model, read, before = tiny_text_model(), readings.text_logits, []
 

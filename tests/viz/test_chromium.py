@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, with_script, without_policy
+from kvlens.analyses.texts import joined
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from analyses import HeadDetails
-from analyses.texts import joined
+from kvlens.analyses import HeadDetails
 from kvlens.report import build_report, write_report
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ranked_heads

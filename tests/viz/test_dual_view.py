@@ -10,8 +10,8 @@ import pytest
 import torch
 from headless_chromium import CHROMIUM, WITHOUT, visit, with_script
 
-from analyses import LinkedShares
 from kvlens import KVLensError
+from kvlens.analyses import LinkedShares
 from kvlens.viz import Page, dual_view, linked_view
 from kvlens.viz.dual import MAX_CELLS
 

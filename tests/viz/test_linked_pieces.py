@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 import torch
 
-from analyses import LinkedShares
 from kvlens import KVLensError
+from kvlens.analyses import LinkedShares
 from kvlens.viz import depth_map, induction_arcs, linked_view
 from kvlens.viz._blocks import block_means
 

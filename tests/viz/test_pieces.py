@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from analyses import HeadDetails
 from kvlens import KVLensError
+from kvlens.analyses import HeadDetails
 from kvlens.viz import (
     Page,
     attention_view,

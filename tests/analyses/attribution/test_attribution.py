@@ -6,14 +6,14 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
+from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.methods import Hierarchical, LeaveOneOut, LinearFit, chosen_subsets, fitted, lasso, over_pairs
+from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
+from kvlens.analyses.attribution.terms import factors, hidden_from_text, written
+from kvlens.analyses.attribution.units import units_of
 
-from analyses import attribution_by_head, attribution_by_position, prompt_attribution
-from analyses.attribution.answers import Question
-from analyses.attribution.methods import Hierarchical, LeaveOneOut, LinearFit, chosen_subsets, fitted, lasso, over_pairs
-from analyses.attribution.null import Null, enough_for, holm, p_values
-from analyses.attribution.terms import factors, hidden_from_text, written
-from analyses.attribution.units import units_of
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
+from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.components.kv_shift import shifted_projections
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
@@ -268,7 +268,7 @@ def test_the_whole_prompt_is_read_once(method, monkeypatch):
         seen.append(int((prompts.kept.all(dim=1) & (prompts.tokens == prompts.original).all(dim=1)).sum()))
         return logits_after(model, prompts, text, n_last, **options)
 
-    monkeypatch.setattr("analyses.attribution.answers.logits_after", counted)
+    monkeypatch.setattr("kvlens.analyses.attribution.answers.logits_after", counted)
     prompt_attribution(model, PROMPT, TEXT, by="token", answer=5, method=method)
     assert sum(seen) == 1
 
@@ -281,7 +281,7 @@ def test_no_prompt_is_read_twice_for_the_null(monkeypatch):
         seen.extend(map(tuple, torch.where(prompts.kept, prompts.tokens, -1).tolist()))
         return logits_after(model, prompts, *given, **options)
 
-    monkeypatch.setattr("analyses.attribution.answers.logits_after", counted)
+    monkeypatch.setattr("kvlens.analyses.attribution.answers.logits_after", counted)
     null = Null(20, [tokens(11, seed) for seed in range(20, 30)])
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, null=null)
     assert len(set(seen)) == len(seen) == 1 + len(SPANS) + 1 + 20
@@ -295,12 +295,12 @@ def test_no_prompt_is_read_twice_for_the_null(monkeypatch):
 def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
     model, read = random_model(attention=attention), []
     monkeypatch.setattr(
-        "analyses.attribution.terms.convert_prompt",
+        "kvlens.analyses.attribution.terms.convert_prompt",
         lambda *args, **kwargs: read.append(args) or convert_prompt(*args, **kwargs),
     )
     units = torch.eye(13, dtype=torch.bool)
     at_once = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
-    monkeypatch.setattr("analyses.attribution.terms.BYTES_AT_ONCE", 1)
+    monkeypatch.setattr("kvlens.analyses.attribution.terms.BYTES_AT_ONCE", 1)
     one_by_one = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
     torch.testing.assert_close(one_by_one, at_once, rtol=1e-12, atol=1e-12)
     assert len(read) == 2
@@ -309,7 +309,7 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
     """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
     read = []
-    monkeypatch.setattr("analyses.attribution.by_position.factors", lambda *args: read.append(args) or factors(*args))
+    monkeypatch.setattr("kvlens.analyses.attribution.by_position.factors", lambda *args: read.append(args) or factors(*args))
     table = attribution_by_position(random_model(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
     assert len(table) == 70 * 3 and len(read) == 2
 
@@ -411,7 +411,7 @@ def test_a_method_is_an_object_and_its_name_a_shorthand():
 
 
 def test_hierarchical_looks_only_where_something_is():
-    from analyses.attribution.methods import Hierarchical
+    from kvlens.analyses.attribution.methods import Hierarchical
 
     model = random_model()
     table = prompt_attribution(model, PROMPT, TEXT, by="token", answer=5, method=Hierarchical(levels=("token",)))

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 from analysis_models import VARIANTS, random_model, tokens
+from kvlens.analyses.attribution import by_head
+from kvlens.analyses.attribution.explain import SHIFT_STATE, Explained, explain
+from kvlens.analyses.attribution.flow import answer_flow, parts_drawn
+from kvlens.analyses.attribution.statements import COLUMNS as STATEMENTS
+from kvlens.analyses.bias.parts import exchangeable
 from second_opinion import HookedPasses
 
-from analyses.attribution import by_head
-from analyses.attribution.explain import SHIFT_STATE, Explained, explain
-from analyses.attribution.flow import answer_flow, parts_drawn
-from analyses.attribution.statements import COLUMNS as STATEMENTS
-from analyses.bias.parts import exchangeable
 from kvlens import KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(13, 1), tokens(4, 2)

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from kvlens.analyses.attribution.explain import explain
 
-from analyses import attribution_by_head, attribution_by_position, prompt_attribution
-from analyses.attribution.explain import explain
+from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)

@@ -7,16 +7,16 @@ import pytest
 import torch
 from analysis_models import random_model, tokens
 from bridge_models import some_tokens, tiny
+from kvlens.analyses.attribution.answers import Question
+from kvlens.analyses.attribution.by_head import HeadExchange
+from kvlens.analyses.attribution.by_position import PositionExchange
+from kvlens.analyses.attribution.cost import CAP, expected_cost
+from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.order import first_order, head_orders
+from kvlens.analyses.attribution.search import Runs, sets_of
+from kvlens.analyses.attribution.verdicts import Outcomes
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
-from analyses.attribution.answers import Question
-from analyses.attribution.by_head import HeadExchange
-from analyses.attribution.by_position import PositionExchange
-from analyses.attribution.cost import CAP, expected_cost
-from analyses.attribution.explain import explain
-from analyses.attribution.order import first_order, head_orders
-from analyses.attribution.search import Runs, sets_of
-from analyses.attribution.verdicts import Outcomes
 from kvlens import HookedKVTransformer, KVShiftConfig, KVTransformerBridge, convert_prompt
 from kvlens.report.example import example_for
 

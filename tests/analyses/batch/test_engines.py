@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from kvlens.analyses.batch.engine import WorkerDied
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.sharing import MAX_DEATHS, share_out
+from kvlens.analyses.batch.work import Resources, Work
+from kvlens.analyses.batch.worker import Job, PromptResult
+from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
 
-from analyses.batch.engine import WorkerDied
-from analyses.batch.runner import Input, run_batch
-from analyses.batch.sharing import MAX_DEATHS, share_out
-from analyses.batch.work import Resources, Work
-from analyses.batch.worker import Job, PromptResult
-from analyses.declaration import Record
 from kvlens import KVLensError
 
 LETTERS = "batch_probes.letters:LETTERS"

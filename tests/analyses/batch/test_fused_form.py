@@ -4,12 +4,12 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from kvlens.analyses.batch.work import Work
+from kvlens.analyses.batch.worker import Job, Worker
+from kvlens.analyses.declaration import Record
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from analyses import prompt_copies, prompt_effect
-from analyses.batch.work import Work
-from analyses.batch.worker import Job, Worker
-from analyses.declaration import Record
+from kvlens.analyses import prompt_copies, prompt_effect
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from kvlens.analyses.batch.journal import Journal, Progress, check_same, differences
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
+from kvlens.analyses.batch.work import Work
+from kvlens.analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
 from tiny_text_model import tiny_text_model
 
-from analyses.batch.journal import Journal, Progress, check_same, differences
-from analyses.batch.runner import Input, run_batch
-from analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
-from analyses.batch.work import Work
-from analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
 from kvlens import KVLensError
 from kvlens.files import checksum
 

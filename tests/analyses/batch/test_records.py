@@ -4,9 +4,9 @@ import json
 import os
 
 import pytest
+from kvlens.analyses.batch.records import BadLine, read_records, survey
+from kvlens.analyses.declaration import Record
 
-from analyses.batch.records import BadLine, read_records, survey
-from analyses.declaration import Record
 from kvlens import KVLensError
 
 

@@ -11,14 +11,14 @@ import pytest
 from batch_probes import letters
 from batch_probes.killed_often import run_killed_often
 from batch_probes.letters import letters_of
+from kvlens.analyses.batch import runner
+from kvlens.analyses.batch.journal import Journal
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.work import Resources, Work
 from tiny_text_model import tiny_text_model
 
-from analyses import bias_by_head
-from analyses.batch import runner
-from analyses.batch.journal import Journal
-from analyses.batch.runner import Input, run_batch
-from analyses.batch.work import Resources, Work
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.analyses import bias_by_head
 
 LETTERS = "batch_probes.letters:LETTERS"
 LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
@@ -165,7 +165,7 @@ def test_an_interrupted_retry_resumes_and_loses_nothing(model_folder, tmp_path, 
     run_batch(work, source, tmp_path / "t.parquet")
     for where in ("Journal.add", "Worker.run", "write_parquet"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"analyses.batch.runner.{where}".replace("runner.Worker", "worker.Worker"), interrupted)
+            patch.setattr(f"kvlens.analyses.batch.runner.{where}".replace("runner.Worker", "worker.Worker"), interrupted)
             with pytest.raises(KeyboardInterrupt):
                 run_batch(work, source, tmp_path / "t.parquet", retry_failed=True)
         assert len(pd.read_parquet(tmp_path / "t.parquet")) == 2

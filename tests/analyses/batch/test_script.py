@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from kvlens.analyses.batch import script
+from kvlens.analyses.batch.work import load_analysis
 from tiny_text_model import tiny_text_model
 
-import analyses
-from analyses import ANALYSES
-from analyses.batch import script
-from analyses.batch.work import load_analysis
+from kvlens import analyses
+from kvlens.analyses import ANALYSES
 from kvlens.cli import main
 
 LETTERS = "batch_probes.letters:LETTERS"
@@ -47,7 +47,7 @@ def refused(capsys, status) -> str:
 
 
 def test_every_analysis_is_registered_under_its_name():
-    root = Path(analyses.__file__).parent
+    root = Path(analyses.__path__[0])
     declared = {
         f"{'.'.join(('kvlens', 'analyses', *path.relative_to(root).with_suffix('').parts))}:{found}"
         for path in root.rglob("*.py")
@@ -79,7 +79,7 @@ def test_without_a_name_the_analyses_are_listed(capsys):
 
 
 def test_a_function_keeps_its_name_when_its_module_is_imported():
-    importlib.import_module("analyses.bias.by_head")
+    importlib.import_module("kvlens.analyses.bias.by_head")
     assert callable(analyses.bias_by_head) and callable(analyses.prompt_effect)
     assert not hasattr(analyses, "bias_by_haed")
 
@@ -121,7 +121,7 @@ def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_fo
 
 def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvlens.analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130
     assert "interrupted; finished prompts are kept, and the same command resumes the batch" in capsys.readouterr().err
     assert letters(model_folder) == 0

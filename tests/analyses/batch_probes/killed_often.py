@@ -5,8 +5,8 @@ import random
 import signal
 from pathlib import Path
 
-from analyses.batch.runner import Input, run_batch
-from analyses.batch.work import Resources, Work, load_analysis
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.work import Resources, Work, load_analysis
 
 
 def run_killed_often(work: Work, source: Input, out: Path) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analyses import Analysis, Columns, Field, Option
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.analyses import Analysis, Columns, Field, Option
 
 COLUMNS = Columns(place=("int64", "from 0"), letter=("str", ""), layers=("int64", "of the model"))
 

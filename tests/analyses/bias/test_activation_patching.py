@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, centered, pencil_model, random_model, tokens
+from kvlens.analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
+from kvlens.analyses.declaration import Record
 
-from analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
-from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)

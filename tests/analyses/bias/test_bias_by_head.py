@@ -7,8 +7,8 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, bernoulli_kl, pencil_model, random_model, tokens
 
-from analyses import baseline_ablation, bias_ablation, bias_by_head, bias_by_layer
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
+from kvlens.analyses import baseline_ablation, bias_ablation, bias_by_head, bias_by_layer
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 EFFECTS = ["ablation_kl", "loss_change", "zero_kl", "zero_loss_change"]

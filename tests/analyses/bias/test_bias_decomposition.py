@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
+from kvlens.analyses.bias.decomposition import BIAS_DECOMPOSITION, bias_decomposition
+from kvlens.analyses.bias.positions import BIAS_POSITIONS as POSITIONS
+from kvlens.analyses.bias.positions import bias_positions
+from kvlens.analyses.bias.spectrum import BIAS_SINGULAR_VALUES as SINGULAR_VALUES
+from kvlens.analyses.bias.spectrum import bias_singular_values, effective_rank
+from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
 
-from analyses.bias.decomposition import BIAS_DECOMPOSITION, bias_decomposition
-from analyses.bias.positions import BIAS_POSITIONS as POSITIONS
-from analyses.bias.positions import bias_positions
-from analyses.bias.spectrum import BIAS_SINGULAR_VALUES as SINGULAR_VALUES
-from analyses.bias.spectrum import bias_singular_values, effective_rank
-from analyses.declaration import Record
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)

@@ -4,11 +4,11 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, centered, random_model, tokens
+from kvlens.analyses.bias.by_head import bias_by_head
+from kvlens.analyses.bias.effects import BIAS_EFFECTS, bias_effects
+from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
 
-from analyses.bias.by_head import bias_by_head
-from analyses.bias.effects import BIAS_EFFECTS, bias_effects
-from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)

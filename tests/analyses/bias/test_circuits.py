@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, pencil_model, random_model, tokens
+from kvlens.analyses.bias.pairs import CIRCUITS, bias_addition, bias_overwriting, bias_similarity, circuits
+from kvlens.analyses.declaration import Record
 
-from analyses.bias.pairs import CIRCUITS, bias_addition, bias_overwriting, bias_similarity, circuits
-from analyses.declaration import Record
 from kvlens import (
     HookedKVTransformer,
     HookedKVTransformerConfig,

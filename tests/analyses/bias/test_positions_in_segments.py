@@ -5,8 +5,8 @@ import pytest
 from analysis_models import VARIANTS, random_model, tokens
 from live_bytes import growth
 
-from analyses import bias_decomposition, bias_positions, segments
 from kvlens import KVLensError, KVShiftConfig, convert_prompt, run_in_segments
+from kvlens.analyses import bias_decomposition, bias_positions, segments
 from kvlens.model import streaming
 
 PROMPT, TEXT = tokens(11), tokens(5, seed=1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from analysis_models import random_model, tokens
 
-from analyses import (
+from kvlens import KVShiftConfig, combine, convert_prompt
+from kvlens.analyses import (
     bias_ablation,
     bias_addition,
     bias_by_head,
@@ -17,7 +18,6 @@ from analyses import (
     bias_positions,
     bias_singular_values,
 )
-from kvlens import KVShiftConfig, combine, convert_prompt
 
 KINDS = {
     "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from analysis_models import random_model, tokens
+from kvlens.analyses.bias.pairs import CIRCUITS
+from kvlens.analyses.declaration import Record
 
-from analyses import bias_overwriting, bias_similarity, circuits
-from analyses.bias.pairs import CIRCUITS
-from analyses.declaration import Record
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens.analyses import bias_overwriting, bias_similarity, circuits
 
 FIRST, SECOND, TEXT = tokens(7), tokens(4, seed=2), tokens(5, seed=1)
 KINDS = {

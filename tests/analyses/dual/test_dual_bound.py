@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from analyses import dual_bound
 from kvlens import HookedKVTransformer, KVLensError
+from kvlens.analyses import dual_bound
 from kvlens.dual import DualModel
 
 

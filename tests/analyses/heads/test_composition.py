@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import random_model
+from kvlens.analyses.declaration import Record
+from kvlens.analyses.heads.head_pairs import COLUMNS, COMPOSITION, composition
 from repeated_models import blank_model
 
-from analyses.declaration import Record
-from analyses.heads.head_pairs import COLUMNS, COMPOSITION, composition
 from kvlens import KVLensError
 
 PLAIN = dict(attention="softmax", kv_shift=None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from analysis_models import random_model
 
-from analyses import induction_verdicts
+from kvlens.analyses import induction_verdicts
 
 PLAIN = dict(attention="softmax", kv_shift=None, positional_embedding_type="standard", dtype=torch.float32)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from analyses import attention_rows, bias_by_head, head_details
 from kvlens import KVLensError, convert_prompt
+from kvlens.analyses import attention_rows, bias_by_head, head_details
 
 MODELS = {
     "rotary after": {},

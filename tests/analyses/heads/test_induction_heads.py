@@ -7,16 +7,16 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import centered, random_model
+from kvlens.analyses.declaration import Record
+from kvlens.analyses.heads import induction, measures
+from kvlens.analyses.heads import naming as verdict_table
+from kvlens.analyses.heads.ablation import resampling_ablation
+from kvlens.analyses.heads.lags import KINDS
+from kvlens.analyses.heads.repeated_tokens import draw_piece, repeat_tokens
+from kvlens.analyses.heads.shift_roles import ShiftTaps, displacement, roles
 from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
-from analyses.declaration import Record
-from analyses.heads import induction, measures
-from analyses.heads import naming as verdict_table
-from analyses.heads.ablation import resampling_ablation
-from analyses.heads.lags import KINDS
-from analyses.heads.repeated_tokens import draw_piece, repeat_tokens
-from analyses.heads.shift_roles import ShiftTaps, displacement, roles
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.zoo import names
 

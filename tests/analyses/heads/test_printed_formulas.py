@@ -3,10 +3,10 @@
 import pytest
 import torch
 from analysis_models import random_model
+from kvlens.analyses.heads.head_pairs import COLUMNS as PAIRS
+from kvlens.analyses.heads.naming import COLUMNS as HEADS
 
-from analyses import composition, induction_verdicts
-from analyses.heads.head_pairs import COLUMNS as PAIRS
-from analyses.heads.naming import COLUMNS as HEADS
+from kvlens.analyses import composition, induction_verdicts
 
 MODELS = {
     "LayerNorm": dict(normalization_type="LN"),

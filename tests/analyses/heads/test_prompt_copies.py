@@ -5,8 +5,8 @@ import torch
 from analysis_models import random_model, tokens
 from repeated_models import shifted_heads
 
-from analyses import prompt_copies
 from kvlens import KVShiftConfig
+from kvlens.analyses import prompt_copies
 
 PROMPT, TEXT = torch.tensor([5, 3, 7, 3, 2]), torch.tensor([3, 9, 7, 2])
 PAIRS = [(0, 2), (0, 4), (2, 3)]

@@ -3,8 +3,8 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
 
-from analyses import conversion_error
 from kvlens import KVLensError, convert_prompt
+from kvlens.analyses import conversion_error
 
 
 def test_a_doubled_bias_by_hand():

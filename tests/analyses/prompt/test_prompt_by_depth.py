@@ -4,8 +4,8 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, pencil_model, random_model, tokens
 
-from analyses import prompt_by_depth
 from kvlens import convert_prompt, counterfactuals
+from kvlens.analyses import prompt_by_depth
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 

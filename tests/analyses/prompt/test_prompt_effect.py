@@ -16,8 +16,8 @@ from analysis_models import (
 )
 from tiny_text_model import tiny_text_model
 
-from analyses import prompt_effect
 from kvlens import convert_prompt, counterfactuals
+from kvlens.analyses import prompt_effect
 
 ROUNDING = 17 * 2.3e-16  # a sum over the vocabulary of 17 in float64
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
+from kvlens.analyses.predictions import text_logits
+from kvlens.analyses.prompt.rounding import SAMPLE, rounding_error
 
-from analyses import conversion_error
-from analyses.predictions import text_logits
-from analyses.prompt.rounding import SAMPLE, rounding_error
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.analyses import conversion_error
 
 
 def verdict(model, prompt, text, bias=None) -> bool:

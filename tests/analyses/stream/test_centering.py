@@ -5,7 +5,7 @@ import pytest
 import torch
 from analysis_models import random_model, tokens
 
-from analyses import (
+from kvlens.analyses import (
     activation_patching,
     bias_decomposition,
     bias_effects,

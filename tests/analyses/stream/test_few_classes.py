@@ -4,8 +4,7 @@ import pytest
 import torch
 from analysis_models import centered, random_model, tokens
 
-import analyses
-from kvlens import KVLensError, convert_prompt
+from kvlens import KVLensError, analyses, convert_prompt
 
 
 @pytest.fixture(scope="module")

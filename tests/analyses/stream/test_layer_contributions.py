@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
+from kvlens.analyses.declaration import Record
+from kvlens.analyses.stream.contributions import COLUMNS, LAYER_CONTRIBUTIONS, layer_contributions
 from tiny_text_model import tiny_text_model
 
-from analyses.declaration import Record
-from analyses.stream.contributions import COLUMNS, LAYER_CONTRIBUTIONS, layer_contributions
 from kvlens import KVLensError, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)

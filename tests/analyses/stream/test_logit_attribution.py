@@ -4,8 +4,7 @@ TransformerLens'."""
 import pytest
 import torch
 from analysis_models import random_model, tokens
-
-from analyses.stream.logit_attribution import (
+from kvlens.analyses.stream.logit_attribution import (
     LogitTarget,
     check_heads_write_directly,
     component_logits,
@@ -14,6 +13,7 @@ from analyses.stream.logit_attribution import (
     final_scale_name,
     logit_target,
 )
+
 from kvlens import KVLensError
 
 TOKENS = tokens(5)

@@ -2,8 +2,8 @@
 
 import torch
 
-from analyses import TEXT, Analysis, Columns, Option
 from kvlens import HookedKVTransformer
+from kvlens.analyses import TEXT, Analysis, Columns, Option
 
 COLUMNS = Columns(position=("int64", "in the text, from 0"), entropy=("float64", "of the next token, nats"))
 
