@@ -27,10 +27,12 @@ FOLDERS = (Path(__file__).resolve().with_suffix(""), Path(__file__).resolve().pa
 
 __path__ = [str(folder) for folder in FOLDERS if (folder / "registry.py").is_file()]
 if not __path__:
-    raise KVLensError(f"kvlens.analyses: {FOLDERS[1]} is missing, or not the folder that belongs to kvlens; take the whole clone")
+    raise KVLensError(
+        f"kvlens.analyses: {FOLDERS[1]} is missing, or not the folder that belongs to kvlens; take the whole clone"
+    )
 
 HOMES = importlib.import_module("kvlens.analyses.registry").HOMES
-__all__ = list(HOMES)  # noqa: PLE0605 (a list of names)
+__all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> Any:
