@@ -19,7 +19,9 @@ from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.parts import HEAD
-from ..declaration import Columns
+from ..declaration import Analysis, Columns, Option
+from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..registry import UNITS
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Positions, Question, Read, Rival
@@ -31,6 +33,7 @@ from .null import Null
 from .order import head_orders
 from .prompt import units_table
 from .search import Asked, CapReached, FoundSet, Runs, sets_of
+from .statements import COLUMNS as STATEMENTS
 from .statements import statement, table_of, text_of
 from .units import Spans, positions_of, units_of
 from .verdicts import KEPT, LOST, Outcomes
@@ -416,6 +419,39 @@ class _Explaining:
         largest = int(units["total_effect"].abs().idxmax())
         effects = null.effects(self.question, [self.units[largest]])
         return int((effects.abs() >= abs(units["total_effect"][largest])).sum()), len(effects)
+
+
+@STATEMENTS.document
+def explanation(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    answer: Answer = None,
+    rival: Rival = None,
+    by: str | Spans = "sentence",
+) -> pd.DataFrame:
+    """The statements of :func:`explain`, for many prompts.
+
+    Args:
+        model, prompt, text, answer, rival, by: as :func:`explain`.
+
+    Returns:
+        One row per intervention:
+
+        {columns}
+    """
+    return explain(model, prompt, text, answer=answer, rival=rival, by=by).statements
+
+
+EXPLANATION = Analysis(
+    name="explanation",
+    summary="which sets of sentences, heads and positions lose or keep the answer: interventions that were made",
+    function=explanation,
+    columns=STATEMENTS,
+    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
+    options={"by": Option("the units", choices=UNITS)},
+)
 
 
 def _all_but(n: int, part: int) -> list[int]:

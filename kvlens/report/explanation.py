@@ -16,8 +16,8 @@ from kvlens.viz._text import percent
 MOST_ROWS = 12
 MOST_NAMED = 4
 """Units that lose the answer by themselves, of which so many are named."""
-LONGEST_UNIT = 160
-"""Characters of a unit's text in the sentence."""
+LONGEST_UNIT, LONGEST_IN_TABLE = 160, 29
+"""Characters of a unit's text in a sentence, and in the table."""
 
 
 def paragraphs(found: Any, by: str) -> list[list[str]]:
@@ -143,7 +143,8 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
         several = "+" in row["parts"]
         if row["way"] == 0:
             what = f"When {names} {_read(about, several)} the prompt without {those}, and everything else reads all of it"
-            said.append(f"{what}, the answer is lost ({percent(row['p_after'])}{_instead(row, short=True)}){_bound(row)}.")
+            numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{_smaller(row, 'loses it')}"
+            said.append(f"{what}, the answer is lost ({numbers}){_bound(row)}.")
             alone = rows[(rows["role"] == "alone") & (rows["way"] == 0)]
             said += [] if alone.empty else [_alone(found, about, alone)]
         else:
@@ -152,7 +153,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
         names, several = _parts(found, about, row["parts"]), "+" in row["parts"]
         if row["way"] == 0:
             what = f"When only {names} {_read(about, several)} the whole prompt, and everything else reads it without {those}"
-            said.append(f"{what}, the answer is kept ({percent(row['p_after'])}){_bound(row)}.")
+            said.append(f"{what}, the answer is kept ({percent(row['p_after'])}{_smaller(row, 'keeps it')}){_bound(row)}.")
         else:
             said.append(f"It is kept in another way too: by {names} alone ({percent(row['p_after'])}){_bound(row)}.")
     return said
@@ -207,6 +208,13 @@ def _became(row: pd.Series) -> str:
     return "kept" if row["verdict"] == KEPT else str(row["verdict"])
 
 
+def _smaller(row: pd.Series, what: str) -> str:
+    """Of a set of several parts: whether all smaller ones were run."""
+    if "+" not in row["parts"]:
+        return ""
+    return f"; no smaller set {what}" if row["smallest"] else f"; a smaller set that {what} was not found"
+
+
 def _bound(row: pd.Series) -> str:
     return " (at the bound)" if row["at_bound"] else ""
 
@@ -247,10 +255,11 @@ def print_explanation(found: Any, by: str) -> None:
     units = found.units.assign(
         without=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist(), verdict=each["verdict"].tolist()
     )
+    units["unit_text"] = [_cut(text.strip()) for text in units["unit_text"]]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
     console.print(f"the answer {visible(repr(found.answer))} without each {by}; effects in nats", style="bold")
-    columns = {"unit_text": by, "without": "without it", "says": "instead", "verdict": "", "total_effect": "total"}
-    console.print(_table(shown, {**columns, "knockout_effect": "hidden from the text"}))
+    columns = {"unit_text": by, "without": "without", "says": "instead", "verdict": "", "total_effect": "total"}
+    console.print(_table(shown, {**columns, "knockout_effect": "hidden"}))
     if len(units) > len(shown):
         console.print(f"(the {len(shown)} largest of {len(units)} effects)")
     if not found.cause:
@@ -264,6 +273,11 @@ def print_explanation(found: Any, by: str) -> None:
     _print_parts(
         console, f"positions: the answer with their keys and values from the prompt without {those}", positions, columns
     )
+
+
+def _cut(text: str) -> str:
+    """A unit in a column of the table."""
+    return text if len(text) <= LONGEST_IN_TABLE else f"{text[: LONGEST_IN_TABLE - 1]}…"
 
 
 def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:

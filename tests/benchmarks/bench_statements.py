@@ -126,6 +126,7 @@ def _stories(model: HookedKVTransformer, n: int, seed: int) -> list[tuple[torch.
     return [(row[:60].clone(), row[60:68].clone()) for row in written]
 
 
+@torch.no_grad()
 def one(model: Any, passes_of: Any, given: Any, generator: torch.Generator, checked: int, bounds: bool) -> dict[str, Any]:
     """Explain a prompt, and run its statements again."""
     prompt, text, spans, answer, origins = given

@@ -22,6 +22,7 @@ import bench_null
 import bench_real_sizes
 import bench_softmax_conversion
 import bench_speed
+import bench_statements
 import bench_training
 import kvlens.analyses.attribution.explain as explaining
 import pytest
@@ -63,6 +64,15 @@ def test_real_sizes_smoke(tmp_path, monkeypatch, capsys):
     assert found.keys() == {"imports", "load", "convert", "explain", "report"}
     answer = json.loads((tmp_path / "report" / "summary.json").read_text())["answer"]
     assert len(answer["cause"]) == 1 and (tmp_path / "report" / "answer_heads.parquet").is_file()
+
+
+def test_statements_smoke(tmp_path, capsys):
+    given = ["--out", str(tmp_path), "--models", "facts-gpt2", "--stories", "1", "--bounds", "1"]
+    bench_statements.main(given)
+    assert " 0 false; lost in 1" in capsys.readouterr().out
+    (row,) = (tmp_path / "facts-gpt2.jsonl").read_text().splitlines()
+    bench_statements.main(given)  # resumes with nothing left to do
+    assert (tmp_path / "facts-gpt2.jsonl").read_text() == row + "\n"
 
 
 def test_long_prompts_smoke(capsys):

@@ -18,6 +18,7 @@ CALLS = {
     "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
     "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
     "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+    "explanation": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
     "attention_rows": lambda f, m: f(m, PROMPT, torch.tensor([3, 7])),
     "head_details": lambda f, m: f(m, PROMPT, TEXT).pattern,
     "composition": lambda f, m: f(m).columns,
