@@ -22,7 +22,7 @@ TABLES = (
 )
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
-ANSWER = {f"answer_{name}.parquet" for name in ("units", "heads", "positions", "tokens")}
+ANSWER = {f"answer_{name}.parquet" for name in ("statements", "units", "heads", "positions", "flow", "tokens")}
 """Those of them that have rows."""
 
 

@@ -151,7 +151,8 @@ def test_of_many_writers_that_may_not_replace_each_other_one_succeeds(tmp_path):
 
 def test_an_explanation_leaves_no_table_of_an_earlier_prompt_and_nothing_half_written(tmp_path, monkeypatch):
     folder = tmp_path / "x"
-    whole = replace(explained(), heads=explained().units, positions=explained().units)  # one of which nothing is left out
+    whole = explained()
+    assert len(whole.heads) and len(whole.positions)
     explanation(folder, False, whole)
     assert {"heads.parquet", "positions.parquet"} < set(os.listdir(folder))
     before = contents(folder)
@@ -163,8 +164,9 @@ def test_an_explanation_leaves_no_table_of_an_earlier_prompt_and_nothing_half_wr
         patch.setattr("pandas.DataFrame.to_parquet", full)
         explanation(folder, True)
     assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
-    explanation(folder, True, replace(whole, heads=whole.heads.iloc[:0, :0], positions=whole.heads.iloc[:0, :0]))
-    assert sorted(os.listdir(folder)) == ["summary.json", "units.parquet"]
+    none, of_units = whole.heads.iloc[:0, :0], whole.statements[whole.statements["about"] == "units"]
+    explanation(folder, True, replace(whole, cause=(), statements=of_units, heads=none, positions=none))
+    assert sorted(os.listdir(folder)) == ["statements.parquet", "summary.json", "units.parquet"]
     (folder / "units.parquet").unlink()
     (folder / "units.parquet").symlink_to(tmp_path / "theirs")
     (tmp_path / "theirs").write_text("theirs")

@@ -22,6 +22,8 @@ from kvlens.files import Unfinished, hold_unfinished
 
 Keep = str | Path | Unfinished | None
 """Where scores are kept: a file, or one that the caller holds (:func:`kvlens.files.work_on`); None keeps none."""
+RUNS_THE_MODEL = ("kvlens.", "transformer_lens.", "transformers.")
+"""Packages that register hooks of their own on the models of a bridge."""
 _kept: ContextVar["Kept | None"] = ContextVar("kept scores", default=None)
 
 
@@ -98,11 +100,18 @@ def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[Kept | None]:
             _kept.reset(token)
 
 
+def _has_hooks_of_a_user(part: nn.Module) -> bool:
+    """Whether a hook was added to a hook point, or registered by code outside of what runs the model."""
+    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    modules = (f"{getattr(getattr(hook, 'func', hook), '__module__', '')}." for hook in hooks)
+    return bool(getattr(part, "fwd_hooks", None)) or not all(module.startswith(RUNS_THE_MODEL) for module in modules)
+
+
 def _check_nothing_attached(model: KVModel) -> None:
     if model.attached_kv_bias is not None:
         raise KVLensError("kept scores: the model has a bias attached; detach it first (model.detach_kv_bias())")
     parts = model.named_modules() if isinstance(model, nn.Module) else ()
-    hooked = [name for name, part in parts if part._forward_hooks or part._forward_pre_hooks]
+    hooked = [name for name, part in parts if _has_hooks_of_a_user(part)]
     if hooked:
         raise KVLensError(
             f"kept scores: the model has a hook on {', '.join(hooked[:3])}, and a file cannot say what it does: a later run "

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.arguments import check_characters
+from kvlens.errors import IndirectHeads
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -104,10 +105,10 @@ def component_logits(
 
 
 def check_heads_write_directly(model: KVModel, analysis: str) -> None:
-    """Raise KVLensError if the attention's output passes through a norm before it is added to the residual stream."""
+    """Raise IndirectHeads if the attention's output passes through a norm before it is added to the residual stream."""
     architecture = getattr(model.cfg, "original_architecture", None)
     if getattr(model.cfg, "use_normalization_before_and_after", False) or architecture in NORM_BEHIND_HEADS:
-        raise KVLensError(
+        raise IndirectHeads(
             f"{analysis}: in this model the attention's output passes through a norm before it is added to the residual "
             "stream, so logits cannot be attributed to heads; direct logit attribution needs heads that write to it directly"
         )

@@ -35,7 +35,7 @@ OTHER_WORDS = ("rises", "falls", "rise of", "change of", "minus")
 
 def declared():
     """(where, column, meaning) of every table in ``analyses``, those that no command runs included."""
-    modules = [name for _, name, _ in pkgutil.walk_packages(analyses.__path__, "analyses.") if "__main__" not in name]
+    modules = [name for _, name, _ in pkgutil.walk_packages(analyses.__path__, "kvlens.analyses.") if "__main__" not in name]
     tables = {id(t): (name, t) for name in modules for t in vars(importlib.import_module(name)).values() if type(t) is Columns}
     return [(where, name, column.meaning) for where, table in tables.values() for name, column in table.items()]
 

@@ -152,6 +152,6 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys):
 
 
 def test_the_package_is_light():
-    code = "import sys, analyses; analyses.ANALYSES; print({'torch', 'pandas', 'numpy'} & set(sys.modules))"
+    code = "import sys; from kvlens import analyses; analyses.ANALYSES; print({'torch', 'pandas', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n"

@@ -5,7 +5,7 @@ from statistics import mean
 import pytest
 import torch
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, PURELY_RECURRENT, some_tokens, tiny
-from exactness import LEAST, N_PROMPT, N_TEXT, excess, measure, relative_error
+from exactness import N_PROMPT, N_TEXT, excess, measure, relative_error
 
 from kvlens import KVTransformerBridge, convert_prompt
 
@@ -49,4 +49,4 @@ def test_gradients_are_as_exact_as_those_of_one_pass(family):
         with model.kv_bias(convert_prompt(model, prompt, detach=False)):
             ours.append(relative_error(gradient(plain, model(text)), expected))
     # two orders of the same sums round alike, by more or less in each model; a path that is missing leaves off 10 % or more
-    assert mean(ours) <= max(3 * mean(theirs), LEAST)
+    assert mean(ours) <= max(3 * mean(theirs), 16 * torch.finfo(torch.float32).eps)  # some models of theirs hardly round
