@@ -30,6 +30,11 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in _SHOWN_AS_THEMSELVES} | {chr(256 +
 """The byte alphabet of GPT-2 and similar tokenizers: printable Latin letters as they are, the others from U+0100 on."""
 
 
+def stripped(text: str) -> str:
+    """``text`` without the white space around it; white space alone is shown as token lists show it, a line's end as ⏎."""
+    return text.strip() or text.replace("\n", "⏎").replace(" ", "·").replace("\t", "→")
+
+
 class _Piece(NamedTuple):
     """A token decoded alone, and its bytes where they are not UTF-8 by themselves."""
 

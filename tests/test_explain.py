@@ -111,3 +111,13 @@ def test_an_answer_that_is_its_rival_is_refused():
     model = HookedKVTransformer.from_zoo("facts-linear")
     with pytest.raises(KVLensError, match="the answer itself"):
         explain(model, STORY, QUESTION, answer=" goat", rival=" goat")
+
+
+def test_an_answer_of_white_space_is_shown_and_narrow_columns_are_whole(capsys):
+    prompt = "Frobnicate a widget. The widget is painted in the given colour, which the caller may choose as it likes."
+    assert main(["explain", "--model", "docs-linear", "--prompt", prompt, "--text", "def frobnicate(widget, colour):"]) == 0
+    said = capsys.readouterr().out
+    assert "the answer '⏎'" in " ".join(said.split()) and "''" not in said
+    assert [line.split()[1:] for line in said.splitlines() if line.startswith("sentence ")] == [
+        ["without", "instead", "total", "hidden"]
+    ]

@@ -9,7 +9,7 @@ import torch
 from kvlens import KVModel
 
 from ..declaration import Columns
-from ..texts import joined, token_texts
+from ..texts import joined, stripped, token_texts
 from .verdicts import Outcome, Outcomes
 
 COLUMNS = Columns(
@@ -95,4 +95,4 @@ def _said(outcomes: Outcomes, now: Outcome) -> str | None:
 
 def text_of(model: KVModel, text: torch.Tensor, tokens: list[int]) -> str:
     """Tokens as they read behind a text."""
-    return joined(token_texts(model, torch.cat([text, torch.tensor(tokens, device=text.device)]))[len(text) :]).strip()
+    return stripped(joined(token_texts(model, torch.cat([text, torch.tensor(tokens, device=text.device)]))[len(text) :]))

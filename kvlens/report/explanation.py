@@ -9,6 +9,7 @@ from rich.table import Table
 from kvlens.analyses.attribution.explain import SHIFT_STATE
 from kvlens.analyses.attribution.verdicts import CHANGED, GAINED, KEPT, LOST
 from kvlens.analyses.bias.parts import Part
+from kvlens.analyses.texts import stripped
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
@@ -181,7 +182,7 @@ def _parts(found: Any, about: str, parts: str) -> str:
     if about == "heads":
         return _listed([Part.of_code(code).name for code in codes], "and")
     tokens = found.positions.set_index("code")["token"]
-    return _listed(["the shift state" if c == SHIFT_STATE else f"{tokens[c].strip()!r} at {c}" for c in codes], "and")
+    return _listed(["the shift state" if c == SHIFT_STATE else f"{stripped(tokens[c])!r} at {c}" for c in codes], "and")
 
 
 def _not_searched(found: Any) -> list[str]:
@@ -191,7 +192,7 @@ def _not_searched(found: Any) -> list[str]:
 
 
 def _units(found: Any, parts: str) -> str:
-    return _listed([repr(_short(found.units["unit_text"][int(unit)].strip())) for unit in parts.split("+")], "and")
+    return _listed([repr(_short(stripped(found.units["unit_text"][int(unit)]))) for unit in parts.split("+")], "and")
 
 
 def _together(row: pd.Series) -> str:
@@ -255,7 +256,7 @@ def print_explanation(found: Any, by: str) -> None:
     units = found.units.assign(
         without=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist(), verdict=each["verdict"].tolist()
     )
-    units["unit_text"] = [_cut(text.strip()) for text in units["unit_text"]]
+    units["unit_text"] = [_cut(stripped(text)) for text in units["unit_text"]]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
     console.print(f"the answer {visible(repr(found.answer))} without each {by}; effects in nats", style="bold")
     columns = {"unit_text": by, "without": "without", "says": "instead", "verdict": "", "total_effect": "total"}
@@ -294,10 +295,13 @@ def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str
 
 
 def _table(rows: pd.DataFrame, columns: dict[str, str]) -> Table:
+    """Only the first column gives way where the terminal is narrow."""
     table = Table(box=None, pad_edge=False)
-    for name, head in columns.items():
+    cells = {name: [f"{x:.3f}" if isinstance(x, float) else visible(stripped(str(x))) for x in rows[name]] for name in columns}
+    for place, (name, head) in enumerate(columns.items()):
         numeric = pd.api.types.is_numeric_dtype(rows[name])
-        table.add_column(head, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=True)
-    for row in rows[list(columns)].itertuples(index=False):
-        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else visible(str(x).strip()) for x in row))
+        widest = max(map(len, [head, *cells[name]])) if place else None
+        table.add_column(head, justify="right" if numeric else "left", overflow="ellipsis", no_wrap=True, min_width=widest)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     return table

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.analyses.attribution.explain import Explained
-from kvlens.analyses.texts import token_texts
+from kvlens.analyses.texts import stripped, token_texts
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
 from kvlens.report.explanation import in_a_paragraph
@@ -70,7 +70,7 @@ def continuation_figures(
     tokens = [token for i, token in enumerate(p.argmax(dim=-1)) if i == 0 or token != p[0].argmax()]
     return [
         {
-            "token": token_texts(model, torch.cat([text.cpu(), token[None]]))[-1].strip(),
+            "token": stripped(token_texts(model, torch.cat([text.cpu(), token[None]]))[-1]),
             "p_with_prompt": float(p[0, token]),
             "p_without_prompt": float(p[1, token]),
         }
