@@ -422,6 +422,7 @@ class _Explaining:
 
 
 @STATEMENTS.document
+@checked
 def explanation(
     model: KVModel,
     prompt: PromptTokens,
