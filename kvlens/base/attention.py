@@ -250,13 +250,13 @@ class Attention(nn.Module):
         return x if n == 1 else x.repeat_interleave(n, dim=2)
 
     @property
-    def rotary_base(self) -> float:
+    def rotary_base(self) -> float | int:
         """Of this layer: local ones may have their own."""
         local = self.attn_type == "local" and self.cfg.rotary_base_local is not None
         return self.cfg.rotary_base_local if local else self.cfg.rotary_base
 
     def calculate_sin_cos_rotary(
-        self, rotary_dim: int, n_ctx: int, base: float = 10000, dtype: torch.dtype = torch.float32
+        self, rotary_dim: int, n_ctx: int, base: float | int = 10000, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "n_ctx rotary_dim"], Float[Tensor, "n_ctx rotary_dim"]]:
         """sin and cos of the first ``n_ctx`` positions (``rotary_dim`` is the configuration's)."""
         return sin_cos(self.cfg, self.attn_type, n_ctx, base, dtype)

@@ -72,7 +72,7 @@ class TransformerBlock(nn.Module):
         shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
-    ) -> Float[Tensor, "batch pos d_model"]:
+    ) -> Float[Tensor, "batch new_pos d_model"]:
         """The stream after this layer; the other arguments are those of attention."""
         resid_pre = self.hook_resid_pre(resid_pre)
         query, key, value = self.attention_inputs(resid_pre, shortformer_pos_embed)

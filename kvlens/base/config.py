@@ -141,8 +141,8 @@ class HookedTransformerConfig(_Parent):
     use_hook_tokens: bool = False
     tokenizer_prepends_bos: bool | None = None
     post_embedding_ln: bool = False
-    rotary_base: float = 10000
-    rotary_base_local: float | None = None
+    rotary_base: float | int = 10000
+    rotary_base_local: float | int | None = None
     rotary_scaling_factor: float = 1.0
     trust_remote_code: bool = False
     rotary_adjacent_pairs: bool = False

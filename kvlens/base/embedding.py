@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_offset_position_ids
@@ -38,7 +38,7 @@ class PosEmbed(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch pos"],
+        tokens: Shaped[Tensor, "batch pos"],
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:

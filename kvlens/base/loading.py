@@ -84,7 +84,7 @@ class Loads(HookedRootModule):
         n_devices: int = 1,
         tokenizer: Any = None,
         move_to_device: bool = True,
-        fold_value_biases: bool = True,
+        fold_value_biases: bool | None = True,
         default_prepend_bos: bool | None = None,
         default_padding_side: str | None = None,
         dtype: torch.dtype | str = "float32",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def sin_cos(
-    cfg: Any, attn_type: str, n_ctx: int, base: float, dtype: torch.dtype
+    cfg: Any, attn_type: str, n_ctx: int, base: float | int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "n_ctx rotary_dim"], Float[Tensor, "n_ctx rotary_dim"]]:
     """sin and cos of positions 0 .. n_ctx - 1.
 
@@ -44,7 +44,7 @@ def sin_cos(
     return sin, cos
 
 
-def _by_parts(cfg: Any, base: float) -> Float[Tensor, " pairs"]:
+def _by_parts(cfg: Any, base: float | int) -> Float[Tensor, " pairs"]:
     """Llama 3.1's frequencies: long waves divided by the factor, short ones kept, those between interpolated."""
     frequencies = 1.0 / base ** (torch.arange(0, cfg.rotary_dim, 2).float() / cfg.rotary_dim)
     factor, low, high = cfg.NTK_by_parts_factor, cfg.NTK_by_parts_low_freq_factor, cfg.NTK_by_parts_high_freq_factor
@@ -56,7 +56,7 @@ def _by_parts(cfg: Any, base: float) -> Float[Tensor, " pairs"]:
     return torch.where(is_long, frequencies / factor, torch.where(is_short, frequencies, between))
 
 
-def _yarn(cfg: Any, base: float, wide: torch.dtype) -> Float[Tensor, " pairs"]:
+def _yarn(cfg: Any, base: float | int, wide: torch.dtype) -> Float[Tensor, " pairs"]:
     """YaRN's frequencies: pairs that turn more than ``beta_fast`` times in training are kept, others divided."""
     dim, trained = cfg.rotary_dim, cfg.yarn_original_max_position_embeddings
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=wide) / dim)

@@ -131,7 +131,7 @@ class LayerBias(NamedTuple):
         (keys,) = _grouped_where_equal(n_kv_heads, left["b_keys"])
         distance = self.features.distance[self.layer].to(device)
         distance = distance.repeat_interleave(keys.shape[1] // distance.shape[-2], dim=-2)
-        distance = distance if distance.dim() == 3 else distance[None]
+        distance = (distance if distance.dim() == 3 else distance[None]).expand(len(keys), -1, -1)
         return changed._replace(features=VirtualKeys(keys[None], distance[None]), layer=0)
 
     def shown(self, name: str, n_heads: int) -> Tensor:

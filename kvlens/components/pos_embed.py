@@ -43,7 +43,7 @@ class OffsetPosEmbed(_Offset, PosEmbed):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch pos"],
+        tokens: Shaped[Tensor, "batch pos"],
         past_kv_pos_offset: int = 0,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch new_pos d_model"]:
