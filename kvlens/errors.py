@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.", "tqdm.")
+BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.", "tqdm.", "jaxtyping.", "beartype.")
 """The packages that stand between a caller and what is found deep inside."""
 
 

@@ -140,7 +140,7 @@ class Loads(HookedRootModule):
             fields["n_layers"] = first_n_layers
         cfg = HookedTransformerConfig(**fields)
         steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
-        steps = allowed_steps(cfg, {**steps, "fold_value_biases": fold_value_biases})
+        steps = allowed_steps(cfg, {**steps, "fold_value_biases": bool(fold_value_biases)})
         if steps["fold_ln"]:
             cfg.normalization_type = {"LN": "LNPre", "RMS": "RMSPre"}.get(str(cfg.normalization_type), cfg.normalization_type)
         weights = weights or convert(hf_model.state_dict(), cfg)
