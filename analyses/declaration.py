@@ -1,12 +1,13 @@
 """How to declare an analysis: a function with its table, its inputs and its options.
 
 The function is for notebooks: it takes a model and data, and returns a tidy frame. Its columns are declared once, as `Columns`,
-which build the frame and the tables in the docstring and in ``--help``. `Analysis` adds what a batch over many prompts needs to
-know: which field of a record becomes which argument (`Field`), and which arguments the command line offers (`Option`).
+which build the frame and the tables in the docstring and in ``--help``. The decorator `analysis` adds what a batch over many
+prompts needs to know: which field of a record becomes which argument (`Field`), and which arguments the command line offers
+(`Option`).
 
 A whole analysis, as you might write it in ``my_package/my_module.py``::
 
-    from kvlens.analyses import TEXT, Analysis, Columns, Option
+    from kvlens.analyses import Columns, Option, analysis
     from kvlens import HookedKVTransformer
 
     COLUMNS = Columns(
@@ -15,7 +16,7 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         largest_logit=("float64", "of the next token"),
     )
 
-    @COLUMNS.document
+    @analysis(COLUMNS, "the largest logit at every position of a text", options={"scale": Option("factor of the logits")})
     def largest_logits(model: HookedKVTransformer, text, *, scale: float = 1.0):
         \"\"\"The largest logit at every position of a text.
 
@@ -29,20 +30,13 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
             {"position": range(len(text)), "token_id": text, "largest_logit": scale * logits.amax(dim=-1)}
         )
 
-    LARGEST_LOGITS = Analysis(
-        name="largest_logits",
-        summary="the largest logit at every position of a text",
-        function=largest_logits,
-        columns=COLUMNS,
-        inputs={"text": TEXT},
-        options={"scale": Option("factor of the logits")},
-    )
-
 Like the analyses of kvlens it can be run in a batch that can be resumed, on several models, with spawned workers or Ray::
 
-    kvlens analyse my_package.my_module:LARGEST_LOGITS prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
+    kvlens analyse my_package.my_module:largest_logits prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
 
-An option has the default of the function's argument. The inputs that most analyses share are in :mod:`kvlens.analyses.inputs`.
+An option has the default of the function's argument. The arguments ``prompt``, ``text``, ``answer`` and ``rival`` are read
+from the fields of these names: token ids, with BOS for the prompt if that is the model's default. For a model without a
+tokenizer, a field is a list of token ids, or a string of ids separated by blanks.
 """
 
 import inspect
@@ -52,10 +46,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.checks import ensure, one_of
+from kvlens.checks import checked, ensure, one_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 WIDTH = 124
@@ -207,6 +202,47 @@ class Field:
         raise KVLensError(f"{self.name}: this analysis needs a field of this name in every record; this record has: {held}")
 
 
+@checked
+def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Field:
+    """A field read as tokens [pos], with BOS prepended if ``prepend_bos`` and that is the model's default."""
+
+    def read(model: KVModel, value: Any) -> Tensor:
+        return read_tokens(model, name, value, prepend_bos=prepend_bos and model.prepends_bos)
+
+    return Field(name, read, required)
+
+
+def read_tokens(model: KVModel, what: str, value: Any, *, prepend_bos: bool) -> Tensor:
+    """Read ``value`` as tokens [pos].
+
+    Raises:
+        KVLensError: neither text nor token ids, or text for a model without a tokenizer; the message names ``what``.
+    """
+    if isinstance(value, str) and model.tokenizer is not None:
+        return model.to_tokens(value, prepend_bos=prepend_bos, truncate=False)[0]
+    numbers = value.split() if isinstance(value, str) else value
+    try:
+        return torch.tensor([int(number) for number in numbers], dtype=torch.long)
+    except (TypeError, ValueError):
+        raise KVLensError(
+            f"{what}: expected token ids separated by blanks, because this model has no tokenizer, got {value!r}"
+            if model.tokenizer is None
+            else f"{what}: expected a string or a list of token ids, got {value!r}"
+        ) from None
+
+
+PROMPT = tokens_field("prompt", prepend_bos=True)
+"""The prompt's tokens [pos], with BOS if the model uses one."""
+TEXT = tokens_field("text", prepend_bos=False)
+"""The text's tokens [pos], without BOS, since it follows the prompt."""
+ANSWER = Field("answer", required=False)
+"""The token whose logit is measured, by id or text; None if the record has none."""
+RIVAL = Field("rival", required=False)
+"""The token whose logit is subtracted from the answer's, by id or text; None if the record has none."""
+STANDARD = {"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL}
+"""The fields that arguments of these names are read from, unless an analysis names others."""
+
+
 @dataclass(frozen=True)
 class Option:
     """An argument of the function that the command line offers.
@@ -250,7 +286,7 @@ def _takes_any(model: KVModel) -> None:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The declaration of an analysis.
+    """The declaration of an analysis, which the decorator `analysis` makes.
 
     Attributes:
         name: name of the command; for an analysis of kvlens, also the name of the function in ``kvlens.analyses``.
@@ -318,3 +354,44 @@ class Analysis:
         if list(frame.columns) != list(self.columns):
             raise TypeError(f"{self.name} declares {list(self.columns)}, returned {list(frame.columns)}")
         return frame
+
+
+@checked
+def analysis(
+    columns: Columns,
+    summary: str,
+    *,
+    of: Callable[..., pd.DataFrame] | None = None,
+    inputs: Mapping[str, Field] | None = None,
+    options: Mapping[str, Option] | None = None,
+    check_model: Callable[[Any], None] = _takes_any,
+    n_interventions: Callable[..., int] | None = None,
+) -> Callable[[Function], Function]:
+    """Decorator that declares a function as an analysis of its name, and writes the table of its columns into its docstring.
+
+    Args:
+        columns, summary, options, check_model, n_interventions: as in `Analysis`.
+        of: the function of notebooks, where that of batches has other arguments: it gives the name.
+        inputs: arguments other than ``prompt``, ``text``, ``answer`` and ``rival``, or other `Field`s for these.
+
+    Raises:
+        TypeError: as `Analysis`.
+    """
+
+    def declare(function: Function) -> Function:
+        known = {**STANDARD, **(inputs or {})}
+        order = [*inspect.signature(function).parameters, *(inputs or {})]
+        named = of or function
+        named.__dict__["analysis"] = Analysis(
+            named.__name__,
+            summary,
+            columns.document(function),
+            columns,
+            {name: known[name] for name in order if name in known},
+            options or {},
+            check_model,
+            n_interventions,
+        )
+        return function
+
+    return declare

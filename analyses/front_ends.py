@@ -36,15 +36,17 @@ _WEIGHTS = (
     "it multiplies the matrices W_Q, W_K, W_V and W_O of heads, and a recurrent layer's queries, keys and values are not "
     "linear in the residual stream: they pass a short convolution, an activation, or both"
 )
+_PROJECTIONS = (
+    "it changes the queries, keys and values of one head and holds the outputs of others, and a recurrent layer has no hook "
+    "points for the former, and behind its heads a gate that reads the residual stream"
+)
 _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
 NOT_ON: Mapping[str, Reasons] = {
     "activation_patching": _not_on_the_bridge(_HOOKS),
-    "bias_addition": _not_on_the_bridge(_PROBES),
-    "bias_overwriting": _not_on_the_bridge(_PROBES),
-    "bias_similarity": _not_on_the_bridge(_PROBES),
+    "attribution_by_edge": Reasons(recurrent=_PROJECTIONS),
     "circuits": _not_on_the_bridge(_PROBES),
     "composition": Reasons(recurrent=_WEIGHTS),
     "dual_bound": _not_on_the_bridge(_DUAL),
@@ -93,7 +95,7 @@ def on_its_front_ends(function: Function) -> Function:
     return checked_first  # type: ignore[return-value]
 
 
-HELPERS = ("next_token_texts", "token_texts", "tokens_field")
+HELPERS = ("analysis", "next_token_texts", "token_texts", "tokens_field")
 """Public functions of the package that are no analyses."""
 
 

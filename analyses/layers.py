@@ -13,21 +13,13 @@ from torch import Tensor
 from kvlens import KVModel
 
 
-def stack_layers(of_layers: Sequence[Tensor], dim: int = 0, fill: float = 0.0) -> Float[Tensor, "layer *rest"]:
-    """Stack one tensor per layer, with ``fill`` for heads that a layer does not have.
-
-    Args:
-        of_layers: equal in shape except along the axis of heads.
-        dim: the axis of heads, counted in a layer's tensor.
-        fill: value for the heads that are missing.
-    """
-    most = max(x.shape[dim] for x in of_layers)
-    padded = []
-    for x in of_layers:
-        missing = list(x.shape)
-        missing[dim] = most - x.shape[dim]
-        padded.append(x if not missing[dim] else torch.cat([x, x.new_full(missing, fill)], dim=dim))
-    return torch.stack(padded)
+def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor, "layer *rest"]:
+    """Stack one tensor per layer, with ``fill`` for heads, and dimensions of heads, that a layer does not have."""
+    largest = [max(sizes) for sizes in zip(*(x.shape for x in of_layers), strict=True)]
+    whole = of_layers[0].new_full((len(of_layers), *largest), fill)
+    for layer, x in enumerate(of_layers):
+        whole[layer][tuple(slice(n) for n in x.shape)] = x
+    return whole
 
 
 def zeros_by_head(model: KVModel, *shape: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, "layer head *shape"]:

@@ -22,6 +22,8 @@ from kvlens import KVModel
 from kvlens.checks import checked
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+NEWLINE, SPACE, TAB = "⏎", "·", "⇥"
+"""Signs for white space."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _PARTS_AND_NEXT = re.compile("((?:<0x[0-9A-F]{2}>)+)([^\x00-\x7f])")
 _SHOWN_AS_THEMSELVES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -31,8 +33,13 @@ BYTE_OF_LETTER = {chr(byte): byte for byte in _SHOWN_AS_THEMSELVES} | {chr(256 +
 
 
 def stripped(text: str) -> str:
-    """``text`` without the white space around it; white space alone is shown as token lists show it, a line's end as ⏎."""
-    return text.strip() or text.replace("\n", "⏎").replace(" ", "·").replace("\t", "→")
+    """``text`` without the white space around it; white space alone is shown by signs."""
+    return text.strip() or with_white_space_shown(text)
+
+
+def with_white_space_shown(text: str) -> str:
+    """``text`` with a sign for each space, line end and tab, as token lists show them."""
+    return text.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", TAB)
 
 
 class _Piece(NamedTuple):

@@ -11,7 +11,6 @@ What most people need is named here: `HookedKVTransformer`, `convert_prompt`, `K
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
 - **the papers' figures and tables** as commands: `kvlens.experiments`;
-- **old names** and what they are called now: `kvlens.renamed`.
 
 The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.
 """

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.errors import warn
+from kvlens.errors import KVLensError, warn
 
 MOST_NAMED = 5
 """Unknown words that a warning names."""
@@ -53,6 +53,14 @@ def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTr
     tokenizer.init_kwargs["name_or_path"] = name
     tokenizer.init_kwargs["add_bos_token"] = True
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, d_vocab: int, what: str, whose: str) -> None:
+    """Raise KVLensError, as ``what``, if a tokenizer has more tokens than ``whose`` vocabulary of ``d_vocab``."""
+    if tokenizer.vocab_size > d_vocab:
+        raise KVLensError(
+            f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, {whose} only {d_vocab}: they do not belong together"
+        )
 
 
 def warn_of_unknown_words(tokenizer: Any, texts: str | list[str], tokens: Int[Tensor, "batch pos"]) -> None:

@@ -22,6 +22,7 @@ from kvlens import (
     HookedKVTransformerConfig,
     KVBias,
     KVLensError,
+    KVModel,
     KVShiftConfig,
     analyses,
     convert_prompt,
@@ -53,7 +54,7 @@ def placeholder(kind):
     """Something of a type, for an argument that is not the one in question."""
     if isinstance(kind, UnionType) and KVBias in kind.__args__:
         kind = KVBias
-    if kind is HookedKVTransformer:
+    if kind in (HookedKVTransformer, KVModel):
         return model()
     if isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
         return object.__new__(kind)
@@ -294,7 +295,7 @@ def test_the_signature_and_the_docstring_stay():
     assert "ablation_kl" in function.__doc__ and importlib.import_module(function.__module__).bias_by_head is function
 
 
-@checked(head="kv_head")
+@checked
 def read(q: Float[Tensor, "*lead head d"], v: Float[Tensor, "kv_head d"], rows: Float[Tensor, "*#lead 2"] | None = None) -> int:
     return len(q)
 

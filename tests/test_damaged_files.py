@@ -12,6 +12,7 @@ import torch
 from kvlens.analyses.batch.journal import Journal
 from kvlens.analyses.batch.table import read_parquet, to_bytes, write_parquet
 from kvlens.analyses.batch.worker import REFUSED, PromptResult
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
@@ -154,36 +155,21 @@ def test_a_journal(tmp_path):
     assert refused >= DAMAGES * 2 // 3  # the rest met free space, and the rows are whole
 
 
-def as_format_1(folder):
-    stored = json.loads((folder / "config.json").read_text())
-    del stored["files"], stored["checksum"]
-    (folder / "config.json").write_text(json.dumps({**stored, "format_version": 1}))
-
-
-def test_files_of_format_1_are_read_and_say_that_they_carry_no_checksum(tmp_path, caplog):
-    model = tiny_text_model()
-    model.save(tmp_path / "model")
-    as_format_1(tmp_path / "model")
-    assert of_model(HookedKVTransformer.load(tmp_path / "model")) == of_model(model)
-    assert "model is of format 1, which carries no checksums" in caplog.text
-
-    bias, path = convert_prompt(model, PROMPT), tmp_path / "bias.safetensors"
-    bias.save(path)
-    meta = {"n_prompt_tokens": bias.n_prompt_tokens, "position_offset": 0, "fingerprint": bias.fingerprint.to_json()}
-    header = {"format": "kvlens.KVBias", "format_version": "1", "kv_bias": json.dumps(meta)}
-    save_file(load_file(path), path, header)
-    caplog.clear()
-    assert of_bias(KVBias.load(path)) == of_bias(bias)
-    assert "bias.safetensors is of format 1, which carries no checksum" in caplog.text
-
-
 def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
     tiny_text_model().save(tmp_path / "model")
-    as_format_1(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
-    config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(KVLensError, match="config.json is damaged"):
-        HookedKVTransformer.load(tmp_path / "model")
+    stored = json.loads(config.read_text())
+    for gone in ("checksum", "files"):
+        config.write_text(json.dumps({name: value for name, value in stored.items() if name != gone}))
+        with pytest.raises(KVLensError, match="config.json is damaged"):
+            HookedKVTransformer.load(tmp_path / "model")
+    bias, path = convert_prompt(tiny_text_model(), PROMPT), tmp_path / "bias.safetensors"
+    bias.save(path)
+    with safe_open(path, framework="pt") as file:
+        header = {name: value for name, value in file.metadata().items() if name != "checksum"}
+    save_file(load_file(path), path, header)
+    with pytest.raises(KVLensError, match="bias.safetensors is damaged"):
+        KVBias.load(path)
 
 
 def test_the_table_of_a_batch(tmp_path):

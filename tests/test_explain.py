@@ -71,7 +71,7 @@ def test_a_result_without_a_loss_names_the_largest_effect():
     assert found.cause == () and len(found.heads) == len(found.positions) == 0
     largest = found.units["unit_text"][found.units["total_effect"].abs().idxmax()].strip()
     said = in_a_paragraph(found, "sentence")
-    assert said.startswith("The answer 'kite' is compared with ") and "No sentence by itself loses the answer 'kite'" in said
+    assert said.startswith("The answer 'kite' is compared with ") and "is not lost without any single sentence" in said
     assert f"The largest effect is that of {largest!r}" in said
     assert found.unrelated[1] == 7 and f"{found.unrelated[0]} of 7 unrelated texts did as much" in said
 
@@ -119,5 +119,5 @@ def test_an_answer_of_white_space_is_shown_and_narrow_columns_are_whole(capsys):
     said = capsys.readouterr().out
     assert "the answer '⏎'" in " ".join(said.split()) and "''" not in said
     assert [line.split()[1:] for line in said.splitlines() if line.startswith("sentence ")] == [
-        ["without", "instead", "total", "hidden"]
+        ["without", "answer", "instead", "removed", "hidden"]
     ]

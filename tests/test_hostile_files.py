@@ -13,7 +13,7 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.files import checksum_of_json, file_in, read_listed
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
-from kvlens.kv_bias.storage import FORMAT
+from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 from kvlens.model.sources import load_source
 from kvlens.pretrained import read_tensors, read_tokenizer
 
@@ -144,7 +144,7 @@ def test_json_beyond_what_python_reads_is_damage(text, tmp_path):
 def test_a_forged_bias_with_a_right_checksum_is_damage(change, tmp_path):
     path = tmp_path / "bias.safetensors"
     convert_prompt(linear_model(), torch.arange(4)[None]).save(path)
-    tensors, metadata = read_checked_tensors(path, "test", FORMAT, 99)
+    tensors, metadata = read_checked_tensors(path, "test", FORMAT, FORMAT_VERSION)
     if next(iter(change)) in metadata:
         metadata |= change
     else:

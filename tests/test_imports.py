@@ -44,7 +44,6 @@ ORDER = [
     "viz",
     "report",
     "papers",
-    "renamed",
     "reference",
     "cli",
 ]

@@ -344,7 +344,6 @@ CALLS = [
     *((lambda v=v: analyses.induction_heads(linear(), n_repeated=4, **v)) for v in ({"seed": -1}, {"n_sequences": 2**60})),
     *((lambda v=v: analyses.prompt_effect(linear(), PROMPT, TEXT, readings=v)) for v in (3, {}, {"converted": 3})),
     *((lambda v=v: analyses.linked_shares(linear(), PROMPT, TEXT, colorings=v)) for v in (3, {"a": 3}, {3: torch.ones(2, 3)})),
-    *((lambda v=v: analyses.attention_rows(linear(), TEXT, v)) for v in (3, [1], torch.ones(2), torch.tensor(1))),
     *((lambda v=v: carry_bias(linear(), bias(), v)) for v in ("x", -1, 2**70, 1.5)),
     *((lambda v=v: make_task("ngrams", table_seed=v)) for v in (2**70, -1, "x")),
     *((lambda v=v: bias() * v) for v in (NAN, math.inf, 2**2000)),

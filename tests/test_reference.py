@@ -5,12 +5,10 @@ import importlib
 import inspect
 import re
 import warnings
-from itertools import product
 
 import pytest
 
-import kvlens.analyses
-from kvlens import reference, renamed
+from kvlens import reference
 from kvlens.cli import main
 from kvlens.errors import KVLensError
 from kvlens.files import files_in
@@ -64,31 +62,6 @@ def test_every_name_in_the_public_docstrings_exists():
                 except (ImportError, AttributeError):
                     missing.append(f"{page}: {name}")
     assert not missing
-
-
-def test_old_names_have_a_page_and_new_ones_exist():
-    rows = [line.split("|")[1:-1] for line in renamed.__doc__.splitlines() if line.startswith("|") and "---" not in line]
-    assert "kvlens.renamed" in reference.pages() and len(rows) > 25
-    for *_, old, new in rows:
-        for name in names_in(new.replace(") ", ")`")):
-            resolve(name)
-        for name in names_in(old):
-            with pytest.raises((ImportError, AttributeError)):
-                resolve(name)
-
-
-def _arguments_of_analyses():
-    """(analysis, old argument) of the second table."""
-    table = renamed.__doc__.split("Arguments of analyses")[1].split("Columns of tables")[0]
-    for line in table.splitlines():
-        if line.startswith("| `"):
-            analyses, old, _ = line.split("|")[1:-1]
-            yield from product(re.findall(r"`(\w+)`", analyses), re.findall(r"`(\w+)`", old))
-
-
-@pytest.mark.parametrize(("name", "argument"), _arguments_of_analyses())
-def test_arguments_of_the_old_name_are_gone(name, argument):
-    assert argument not in inspect.signature(getattr(kvlens.analyses, name)).parameters
 
 
 def test_there_is_a_page_for_each_family_and_none_for_what_is_private():

@@ -21,14 +21,13 @@ from kvlens.checks import checked
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..bias.parts import HEAD, exchangeable, indicators
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, Option, analysis
 from ..passes import MEMORY_PER_PASS
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined
 from .answers import Answer, Positions, Question, Read, Rival
-from .units import Spans, Unit, units_of
+from .units import BY, Spans, Unit, units_of
 
 COLUMNS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
@@ -47,7 +46,14 @@ COLUMNS = Columns(
 WHOLE_PROMPT = -1
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
+    options={
+        "by": BY,
+        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
+    },
+)
 @checked
 @torch.no_grad()
 def attribution_by_head(
@@ -157,16 +163,3 @@ def rows_at_once(bias: KVBias) -> int:
     """So many variants of a bias are read in one pass, as there is memory for."""
     group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
     return max(4, min(64, MEMORY_PER_PASS // (8 * group * bias.num_parameters)))
-
-
-ATTRIBUTION_BY_HEAD = Analysis(
-    name="attribution_by_head",
-    summary="through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
-    function=attribution_by_head,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={
-        "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
-        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
-    },
-)

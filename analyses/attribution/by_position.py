@@ -8,7 +8,7 @@ position's term in the state that is exchanged, kbar_p v_p^T, carried to the end
 keep their numbers: the counterfactual prompt is as long, the unit deleted or replaced in place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -21,15 +21,14 @@ from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, recurrent_layers, tensors_of, with_tensors
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Read, Rival
 from .by_head import rows_at_once
 from .terms import carriers, factors, state_terms, with_states, written
-from .units import Spans, Unit, positions_of, units_of
+from .units import BY, Spans, Unit, positions_of, units_of
 
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
@@ -55,7 +54,14 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "where in the prompt a sentence's content is read: single positions' keys and values swapped",
+    options={
+        "by": BY,
+        "each_layer": Option("also a row for every layer"),
+    },
+)
 @checked
 @torch.no_grad()
 def attribution_by_position(
@@ -91,14 +97,10 @@ def attribution_by_position(
     bias = convert_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
-    ranges = [(unit.start, unit.stop) for unit in units]
-    strange = next((span for span in replace_by or {} if span not in ranges), None)
-    if strange is not None:
-        raise KVLensError(f"replace_by: {strange!r} is no unit; the units are {', '.join(map(str, ranges[:8]))}")
+    others = without_each(question, units, replace_by or {})
     carried = carriers(bias, positions_of(units, len(question.prompt)))
     frames = []
-    for number, unit in enumerate(units):
-        other = _counterfactual(question, unit, replace_by or {})
+    for number, (unit, other) in enumerate(zip(units, others, strict=True)):
         exchange = PositionExchange(question, bias, other)
         whole, swap, converse = exchanged_positions(exchange, layers)
         parts = exchange.parts
@@ -125,9 +127,21 @@ def attribution_by_position(
     return pd.concat(frames, ignore_index=True)
 
 
-def _counterfactual(question: Question, unit: Unit, replace_by: Mapping[tuple[int, int], str | Tensor]) -> Counterfactuals:
-    span = (unit.start, unit.stop)
-    return question.rows([[]], [{span: replace_by[span]}]) if span in replace_by else question.rows([[span]])
+def without_each(
+    question: Question, units: Sequence[Unit], replace_by: Mapping[tuple[int, int], str | Tensor]
+) -> list[Counterfactuals]:
+    """For each unit the prompt in which it is replaced, or deleted where no replacement is named.
+
+    Raises:
+        KVLensError: a replacement of another length, or of tokens that are no unit.
+    """
+    spans = [(unit.start, unit.stop) for unit in units]
+    strange = next((span for span in replace_by if span not in spans), None)
+    if strange is not None:
+        raise KVLensError(f"replace_by: {strange!r} is no unit; the units are {', '.join(map(str, spans[:8]))}")
+    return [
+        question.rows([[]], [{span: replace_by[span]}]) if span in replace_by else question.rows([[span]]) for span in spans
+    ]
 
 
 def exchanged_positions(
@@ -261,16 +275,3 @@ def with_shift_states(bias: KVBias, here: KVBias, there: KVBias, exchanged: Bool
         meant = meant.reshape(*meant.shape, *[1] * (tensor.dim() - 2)).to(tensor.device)
         mixed[name] = torch.where(meant, others[name][:, None], tensor)
     return with_tensors(bias, mixed)
-
-
-ATTRIBUTION_BY_POSITION = Analysis(
-    name="attribution_by_position",
-    summary="where in the prompt a sentence's content is read: single positions' keys and values swapped",
-    function=attribution_by_position,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={
-        "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
-        "each_layer": Option("also a row for every layer"),
-    },
-)

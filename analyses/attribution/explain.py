@@ -19,9 +19,7 @@ from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..bias.parts import HEAD
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
-from ..registry import UNITS
+from ..declaration import Columns, analysis
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Positions, Question, Read, Rival
@@ -35,7 +33,7 @@ from .prompt import units_table
 from .search import Asked, CapReached, FoundSet, Runs, sets_of
 from .statements import COLUMNS as STATEMENTS
 from .statements import statement, table_of, text_of
-from .units import Spans, positions_of, units_of
+from .units import BY, Spans, positions_of, units_of
 from .verdicts import KEPT, LOST, Outcomes
 
 SHIFT_STATE = "shift_state"
@@ -56,8 +54,6 @@ HEAD_COLUMNS = Columns(
     part=("str", "``head``, ``shift_state`` or ``convolution``"),
     code=("str", "as statements name it, such as ``0.1``"),
     **RUN,
-    order_exchanged=("int64", "place in the order in which breaking sets were sought, from 1: an order, not an effect"),
-    order_alone=("int64", "place in the order in which keeping sets were sought"),
 )
 POSITION_COLUMNS = Columns(
     prompt_position=("int64", "from 0; -1: the shift state"),
@@ -172,7 +168,7 @@ class _Explaining:
         self.own = positions_of(self.units, len(self.question.prompt))
         self.a_pass = self.question.account.n_tokens_per_pass
         self.start = self.question.account.n_tokens
-        self.most = (len(self.units) + 2 + CAP) * self.a_pass
+        self.a_reading = len(self.question.text) + len(self.question.answer) - 1
 
     def explained(self, null: Null | None) -> Explained:
         question = self.question
@@ -215,25 +211,19 @@ class _Explaining:
         self._add(nothing, "units", "none", [], others=True)
         runs.left = self._left(0, self.a_pass)
         self.tell("searching sets of units", 0.2)
-        lost = [unit for unit in range(n) if runs.verdict([unit]).name == LOST]
-        lost.sort(key=lambda unit: self.each[unit].log_p)
         order = sorted(range(n), key=lambda unit: self.each[unit].log_p)
-        alone = order
+        breaking, ended = [FoundSet((unit,), True) for unit in order if runs.verdict([unit]).name == LOST], True
         if 2 * n <= runs.left and n > 1:
-            kept_alone = runs.of([_all_but(n, unit) for unit in range(n)])
-            alone = sorted(range(n), key=lambda unit: -kept_alone[unit].log_p)
-        ended = True
-        if lost:
-            breaking = [FoundSet((unit,), True) for unit in lost]
-        else:
-            breaking, ended = sets_of(runs, alone, keeping=False)
+            alone = runs.of([_all_but(n, unit) for unit in range(n)])
+            order = sorted(range(n), key=lambda unit: -alone[unit].log_p)
+        if not breaking:
+            breaking, ended = sets_of(runs, order, keeping=False)
         for way, each in enumerate(breaking):
             self._set(runs, "units", "breaking", each, way)
             self._again(runs, each.parts, way)
         self._closed([each.parts for each in breaking[:2]])
-        found_empty = runs.verdict(range(n)).name == KEPT
-        if not found_empty and n > 1:
-            keeping_sets, to_end = sets_of(runs, alone, keeping=True)
+        if runs.verdict(range(n)).name != KEPT and n > 1:
+            keeping_sets, to_end = sets_of(runs, order, keeping=True)
             ended = ended and to_end
             for way, each in enumerate(keeping_sets):
                 ended = self._keeping_units(runs, each, way) and ended
@@ -280,11 +270,10 @@ class _Explaining:
             self._add(now, "units", "breaking", sets[way], way=way, positions="closed")
 
     def _set(self, runs: Runs, about: str, role: str, found: FoundSet, way: int, **named: Any) -> None:
-        others = role != "breaking"
-        exchanged = frozenset(range(runs.n_parts)) - set(found.parts) if others else frozenset(found.parts)
-        codes = named.pop("codes", None)
-        parts = [found.parts[i] if codes is None else codes[found.parts[i]] for i in range(len(found.parts))]
-        self._add(runs.found[exchanged], about, role, parts, others=others, way=way, smallest=found.smallest, **named)
+        others, codes = role != "breaking", named.pop("codes", range(runs.n_parts))
+        now = runs.found[Asked(runs, others, frozenset()).exchanged(found.parts)]
+        parts = [codes[part] for part in found.parts]
+        self._add(now, about, role, parts, others=others, way=way, smallest=found.smallest, **named)
 
     def _units_table(self) -> pd.DataFrame:
         whole, nothing = self.outcomes.whole, self.unit_runs.found[frozenset(range(len(self.units)))]
@@ -294,22 +283,19 @@ class _Explaining:
             return now.log_p - now.log_p_reference if against else now.log_p
 
         effects = score(whole) - torch.tensor([score(now) for now in self.each], dtype=torch.float64)
-        levels = [self.by if isinstance(self.by, str) else None] * len(self.units)
         p = torch.full_like(effects, math.nan)
-        return units_table(self.question, self.units, levels, effects, score(whole) - score(nothing), p)
+        return units_table(self.question, self.units, effects, score(whole) - score(nothing), p)
 
     # --- heads and positions -----------------------------------------------------------------------------------------
 
     def _heads(self, exchange: HeadExchange, cause: tuple[int, ...]) -> pd.DataFrame:
         self.tell("exchanging heads", 0.45)
-        n_text, n = len(self.question.text) + len(self.question.answer) - 1, len(exchange.parts)
-        orders = head_orders(self.outcomes, exchange)
-        runs = Runs(self.outcomes, n, exchange.read, self._left(1, n_text), exchange.at_once)
+        n, orders = len(exchange.parts), head_orders(self.outcomes, exchange)
+        runs = Runs(self.outcomes, n, exchange.read, self._left(1, self.a_reading), exchange.at_once)
         if 4 * n <= runs.left:
             runs.of([*([part] for part in range(n)), *(_all_but(n, part) for part in range(n))])
         codes = [part.code for part in exchange.parts]
         in_sets = self._sets(runs, "heads", orders, codes, cause)
-        places = [torch.tensor(order).argsort() + 1 for order in orders]
         return HEAD_COLUMNS.frame(
             {
                 "layer": [part.layer for part in exchange.parts],
@@ -317,16 +303,13 @@ class _Explaining:
                 "part": [part.kind for part in exchange.parts],
                 "code": codes,
                 **_run(runs, in_sets),
-                "order_exchanged": places[0],
-                "order_alone": places[1],
             }
         )
 
     def _positions(self, exchange: PositionExchange, cause: tuple[int, ...]) -> pd.DataFrame:
         self.tell("exchanging positions", 0.75)
-        n_text, n = len(self.question.text) + len(self.question.answer) - 1, len(exchange.parts)
-        first = min(self.units[unit].start for unit in cause)
-        runs = Runs(self.outcomes, n, exchange.read, self._left(2, n_text), exchange.at_once)
+        n, first = len(exchange.parts), min(self.units[unit].start for unit in cause)
+        runs = Runs(self.outcomes, n, exchange.read, self._left(2, self.a_reading), exchange.at_once)
         changed = [part for part in range(n) if part >= first]  # what precedes the units is the same in both prompts
         at_once = max(1, math.ceil(4 * len(changed) / max(1, runs.left)))
         blocks = [changed[start : start + at_once] for start in range(0, len(changed), at_once)]
@@ -391,7 +374,6 @@ class _Explaining:
         p = [_probabilities(question, prompts, first, tokens) for tokens in named]
         texts = [text_of(question.model, question.text, tokens.tolist()) for tokens in named]
         each = [(x[0], x[2] if cause else None, x[1]) for x in p]
-        unprompted, p_unprompted = (texts[2], each[2]) if len(named) > 2 else (None, None)
         n_passes, reference = question.account.n_passes, self.outcomes.reference
         return Explained(
             texts[0],
@@ -407,8 +389,8 @@ class _Explaining:
             frozenset(self.searched),
             tuple(question.answer.tolist()),
             tuple(other.tolist()),
-            unprompted,
-            p_unprompted,
+            unprompted=texts[2] if len(named) > 2 else None,
+            p_unprompted=each[2] if len(named) > 2 else None,
             unrelated=None if null is None else self._unrelated(null, units),
             n_passes=n_passes,
         )
@@ -421,7 +403,11 @@ class _Explaining:
         return int((effects.abs() >= abs(units["total_effect"][largest])).sum()), len(effects)
 
 
-@STATEMENTS.document
+@analysis(
+    STATEMENTS,
+    "which sets of sentences, heads and positions lose or keep the answer: interventions that were made",
+    options={"by": BY},
+)
 @checked
 def explanation(
     model: KVModel,
@@ -443,16 +429,6 @@ def explanation(
         {columns}
     """
     return explain(model, prompt, text, answer=answer, rival=rival, by=by).statements
-
-
-EXPLANATION = Analysis(
-    name="explanation",
-    summary="which sets of sentences, heads and positions lose or keep the answer: interventions that were made",
-    function=explanation,
-    columns=STATEMENTS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={"by": Option("the units", choices=UNITS)},
-)
 
 
 def _all_but(n: int, part: int) -> list[int]:

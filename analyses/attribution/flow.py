@@ -30,11 +30,13 @@ from kvlens.checks import checked
 from ..declaration import Columns
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
-from .answers import Question, Rival
+from .answers import Question, Read, Rival
 from .by_head import HeadExchange
 from .by_position import PositionExchange
 from .explain import SHIFT_STATE, Explained
+from .statements import said
 from .units import Unit, positions_of
+from .verdicts import Outcome, Outcomes
 
 MOST_PARTS = 7
 """Heads and positions that are drawn: every subset of them takes a pass over the text."""
@@ -47,7 +49,9 @@ COLUMNS = Columns(
     effect=("float64", f"{EFFECT}; by this intervention"),
     p_answer=("float64", "probability of the answer under it"),
     p_rival=("float64", "of its rival"),
-    n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),
+    verdict=("str", "what became of the answer (:mod:`~kvlens.analyses.attribution.verdicts`)"),
+    says=("str", "what the model says instead, where the answer is not first; missing elsewhere"),
+    p_says=("float64", "its probability"),
 )
 
 
@@ -81,12 +85,12 @@ def answer_flow(
         KVLensError: tokens that do not fit.
     """
     question = Question.of(model, prompt, text, torch.tensor(found.answer_tokens), rival)
-    measured = _Measured(question, torch.tensor(found.rival_tokens))
+    measured = _Measured(question, torch.tensor(found.rival_tokens), Outcomes(question))
     if found.cause:
         _measure(measured, found)
-    log_p = torch.cat(measured.log_p) if measured.log_p else torch.zeros(0, 2, dtype=torch.float64)
+    states, outcomes, now = measured.states, measured.outcomes, measured.now
+    log_p = torch.cat(measured.log_p) if states else torch.zeros(0, 2, dtype=torch.float64)
     fall = log_p[:1] - log_p
-    states = measured.states
     return COLUMNS.frame(
         {
             "heads": ["+".join(state.heads) for state in states],
@@ -96,7 +100,9 @@ def answer_flow(
             "effect": fall[:, 0] if question.rival is None else fall[:, 0] - fall[:, 1],
             "p_answer": log_p[:, 0].exp(),
             "p_rival": log_p[:, 1].exp(),
-            "n_passes": [question.account.n_passes] * len(states),
+            "verdict": [outcomes.verdict(each).name for each in now],
+            "says": [said(outcomes, each) for each in now],
+            "p_says": [each.p_said for each in now],
         }
     )
 
@@ -119,10 +125,12 @@ def parts_drawn(found: Explained) -> tuple[list[str], list[str]]:
 
 @dataclass
 class _Measured:
-    """The log-probabilities of the answer and of the rival under each intervention so far."""
+    """What the model says under each intervention so far, and the log-probabilities of the answer and of the rival."""
 
     question: Question
     rival: Int[Tensor, " rival_pos"]
+    outcomes: Outcomes
+    now: list[Outcome] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     log_p: list[Float[Tensor, "row 2"]] = field(default_factory=list)
 
@@ -131,9 +139,23 @@ class _Measured:
         codes = [part.code for part in exchange.parts]
         rows = torch.tensor([[code in each for code in codes] for each in exchanged])
         for start in range(0, len(states), exchange.at_once):
-            read = exchange.read(rows[start : start + exchange.at_once])
+            read = _once(exchange.read(rows[start : start + exchange.at_once]))
+            self.now += self.outcomes.under(read)
             self.log_p.append(self.question.log_p(read, [self.question.answer, self.rival]))
         self.states.extend(states)
+
+
+def _once(read: Read) -> Read:
+    """The same reading, of which each text is read once."""
+    found: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def again(text: Tensor, n_last: int) -> Tensor:
+        key = tuple(text.tolist()), n_last
+        if key not in found:
+            found[key] = read(text, n_last)
+        return found[key]
+
+    return again
 
 
 def _measure(measured: _Measured, found: Explained) -> None:

@@ -3,13 +3,10 @@
 All of them read counterfactual prompts (units deleted) and ask for the answer's log-probability f after each:
 
 - `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
-- `LinearFit`: the logit of the answer's probability over subsets of the units, fitted by a sum over units; as ContextCite does
-  (Cohen-Wang et al. 2024, arXiv 2409.00729), with a Gaussian prior of its own width for each unit in the place of the lasso,
-  and with leave-one-out among the subsets.
-- `InteractionFit`: the same and all pairs, a pair's prior being the product of its units': only units that matter interact.
-- `ContextCite`: the published one, lasso on the logit of the answer's probability.
-- `Hierarchical`: leave-one-out of paragraphs, then of the sentences and the tokens of those that matter (as AttriBoT,
-  arXiv 2411.15102).
+- `InteractionFit`: the logit of the answer's probability over subsets of the units, leave-one-out among them, fitted by a sum
+  over units and pairs, with a Gaussian prior of its own width for each unit; a pair's is their product, so that only units that
+  matter interact.
+- `ContextCite`: a sum over units alone, by lasso, as published (Cohen-Wang et al. 2024, arXiv 2409.00729).
 
 A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
 """
@@ -29,7 +26,7 @@ from kvlens.errors import nearest
 
 from ..registry import ATTRIBUTION_METHODS
 from .answers import Question
-from .units import LEVELS, Unit, positions_of, units_of
+from .units import Unit, positions_of
 
 Predict = Callable[[Bool[Tensor, "row unit"]], Float[Tensor, " row"]]
 
@@ -38,16 +35,12 @@ class Explanation(NamedTuple):
     """What a method found.
 
     Attributes:
-        units: that were taken away; those that were given, but for a method that cuts further.
-        levels: of each unit, as `kvlens.analyses.attribution.units.LEVELS` names it; empty where the caller chose.
         effects: f(whole) - f(without the unit), measured or predicted, nats.
         predict: f for any choice of units that are kept, as the method sees it.
         whole: f of the whole prompt as measured; None where the method did not read it.
-        without: f without each of the given units as measured; None where the method did not read them.
+        without: f without each unit as measured; None where the method did not read them.
     """
 
-    units: list[Unit]
-    levels: list[str]
     effects: Float[Tensor, " unit"]
     predict: Predict
     whole: float | None = None
@@ -99,7 +92,7 @@ class LeaveOneOut:
         def predict(rows: Tensor) -> Tensor:
             return scores[0] - (~rows).double() @ effects
 
-        return Explanation(units, [], effects, predict, float(scores[0]), scores[1:])
+        return Explanation(effects, predict, float(scores[0]), scores[1:])
 
 
 def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
@@ -119,43 +112,34 @@ def logit_of(log_p: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
 
 @checked
 @dataclass(frozen=True)
-class LinearFit:
-    """A sum over units, fitted to subsets: of logits of the answer's probability, or of the difference to a rival's.
+class InteractionFit:
+    """A sum over units and pairs, fitted to subsets: of logits of the answer's probability, or of the difference to a rival's.
 
     Attributes:
         n_subsets: prompts that are read, the whole one included.
         seed: of the subsets.
-        interactions: whether pairs of units have terms too.
     """
 
     n_subsets: Annotated[int, Within(4, 2**20)] = 32
     seed: Seed = 0
-    interactions: bool = False
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """Effects at the whole prompt, as the fit predicts them."""
         kept = chosen_subsets(self.n_subsets, len(units), self.seed)
         scores = subset_scores(question, units, kept)
         target = scores if question.rival is not None else logit_of(scores)
-        of_score = fitted(kept, target, interactions=self.interactions)
+        of_score = fitted(kept, target)
 
         def predict(rows: Tensor) -> Tensor:
             return of_score(rows) if question.rival is not None else torch.nn.functional.logsigmoid(of_score(rows))
 
         whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
         effects = predict(whole) - predict(~torch.eye(n, dtype=torch.bool))
-        return Explanation(units, [], effects, predict, float(scores[0]))
+        return Explanation(effects, predict, float(scores[0]))
 
 
-@dataclass(frozen=True)
-class InteractionFit(LinearFit):
-    """A sum over units and pairs of units, fitted to subsets as `LinearFit`."""
-
-    interactions: bool = True
-
-
-def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, interactions: bool) -> Predict:
-    """Bayesian regression on units (and pairs), the widths of the priors chosen by the evidence.
+def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"]) -> Predict:
+    """Bayesian regression on units and pairs, the widths of the priors chosen by the evidence.
 
         f(x) = w_0 + sum_u w_u x_u + sum_{u<v} w_uv x_u x_v + noise        x_u = 1 kept, -1 gone
         w_u ~ N(0, a_u)        w_uv ~ N(0, c a_u a_v)        noise ~ N(0, s)
@@ -173,8 +157,6 @@ def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"], *, int
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         width = log_width.exp()
         one = (a * width) @ b.T
-        if not interactions:
-            return 1.0 + one
         return 1.0 + one + rest[0].exp() * over_pairs(one, width)
 
     def cholesky() -> Tensor:
@@ -231,7 +213,7 @@ class ContextCite:
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """The lasso's weights, on the scale of logits, and the log-probabilities that they predict."""
         if question.rival is not None:
-            raise KVLensError("ContextCite: it explains one answer's probability; leave the rival out, or take LinearFit")
+            raise KVLensError("ContextCite: it explains one answer's probability; leave the rival out, or take InteractionFit")
         generator = torch.Generator().manual_seed(self.seed)
         kept = torch.rand(self.n_subsets, len(units), generator=generator) < 0.5
         intercept, weights = lasso(kept.double(), logit_of(subset_scores(question, units, kept)), self.penalty)
@@ -240,7 +222,7 @@ class ContextCite:
             return torch.nn.functional.logsigmoid(intercept + rows.double() @ weights)
 
         whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
-        return Explanation(units, [], predict(whole) - predict(~torch.eye(n, dtype=torch.bool)), predict)
+        return Explanation(predict(whole) - predict(~torch.eye(n, dtype=torch.bool)), predict)
 
 
 def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float) -> tuple[Tensor, Float[Tensor, " unit"]]:
@@ -262,59 +244,3 @@ def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float
             break
     weights = weights * scale_y / scale_x
     return y.mean() - x.mean(dim=0) @ weights, weights
-
-
-@checked
-@dataclass(frozen=True)
-class Hierarchical:
-    """Leave-one-out of coarse units, then of the finer ones inside those that matter.
-
-    Attributes:
-        levels: from coarse to fine, of :data:`kvlens.analyses.attribution.units.LEVELS`.
-        floor: effects below, in nats, are not looked into.
-    """
-
-    levels: tuple[str, ...] = ("paragraph", "sentence", "token")
-    floor: Finite = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.levels or any(level not in LEVELS for level in self.levels):
-            raise KVLensError(f"Hierarchical: levels: expected some of {', '.join(LEVELS)}, got {self.levels!r}")
-
-    def explain(self, question: Question, units: list[Unit]) -> Explanation:
-        """The deleted units of all levels that overlap the given ones, coarse ones first; the prediction uses the finest."""
-        found: list[tuple[Unit, str, float]] = []
-        finest: list[tuple[Unit, float]] = []
-        whole = float(question.scores(question.rows([[]]))[0])
-        asked = [(unit.start, unit.stop) for unit in units]
-        inside = [(0, len(question.prompt))]
-        for number, level in enumerate(self.levels):
-            cut = units_of(question.model, question.prompt, level)
-            cut = [unit for unit in cut if _lies_in(unit, inside) and _overlaps(unit, asked)]
-            known = {(unit.start, unit.stop): effect for unit, _, effect in found}
-            new = [unit for unit in cut if (unit.start, unit.stop) not in known]
-            scores = question.scores(question.rows([[(unit.start, unit.stop)] for unit in new])) if new else torch.zeros(0)
-            measured = {(unit.start, unit.stop): whole - score for unit, score in zip(new, scores.tolist(), strict=True)}
-            found += [(unit, level, measured[unit.start, unit.stop]) for unit in new]
-            each = [(unit, {**known, **measured}[unit.start, unit.stop]) for unit in cut]
-            deeper = [(unit, effect) for unit, effect in each if abs(effect) >= self.floor]
-            last = number + 1 == len(self.levels)
-            finest += each if last else [pair for pair in each if pair not in deeper]
-            inside = [(unit.start, unit.stop) for unit, _ in deeper]
-        effects = torch.tensor([effect for _, _, effect in found], dtype=torch.float64)
-
-        def predict(rows: Tensor) -> Tensor:
-            """A unit that was given is gone with all that lies in it."""
-            parts = torch.tensor([[_lies_in(u, [(given.start, given.stop)]) for u, _ in finest] for given in units])
-            sizes = torch.tensor([effect for _, effect in finest], dtype=torch.float64)
-            return whole - (~rows).double() @ (parts.double() @ sizes)
-
-        return Explanation([unit for unit, _, _ in found], [level for _, level, _ in found], effects, predict, whole)
-
-
-def _lies_in(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
-    return any(start <= unit.start and unit.stop <= stop for start, stop in ranges)
-
-
-def _overlaps(unit: Unit, ranges: list[tuple[int, int]]) -> bool:
-    return any(unit.start < stop and start < unit.stop for start, stop in ranges)

@@ -49,20 +49,15 @@ class Null:
         return self.n_units or min(max(FEWEST, enough_for(n_tested)), MOST)
 
     def effects(
-        self,
-        question: Question,
-        units: Sequence[Unit],
-        n_tested: int | None = None,
-        without: Float[Tensor, " unit"] | None = None,
+        self, question: Question, units: Sequence[Unit], without: Float[Tensor, " unit"] | None = None
     ) -> Float[Tensor, " null"]:
         """Null effects, spread evenly over the units' positions.
 
         Args:
             question, units: whose effects are tested.
-            n_tested: how many effects are tested; None for one of each unit.
             without: the score without each unit, where it was measured before.
         """
-        where = [units[i % len(units)] for i in range(self.n_for(n_tested or len(units)))]
+        where = [units[i % len(units)] for i in range(self.n_for(len(units)))]
         unrelated = self.drawn(question, where)
         spans = [(unit.start, unit.stop) for unit in where]
         with_them = question.rows([[]] * len(spans), [{span: new} for span, new in zip(spans, unrelated, strict=True)])

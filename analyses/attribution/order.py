@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias
+from kvlens import HookedKVTransformer, KVBias, KVModel
 
 from ..bias.interventions import Interventions, intervened
-from ..bias.parts import CONVOLUTION_PART, HEAD_PART, Part, has_shift_state, most_heads
+from ..bias.parts import CONVOLUTION_PART, HEAD_PART, Part, has_shift_state, most_heads, of_kv_head
 from .answers import Read
 from .by_head import HeadExchange
 from .verdicts import Outcomes
@@ -60,15 +60,18 @@ def _of_part(part: Part, bias: KVBias, changes: Float[Tensor, "row head"]) -> Fl
         return -changes[OTHER, part.head]
     if part.kind == CONVOLUTION_PART:
         return -changes[OTHER_SHIFT_STATE, bias.first_state_head(part.layer) :].sum()
-    group = bias.n_heads // bias.last_k.shape[-2]
-    return -changes[OTHER_SHIFT_STATE, part.head * group : (part.head + 1) * group].sum()
+    return -changes[OTHER_SHIFT_STATE, of_kv_head(bias, part.layer, part.head)].sum()
+
+
+def stream_point(model: KVModel, layer: int) -> str:
+    """The hook point of the residual stream before a layer."""
+    return f"blocks.{layer}.{'hook_resid_pre' if isinstance(model, HookedKVTransformer) else 'hook_in'}"
 
 
 def _products(outcomes: Outcomes, biases: KVBias, n_rows: int) -> list[Float[Tensor, "row head"]]:
     """g.dz of each layer's heads, summed over the text: rows whose residual stream is everywhere that of the first."""
     model, z = outcomes.question.model, {}
     layers = range(model.cfg.n_layers)
-    stream = "hook_resid_pre" if isinstance(model, HookedKVTransformer) else "hook_in"
 
     def alike(x: Tensor, hook: Any) -> Tensor:
         first = x[:1] if x.requires_grad else x[:1].detach().requires_grad_()
@@ -79,7 +82,7 @@ def _products(outcomes: Outcomes, biases: KVBias, n_rows: int) -> list[Float[Ten
         return x  # where a hook is shown heads in a shape of their own, only what it returns is read on
 
     of_layer = [model.head_hooks(layer, "hook_z") for layer in layers]
-    hooks: list[Any] = [(f"blocks.{layer}.{stream}", alike) for layer in layers]
+    hooks: list[Any] = [(stream_point(model, layer), alike) for layer in layers]
     hooks += [(name, partial(keep, name=name)) for of in of_layer for name in of]
     with torch.enable_grad():
         with model.hooks(fwd_hooks=hooks):

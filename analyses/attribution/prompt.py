@@ -11,17 +11,16 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.checks import checked, ensure, one_of
 
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
 from .cost import cost_of_units
-from .methods import Explanation, Method, method_of
+from .methods import Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
-from .units import Spans, Unit, positions_of, units_of
+from .units import BY, Spans, Unit, positions_of, units_of
 
 FLOOR = 0.1
 """Nats: below so large an effect of the whole prompt, a unit's share of it says nothing."""
@@ -31,7 +30,6 @@ COLUMNS = Columns(
     unit_text=("str", "of the unit"),
     start=("int64", "position of its first token; BOS has 0 where there is one"),
     stop=("int64", "position behind its last token"),
-    level=("str", "paragraph, sentence, word or token; missing where ranges were given"),
     total_effect=("float64", f"{EFFECT}; the unit taken away, everything recomputed"),
     total_share=(
         "float64",
@@ -46,7 +44,6 @@ COLUMNS = Columns(
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}: each unit by itself"),
     p_adjusted=("float64", "p_value adjusted for the number of units by Holm's method; NaN without a null"),
-    n_passes=("float64", "passes over prompt and text that the whole table took, the same in every row"),
 )
 
 
@@ -82,7 +79,7 @@ def prompt_attribution(
         on_progress: called with the fraction done, in 0..1, about.
 
     Returns:
-        One row per unit, in the prompt's order (coarse units first, where a method cuts further):
+        One row per unit, in the prompt's order:
 
         {columns}
 
@@ -98,14 +95,13 @@ def prompt_attribution(
     baseline = float(question.scores(question.baseline())[0])
     whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
     nothing = torch.full_like(found.effects, float("nan"))
-    p = nothing if null is None else p_values(found.effects, null.effects(question, units, len(found.units), found.without))
-    return units_table(question, found.units, _levels(found, by), found.effects, whole - baseline, p)
+    p = nothing if null is None else p_values(found.effects, null.effects(question, units, found.without))
+    return units_table(question, units, found.effects, whole - baseline, p)
 
 
 def units_table(
     question: Question,
     units: Sequence[Unit],
-    levels: list[str | None],
     effects: Float[Tensor, " unit"],
     of_prompt: float,
     p: Float[Tensor, " unit"],
@@ -114,8 +110,7 @@ def units_table(
 
     Args:
         question: what is explained.
-        units, levels: one for each row.
-        effects: total effects.
+        units, effects: one for each row; total effects.
         of_prompt: the total effect of the whole prompt.
         p: p-values; NaN without a null.
     """
@@ -126,20 +121,14 @@ def units_table(
             "unit_text": [unit.text for unit in units],
             "start": [unit.start for unit in units],
             "stop": [unit.stop for unit in units],
-            "level": levels,
             "total_effect": effects,
             "total_share": effects / (of_prompt if abs(of_prompt) >= FLOOR else math.nan),
             "knockout_effect": knockout,
             "p_value": p,
             "significant": p <= SIGNIFICANT,
             "p_adjusted": holm(p),
-            "n_passes": question.account.n_passes,
         }
     )
-
-
-def _levels(found: Explanation, by: str | Spans) -> list[str | None]:
-    return [*found.levels] or [by if isinstance(by, str) else None] * len(found.units)
 
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
@@ -152,6 +141,17 @@ def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor,
     return scores[0] - scores[1:]
 
 
+@analysis(
+    COLUMNS,
+    "which sentence (word, token) of the prompt made the model say it: effects of taking it away, with a null",
+    of=prompt_attribution,
+    options={
+        "by": BY,
+        "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
+        "n_null": Option("units of unrelated texts to compare with; 0 for none"),
+        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
+    },
+)
 def _attribution(
     model: KVModel,
     prompt: PromptTokens,
@@ -169,18 +169,3 @@ def _attribution(
     null = Null(n_null) if n_null else None
     options: dict = dict(by=by, method=method, null=null, positions=positions)
     return prompt_attribution(model, prompt, text, answer=answer, rival=rival, **options)
-
-
-PROMPT_ATTRIBUTION = Analysis(
-    name="prompt_attribution",
-    summary="which sentence (word, token) of the prompt made the model say it: effects of taking it away, with a null",
-    function=_attribution,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={
-        "by": Option("the units", choices=("token", "word", "sentence", "paragraph")),
-        "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
-        "n_null": Option("units of unrelated texts to compare with; 0 for none"),
-        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
-    },
-)

@@ -11,8 +11,8 @@ An order of the parts comes from outside, the most promising first. Two searches
   what is fixed, until what is fixed holds by itself.
 
 Then smaller sets are run, by size and along the order, as far as the cap allows; where all of them were run, the set is a
-smallest one. Neither search needs the property to be monotone: every answer is a run. (A superset of a breaking set may keep
-the answer again.)
+smallest one. No set that was run is smaller than the one that is named, also where a search ends at its cap. Neither search
+needs the property to be monotone: every answer is a run. (A superset of a breaking set may keep the answer again.)
 
 Source: an order from gradients with exact confirmation is the use of attribution patching (Nanda 2023) and AtP* (Kramar et al.
 2024, arXiv 2403.00745); the second search is QuickXplain's (Junker 2004) without its halving. Here the order comes from
@@ -126,6 +126,13 @@ class Asked:
         log_p = self.runs.found[self.exchanged(parts)].log_p
         return log_p if self.keeping else -log_p
 
+    def smallest_run(self) -> "FoundSet | None":
+        """Of the sets that were run and are one, but for all parts together, the strongest of the smallest."""
+        name, every = KEPT if self.keeping else LOST, frozenset(range(self.runs.n_parts))
+        of = [every - each if self.keeping else each for each in self.runs.found if self.runs.verdict(each).name == name]
+        best = min((each for each in of if each and each < self.among), key=lambda x: (len(x), -self.effect(x)), default=None)
+        return None if best is None else FoundSet(tuple(sorted(best)), len(best) == 1)
+
 
 def sets_of(runs: Runs, order: Sequence[int], *, keeping: bool, most_ways: int = 2) -> tuple[list[FoundSet], bool]:
     """Disjoint minimal sets, the first of them as small as could be found; and whether the search came to its end.
@@ -138,9 +145,9 @@ def sets_of(runs: Runs, order: Sequence[int], *, keeping: bool, most_ways: int =
     """
     found: list[FoundSet] = []
     rest = list(order)
-    try:
-        while rest and len(found) < most_ways:
-            asked = Asked(runs, keeping, frozenset(rest))
+    while rest and len(found) < most_ways:
+        asked = Asked(runs, keeping, frozenset(rest))
+        try:
             parts = _smaller_of_two(asked, rest)
             if parts is None:
                 return found, True
@@ -148,9 +155,10 @@ def sets_of(runs: Runs, order: Sequence[int], *, keeping: bool, most_ways: int =
                 found.append(FoundSet(parts, False))
             else:
                 found.append(_made_smallest(asked, parts, order))
-            rest = [part for part in rest if part not in found[-1].parts]
-    except CapReached:
-        return found, False
+        except CapReached:
+            known = None if found else asked.smallest_run()
+            return [known] if known is not None and len(known.parts) <= ONE_BY_ONE else found, False
+        rest = [part for part in rest if part not in found[-1].parts]
     return found, True
 
 
@@ -212,7 +220,8 @@ def _made_smallest(asked: Asked, parts: Set, order: Sequence[int]) -> FoundSet:
     """Run all smaller sets, and all single parts, as far as the cap allows; of those of one size the strongest stays."""
     for size in range(1, max(2, len(parts))):
         if math.comb(len(order), size) > asked.runs.left // 2:
-            return FoundSet(parts, len(parts) == 1)
+            known = asked.smallest_run()
+            return known if known is not None and len(known.parts) < len(parts) else FoundSet(parts, len(parts) == 1)
         sets = list(itertools.combinations(order, size))
         holding = [each for each, holds in zip(sets, asked.holds(sets), strict=True) if holds]
         if holding:

@@ -74,7 +74,7 @@ def statement(
         "p_after": now.p,
         "p_reference_before": whole.p_reference,
         "p_reference_after": now.p_reference,
-        "says": _said(outcomes, now),
+        "says": said(outcomes, now),
         "p_says": now.p_said,
         "verdict": verdict.name,
         "at_bound": verdict.at_bound,
@@ -86,7 +86,8 @@ def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return COLUMNS.frame({name: [row[name] for row in rows] for name in COLUMNS.dtypes})
 
 
-def _said(outcomes: Outcomes, now: Outcome) -> str | None:
+def said(outcomes: Outcomes, now: Outcome) -> str | None:
+    """What the model says instead of the answer; None where that is first."""
     if now.said < 0:
         return None
     question = outcomes.question

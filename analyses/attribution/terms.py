@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
 
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, tensors_of, with_tensors
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
+from ..layers import stack_layers
 
 BYTES_AT_ONCE = 2**27
 """Of biases that are read together, and of features of chosen positions that are added up together."""
@@ -136,9 +137,10 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     """Read a prompt, or a single counterfactual one, once; :func:`written` then adds up the terms of any of its positions."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, bias = _features_and_values(model, prompt)
-    phi = phi_k.repeat_interleave(model.cfg.n_heads // phi_k.shape[2], dim=2)
-    steps = torch.arange(phi.shape[1], 0, -1, device=phi.device)
-    return Factors(phi_k, model.blocks[0].attn.features_after(phi, steps), v, bias)  # layers decay and rotate alike
+    steps = torch.arange(phi_k[0].shape[0], 0, -1, device=phi_k[0].device)
+    per_head = (x.repeat_interleave(n // x.shape[1], dim=1) for x, n in zip(phi_k, model.heads_per_layer, strict=True))
+    carried = [block.attn.features_after(x, steps) for block, x in zip(model.blocks, per_head, strict=True)]
+    return Factors(stack_layers(phi_k), stack_layers(carried), stack_layers(v), bias)
 
 
 def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
@@ -148,13 +150,13 @@ def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> K
     most = max(1, int(chosen.sum(dim=1).max()))
     positions = chosen.long().argsort(dim=1, descending=True, stable=True)[:, :most]
     weight = chosen.gather(1, positions).to(read.carried)[..., None, None]
-    group = model.cfg.n_heads // read.v.shape[2]
+    of_kv = kv_heads_read(read.bias).to(read.v.device)[:, None, None, :, None]
     b_kv, b_d = [], []
     at_once = max(1, BYTES_AT_ONCE // (read.carried[:, 0].numel() * most * 8))
     for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
-        values = read.v[:, where].repeat_interleave(group, dim=3)
+        values = torch.take_along_dim(read.v[:, where], of_kv, dim=3)
         b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))
-        b_d.append((read.phi_k[:, where] * each).sum(dim=2).repeat_interleave(group, dim=2))
+        b_d.append(torch.take_along_dim((read.phi_k[:, where] * each).sum(dim=2), of_kv[:, 0], dim=2))
     d = torch.cat(b_d, dim=1) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d, dim=1)
     like = read.bias.zero_like().repeat(len(chosen))
     return replace(like, b_KV=torch.cat(b_kv, dim=1).to(like.b_KV), b_D=d.to(like.b_D))
@@ -162,7 +164,7 @@ def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> K
 
 def _features_and_values(
     model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals
-) -> tuple[Float[Tensor, "layer pos kv_head d_phi"], Float[Tensor, "layer pos kv_head d_head"], KVBias]:
+) -> tuple[list[Float[Tensor, "pos kv_head d_phi"]], list[Float[Tensor, "pos kv_head d_head"]], KVBias]:
     """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them, and
     the prompt's bias."""
     shift, variant = model.cfg.kv_shift, model.cfg.attention_variant
@@ -176,4 +178,4 @@ def _features_and_values(
     hooks = [(f"blocks.{layer}.attn.{name}", look) for layer in range(model.cfg.n_layers) for name in seen]
     bias = convert_prompt(model, prompt, fwd_hooks=hooks)
     bias = bias if bias.batch_size is None else bias.select_prompt(0)
-    return torch.stack(seen["hook_phi_k"]), torch.stack(seen[v_name]).to(seen["hook_phi_k"][0]), bias
+    return seen["hook_phi_k"], [v.to(seen["hook_phi_k"][0]) for v in seen[v_name]], bias

@@ -12,6 +12,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.arguments import Span, checked_spans
 from kvlens.errors import nearest
 
+from ..declaration import Option
 from ..registry import UNITS
 from ..sequences import begins_with_bos
 from ..texts import joined, token_texts
@@ -19,6 +20,8 @@ from ..texts import joined, token_texts
 END_OF_SENTENCE = (".", "!", "?", "\u2026", "\u3002", "\uff01", "\uff1f")
 CLOSING = "\"')]\u201d\u2019\u00bb"
 """Marks that may stand between the end of a sentence and the blank behind it."""
+BY = Option("the units", choices=UNITS)
+"""How a batch chooses them."""
 
 
 class Unit(NamedTuple):

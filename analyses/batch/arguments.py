@@ -8,7 +8,6 @@ import argparse
 import ast
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from kvlens import KVLensError
@@ -113,9 +112,9 @@ def check_early(name: str, argv: Sequence[str], prog: str) -> None:
     Raises:
         KVLensError: a misspelt option or column, a missing argument, an invalid path, an unknown model.
     """
-    declared = declared_in(name) if name in ANALYSES else None
-    if declared is None:
+    if name not in ANALYSES:
         return
+    declared = declared_in(name)
     parser = Arguments(prog=prog, allow_abbrev=False, add_help=False)
     add_arguments(parser, reads_prompts=declared.reads_prompts)
     for option, is_flag in declared.options.items():
@@ -132,43 +131,26 @@ def check_early(name: str, argv: Sequence[str], prog: str) -> None:
     check_table_path(path_of("out", args.out))
 
 
-def declared_in(name: str) -> Declared | None:
-    """The declaration in an analysis' module, read without importing it; None if it is not made of literals."""
-    module, attribute = locate(name)
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return None
-    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-    named = [(node.targets[0], node.value) for node in body if isinstance(node, ast.Assign)]
-    assigned = {target.id: value for target, value in named if isinstance(target, ast.Name)}
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    try:
-        said = _keywords(assigned[attribute])
-        function = functions[said["function"].id]
-        options = [_word(key) for key in said["options"].keys] if "options" in said else []
-        reads_prompts = "inputs" in said and bool(said["inputs"].keys)
-    except (KeyError, AttributeError):
-        return None
-    try:
-        columns = tuple(_keywords(assigned[said["columns"].id]))
-    except (KeyError, AttributeError):
-        columns = None
+def declared_in(name: str) -> Declared:
+    """The declaration of one of kvlens' own analyses, read from the decorator of its function without importing the module."""
+    module, _ = locate(name)
+    body: Any = ast.parse(importlib.util.find_spec(module).loader.get_source(module)).body  # type: ignore[union-attr]
+    tables = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+    for function, call in ((node, call) for node in body for call in getattr(node, "decorator_list", ())):
+        said = _keywords(call)
+        if ast.unparse(call).startswith("analysis(") and name in (function.name, getattr(said.get("of"), "id", "")):
+            break
+    arguments, options = function.args, [key.value for key in said["options"].keys] if "options" in said else []
     flags = {
         argument.arg
-        for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-        if isinstance(default, ast.Constant) and isinstance(default.value, bool)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if isinstance(getattr(default, "value", None), bool)
     }
-    return Declared({option: option in flags for option in options}, columns, reads_prompts)
+    columns = tuple(_keywords(tables.get(call.args[0].id)))
+    reads_prompts = "prompt" in (argument.arg for argument in arguments.args)
+    return Declared({option: option in flags for option in options}, None if None in columns else columns, reads_prompts)
 
 
-def _keywords(call: Any) -> dict[str, Any]:
-    """The arguments of a call that are given by name."""
-    return {_word(keyword.arg): keyword.value for keyword in call.keywords}
-
-
-def _word(node: Any) -> str:
-    """The value of a node that is a name or a string; KeyError for anything else, such as ``**others``."""
-    text = node.value if isinstance(node, ast.Constant) else node
-    if not isinstance(text, str):
-        raise KeyError(node)
-    return text
+def _keywords(call: Any) -> dict[Any, Any]:
+    """The arguments of a call that are given by name; None stands for ``**others``, or for what is no call."""
+    return {keyword.arg: keyword.value for keyword in call.keywords} if isinstance(call, ast.Call) else {None: None}

@@ -15,7 +15,6 @@ from typing import Any
 from kvlens import KVLensError
 from kvlens.files import checksum
 
-from .earlier import rows_with_names_of_today, with_names_of_today
 from .worker import REFUSED, PromptResult
 
 _TABLES = """
@@ -96,8 +95,7 @@ class Journal:
         settings = self._db.execute("SELECT value, checksum FROM settings").fetchall()
         if not whole or len(settings) != 1 or checksum(settings[0][0]) != settings[0][1]:
             raise KVLensError(self._damaged())
-        self._started = json.loads(settings[0][0])
-        check_same(self.path, self._started, now)
+        check_same(self.path, json.loads(settings[0][0]), now)
 
     def _check_rows(self) -> None:
         """Raise KVLensError unless every row has the checksum with which it was written."""
@@ -135,7 +133,7 @@ class Journal:
     def tables(self) -> Iterator[bytes]:
         """The rows of every prompt that has any, by model, then in the order of the input, one at a time."""
         for (rows,) in self._db.execute("SELECT rows FROM done WHERE rows IS NOT NULL ORDER BY model, prompt"):
-            yield rows_with_names_of_today(self._started, rows)
+            yield rows
 
     def failures(self) -> Iterator[PromptResult]:
         """Every prompt that failed, in the same order."""
@@ -168,7 +166,7 @@ def _with_location(error: str | None, where: str | None) -> str | None:
 
 def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise KVLensError, naming the differences, if a file was started with other settings."""
-    differing = differences(with_names_of_today(started), now)
+    differing = differences(started, now)
     if differing:
         raise KVLensError(
             f"{path} was started with other settings: {'; '.join(differing[:4])}. Give the settings that it was started "

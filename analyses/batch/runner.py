@@ -27,7 +27,6 @@ from kvlens.terminal import visible
 
 from ..declaration import Analysis, Record
 from ..front_ends import check_front_end
-from .earlier import FORMAT_VERSION
 from .engines import run_jobs
 from .journal import Journal, check_same
 from .models import ModelShelf
@@ -37,6 +36,7 @@ from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_work
 from .worker import Job, PromptResult, columns_of
 
+FORMAT_VERSION = 2
 MALFORMED = "malformed"
 NO_PROMPT = "none"
 """The prompt_id of rows computed without a prompt."""

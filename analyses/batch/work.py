@@ -66,12 +66,18 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
         raise KVLensError(f"analysis: there is no module {path!r}") from error
-    analysis = getattr(module, attribute, None)
-    if not isinstance(analysis, Analysis):
-        held = [found for found, value in vars(module).items() if isinstance(value, Analysis)]
+    analysis = _declared(getattr(module, attribute, None))
+    if analysis is None:
+        held = [found for found, value in vars(module).items() if _declared(value) is not None]
         there = f"it has {', '.join(held)}" if held else "it has none"
         raise KVLensError(f"analysis: {attribute!r} of {path!r} is not an Analysis; {there}{nearest(attribute, held)}")
     return analysis
+
+
+def _declared(value: Any) -> Analysis | None:
+    """The declaration of a decorated function, or an `Analysis` itself."""
+    found = getattr(value, "__dict__", {}).get("analysis", value)
+    return found if isinstance(found, Analysis) else None
 
 
 def check_work(work: Work) -> Analysis:

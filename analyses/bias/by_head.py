@@ -18,8 +18,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT, TEXT
+from ..declaration import Columns, analysis
 from ..predictions import KL, LOSS_CHANGE
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .outputs import bias_outputs, share_by_size
@@ -40,7 +39,7 @@ BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", HEAD), **MEASURES)
 BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 
 
-@BY_HEAD.document
+@analysis(BY_HEAD, "which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it")
 @checked
 @torch.no_grad()
 def bias_by_head(
@@ -141,12 +140,3 @@ def _describe(
 def _in_groups(norms: list[Float[Tensor, "_ *pos"]], groups: list[list[tuple[int, int]]]) -> Float[Tensor, "group *pos"]:
     """From the norms of heads, layer by layer, those of groups of heads side by side."""
     return torch.stack([torch.stack([norms[layer][head] for layer, head in group]).norm(dim=0) for group in groups])
-
-
-BIAS_BY_HEAD = Analysis(
-    name="bias_by_head",
-    summary="which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it",
-    function=bias_by_head,
-    columns=BY_HEAD,
-    inputs={"prompt": PROMPT, "text": TEXT},
-)

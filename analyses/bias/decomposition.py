@@ -23,8 +23,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, analysis
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
@@ -49,7 +48,7 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "each head's bias: size, effective rank, share of the output, direct logit attribution")
 @checked
 @torch.no_grad()
 def bias_decomposition(
@@ -120,12 +119,3 @@ def _of_layer(
         "output_share": (of_bias * share_probes(z, pooled=True)).sum(dim=(0, 2)),
         "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
     }
-
-
-BIAS_DECOMPOSITION = Analysis(
-    name="bias_decomposition",
-    summary="each head's bias: size, effective rank, share of the output, direct logit attribution",
-    function=bias_decomposition,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-)

@@ -26,8 +26,7 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns, Field, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT, read_tokens
+from ..declaration import Columns, Field, Option, analysis, read_tokens
 from ..predictions import (
     KL,
     LOGIT_CHANGE,
@@ -73,7 +72,37 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+def _read_references(model: KVModel, prompts: Any) -> KVBias:
+    if not isinstance(prompts, list) or not prompts:
+        raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
+    if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
+        return convert_prompt(model, prompts)
+    bos = model.prepends_bos
+    others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
+    if len({len(tokens) for tokens in others}) > 1:
+        raise KVLensError("references: token ids of different lengths cannot form a batch; give prompts of one length")
+    return convert_prompt(model, torch.stack(others))
+
+
+def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
+    """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
+    ``resample``."""
+    units = {"head": sum(model.heads_per_layer), "layer": model.cfg.n_layers, "model": 1}[by]
+    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
+    return units * n_parts * len(methods)
+
+
+@analysis(
+    COLUMNS,
+    "the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
+    inputs={"references": Field("references", _read_references, required=False)},
+    options={
+        "by": Option("what is ablated at once", UNITS),
+        "methods": Option("mean and resample need references", METHODS, many=True),
+        "parts": Option("what is ablated; empty: all that the model has", PARTS, many=True),
+    },
+    n_interventions=_n_ablations,
+)
 @checked
 @torch.no_grad()
 def bias_effects(
@@ -241,44 +270,3 @@ def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> 
     heads = (head == ALL) | (head == torch.arange(most_heads(bias)))
     removed = taken[:, None, None] & layers[:, :, None] & heads[:, None, :]
     return (~removed).to(bias.b_KV)
-
-
-def _read_references(model: KVModel, prompts: Any) -> KVBias:
-    if not isinstance(prompts, list) or not prompts:
-        raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
-    if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
-        return convert_prompt(model, prompts)
-    bos = model.prepends_bos
-    others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
-    if len({len(tokens) for tokens in others}) > 1:
-        raise KVLensError("references: token ids of different lengths cannot form a batch; give prompts of one length")
-    return convert_prompt(model, torch.stack(others))
-
-
-def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
-    """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
-    ``resample``."""
-    units = {"head": sum(model.heads_per_layer), "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
-    return units * n_parts * len(methods)
-
-
-BIAS_EFFECTS = Analysis(
-    name="bias_effects",
-    summary="the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
-    function=bias_effects,
-    columns=COLUMNS,
-    inputs={
-        "prompt": PROMPT,
-        "text": TEXT,
-        "references": Field("references", _read_references, required=False),
-        "answer": ANSWER,
-        "rival": RIVAL,
-    },
-    options={
-        "by": Option("what is ablated at once", UNITS),
-        "methods": Option("mean and resample need references", METHODS, many=True),
-        "parts": Option("what is ablated; empty: all that the model has", PARTS, many=True),
-    },
-    n_interventions=_n_ablations,
-)

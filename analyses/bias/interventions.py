@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
-from .parts import RECURRENT, tensors_of, with_tensors
+from .parts import RECURRENT, kv_heads_read, tensors_of, with_tensors
 
 
 class Interventions(NamedTuple):
@@ -105,8 +105,10 @@ def _kept(bias: KVBias, rows: Interventions) -> dict[str, Tensor]:
     of_bias, of_shift_state = (keep.transpose(0, 1) for keep in (rows.keep_bias, rows.keep_shift_state))
     attention = list(bias.attention_layers)
     keep = of_bias[attention][..., : bias.n_heads]
-    keep_kv = of_shift_state[attention][..., : bias.n_heads].unflatten(-1, (bias.last_k.shape[-2], -1)).amin(dim=-1)
-    keep_q = keep_kv.repeat_interleave(bias.n_heads // keep_kv.shape[-1], dim=-1)
+    read = kv_heads_read(bias)[:, None].expand_as(keep)
+    by_head = of_shift_state[attention][..., : bias.n_heads]
+    keep_kv = keep.new_ones(*keep.shape[:-1], bias.last_k.shape[-2]).scatter_reduce(-1, read, by_head, "amin")
+    keep_q = keep_kv.gather(-1, read)
     kept = {"b_KV": keep, "b_D": keep, "last_q": keep_q[:, :, None]}
     kept |= dict.fromkeys(("last_k", "last_v"), keep_kv[:, :, None])
     if bias.recurrent is not None:

@@ -66,7 +66,7 @@ def pair_token_by_token(a: KVBias, b: KVBias) -> bool:
         and bias.features.kind == "virtual_keys"
         and bias.fit is None
         and bias.d_phi == bias.n_prompt_tokens
-        and bool((bias.b_D != 0).all())
+        and all(bool((bias.of_layer(layer).b_D != 0).all()) for layer in bias.attention_layers)
         for bias in (a, b)
     )
 
@@ -77,6 +77,9 @@ def keys_and_values(clean: KVBias, corrupted: KVBias) -> dict[tuple[str, int], T
     Returns:
         (source of :mod:`kvlens.analyses.bias.patches`, layer) -> b_KV or b_D [1, head, ...].
     """
+    if clean.fingerprint.heads is not None:
+        layers = [keys_and_values(clean.of_layer(l), corrupted.of_layer(l)) for l in range(clean.n_layers)]
+        return {(name, l): tensor for l, of_layer in enumerate(layers) for (name, _), tensor in of_layer.items()}
     r = clean.d_phi // 2
     weights = {"clean": clean.b_D[..., :r, None], "corrupted": corrupted.b_D[..., r:, None]}
     values = {

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias
@@ -109,9 +109,22 @@ def exchangeable(bias: KVBias) -> list[Part]:
     """All that is exchanged by itself, layer by layer: heads, shift states, the inputs of a short convolution."""
     parts = [Part(layer, head) for layer, head in heads_of(bias)]
     if any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE):
-        parts += [Part(layer, g, SHIFT_STATE_PART) for layer in bias.attention_layers for g in range(bias.last_k.shape[-2])]
+        parts += [Part(layer, g, SHIFT_STATE_PART) for layer in bias.attention_layers for g in range(bias.n_kv_heads_of(layer))]
     parts += [Part(layer, WHOLE_LAYER, CONVOLUTION_PART) for layer in layers_with_convolution(bias)]
     return sorted(parts, key=lambda part: (part.layer, part.kind != HEAD_PART, part.kind, part.head))
+
+
+def of_kv_head(bias: KVBias, layer: int, head: int) -> slice:
+    """The query heads of a layer that read a key-value head."""
+    group = bias.first_state_head(layer) // bias.n_kv_heads_of(layer)
+    return slice(head * group, (head + 1) * group)
+
+
+def kv_heads_read(bias: KVBias) -> Int[Tensor, "layer head"]:
+    """The key-value head that each query head of the attention layers reads."""
+    groups = [bias.first_state_head(layer) // bias.n_kv_heads_of(layer) for layer in bias.attention_layers]
+    read = torch.arange(bias.n_heads) // torch.tensor(groups, dtype=torch.long)[:, None]
+    return read.clamp(max=bias.last_k.shape[-2] - 1).to(bias.b_KV.device)
 
 
 def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
@@ -120,7 +133,7 @@ def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -
     A layer without heads has what no head of another layer has. Where a layer has both kinds, rows of numbers of different
     length are padded with zeros.
     """
-    rows = dict(zip(bias.attention_layers, of_attention, strict=True))
+    rows = {l: x[: bias.first_state_head(l)] for l, x in zip(bias.attention_layers, of_attention, strict=True)}
     for layer, row in () if of_recurrent is None else zip(recurrent_layers(bias), of_recurrent, strict=True):
         rows[layer] = joined_heads([rows[layer], row], dim=-row.dim()) if layer in rows else row
     none = next(iter(rows.values()))[:0]
@@ -131,12 +144,11 @@ def indicators(bias: KVBias, parts: list[Part]) -> tuple[Float[Tensor, "part lay
     """1 at the bias, and at the shift state, that each part of :func:`exchangeable` is."""
     of_bias = torch.zeros(len(parts), bias.n_layers, most_heads(bias))
     of_shift_state = torch.zeros_like(of_bias)
-    group = bias.n_heads // max(1, bias.last_k.shape[-2])
     for row, (layer, head, kind) in enumerate(parts):
         if kind == HEAD_PART:
             of_bias[row, layer, head] = 1
         elif kind == SHIFT_STATE_PART:
-            of_shift_state[row, layer, head * group : (head + 1) * group] = 1
+            of_shift_state[row, layer, of_kv_head(bias, layer, head)] = 1
         else:
             of_shift_state[row, layer, bias.first_state_head(layer) :] = 1
     return of_bias.to(bias.b_KV), of_shift_state.to(bias.b_KV)

@@ -99,7 +99,8 @@ def _is_refused(model: HookedKVTransformer, point: str) -> bool:
 
 def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]:
     """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
-    n_layers, n_heads = model.cfg.n_layers, {"query": model.cfg.n_heads, "key-value": model.cfg.n_kv_heads, None: 0}
+    layers = [model.cfg.of_layer(layer) for layer in range(model.cfg.n_layers)]
+    n_heads = {"query": [of.n_heads for of in layers], "key-value": [of.n_kv_heads for of in layers], None: [0] * len(layers)}
     sources, patches = set(available_sources(model)), []
     for name in points:
         if not sources & set(POINTS[name].sources) or _is_refused(model, name):
@@ -107,9 +108,8 @@ def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]
                 f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
                 f"({_kind_of(model)}, kv_shift {model.cfg.kv_shift})"
             )
-        heads = range(n_heads[POINTS[name].heads])
-        patches += [Patch(name, layer, head) for layer in range(n_layers) for head in heads]
-        patches += [Patch(name, layer, ALL) for layer in range(n_layers)] + [Patch(name, ALL, ALL)]
+        patches += [Patch(name, layer, head) for layer, n in enumerate(n_heads[POINTS[name].heads]) for head in range(n)]
+        patches += [Patch(name, layer, ALL) for layer in range(len(layers))] + [Patch(name, ALL, ALL)]
     return patches
 
 
@@ -143,7 +143,7 @@ def _reads(
     named = torch.tensor([patch.head for patch in patches])[:, None]
     heads = torch.arange(n_heads)
     if source == "last_q":  # it belongs to the shift state, whose heads are counted as key-value heads
-        heads = heads // (n_heads // model.cfg.n_kv_heads)
+        heads = heads // (n_heads // model.cfg.of_layer(layer).n_kv_heads)
     return here[:, None] & ((named == ALL) | (named == heads))
 
 

@@ -41,9 +41,8 @@ from kvlens.arguments import numbers_of
 from kvlens.checks import checked
 from kvlens.errors import brief, nearest
 
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT, tokens_field
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
@@ -78,7 +77,17 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
+    return len(patches_of(model, _known(model, points)))
+
+
+@analysis(
+    COLUMNS,
+    "which part of a clean prompt, patched into the run with a corrupted one, restores the answer",
+    inputs={"corrupted": tokens_field("corrupted", prepend_bos=True)},
+    options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
+    n_interventions=_n_patches,
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -218,10 +227,11 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) ->
     sources: dict[tuple[str, int], Tensor] = {}
     for x in shifted:
         full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
+        n_heads = [of.n_heads if x == "q" else of.n_kv_heads for of in map(cfg.of_layer, range(cfg.n_layers))]
         coef = numbers_of(f"coefficients: {x!r}", given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
         if tuple(coef.shape) not in (full, full[-1:]):
             raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
-        sources |= {(f"{x}_shift_coef", layer): row for layer, row in enumerate(coef.expand(full))}
+        sources |= {(f"{x}_shift_coef", layer): row[: n_heads[layer]] for layer, row in enumerate(coef.expand(full))}
     return sources
 
 
@@ -268,24 +278,3 @@ def _values(metric: Metric, logits: Tensor) -> list[float]:
             f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, got {brief(values)}"
         )
     return values.double().tolist()
-
-
-def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
-    return len(patches_of(model, _known(model, points)))
-
-
-ACTIVATION_PATCHING = Analysis(
-    name="activation_patching",
-    summary="which part of a clean prompt, patched into the run with a corrupted one, restores the answer",
-    function=activation_patching,
-    columns=COLUMNS,
-    inputs={
-        "prompt": PROMPT,
-        "corrupted": tokens_field("corrupted", prepend_bos=True),
-        "text": TEXT,
-        "answer": ANSWER,
-        "rival": RIVAL,
-    },
-    options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
-    n_interventions=_n_patches,
-)

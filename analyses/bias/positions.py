@@ -19,8 +19,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, Option, analysis
 from ..layers import zeros_by_head
 from ..predictions import OUTPUT_SHARE
 from ..segments import Progress, bar_unless
@@ -279,6 +278,15 @@ def _frame(
     )
 
 
+@analysis(
+    COLUMNS,
+    "what each prompt position gives to each head's output and to a logit",
+    of=bias_positions,
+    options={
+        "by": Option("whose position counts where values are shifted", VIEWS),
+        "at": Option("which positions of the text to distinguish", AT),
+    },
+)
 def _at_named_positions(
     model: KVModel,
     prompt: Tensor,
@@ -293,16 +301,3 @@ def _at_named_positions(
     last = len(text) - 1
     positions = {"together": None, "last": [last], "each": range(last + 1)}[at]
     return bias_positions(model, prompt, text, by=by, at=positions, answer=answer, rival=rival)
-
-
-BIAS_POSITIONS = Analysis(
-    name="bias_positions",
-    summary="what each prompt position gives to each head's output and to a logit",
-    function=_at_named_positions,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={
-        "by": Option("whose position counts where values are shifted", VIEWS),
-        "at": Option("which positions of the text to distinguish", AT),
-    },
-)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias
 
+from ..layers import stack_layers
+
 Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
 """Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 
@@ -25,7 +27,7 @@ Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float
 class Probes(NamedTuple):
     """Queries as a model scores them (shifted, after RoPE), layer by layer, and their positions in the text."""
 
-    queries: Float[Tensor, "layer row head d_head"]
+    queries: list[Float[Tensor, "row head d_head"]]
     positions: Int[Tensor, " row"]
 
 
@@ -69,25 +71,18 @@ def probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"
     names = [f"blocks.{layer}.attn.{kept}" for layer in range(model.cfg.n_layers)]
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(text[None], names_filter=names)
-    queries = torch.stack([cache[name][0].double().cpu() for name in names])
-    return Probes(queries, torch.arange(len(text)))
-
-
-def side_by_side(probes: Sequence[Probes]) -> Probes:
-    """Several texts' queries as one set."""
-    return Probes(torch.cat([p.queries for p in probes], dim=1), torch.cat([p.positions for p in probes]))
+    return Probes([cache[name][0].double().cpu() for name in names], torch.arange(len(text)))
 
 
 def reads(model: HookedKVTransformer, bias: KVBias, probes: Probes) -> Reads:
     """What each query reads from ``bias``, as if its text followed it, with the model's own scoring."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
-    assert bias.features is not None
-    assert bias.log_scale is not None
     layers = []
     for layer, block in enumerate(model.blocks):
-        b_kv, b_d, scale = bias.b_KV[layer], bias.b_D[layer], bias.log_scale[layer]
+        one = bias.of_layer(layer)
+        b_kv, b_d = one.b_KV[0], one.b_D[0]
         rule, q = block.attn.score_rule(), probes.queries[layer][None]
-        phi = bias.features.read(layer, q, rule, probes.positions[None], scale[None], b_kv[None], b_d[None])
+        phi = one.features.read(0, q, rule, probes.positions[None], one.log_scale, one.b_KV, one.b_D)  # type: ignore
         features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
         layers.append((features @ b_kv, (features @ b_d[..., None])[..., 0], phi.log_scale[0].T))
-    return Reads(*(torch.stack(x) for x in zip(*layers, strict=True)))
+    return Reads(*(stack_layers(x) for x in zip(*layers, strict=True)))

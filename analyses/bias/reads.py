@@ -139,30 +139,30 @@ class PromptReading:
         def look(layer: int, first: int, found: Found) -> None:
             if layer == self.cfg.n_layers or first >= self.n_prompt:
                 return
-            stretch = self._stretch(first, found)
+            stretch = self._stretch(layer, first, found)
             if self.by == "source" and self.mixes_tokens:
-                coef = self._per_query_head(found["hook_v_shift_coef"].double(), dim=0)
+                coef = self._per_query_head(layer, found["hook_v_shift_coef"].double(), dim=0)
                 stretch, waiting[layer] = self._by_source(stretch, waiting.get(layer), coef)
             if len(stretch.keys):
                 visit(layer, stretch)
 
         self.looks.look(look)
 
-    def _stretch(self, first: int, found: Found) -> Stretch:
+    def _stretch(self, layer: int, first: int, found: Found) -> Stretch:
         """The part of a segment that belongs to the prompt; with raw values if ``by`` is "source"."""
         n = min(len(found[self.value]), self.n_prompt - first)
         values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None
         positions = torch.arange(first, first + n, device=values.device)
-        return Stretch(first, self._keys(keys, positions), self._per_query_head(values))
+        return Stretch(first, self._keys(layer, keys, positions), self._per_query_head(layer, values))
 
-    def _keys(self, keys: Tensor | None, positions: Tensor) -> Float[Tensor, "pos head d_phi"]:
+    def _keys(self, layer: int, keys: Tensor | None, positions: Tensor) -> Float[Tensor, "pos head d_phi"]:
         """Keys in feature space, multiplied by gamma^{M-1-j}; with softmax, one feature per position."""
         if keys is None:
             n_features = min(self.n_prompt + self.window, self.n_all)
             one_hot = positions[:, None] == torch.arange(n_features, device=positions.device)
-            return one_hot.double()[:, None].expand(-1, self.cfg.n_heads, -1)
-        keys, gamma = self._per_query_head(keys), self.cfg.decay_per_head()
+            return one_hot.double()[:, None].expand(-1, self.cfg.of_layer(layer).n_heads, -1)
+        keys, gamma = self._per_query_head(layer, keys), self.cfg.of_layer(layer).decay_per_head()
         return keys if gamma is None else keys * (gamma.to(keys) ** (self.n_prompt - 1 - positions)[:, None])[..., None]
 
     def _by_source(self, new: Stretch, waiting: Stretch | None, coef: Tensor) -> tuple[Stretch, Stretch]:
@@ -185,23 +185,23 @@ class PromptReading:
             queries = queries[..., : self.n_prompt + self.window]
         else:
             queries = queries / (self.model.blocks[layer].attn.attn_scale if n is None else n[..., None])
-            gamma = self.cfg.decay_per_head()
+            gamma = self.cfg.of_layer(layer).decay_per_head()
             if gamma is not None:
                 passed = torch.arange(1, len(queries) + 1, device=queries.device)[:, None]
                 queries = queries * (gamma.to(queries) ** passed)[..., None]
         reads = TextReads(queries, of["hook_z"], of.get("hook_z_bias"), shift_state=None)
-        return self._with_shift_state(reads, of) if self.mixes_tokens else reads
+        return self._with_shift_state(layer, reads, of) if self.mixes_tokens else reads
 
-    def _with_shift_state(self, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
+    def _with_shift_state(self, layer: int, reads: TextReads, of: dict[str, Tensor]) -> TextReads:
         """Add what values carry over the prompt's end, and, if ``by`` is "source", over its beginning."""
         m, w = self.n_prompt, self.window
         n_first, n_after = min(w, m), min(w, self.n_all - m)
         device = reads.queries.device
         positions = torch.cat([torch.arange(n_first), torch.arange(m, m + n_after)]).to(device)
-        first, after = self._keys(of[self.key] if self.key else None, positions).split([n_first, n_after])
-        coef = self._per_query_head(of["hook_v_shift_coef"], dim=0)
+        first, after = self._keys(layer, of[self.key] if self.key else None, positions).split([n_first, n_after])
+        coef = self._per_query_head(layer, of["hook_v_shift_coef"], dim=0)
         before = of.get("hook_last_v", torch.zeros_like(of["hook_v"][:1])).expand(w, -1, -1)
-        raw = self._per_query_head(torch.cat([before, of["hook_v"]]))
+        raw = self._per_query_head(layer, torch.cat([before, of["hook_v"]]))
         reads = reads._replace(shift_state=_through_shift_state(reads.queries, after, raw[-w:], coef))
         if self.by == "attended" or reads.inherited is None:
             return reads
@@ -209,8 +209,8 @@ class PromptReading:
         weights = torch.einsum("thf,whf->twh", reads.queries, _keys_by_source(torch.cat([edge, first]), coef)[:w])
         return reads._replace(inherited=reads.inherited + torch.einsum("twh,whd->thd", weights, raw[:w]))
 
-    def _per_query_head(self, x: Tensor, dim: int = 1) -> Tensor:
-        return x.repeat_interleave(self.cfg.n_heads // x.shape[dim], dim=dim)
+    def _per_query_head(self, layer: int, x: Tensor, dim: int = 1) -> Tensor:
+        return x.repeat_interleave(self.cfg.of_layer(layer).n_heads // x.shape[dim], dim=dim)
 
 
 def _mixed_values(model: HookedKVTransformer, by: str) -> tuple[int, bool]:

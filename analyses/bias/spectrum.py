@@ -20,8 +20,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT
+from ..declaration import Columns, analysis
 from ..sequences import PromptTokens, converted
 from .parts import HEAD, in_layers
 
@@ -36,6 +35,8 @@ COLUMNS = Columns(
 
 def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
     """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
+    if bias.fingerprint.heads is not None:
+        return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
     stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
     scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
     states = None if bias.recurrent is None else torch.linalg.svdvals(bias.recurrent.b_KV.detach().double())
@@ -47,6 +48,8 @@ def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
 
     A recurrent layer has no normalizer, and its b_D counts as 0.
     """
+    if bias.fingerprint.heads is not None:
+        return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
     stored = getattr(bias.per_query_head(), name).detach().double()
     scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
     states = None if bias.recurrent is None else bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
@@ -77,7 +80,7 @@ def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead
     return torch.where(largest.squeeze(-1) > 0, rank.exp(), 0.0)
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "the singular values of each head's b_KV")
 @checked
 @torch.no_grad()
 def bias_singular_values(model: KVModel, prompt: KVBias | PromptTokens) -> pd.DataFrame:
@@ -113,12 +116,3 @@ def _of_layer(layer: int, values: Float[Tensor, "head index"]) -> pd.DataFrame:
         "energy_share": shares,
     }
     return COLUMNS.frame(columns)
-
-
-BIAS_SINGULAR_VALUES = Analysis(
-    name="bias_singular_values",
-    summary="the singular values of each head's b_KV",
-    function=bias_singular_values,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT},
-)

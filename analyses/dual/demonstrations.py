@@ -10,9 +10,9 @@ from kvlens import HookedKVTransformer
 from kvlens.checks import checked
 from kvlens.dual import demonstration_figures
 
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
-from ..inputs import PROMPT
+from ..layers import heads_of_model
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
@@ -32,7 +32,15 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "the contribution of each token before a query to every head's step there",
+    options={
+        "query_pos": Option("the query's position; negative ones count from the end"),
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations; all by default", value_type=int),
+    },
+    check_model=has_dual_model,
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -58,29 +66,15 @@ def dual_demonstrations(
     tokens = prompt_sequence(model, "prompt", prompt)
     query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos
     figures = demonstration_figures(model, tokens, query_pos, n_demonstrations)
-    n_layers, n_heads, n = figures.weight.shape
-    layer, head, position = torch.meshgrid(*(torch.arange(n) for n in (n_layers, n_heads, n)), indexing="ij")
+    heads, n = heads_of_model(model), figures.weight.shape[-1]
+    layer, head = (x.repeat_interleave(n) for x in heads)
     return COLUMNS.frame(
         {
             "layer": layer,
             "head": head,
             "position": torch.full_like(layer, query),
-            "prompt_position": position,
-            "token": token_texts(model, tokens[:n]) * (n_layers * n_heads),
-            **figures._asdict(),
+            "prompt_position": torch.arange(n).repeat(len(heads[0])),
+            "token": token_texts(model, tokens[:n]) * len(heads[0]),
+            **{name: figure[heads] for name, figure in figures._asdict().items()},
         }
     )
-
-
-DUAL_DEMONSTRATIONS = Analysis(
-    name="dual_demonstrations",
-    summary="the contribution of each token before a query to every head's step there",
-    function=dual_demonstrations,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT},
-    options={
-        "query_pos": Option("the query's position; negative ones count from the end"),
-        "n_demonstrations": Option("number of tokens from the start that are demonstrations; all by default", value_type=int),
-    },
-    check_model=has_dual_model,
-)

@@ -19,9 +19,8 @@ from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 from kvlens.dual import DualModel
 
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
-from ..inputs import PROMPT
 from ..sequences import PromptTokens, prompt_sequence
 from .refusal import has_dual_model
 
@@ -42,7 +41,20 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "the terms of a head's generalization bound as demonstrations are added",
+    options={
+        "layer": Option("which layer"),
+        "head": Option("which query head"),
+        "query_pos": Option("the query's position; negative ones count from the end"),
+        "n_steps": Option("how many sizes of the training set"),
+        "delta": Option("the probability with which the bound may fail"),
+        "n_negative": Option("negative samples for each demonstration"),
+        "beta": Option("their weight"),
+    },
+    check_model=has_dual_model,
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -102,22 +114,3 @@ def dual_bound(
             **{name: torch.stack([one[name].double() for one in terms]) for name in terms[0]},
         }
     )
-
-
-DUAL_BOUND = Analysis(
-    name="dual_bound",
-    summary="the terms of a head's generalization bound as demonstrations are added",
-    function=dual_bound,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT},
-    options={
-        "layer": Option("which layer"),
-        "head": Option("which query head"),
-        "query_pos": Option("the query's position; negative ones count from the end"),
-        "n_steps": Option("how many sizes of the training set"),
-        "delta": Option("the probability with which the bound may fail"),
-        "n_negative": Option("negative samples for each demonstration"),
-        "beta": Option("their weight"),
-    },
-    check_model=has_dual_model,
-)

@@ -13,9 +13,9 @@ from kvlens import HookedKVTransformer
 from kvlens.checks import checked
 from kvlens.dual import dual_figures
 
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
-from ..inputs import PROMPT
+from ..layers import heads_of_model
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, prompt_sequence
 from ..texts import token_texts
@@ -36,7 +36,15 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "every head as one step of representation learning: the size of the step, and its share of the output",
+    options={
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
+        "cosines": Option("whether to compute the cosines, which take most of the time"),
+    },
+    check_model=has_dual_model,
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -62,29 +70,16 @@ def dual_losses(
     tokens = prompt_sequence(model, "prompt", prompt)
     figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
     first = 1 if n_demonstrations is None else n_demonstrations
-    n_layers, n_heads, n_queries = figures.log_loss_drop.shape
-    layer, head, query = torch.meshgrid(*(torch.arange(n) for n in (n_layers, n_heads, n_queries)), indexing="ij")
+    heads, n_queries = heads_of_model(model), figures.log_loss_drop.shape[-1]
+    layer, head = (x.repeat_interleave(n_queries) for x in heads)
+    query = torch.arange(n_queries).repeat(len(heads[0]))
     return COLUMNS.frame(
         {
             "layer": layer,
             "head": head,
             "position": query + first,
-            "token": token_texts(model, tokens)[first:] * (n_layers * n_heads),
+            "token": token_texts(model, tokens)[first:] * len(heads[0]),
             "n_demonstrations": query + 1 if n_demonstrations is None else torch.full_like(query, n_demonstrations),
-            **figures._asdict(),
+            **{name: figure[heads] for name, figure in figures._asdict().items()},
         }
     )
-
-
-DUAL_LOSSES = Analysis(
-    name="dual_losses",
-    summary="every head as one step of representation learning: the size of the step, and its share of the output",
-    function=dual_losses,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT},
-    options={
-        "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
-        "cosines": Option("whether to compute the cosines, which take most of the time"),
-    },
-    check_model=has_dual_model,
-)

@@ -9,8 +9,7 @@ from kvlens import KVModel
 from kvlens.checks import checked
 
 from ..bias.parts import HEAD
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT, TEXT
+from ..declaration import Columns, analysis
 from ..layers import heads_of_model
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
@@ -28,7 +27,7 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "attention from each text token to what followed it in the prompt")
 @checked
 @torch.no_grad()
 def prompt_copies(
@@ -97,12 +96,3 @@ def _roles(model: KVModel, token: Int[Tensor, " 1"]) -> list[list[str]]:
     cache = cached(model, token[None], wanted) if wanted else {}
     used = [{x: cache[name].cpu() for x, name in of_layer.items()} for of_layer in names]
     return [roles(layer_taps(model, layer, of_layer, torch.float64)) for layer, of_layer in enumerate(used)]
-
-
-PROMPT_COPIES = Analysis(
-    name="prompt_copies",
-    summary="attention from each text token to what followed it in the prompt",
-    function=prompt_copies,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT},
-)

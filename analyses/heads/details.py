@@ -124,5 +124,5 @@ def _rows(
 def _bias_shares(model: KVModel, text: Int[Tensor, " text_pos"], bias: KVBias) -> Float[Tensor, "layer head text_pos"]:
     """The bias's share of every head's output at every position of the text."""
     outputs = bias_outputs(model, bias, text)
-    of_bias, of_context = (stack_layers([z.norm(dim=-1) for z in part], dim=1, fill=torch.nan) for part in outputs)
+    of_bias, of_context = (stack_layers([z.norm(dim=-1) for z in part], fill=torch.nan) for part in outputs)
     return share_by_size(of_bias, of_context).transpose(1, 2).float().cpu()

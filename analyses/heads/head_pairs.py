@@ -18,7 +18,7 @@ import torch
 from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
 from .weights import COMPOSITION_KINDS, composition_scores
 
@@ -36,7 +36,11 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "Q-, K- and V-composition scores of all pairs of heads, from the weights alone",
+    options={"kinds": Option("what of the later head reads", COMPOSITION_KINDS, many=True)},
+)
 @checked
 @on_its_front_ends
 @torch.no_grad()
@@ -62,7 +66,9 @@ def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> 
     if len(weights) < len(with_heads):
         raise KVLensError("composition: in this model queries, keys or values of heads are not linear in the residual stream")
     in_order = with_heads[:, None] < with_heads  # [layer, later_layer]
-    pairs = in_order[:, None, :, None].expand(-1, model.cfg.n_heads, -1, model.cfg.n_heads)
+    counts = torch.tensor(model.heads_per_layer)[with_heads]
+    exists = torch.arange(int(counts.max())) < counts[:, None] if len(counts) else in_order
+    pairs = in_order[:, None, :, None] & exists[:, :, None, None] & exists
     layer, head, later_layer, later_head = pairs.nonzero().repeat(len(kinds), 1).T
     n_pairs = len(layer) // len(kinds)
     return COLUMNS.frame(
@@ -75,12 +81,3 @@ def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> 
             "score": torch.cat([composition_scores(weights, kind).cpu()[pairs] for kind in kinds]),
         }
     )
-
-
-COMPOSITION = Analysis(
-    name="composition",
-    summary="Q-, K- and V-composition scores of all pairs of heads, from the weights alone",
-    function=composition,
-    columns=COLUMNS,
-    options={"kinds": Option("what of the later head reads", COMPOSITION_KINDS, many=True)},
-)

@@ -20,9 +20,8 @@ from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, checked, ensure
 
 from ..bias.parts import HEAD
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..inputs import tokens_field
 from ..layers import heads_of_model
 from ..passes import check_batch_size
 from ..predictions import LOSS_CHANGE
@@ -208,9 +207,11 @@ def of_prompt_repeated(
     return function(model, prompt=prompt[None], **options)
 
 
-def _of_prompt(model: KVModel, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False) -> pd.DataFrame:
-    """:func:`induction_heads` on a prompt, or on random tokens."""
-    return of_prompt_repeated(induction_heads, model, prompt, n_random, seed=seed, ablations=ablations)
+REPEATED = tokens_field("prompt", prepend_bos=False)
+"""The prompt's tokens, without BOS, which is added once before both copies."""
+N_RANDOM = Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself")
+SEED = Option("of random tokens")
+ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
 
 
 def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) -> int:
@@ -218,18 +219,15 @@ def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) 
     return sum(model.heads_per_layer) * max(1, n_random) if ablations else 0
 
 
-REPEATED = tokens_field("prompt", prepend_bos=False)
-"""The prompt's tokens, without BOS, which is added once before both copies."""
-N_RANDOM = Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself")
-SEED = Option("of random tokens")
-ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
-INDUCTION_HEADS = Analysis(
-    name="induction_heads",
-    summary="induction heads: attention of every head to four kinds of position on the repeated prompt",
-    function=_of_prompt,
-    columns=COLUMNS,
+@analysis(
+    COLUMNS,
+    "induction heads: attention of every head to four kinds of position on the repeated prompt",
+    of=induction_heads,
     inputs={"prompt": REPEATED},
     options={"n_random": N_RANDOM, "seed": SEED, "ablations": ABLATIONS},
     check_model=check_model,
     n_interventions=n_ablations,
 )
+def _of_prompt(model: KVModel, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False) -> pd.DataFrame:
+    """:func:`induction_heads` on a prompt, or on random tokens."""
+    return of_prompt_repeated(induction_heads, model, prompt, n_random, seed=seed, ablations=ablations)

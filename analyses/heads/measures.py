@@ -91,9 +91,4 @@ def _direct_path(model: KVModel, tokens: Tensor, run: Callable[[], None]) -> Dir
 
 def _stacked(scores: Sequence[PatternScores]) -> PatternScores:
     """The scores of all layers, zeros for heads that a layer does not have."""
-    per_kind = ("raw", "value_side", "key_side", "read", "squares")
-    stacks = {
-        name: stack_layers([getattr(of_layer, name) for of_layer in scores], dim=int(name in per_kind))
-        for name in PatternScores._fields
-    }
-    return PatternScores(**stacks)
+    return PatternScores(*(stack_layers(of_layers) for of_layers in zip(*scores, strict=True)))

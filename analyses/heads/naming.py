@@ -25,7 +25,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
 
 from ..bias.parts import HEAD
-from ..declaration import Analysis, Columns, Option
+from ..declaration import Columns, Option, analysis
 from ..layers import heads_of_model
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from .ablation import Progress, Start
@@ -185,7 +185,7 @@ def _frame(
         by_lag = torch.nn.functional.pad(torch.cat(taps), (0, 1))  # append a zero, since without a shift there is one column
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
     composed = composition_scores(linear, "K") if len(linear) == len(matrices) else None
-    columns |= _unknown_composition(len(of_heads)) if composed is None else _strongest_k_composition(composed)
+    columns |= _unknown_composition(len(of_heads)) if composed is None else _strongest_k_composition(composed, heads)
     return COLUMNS.frame(columns)
 
 
@@ -195,39 +195,24 @@ def _unknown_composition(n_rows: int) -> dict[str, Any]:
     return {"k_composition_layer": unknown, "k_composition_head": unknown, "k_composition_score": [math.nan] * n_rows}
 
 
-def _strongest_k_composition(scores: Tensor) -> dict[str, Any]:
+def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """For each head the earlier head with the largest score; the first layer has none."""
     n_heads = scores.shape[1]
     strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
     strongest[0] = torch.nan
-    first = [pd.NA] * n_heads
+    first = [pd.NA] * int((heads[0] == 0).sum())
+    found = where[heads][len(first) :]
     return {
-        "k_composition_layer": [*first, *(where[1:] // n_heads).flatten().tolist()],
-        "k_composition_head": [*first, *(where[1:] % n_heads).flatten().tolist()],
-        "k_composition_score": strongest,
+        "k_composition_layer": [*first, *(found // n_heads).tolist()],
+        "k_composition_head": [*first, *(found % n_heads).tolist()],
+        "k_composition_score": strongest[heads],
     }
 
 
-def _of_prompt(
-    model: KVModel,
-    prompt: Tensor,
-    *,
-    n_random: int = 0,
-    seed: int = 0,
-    threshold: float = THRESHOLD,
-    ratio: float = RATIO,
-    ablations: bool = False,
-) -> pd.DataFrame:
-    """:func:`induction_verdicts` on a prompt, or on random tokens."""
-    options: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
-    return of_prompt_repeated(induction_verdicts, model, prompt, n_random, **options)
-
-
-INDUCTION_VERDICTS = Analysis(
-    name="induction_verdicts",
-    summary="the name of every head by its behavior on the repeated prompt: induction, previous token and so on",
-    function=_of_prompt,
-    columns=COLUMNS,
+@analysis(
+    COLUMNS,
+    "the name of every head by its behavior on the repeated prompt: induction, previous token and so on",
+    of=induction_verdicts,
     inputs={"prompt": REPEATED},
     options={
         "n_random": N_RANDOM,
@@ -241,3 +226,16 @@ INDUCTION_VERDICTS = Analysis(
     check_model=check_model,
     n_interventions=n_ablations,
 )
+def _of_prompt(
+    model: KVModel,
+    prompt: Tensor,
+    *,
+    n_random: int = 0,
+    seed: int = 0,
+    threshold: float = THRESHOLD,
+    ratio: float = RATIO,
+    ablations: bool = False,
+) -> pd.DataFrame:
+    """:func:`induction_verdicts` on a prompt, or on random tokens."""
+    options: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
+    return of_prompt_repeated(induction_verdicts, model, prompt, n_random, **options)

@@ -16,47 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError, KVModel
-from kvlens.checks import checked
+from kvlens import HookedKVTransformer, KVModel
 from kvlens.model.protocol import HeadsRead
 
-from ..layers import stack_layers, zeros_by_head
+from ..layers import stack_layers
 from ..segments import Found, Looks, Progress, rows_at
-from ..sequences import PromptTokens, prompt_sequence
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
-
-
-@checked
-@torch.no_grad()
-def attention_rows(
-    model: KVModel, prompt: PromptTokens, queries: Int[Tensor, " query"]
-) -> Float[Tensor, "layer head query pos"]:
-    """The model's pattern at ``queries``, float32 on the CPU; NaN for heads that a layer of a hybrid model does not have.
-
-    Args:
-        model: the model, with whatever is attached to it; a bias is part of the normalizer, but has no column.
-        prompt: the whole sequence: a string, or tokens [pos] with BOS if the model uses one.
-        queries: positions in it.
-
-    Raises:
-        KVLensError: tokens that are not a sequence, or a query outside it.
-    """
-    tokens = prompt_sequence(model, "attention_rows", prompt)
-    if queries.dim() != 1 or queries.is_floating_point() or queries.is_complex() or queries.dtype == torch.bool:
-        raise KVLensError(f"attention_rows: queries: expected whole numbers [query], got {queries.dtype} {list(queries.shape)}")
-    if len(queries) and not 0 <= int(queries.min()) <= int(queries.max()) < len(tokens):
-        raise KVLensError(
-            f"attention_rows: queries {int(queries.min())}..{int(queries.max())} do not lie in 0..{len(tokens) - 1}"
-        )
-    rows = zeros_by_head(model, len(queries), len(tokens))
-
-    def keep(layer: int, first: int, part: Tensor) -> None:
-        rows[layer, : len(part), :, first : first + part.shape[-1]] = part
-
-    visit_rows(model, tokens, queries, keep)
-    return rows
 
 
 @torch.no_grad()
@@ -68,10 +35,11 @@ def visit_rows(
     *,
     on_progress: Progress | None = None,
 ) -> None:
-    """Call ``visit`` on the rows of :func:`attention_rows`, in parts for a long text, so that memory does not grow with it.
+    """Call ``visit`` on the model's pattern at ``queries``, in parts for a long text, so that memory does not grow with it.
 
     Args:
-        model, tokens, queries: as for :func:`attention_rows`; tokens [pos], queries in range.
+        model: with whatever is attached to it; a bias is part of the normalizer, but has no column.
+        tokens, queries: the whole sequence and positions in it.
         visit: called for each layer with consecutive parts of the keys.
         on_progress: called with the fraction done.
     """
@@ -139,7 +107,7 @@ def attention_among(
     looks = Looks(model, tokens, names, n_looks=1, on_progress=on_progress)
     for layer, of in enumerate(rows_at(looks, dict.fromkeys(names, positions))[: model.cfg.n_layers]):
         found.append(_pattern(model, layer, of, of[names[1]], positions, positions).float().cpu())
-    return torch.stack(found)
+    return stack_layers(found, fill=torch.nan)
 
 
 def _features(model: HookedKVTransformer) -> tuple[str, str]:

@@ -85,13 +85,14 @@ def composition_scores(weights: Sequence[HeadMatrices], kind: str) -> Float[Tens
     """
     written = [_without_left_isometry(w.W_V, w.W_O) for w in weights]  # [head, d_head, d_model]
     read = [_read_by(w, kind) for w in weights]  # [head, d_model, d_head]
-    n_layers, n_heads = len(weights), len(weights[0].W_Q)
+    n_layers, n_heads = len(weights), max(len(w.W_Q) for w in weights)
     scores = written[0].new_zeros(n_layers, n_heads, n_layers, n_heads)
     for later in range(n_layers):
         for layer in range(later):  # one pair of layers at a time: all at once would take (n_heads d_head n_layers)^2 numbers
             product = torch.einsum("hdm,gme->hdge", written[layer], read[later])
             norms = written[layer].norm(dim=(1, 2))[:, None] * read[later].norm(dim=(1, 2))
-            scores[layer, :, later] = _ratio(product.square().sum(dim=(1, 3)).sqrt(), norms)
+            found = _ratio(product.square().sum(dim=(1, 3)).sqrt(), norms)
+            scores[layer, : len(found), later, : found.shape[1]] = found
     return scores
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT, TEXT
+from ..declaration import Columns, analysis
 from ..predictions import LOSS_CHANGE, log_probabilities, next_token_losses
 from ..sequences import (
     BaselineTokens,
@@ -41,7 +40,7 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "the effect of a prompt on each next token at each depth (logit lens)")
 @checked
 @torch.no_grad()
 def prompt_by_depth(
@@ -108,12 +107,3 @@ def _texts_by_depth(model: KVModel, text: Tensor, guesses: Int[Tensor, "depth po
     """The guesses as text, by depth, then position."""
     by_place = next_token_texts(model, text, guesses.T)
     return [texts[depth] for depth in range(len(guesses)) for texts in by_place]
-
-
-PROMPT_BY_DEPTH = Analysis(
-    name="prompt_by_depth",
-    summary="the effect of a prompt on each next token at each depth (logit lens)",
-    function=prompt_by_depth,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT},
-)

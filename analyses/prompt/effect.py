@@ -9,8 +9,7 @@ import torch
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT, TEXT
+from ..declaration import Columns, analysis
 from ..predictions import KL, kl_divergence, log_probabilities, next_token_losses
 from ..sequences import BaselineTokens, PromptTokens, TextTokens, baseline_sequence, prompt_text_bias
 from ..texts import next_token_texts, token_texts
@@ -28,7 +27,7 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "the effect of a prompt on the predictions on a text, and whether its conversion has the same effect")
 @checked
 @torch.no_grad()
 def prompt_effect(
@@ -85,12 +84,3 @@ def prompt_effect(
             )
         )
     return pd.concat(frames).sort_values("position", kind="stable", ignore_index=True)
-
-
-PROMPT_EFFECT = Analysis(
-    name="prompt_effect",
-    summary="the effect of a prompt on the predictions on a text, and whether its conversion has the same effect",
-    function=prompt_effect,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT},
-)

@@ -10,8 +10,7 @@ import torch
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
-from ..inputs import PROMPT, TEXT
+from ..declaration import Columns, analysis
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from ..texts import token_texts
 from .readings import Readings, check_readings, read_text
@@ -36,7 +35,7 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(COLUMNS, "how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position")
 @checked
 @torch.no_grad()
 def conversion_error(
@@ -85,12 +84,3 @@ def conversion_error(
             "exact_to_rounding": relative_error(new.double(), old64) <= rounding_limit(model, rounding),
         }
     )
-
-
-CONVERSION_ERROR = Analysis(
-    name="conversion_error",
-    summary="how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position",
-    function=conversion_error,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT},
-)

@@ -20,9 +20,8 @@ from torch import Tensor
 from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
-from ..declaration import Analysis, Columns
+from ..declaration import Columns, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..inputs import PROMPT, tokens_field
 from ..sequences import prompt_sequence
 from ..texts import token_texts
 
@@ -53,7 +52,7 @@ ERASURE = Columns(
 )
 
 
-@MEMORY.document
+@analysis(MEMORY, "how much of each prompt token remains in the states of recurrent layers")
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -88,7 +87,7 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
     return pd.concat(frames, ignore_index=True)
 
 
-@MAPS.document
+@analysis(MAPS, "what a prompt does to earlier states of recurrent layers: the singular values of P")
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -114,7 +113,11 @@ def state_maps(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> 
     return pd.concat(frames, ignore_index=True)
 
 
-@ERASURE.document
+@analysis(
+    ERASURE,
+    "how much of an earlier prompt (field earlier) a prompt erases from the states of recurrent layers",
+    inputs={"earlier": tokens_field("earlier", prepend_bos=True), "prompt": tokens_field("prompt", prepend_bos=False)},
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -153,26 +156,3 @@ def state_erasure(
         relative = {name: state.norm(dim=(1, 2)) / norm for name, state in states.items()}
         frames.append(ERASURE.frame({"layer": memory.layer, "head": range(len(norm)), "earlier_norm": norm, **relative}))
     return pd.concat(frames, ignore_index=True)
-
-
-STATE_MEMORY = Analysis(
-    name="state_memory",
-    summary="how much of each prompt token remains in the states of recurrent layers",
-    function=state_memory,
-    columns=MEMORY,
-    inputs={"prompt": PROMPT},
-)
-STATE_MAPS = Analysis(
-    name="state_maps",
-    summary="what a prompt does to earlier states of recurrent layers: the singular values of P",
-    function=state_maps,
-    columns=MAPS,
-    inputs={"prompt": PROMPT},
-)
-STATE_ERASURE = Analysis(
-    name="state_erasure",
-    summary="how much of an earlier prompt (field earlier) a prompt erases from the states of recurrent layers",
-    function=state_erasure,
-    columns=ERASURE,
-    inputs={"earlier": tokens_field("earlier", prepend_bos=True), "prompt": tokens_field("prompt", prepend_bos=False)},
-)

@@ -27,8 +27,7 @@ from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.model.protocol import StreamReading
 
-from ..declaration import Analysis, Columns, Option
-from ..inputs import ANSWER, PROMPT, RIVAL, TEXT
+from ..declaration import Columns, Option, analysis
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
 from ..texts import token_texts
 from .logit_attribution import (
@@ -245,6 +244,17 @@ def _frame(
     return COLUMNS.frame(columns)
 
 
+def _check_model(model: KVModel) -> None:
+    check_heads_write_directly(model, "layer_contributions")
+
+
+@analysis(
+    COLUMNS,
+    "embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
+    of=layer_contributions,
+    options={"per_head": Option("one row per head instead of one per layer")},
+    check_model=_check_model,
+)
 def _after_prompt(
     model: KVModel,
     prompt: Tensor,
@@ -263,18 +273,3 @@ def _after_prompt(
         tokens=[token for token in (answer, rival) if token is not None],
         per_head=per_head,
     )
-
-
-def _check_model(model: KVModel) -> None:
-    check_heads_write_directly(model, "layer_contributions")
-
-
-LAYER_CONTRIBUTIONS = Analysis(
-    name="layer_contributions",
-    summary="embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
-    function=_after_prompt,
-    columns=COLUMNS,
-    inputs={"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL},
-    options={"per_head": Option("one row per head instead of one per layer")},
-    check_model=_check_model,
-)

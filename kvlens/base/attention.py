@@ -43,13 +43,6 @@ class Attention(nn.Module):
     W_V: Any
     b_K: Any
     b_V: Any
-    hook_k: HookPoint
-    hook_q: HookPoint
-    hook_v: HookPoint
-    hook_z: HookPoint
-    hook_attn_scores: HookPoint
-    hook_pattern: HookPoint
-    hook_result: HookPoint
     mask: Tensor
     IGNORE: Tensor
     rotary_sin: Tensor
@@ -67,8 +60,8 @@ class Attention(nn.Module):
         self.attn_scale = cfg.attn_scale if cfg.use_attn_scale else 1.0
         if cfg.scale_attn_by_inverse_layer_idx:
             self.attn_scale *= (layer_id or 0) + 1
-        for name in ("hook_k", "hook_q", "hook_v", "hook_z", "hook_attn_scores", "hook_pattern", "hook_result"):
-            setattr(self, name, HookPoint())
+        self.hook_k, self.hook_q, self.hook_v, self.hook_z = HookPoint(), HookPoint(), HookPoint(), HookPoint()
+        self.hook_attn_scores, self.hook_pattern, self.hook_result = HookPoint(), HookPoint(), HookPoint()
         self._ntk_stretch = 1.0
         self.alibi: Tensor | None = None
         if cfg.positional_embedding_type == "shortformer":

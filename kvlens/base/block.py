@@ -9,6 +9,7 @@ from transformer_lens.utilities import repeat_along_head_dimension
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from kvlens.base.attention import Attention, GroupedQueryAttention
+from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.mlp import build_mlp
 from kvlens.base.norm import Norm
 from kvlens.errors import KVLensError
@@ -24,20 +25,10 @@ class TransformerBlock(nn.Module):
 
     ln1: nn.Module
     ln2: nn.Module
-    hook_attn_in: HookPoint
-    hook_q_input: HookPoint
-    hook_k_input: HookPoint
-    hook_v_input: HookPoint
-    hook_mlp_in: HookPoint
-    hook_attn_out: HookPoint
-    hook_mlp_out: HookPoint
-    hook_resid_pre: HookPoint
-    hook_resid_mid: HookPoint
-    hook_resid_post: HookPoint
 
     def __init__(self, cfg: Any, block_index: int):
         super().__init__()
-        self.cfg = cfg
+        self.cfg = cfg = HookedTransformerConfig.of_layer(cfg, block_index)
         kind = cfg.normalization_type
         behind = cfg.use_normalization_before_and_after
         for name in ("ln1",) if cfg.attn_only else ("ln1", "ln2"):
@@ -47,10 +38,13 @@ class TransformerBlock(nn.Module):
         self.attn = self.build_attention(cfg, cfg.attn_types[block_index] if cfg.use_local_attn else "global", block_index)
         if not cfg.attn_only:
             self.mlp = self.build_mlp(cfg)
-        inputs = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
-        middle = () if cfg.attn_only or cfg.parallel_attn_mlp else ("hook_resid_mid",)
-        for name in (*inputs, "hook_attn_out", "hook_mlp_out", "hook_resid_pre", *middle, "hook_resid_post"):
-            setattr(self, name, HookPoint())
+        self.hook_attn_in = HookPoint()
+        self.hook_q_input, self.hook_k_input, self.hook_v_input = HookPoint(), HookPoint(), HookPoint()
+        self.hook_mlp_in, self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint(), HookPoint()
+        self.hook_resid_pre = HookPoint()
+        if not (cfg.attn_only or cfg.parallel_attn_mlp):
+            self.hook_resid_mid = HookPoint()
+        self.hook_resid_post = HookPoint()
 
     def build_attention(self, cfg: Any, attn_type: str, layer: int) -> Attention:
         """The attention of this layer."""

@@ -4,6 +4,7 @@ Where TransformerLens has a configuration class of that name (3.9), this one is 
 none of its code runs. Unlike there, a configuration seeds nothing: ``seed`` is that of the initial weights alone.
 """
 
+import copy
 import math
 import pprint
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalize queries and keys before they are split into heads."""
+HEADS = ("n_heads", "n_key_value_heads", "d_head")
+"""Sizes of which each layer may have its own, in a list called "..._by_layer"."""
 
 
 @dataclass
@@ -41,6 +44,9 @@ class HookedTransformerConfig(_Parent):
         positional_embedding_type: "standard" (learned), "rotary", "shortformer" (learned, read by queries and keys alone) or
             "alibi" (a slope per head times the distance).
         n_key_value_heads: key-value heads of grouped attention; None for one per query head.
+        n_heads_by_layer, n_key_value_heads_by_layer, d_head_by_layer: a number per layer, where layers differ in it; the field
+            without "_by_layer" is then the largest, and may be left out for heads. Lists of equal numbers become that field.
+            ``rotary_dim`` and ``attn_scale``, where they are d_head and its root, are each layer's own.
         ungroup_grouped_query_attention: compute keys and values per query head.
         attn_only: no MLPs.
         gated_mlp: act(x W_gate) * (x W_in), not act(x W_in).
@@ -170,8 +176,12 @@ class HookedTransformerConfig(_Parent):
     yarn_global_attn_only: bool = False
     use_attention_sinks: bool = False
     norm_topk_prob: bool = False
+    n_heads_by_layer: list[int] | None = None
+    n_key_value_heads_by_layer: list[int] | None = None
+    d_head_by_layer: list[int] | None = None
 
     def __post_init__(self):
+        self._read_lists()
         if self.n_heads == -1:
             if self.d_model % self.d_head:
                 raise KVLensError(f"n_heads: d_model={self.d_model} is not a multiple of d_head={self.d_head}; give n_heads")
@@ -189,7 +199,56 @@ class HookedTransformerConfig(_Parent):
             self.attn_scale = math.sqrt(self.d_head)
         if self.initializer_range < 0:
             self.initializer_range = 0.8 / math.sqrt(self.d_model) if self.init_mode == "gpt2" else 1.0
-        self.n_params = self.n_layers * (4 * self.n_heads * self.d_model * self.d_head + self._n_mlp_params())
+        heads = [cfg.n_heads * cfg.d_head for cfg in map(self.of_layer, range(self.n_layers))]
+        self.n_params = 4 * self.d_model * sum(heads) + self.n_layers * self._n_mlp_params()
+
+    def _read_lists(self) -> None:
+        """Set the field of each list of sizes to the largest, and check them."""
+        for name in HEADS:
+            sizes = getattr(self, f"{name}_by_layer")
+            if sizes is None:
+                continue
+            listed = isinstance(sizes, (list, tuple)) and len(sizes) == self.n_layers
+            one_each = listed and all(isinstance(n, int) and n > 0 for n in sizes)
+            if not one_each or getattr(self, name) not in (-1, None, max(sizes)):
+                raise KVLensError(
+                    f"{name}_by_layer: expected a number for each of {self.n_layers} layers, of which {name} is the largest; "
+                    f"got {sizes}, and {name}={getattr(self, name)}"
+                )
+            setattr(self, name, max(sizes))
+            setattr(self, f"{name}_by_layer", list(sizes) if len(set(sizes)) > 1 else None)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether layers differ in their heads."""
+        return any(getattr(self, f"{name}_by_layer") is not None for name in HEADS)
+
+    @property
+    def whole(self) -> Any:
+        """The model's configuration, also of what :meth:`of_layer` returned."""
+        return self.__dict__.get("_whole", self)
+
+    def of_layer(self, layer: int) -> Any:
+        """This configuration, or where layers differ in heads one with a layer's sizes, which follows later changes of this."""
+        if not getattr(self, "layers_differ", False):  # TransformerLens' own configurations do not have it
+            return self
+        made = self.__dict__.setdefault("_of_layers", {})
+        if layer not in made:
+            own = copy.copy(self)
+            del own.__dict__["_of_layers"]
+            sizes = {name: getattr(self, f"{name}_by_layer") for name in HEADS}
+            new = {name: of_layers[layer] for name, of_layers in sizes.items() if of_layers is not None}
+            d_head = new.get("d_head", self.d_head)
+            new["rotary_dim"] = d_head if self.rotary_dim == self.d_head else self.rotary_dim
+            new["attn_scale"] = math.sqrt(d_head) if self.attn_scale == math.sqrt(self.d_head) else self.attn_scale
+            own.__dict__.update(new, _whole=self, **dict.fromkeys(f"{name}_by_layer" for name in HEADS))
+            made[layer] = own
+        return made[layer]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        for own in self.__dict__.get("_of_layers", {}).values():
+            setattr(own, name, value)
 
     def _n_mlp_params(self) -> int:
         if self.attn_only or self.d_mlp is None:
@@ -200,6 +259,8 @@ class HookedTransformerConfig(_Parent):
     def _check(self) -> None:
         if self.use_local_attn and (self.window_size is None or self.attn_types is None):
             raise KVLensError("use_local_attn needs window_size, and attn_types with 'local' or 'global' for every layer")
+        if self.rotary_dim not in (None, self.d_head) and self.rotary_dim > min(self.d_head_by_layer or (self.rotary_dim,)):
+            raise KVLensError(f"rotary_dim={self.rotary_dim} exceeds a layer's d_head: {self.d_head_by_layer}")
         if not self.attn_only and self.act_fn not in SUPPORTED_ACTIVATIONS:
             known = ", ".join(SUPPORTED_ACTIVATIONS)
             raise KVLensError(f"act_fn: {self.act_fn!r} is none of {known}{nearest(self.act_fn, SUPPORTED_ACTIVATIONS)}")
@@ -228,8 +289,9 @@ class HookedTransformerConfig(_Parent):
         return cls(**config_dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name."""
-        return self.__dict__
+        """All fields by name; those that TransformerLens does not have only where they are given."""
+        unset = {f"{name}_by_layer" for name in HEADS if getattr(self, f"{name}_by_layer") is None}
+        return {name: value for name, value in self.__dict__.items() if name[0] != "_" and name not in unset}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}:\n{pprint.pformat(self.to_dict())}"

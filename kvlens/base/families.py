@@ -85,12 +85,7 @@ FAMILIES: dict[str, Family] = {
         **{**_NEOX_MLP, "embed": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "layers": "transformer.h"},  # type: ignore[arg-type]
         qkv=("self_attention.query_key_value",),
         out="self_attention.dense",
-        fields={
-            "act_fn": "gelu_fast",
-            "post_embedding_ln": True,
-            "positional_embedding_type": "alibi",
-            **_NEVER_BOS,
-        },
+        fields={"act_fn": "gelu_fast", "post_embedding_ln": True, "positional_embedding_type": "alibi", **_NEVER_BOS},
     ),
     "GPT2LMHeadModel": Family(
         **_GPT2,  # type: ignore[arg-type]
@@ -234,11 +229,8 @@ def _first(hf_config: Any, *names: str) -> Any:
 
 def _activation(hf_config: Any, architecture: str) -> str:
     known = {**ACTIVATIONS, **({"xielu": "xielu"} if architecture == "ApertusForCausalLM" else {})}  # learned there alone
-    name = next(
-        n
-        for n in ("activation_function", "hidden_activation", "hidden_act", "no activation")
-        if hasattr(hf_config, n) or n[:2] == "no"
-    )
+    names = ("activation_function", "hidden_activation", "hidden_act")
+    name = next((n for n in names if hasattr(hf_config, n)), "no activation")
     given = getattr(hf_config, name, "gelu")
     if given not in known:
         raise refused(architecture, name, given, f"it has {', '.join(known)}")

@@ -164,11 +164,8 @@ class Generates(HookedRootModule):
         cache = TransformerLensKeyValueCache.init_cache(self.cfg, self.cfg.device, batch) if use_past_kv_cache else None
         embeds = start.is_floating_point()
         text, unread = start, start
-        mask = (
-            torch.ones_like(start[..., 0] if embeds else start, dtype=torch.long)
-            if mask is None and cache is not None
-            else mask
-        )
+        if mask is None and cache is not None:
+            mask = torch.ones(start.shape[:2], dtype=torch.long, device=start.device)
         unread_mask = mask
         for _ in range(max_new_tokens):
             logits = self.read(unread, unread_mask, cache)[:, -1]

@@ -29,12 +29,7 @@ OWN_FORMAT = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 """Whose models are stored under (nearly) our names, as ``.pth`` files with a ``config.json`` of their own."""
 OTHER_CODE = ("bigcode/santacoder", "Qwen/Qwen-", "apple/OpenELM")
 """Models that exist only as code that comes with them."""
-SHORTER = {
-    "meta-llama/Llama-3.": 2048,
-    "google/gemma-3": 8192,
-    "google/medgemma": 8192,
-    "roneneldan/TinyStories": 512,
-}
+SHORTER = {"meta-llama/Llama-3.": 2048, "google/gemma-3": 8192, "google/medgemma": 8192, "roneneldan/TinyStories": 512}
 """Context lengths below the configuration's, by the beginnings of names: tables are smaller; TinyStories was trained on 512."""
 STEPS = {
     "stanford-crfm/": [*range(0, 100, 10), *range(100, 2000, 50), *range(2000, 20000, 100), *range(20000, 400001, 1000)],

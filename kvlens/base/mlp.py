@@ -57,10 +57,10 @@ class MLP(_Dense):
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """[batch, pos, d_model]."""
-        features = self.act_fn(self.hook_pre(_affine(x, self.W_in, self.b_in)))
+        features = self.act_fn(self.hook_pre(affine(x, self.W_in, self.b_in)))
         if self.cfg.is_layer_norm_activation():
             features = self.ln(self.hook_mid(features))
-        return _affine(self.hook_post(features), self.W_out, self.b_out)
+        return affine(self.hook_post(features), self.W_out, self.b_out)
 
 
 class GatedMLP(_Dense):
@@ -163,5 +163,6 @@ def build_mlp(cfg: Any) -> nn.Module:
     return GatedMLP(cfg) if cfg.gated_mlp else MLP(cfg)
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W + b, with the bias in the same call."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import USE_DEFAULT_VALUE, get_dataset, get_device_for_block_index, lm_cross_entropy_loss
 from transformer_lens.utilities.activation_functions import apply_softcap
@@ -125,11 +125,16 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         """The number of positions in a decode cache, which must be for this batch and model."""
         if past_kv_cache is None:
             return 0
+        differ = getattr(self.cfg, "layers_differ", False)
+        for block, entry in zip(self.blocks, past_kv_cache.entries if differ else (), strict=differ):
+            sizes = (block.cfg.n_key_value_heads or block.cfg.n_heads, block.cfg.d_head)
+            if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:  # made all alike
+                entry.past_keys, entry.past_values = (entry.past_keys.new_empty(batch_size, 0, *sizes) for _ in "kv")
         batch, past, *head = past_kv_cache[0].past_keys.shape
-        if batch != batch_size or head != [self.cfg.n_key_value_heads or self.cfg.n_heads, self.cfg.d_head]:
+        expected = head if differ else [self.cfg.n_key_value_heads or self.cfg.n_heads, self.cfg.d_head]
+        if batch != batch_size or head != expected:
             raise KVLensError(
-                f"past_kv_cache holds {batch} texts with heads {head}; the input has {batch_size}, the model "
-                f"{[self.cfg.n_key_value_heads or self.cfg.n_heads, self.cfg.d_head]}"
+                f"past_kv_cache holds {batch} texts with heads {head}; the input has {batch_size}, the model {expected}"
             )
         return past
 
@@ -234,7 +239,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         if stop_at_layer is not None:
             return residual
         if self.cfg.normalization_type is not None:
-            residual = self.ln_final(residual)
+            residual = self.normed(residual)
         if return_type is None:
             return None
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
@@ -244,6 +249,10 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
             raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
+
+    def normed(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """The stream after the last norm."""
+        return self.ln_final(residual)
 
     def loss_fn(
         self,
@@ -331,10 +340,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # ty
         return self.dataset
 
     def sample_datapoint(
-        self,
-        tokenize: bool = False,
-        prepend_bos: bool | None = USE_DEFAULT_VALUE,
-        padding_side: str | None = USE_DEFAULT_VALUE,
+        self, tokenize: bool = False, prepend_bos: bool | None = USE_DEFAULT_VALUE, padding_side: str | None = USE_DEFAULT_VALUE
     ) -> Any:
         """A random text of ``dataset``, or its tokens."""
         dataset = self.dataset if self.dataset is not None else self.load_sample_training_dataset()

@@ -12,6 +12,7 @@ from transformer_lens import FactoredMatrix, HookedRootModule
 from transformer_lens.utilities import composition_scores
 from transformer_lens.weight_processing import ProcessWeights
 
+from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.norm import Norm, final_norm
 from kvlens.errors import KVLensError
 
@@ -53,6 +54,11 @@ def stacked(part: Literal["attn", "mlp"], name: str) -> Any:
     """A property: a weight of every layer, [layer, ...]."""
 
     def get(model: Any) -> Tensor:
+        if part == "attn" and name != "b_O" and getattr(model.cfg, "layers_differ", False):
+            raise KVLensError(
+                f"{name}: the layers of this model differ in their heads, so their weights have no common shape; use "
+                f"model.blocks[layer].attn.{name}"
+            )
         return torch.stack([getattr(getattr(block, part), name) for block in model.blocks])
 
     return property(get, doc=f"``{name}`` of every layer's {part}, stacked.")
@@ -139,7 +145,7 @@ class HasWeights(HookedRootModule):
 
     def all_head_labels(self) -> list[str]:
         """L0H0, L0H1, ..."""
-        return [f"L{layer}H{head}" for layer in range(self.cfg.n_layers) for head in range(self.cfg.n_heads)]
+        return [f"L{layer}H{head}" for layer, block in enumerate(self.blocks) for head in range(block.cfg.n_heads)]
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -176,6 +182,11 @@ class HasWeights(HookedRootModule):
             refactor_factored_attn_matrices: replace W_Q, W_K, W_V, W_O by factors with orthogonal columns.
         """
         state_dict = self.fill_missing_keys(state_dict)
+        if (fold_value_biases or refactor_factored_attn_matrices) and groups_differ(self.cfg):
+            raise KVLensError(
+                "fold_value_biases and refactor_factored_attn_matrices know one number of query heads per key-value head, and "
+                "the layers of this model differ in it: pass False for both"
+            )
         fold_ln = fold_ln and self.has_norms_to_fold(state_dict)
         if fold_ln:
             self.forget_norm_weights()
@@ -266,6 +277,12 @@ class HasWeights(HookedRootModule):
     def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> Any:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.refactor_factored_attn_matrices(state_dict, self.cfg)
+
+
+def groups_differ(cfg: Any) -> bool:
+    """Whether layers differ in how many query heads share a key-value head."""
+    layers = [HookedTransformerConfig.of_layer(cfg, layer) for layer in range(cfg.n_layers)]
+    return len({of.n_heads // (of.n_key_value_heads or of.n_heads) for of in layers}) > 1
 
 
 def _is_needed(name: str) -> bool:

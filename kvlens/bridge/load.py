@@ -24,6 +24,7 @@ from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
 from kvlens.pretrained.folder import check_loaded, without_progress_bars
+from kvlens.tokenizer import check_vocabulary
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
@@ -61,12 +62,9 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     _check_weights(model)
     model = _language_model(model)
     kind = type(model).__name__
-    d_vocab = int(model.config.get_text_config().vocab_size)
-    if tokenizer is not None and tokenizer.vocab_size > d_vocab:
-        raise KVLensError(
-            f"KVTransformerBridge: the tokenizer has {tokenizer.vocab_size} tokens, the vocabulary of this {kind} only "
-            f"{d_vocab}: they do not belong together"
-        )
+    if tokenizer is not None:
+        d_vocab = int(model.config.get_text_config().vocab_size)
+        check_vocabulary(tokenizer, d_vocab, "KVTransformerBridge", f"the vocabulary of this {kind}")
     logits = logits_of_transformers(model)
     config = copy.copy(model.config)
     if getattr(config, "position_embedding_type", "") is None:

@@ -4,7 +4,7 @@ A call that does not match raises an error before the function runs. The error n
 arguments for a misspelled argument; the expected and the given value for a wrong value; and the shapes of tensors that do not
 match. Everything is declared by annotations::
 
-    @checked(head="kv_head")
+    @checked
     def attend(
         q: Float[Tensor, "batch pos head d"],
         k: Float[Tensor, "batch key kv_head d"],
@@ -12,11 +12,14 @@ match. Everything is declared by annotations::
         n_landmarks: Annotated[int, Within(1, 4096)] | None = None,
     ): ...
 
+A package of ops checks at its door: ``doors(__name__)`` in its ``__init__`` checks the functions that users import from there.
+The modules that define them hold them unchecked, and most of kvlens' own code imports them from there.
+
 Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that have passed are cached, so that a check of an op's
 arguments takes a microsecond or two.
 """
 
-from kvlens.checks.signature import checked, unknown_argument
+from kvlens.checks.signature import checked, doors, unknown_argument
 from kvlens.checks.values import MOST, Count, Finite, Seed, Within, ensure, one_of
 
-__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "ensure", "one_of", "unknown_argument"]
+__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "doors", "ensure", "one_of", "unknown_argument"]

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-import typing
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,23 +13,19 @@ from kvlens.errors import KVLensError, TooLarge, WrongArguments, first_line, nea
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 KEPT = 1024
 """Number of shape combinations that are cached; decoding a text produces one per token."""
+GROUPED = ("kv_head", "key_head", "head_or_kv_head")
+"""Axes of heads that several query heads share."""
 OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "calculation overflowed", "multiplication overflow")
 
 
-@typing.overload
-def checked(function: Checked, /) -> Checked: ...
-@typing.overload
-def checked(**multiples: str) -> Callable[[Checked], Checked]: ...
-def checked(function: Any = None, /, **multiples: str) -> Any:
+def checked(function: Checked) -> Checked:
     """Check every call of a function, or of a dataclass, against its signature; for use as a decorator.
 
     Integers of numpy and torch, such as those in a table's column, are converted to Python's; NaN is not accepted as a number.
     Paths, and arguments that may be a tensor or something else, are checked by the function itself. Running out of memory
     raises :class:`~kvlens.errors.TooLarge`.
 
-    Args:
-        function: the function or class.
-        multiples: pairs of axes of which one must be a multiple of the other, such as query heads and key-value heads.
+    Where an axis ``head`` meets one of :data:`GROUPED`, it must be a multiple of it.
 
     >>> from typing import Annotated
     >>> import torch
@@ -46,20 +42,29 @@ def checked(function: Any = None, /, **multiples: str) -> Any:
     Traceback (most recent call last):
     kvlens.errors.KVLensError: scaled: times must be at least 1, got 0
     """
-    if function is None:
-        return functools.partial(checked, **multiples)
     if not isinstance(function, type):
-        return _held(function, multiples)
-    function.__init__ = _held(function.__init__, multiples)  # type: ignore[misc]
+        return _held(function)  # type: ignore[return-value]
+    function.__init__ = _held(function.__init__)  # type: ignore[misc]
     return function
 
 
-def _held(function: Callable[..., Any], multiples: Mapping[str, str]) -> Callable[..., Any]:
+def doors(package: str) -> None:
+    """Check every call of a package's public functions. Its modules hold them unchecked, for kvlens' own calls."""
+    module = sys.modules[package]
+    for name in module.__all__:
+        if inspect.isfunction(function := getattr(module, name)):
+            setattr(module, name, checked(function))
+
+
+def _held(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     single = {name: p.annotation for name, p in signature.parameters.items() if p.kind not in several}
     readers = {name: reader for name, kind in single.items() if (reader := reader_of(kind)) is not None}
     tensors = sorted((t for name, kind in single.items() for t in tensors_in(name, kind)), key=lambda t: t.order)
+    axes = {dim.name for tensor in tensors for dim in tensor.kind.dims if hasattr(dim, "name")}
+    shared = [part for part in GROUPED if {"head", part} <= axes]
+    multiples = {"head": shared[0]} if shared else {}
     array: Any = tensors[0].kind.array_type if tensors else ()
     remembers = bool(tensors) and all(map(is_decided_by_type, single.values())) and len(single) == len(signature.parameters)
     defaults = {name: p.default for name, p in signature.parameters.items()}

@@ -1,6 +1,6 @@
 """Hooked modules: they hold parameters and hook points and call :mod:`kvlens.ops`, which has the mathematics.
 
-Hook points on every ``blocks.{layer}.attn``, in addition to TransformerLens' own, which keep their meaning (``hook_k``, ``hook_v`` are the
+Hook points on every ``blocks.{layer}.attn``, in addition to the base's, which keep their meaning (``hook_k``, ``hook_v`` are the
 raw projections). The hook point of a feature that is off does not fire: with everything off, a cache has exactly TransformerLens'
 keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or the layer type (``cache["phi_q", 0, "attn"]``).
 
@@ -19,9 +19,9 @@ For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied 
 """  # noqa: E501
 
 from kvlens.components.attention import KVAttention
-from kvlens.components.block import KVBlock, KVUnembed
+from kvlens.components.block import KVBlock, KVUnembed, norm
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
-from kvlens.components.fast_path import form_of_block, softmax_form_block
+from kvlens.components.fast_path import form_of_block, on_fast_path, softmax_form_block
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias, Normalizers
@@ -45,6 +45,8 @@ __all__ = [
     "form_of_block",
     "hidden_tokens_keep_positions",
     "is_hooked",
+    "norm",
+    "on_fast_path",
     "per_head",
     "softmax_form_block",
     "upgrade_cache",

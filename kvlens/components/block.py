@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens.base import GatedMLP, Norm, TransformerBlock, Unembed
+from kvlens.base.mlp import affine
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
 from kvlens.components.fast_path import on_fast_path
 from kvlens.components.hooks import is_hooked
@@ -43,7 +44,9 @@ class KVBlock(TransformerBlock):
         normed = norm(self.ln1, resid_pre)
         attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
         attn_out = self.hook_attn_out(attn_out)
-        resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous().to(attn_out.device)  # TransformerLens' MLP takes no other
+        if attn_out.shape[1] != resid_pre.shape[1]:
+            resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous()
+        resid_pre = resid_pre.to(attn_out.device)
         if self.cfg.attn_only:
             return self.hook_resid_post(resid_pre + attn_out)
         if self.cfg.parallel_attn_mlp:
@@ -84,7 +87,7 @@ class KVGatedMLP(GatedMLP):
         x = x.to(self.W_gate.device)
         gate = self.hook_pre(x @ self.W_gate)
         features = self.act_fn(gate) * self.hook_pre_linear(x @ self.W_in) + self.b_in
-        return nn.functional.linear(self.hook_post(features), self.W_out.T, self.b_out)
+        return affine(self.hook_post(features), self.W_out, self.b_out)
 
 
 class KVUnembed(Unembed):
@@ -94,4 +97,4 @@ class KVUnembed(Unembed):
         """As ``kvlens.base.Unembed.forward``."""
         if not on_fast_path(self.cfg):
             return super().forward(residual)
-        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))
+        return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))

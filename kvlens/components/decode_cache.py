@@ -1,6 +1,6 @@
-"""What is kept between decoding steps, in the form that TransformerLens' own generation code expects.
+"""What is kept between decoding steps, in the form of TransformerLens' decode cache.
 
-TransformerLens takes the position offset from ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
+The base takes the position offset from ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
 its state, so its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax attention with
 a KV shift keeps the shifted keys and values, as TransformerLens does, and in addition the last raw rows.
 
@@ -77,7 +77,7 @@ class LinearCacheEntry:
 
     @property
     def past_keys(self) -> Tensor:
-        """A tensor [batch, n_positions, kv_head, d_head] that uses no memory, for TransformerLens' position offset."""
+        """A tensor [batch, n_positions, kv_head, d_head] that uses no memory, for the position offset."""
         return torch.zeros(1, device=self.device).expand(self.batch, self.n_positions, self.n_kv_heads, self.d_head)
 
     past_values = past_keys

@@ -17,7 +17,7 @@ _BLOCKS: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("softmax_form_bloc
 def form_of_block(cfg: Any) -> str | None:
     """The softmax form of the innermost block that this thread opened for this configuration object, or None."""
     for asked, form in reversed(_BLOCKS.get()):
-        if asked is cfg:
+        if asked is cfg.whole:
             return form
     return None
 

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
-from kvlens.ops import feature_maps as ops
+from kvlens.ops.feature_maps import maps as ops
+from kvlens.ops.feature_maps.projections import draw_projections
 
 
 class FeatureMap(nn.Module):
@@ -144,7 +145,7 @@ class RandomFeatures(FeatureMap):
     def init_weights(self, generator: torch.Generator | None) -> None:
         """Draw the projections."""
         n_heads, m, d_head = self.projection.shape
-        self.projection.copy_(ops.draw_projections(n_heads, m, d_head, self.draw, generator))
+        self.projection.copy_(draw_projections(n_heads, m, d_head, self.draw, generator))
 
     def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
         """exp(w.x' - |x'|^2 / 2) / sqrt(m)."""

@@ -14,9 +14,9 @@ class NewTokens(NamedTuple):
         q: [batch, pos, head, d_head].
         k, v: [batch, pos, kv_head, d_head].
         mask: True at real tokens among them; None where all are.
-        attention_mask: TransformerLens' mask, 1 at real tokens, starting with those of the decode cache; or None.
+        attention_mask: the base's mask, 1 at real tokens, starting with those of the decode cache; or None.
         counted: the mask of tokens that take up positions (:mod:`kvlens.components.positions`): ``attention_mask``, or None.
-        score_bias: added to softmax scores (TransformerLens' additive mask, T5's position bias), or None.
+        score_bias: added to softmax scores (the base's ``additive_attention_mask``), or None.
     """
 
     q: Float[Tensor, "batch pos head d_head"]

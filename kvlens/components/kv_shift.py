@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from kvlens.components.decode_cache import ShiftState
 from kvlens.components.hooks import through
-from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
+from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter, initial_shift_parameter
+from kvlens.ops.kv_shift.shift import kv_shift
 
 
 def shifted_projections(cfg: Any) -> dict[str, int]:
@@ -64,7 +65,7 @@ def shift_projections(
         parameter = getattr(attn, f"{x}_shift_coef")
         coef = coefficients_from_parameter(parameter, attn.cfg.kv_shift.parametrization)
         coef = through(getattr(attn, f"hook_{x}_shift_coef"), coef)
-        if raw.shape[2] != coef.shape[0]:  # TransformerLens' ungroup_grouped_query_attention
+        if raw.shape[2] != coef.shape[0]:  # ungroup_grouped_query_attention
             coef = coef.repeat_interleave(raw.shape[2] // coef.shape[0], dim=0)
         shifted, after[x] = kv_shift(raw, coef, before, mask)
         projections[x] = getattr(attn, f"hook_{x}_shifted")(shifted)

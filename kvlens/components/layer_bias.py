@@ -78,6 +78,8 @@ class LayerBias(NamedTuple):
         """
         if bias.recurrent is not None:
             layer = bias.attention_layers.index(layer)
+        if bias.fingerprint.heads is not None:
+            bias, layer = bias.of_layer(layer), 0
         offset = bias.position_offset
         tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
         b_kv, b_d, last_k, last_v, last_q = (t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors)

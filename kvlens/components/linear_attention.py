@@ -6,11 +6,12 @@ A and D belong to the context alone; the bias is read separately, so that the tw
 normalizer "none" the denominator is ``attn_scale``. Everything between the projections and ``hook_z`` is computed in float32 or
 better, whatever the model's dtype.
 
-``hook_attn_scores`` and ``hook_pattern`` are computed only if something is hooked to them; the parallel form then runs, with
-pos x pos scores. With a decode cache they cover the new tokens, and earlier tokens are read from the state. With negative
-samples they are always computed, and cover all tokens so far.
+``hook_attn_scores`` and ``hook_pattern`` are computed only by the parallel form, with pos x pos scores, which runs if something
+is hooked to them and for short texts, where it takes no longer than chunks. With a decode cache they cover the new tokens, and
+earlier tokens are read from the state. With negative samples they are always computed, and cover all tokens so far.
 """
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from kvlens.ops.linear_attention import (
     causal_scores,
     chunked_linear_attention,
     final_state,
-    parallel_linear_attention,
     read_state,
     real_steps,
     recurrent_linear_attention,
@@ -38,11 +38,10 @@ from kvlens.ops.linear_attention import (
 )
 from kvlens.ops.rotary import RotaryTable, rotate
 
-FORMS = {
-    "parallel": parallel_linear_attention,
-    "chunked": chunked_linear_attention,
-    "recurrent": recurrent_linear_attention,
-}
+WITHOUT_SCORES = {"chunked": chunked_linear_attention, "recurrent": recurrent_linear_attention}
+"""The forms that never hold all scores; the parallel form's steps are those of :class:`LinearHeads`, with hooks between."""
+LONGEST_PARALLEL = 128
+"""Tokens for which all scores at once take no longer than in chunks."""
 
 
 class Features(NamedTuple):
@@ -74,6 +73,7 @@ class LinearHeads(Heads):
         self.state, self.n_before = (None, 0) if entry is None else (entry.state, entry.n_tokens)
         self.mask = None if tokens.counted is None else tokens.mask  # real tokens; the others take up no position
         self.needs_pattern = attn.variant is not None and attn.variant.needs_pattern
+        self.updates = entry is not None and not entry.frozen
 
     @classmethod
     def add_parameters(cls, attn: Any, cfg: Any) -> None:
@@ -106,7 +106,8 @@ class LinearHeads(Heads):
         if tokens.score_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
         accumulate = torch.promote_types(tokens.q.dtype, self.cfg.accumulates_in)
-        with torch.autocast(tokens.q.device.type, enabled=False):  # which would round the products below to its own dtype
+        device = tokens.q.device.type  # of an autocast that would round the products below to its own dtype
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
             features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))
             if mask is None and tokens.mask is not None:
                 features = features.hidden(tokens.mask)
@@ -115,7 +116,7 @@ class LinearHeads(Heads):
             if variant is not None and variant.ridge is not None:
                 return self._solved(features, variant.ridge.strength)
             heads, state = self._attend(features, bias)
-        if entry is not None and not entry.frozen:
+        if entry is not None and self.updates:
             entry.state, entry.bias = state, bias
             self._count_tokens(entry)
         return heads
@@ -144,12 +145,12 @@ class LinearHeads(Heads):
         return Features(phi_q, phi_k, norm_q, norm_k, v, made_of)
 
     def _rotary_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin of the new tokens' positions, [batch or 1, pos, 1, rotary_dim]."""
+        """cos, sin of the new tokens' positions, [pos, 1, rotary_dim], with a batch axis in front where rows differ."""
         attn, mask = self.attn, self.mask
         first = self.n_before + (0 if attn.layer_bias is None else attn.layer_bias.position_offset)
         if isinstance(first, int) and mask is None:
             cos, sin = attn.rotary_table.rows(first, q.shape[1], q.device, q.dtype)
-            return cos[None, :, None], sin[None, :, None]
+            return cos.unsqueeze(1), sin.unsqueeze(1)
         ranks = (real_steps(mask, q) - 1).clamp(min=0)
         positions = ranks + (first[:, None].to(q.device) if isinstance(first, Tensor) else first)
         cos, sin = attn.rotary_table.at(positions, q.dtype)
@@ -157,8 +158,8 @@ class LinearHeads(Heads):
 
     def _attend(
         self, features: Features, bias: tuple[Tensor, Tensor | None] | None
-    ) -> tuple[HeadOutputs, LinearAttentionState]:
-        """The two summands of z, and the context's state after the last token."""
+    ) -> tuple[HeadOutputs, LinearAttentionState | None]:
+        """The two summands of z, and the context's state after the last token (None where the parallel form needs none)."""
         attn, mask = self.attn, self.mask
         phi_q, phi_k, norm_q, norm_k, v, _ = features
         decay = None if attn.decay is None else attn.decay.to(v)
@@ -167,12 +168,8 @@ class LinearHeads(Heads):
             features = features._replace(phi_k=phi_k, v=v)
         pattern_hooked = is_hooked(attn.hook_attn_scores, attn.hook_pattern) or self.needs_pattern
         form = self._form(phi_q.shape[1], pattern_hooked)
-        if not pattern_hooked:
-            out = FORMS[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, self.state)
-            n, state = self._normalizer(out.normalizer, norm_q, bias), out.state
-            divisor = self._divisor(n, features)
-            z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
-        else:
+        state: LinearAttentionState | None = None
+        if form == "parallel":
             n_context = None
             if norm_q is not None and norm_k is not None:
                 k_sum = None if self.state is None else self.state.k_sum
@@ -180,7 +177,13 @@ class LinearHeads(Heads):
             n = self._normalizer(n_context, norm_q, bias)
             divisor = self._divisor(n, features)
             z_context = self._through_pattern(features, decay, divisor)
-            state = final_state(phi_k, v, norm_k, decay, mask, self.state)
+            if self.updates:
+                state = final_state(phi_k, v, norm_k, decay, mask, self.state)
+        else:
+            out = WITHOUT_SCORES[form](phi_q, phi_k, v, norm_q, norm_k, decay, mask, self.state)
+            n, state = self._normalizer(out.normalizer, norm_q, bias), out.state
+            divisor = self._divisor(n, features)
+            z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
         z_bias = None
         if bias is not None:
             z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, self.n_before))
@@ -266,8 +269,9 @@ class LinearHeads(Heads):
     def _form(self, pos: int, pattern_hooked: bool) -> str:
         wanted = self.cfg.linear_attention_form
         if wanted == "auto":
-            decoding = self.state is not None and pos == 1
-            return "parallel" if pattern_hooked else "recurrent" if decoding else "chunked"
+            if self.state is not None and pos == 1 and not pattern_hooked:
+                return "recurrent"
+            return "parallel" if pattern_hooked or pos <= LONGEST_PARALLEL else "chunked"
         if pattern_hooked and wanted != "parallel":
             raise KVLensError(
                 f"hook_attn_scores or hook_pattern is hooked, which only the parallel form computes, but "
@@ -294,8 +298,10 @@ class LinearHeads(Heads):
         v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)
         scores = attn.hook_attn_scores(causal_scores(phi_q, seen.phi_k, decay, seen.mask))
         pattern = through(attn.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])
-        visible = visible[None, None] if seen.mask is None else visible & seen.mask[:, None, None]
+        visible = None
+        if self.needs_pattern:  # negatives are chosen among the visible tokens
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=v.device).tril(v.shape[1] - scores.shape[-2])
+            visible = visible[None, None] if seen.mask is None else visible & seen.mask[:, None, None]
         z_context = read_values(attn, pattern, scores, visible, v, self.entry)
         if self.state is None or self.needs_pattern:  # then the pattern covers earlier tokens too
             return z_context

@@ -39,7 +39,7 @@ class _Offset(nn.Module):
 
 
 class OffsetPosEmbed(_Offset, PosEmbed):
-    """TransformerLens' learned positions, plus the offset if one is set."""
+    """The base's learned positions, plus the offset if one is set."""
 
     def forward(
         self,

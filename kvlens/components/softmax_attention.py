@@ -24,19 +24,15 @@ from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias
 from kvlens.components.variants import read_values
 from kvlens.kv_bias import VirtualKeys
-from kvlens.ops.attention_variants import ridge_attention
-from kvlens.ops.rotary import rotate
-from kvlens.ops.softmax_attention import (
-    ExtraKeys,
-    JoinedBias,
-    ScaledMass,
-    attend_with_extra_keys,
-    fused_softmax_attention,
-    join_bias,
-    merge_extra_keys,
-    visible_keys,
-)
-from kvlens.ops.softmax_features import ScoreRule, distance_scores
+from kvlens.ops.attention_variants.ridge import ridge_attention
+from kvlens.ops.rotary.rotate import rotate
+from kvlens.ops.softmax_attention import ExtraKeys, JoinedBias, ScaledMass
+from kvlens.ops.softmax_attention.bias import join_bias
+from kvlens.ops.softmax_attention.extra_keys import attend_with_extra_keys, merge_extra_keys
+from kvlens.ops.softmax_attention.fused import fused_softmax_attention
+from kvlens.ops.softmax_attention.visible import visible_keys
+from kvlens.ops.softmax_features import ScoreRule
+from kvlens.ops.softmax_features.virtual_keys import distance_scores
 
 
 def layer_runs_fused(attn: Any) -> bool:
@@ -119,7 +115,7 @@ class SoftmaxHeads(Heads):
             alibi = self.attn.alibi_bias(n_keys, self.q.device)[None, :, n_keys - n_queries : n_keys, :n_keys]
             score_bias = alibi if score_bias is None else score_bias + alibi
         causal = self.cfg.attention_dir == "causal"
-        padding = self.tokens.attention_mask if causal else None  # TransformerLens' bidirectional attention sees padding
+        padding = self.tokens.attention_mask if causal else None  # the base's bidirectional attention sees padding
         padding = None if padding is None or bool(padding.all()) else padding.bool()
         scale, window = self.attn.attn_scale, _window(self.attn)
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
@@ -150,7 +146,7 @@ class SoftmaxHeads(Heads):
         return not more and self.tokens.score_bias is None and not padded
 
     def _eager_with_extra_keys(self, extra: ExtraKeys) -> Tensor:
-        """z of one softmax over virtual keys and the text's keys, in TransformerLens' order, so that a prompt's own keys round
+        """z of one softmax over virtual keys and the text's keys, in the base's order, so that a prompt's own keys round
         as they would in front of the text.
         """
         batch, r, v = self.q.shape[0], extra.keys.shape[2], self.v
@@ -166,7 +162,7 @@ class SoftmaxHeads(Heads):
         return scores if self.tokens.score_bias is None else scores + self.tokens.score_bias
 
     def _eager(self, bias: LayerBias | None) -> HeadOutputs:
-        """TransformerLens' steps, in its order and with its hooks."""
+        """The base's steps, in its order and with its hooks."""
         attn = self.attn
         scores = attn.hook_attn_scores(self._masked(attn.calculate_attention_scores(self.q, self.k)))
         if bias is None:

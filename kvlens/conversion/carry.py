@@ -11,9 +11,11 @@ from kvlens.checks import Within, checked, ensure
 from kvlens.components.attention import KVAttention
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
+from kvlens.kv_bias.ragged import padded
 from kvlens.kv_bias.records import since
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.linear_attention import LinearAttentionState, carry_state
+from kvlens.ops.linear_attention import LinearAttentionState
+from kvlens.ops.linear_attention.carry import carry_state
 
 
 @checked
@@ -53,10 +55,12 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
         )
     has_batch = bias.batch_size is not None
     layers = []
-    for block, kv, k_sum in zip(model.blocks, bias.b_KV, bias.b_D, strict=True):
+    for layer, block in enumerate(model.blocks):
+        one = bias.of_layer(layer)
+        kv, k_sum = one.b_KV[0], one.b_D[0]
         state = LinearAttentionState(kv if has_batch else kv[None], k_sum if has_batch else k_sum[None])
         layers.append(carry_layer_state(block.attn, state, n_tokens))
-    b_kv = torch.stack([state.kv if has_batch else state.kv[0] for state in layers])
+    b_kv = padded([state.kv if has_batch else state.kv[0] for state in layers])
     offset = 0 if model.cfg.rotates_after else bias.position_offset + n_tokens
     return replace(bias, b_KV=b_kv, position_offset=offset, n_prompt_tokens=bias.n_prompt_tokens + n_tokens)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.arguments import Span
-from kvlens.checks import Count, checked, ensure, one_of
+from kvlens.checks import Count, checked
 from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
@@ -35,6 +35,7 @@ from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_t
 from kvlens.conversion.softmax import ConversionMethod, Exact, convert_softmax_prompt, is_option, method_of, unknown_option
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.fingerprint import of_weights
@@ -55,7 +56,7 @@ def convert_prompt(
     prepend_bos: bool | None = None,
     fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
     detach: bool = True,
-    segment_length: int | None = None,
+    segment_length: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
     method: str | ConversionMethod = "exact",
     verbose: bool = True,
@@ -129,7 +130,6 @@ def convert_prompt(
             "convert_prompt: segment_length is for linear attention, whose state does not grow; leave it out: all keys of a "
             "softmax prompt are kept until the fit, and its pass is split automatically where it would hold too many scores"
         )
-    _check_arguments(prepend_bos, fwd_hooks, detach, segment_length, on_progress)
     with contextlib.ExitStack() as stack:
         if hooked is not None:
             stack.enter_context(hooked._thread.passes(hooked._has_bias))
@@ -173,7 +173,6 @@ def _read_prompt(
         model.check_tokens(prompt.tokens)
         return prompt.as_prompt()
     read = prompt_tokens(model, prompt, prepend_bos)
-    ensure("convert_prompt: positions", one_of(("kept", "closed")), positions)
     if not len(without) and not replace:
         return read
     if read.tokens.shape[0] != 1:
@@ -190,19 +189,6 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
     note = length_note(model, int((torch.as_tensor(prompt.n_positions()).cpu() + before).max()))
     if note is not None:
         warn(note)
-
-
-def _check_arguments(prepend_bos: Any, fwd_hooks: Any, detach: Any, segment_length: Any, on_progress: Any) -> None:
-    """Raise KVLensError for an invalid value of an argument that applies to every kind of attention."""
-    if prepend_bos is not None:
-        ensure("convert_prompt: prepend_bos", bool, prepend_bos)
-    ensure("convert_prompt: detach", bool, detach)
-    if segment_length is not None:
-        ensure("convert_prompt: segment_length", Count, segment_length)
-    ensure("convert_prompt: on_progress", Callable | None, on_progress)
-    pairs = isinstance(fwd_hooks, Sequence) and all(isinstance(hook, tuple | list) and len(hook) == 2 for hook in fwd_hooks)
-    if not pairs or not all(callable(function) for _, function in fwd_hooks):
-        raise KVLensError(f"convert_prompt: fwd_hooks must be pairs of a hook point's name and a function, got {fwd_hooks!r}")
 
 
 def _checked_front_end(model: KVModel) -> HookedKVTransformer | None:
@@ -289,7 +275,7 @@ def _collect(
     old = None if old is None else old.to(prompt.tokens.device)
     has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     layers = [_layer_tensors(model, layer, entry, n_positions) for layer, entry in enumerate(entries)]
-    stacked = [torch.stack([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True)]
+    stacked = [padded([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True)]
     b_kv, b_d, last_k, last_v, last_q = stacked if has_batch else [t[:, 0] for t in stacked]
     offset = 0 if cfg.rotates_after else n_positions + (0 if old is None else old.position_offset)
     return KVBias(
@@ -308,7 +294,8 @@ def _layer_tensors(
     model: HookedKVTransformer, layer: int, entry: LinearCacheEntry, n_positions: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
-    cfg, attn = model.cfg, model.blocks[layer].attn
+    attn = model.blocks[layer].attn
+    cfg = attn.cfg
     assert entry.state is not None
     written = per_query_head(entry.state, cfg.n_heads)
     old = None if entry.bias is None else LinearAttentionState(*entry.bias)

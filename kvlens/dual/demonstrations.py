@@ -10,6 +10,7 @@ from kvlens.checks import checked
 from kvlens.dual.queries import check_demonstrations, kernel_between_keys, kernel_with_bias, query_weights
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
+from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
 
@@ -49,7 +50,7 @@ def demonstration_figures(
         raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it")
     layers: list[DemonstrationFigures] = []
     read_layers(model, tokens[: query + 1], lambda _, reading: layers.append(_figures(reading, n)))
-    return DemonstrationFigures(*(torch.stack(figure) for figure in zip(*layers, strict=True)))
+    return DemonstrationFigures(*(padded(figure) for figure in zip(*layers, strict=True)))
 
 
 def _figures(reading: LayerReading, n: int) -> DemonstrationFigures:

@@ -76,7 +76,7 @@ class DualLayer:
                 either; ``exact`` with an activation that is not piecewise linear.
         """
         layer = check_index("layer", layer, model.cfg.n_layers)
-        head = check_index("head", head, model.cfg.n_heads)
+        head = check_index("head", head, model.heads_per_layer[layer])
         _check_block(model, exact)
         dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
         query = check_index("query_pos", query_pos, len(tokens))
@@ -88,7 +88,7 @@ class DualLayer:
         W_O = block.attn.W_O[head].double()
         label_map = W_O @ (through + torch.eye(len(mid), dtype=through.dtype, device=mid.device) if residual else through)
         output = mid + out if residual else out
-        kv_head = head // (model.cfg.n_heads // block.attn.W_V.shape[0])
+        kv_head = head // (len(block.attn.W_Q) // block.attn.W_V.shape[0])
         values = torch.linalg.svdvals(block.attn.W_V[kv_head].double() @ W_O @ through)
         remainder = float(rest.norm() / out.norm())
         return cls(dual, label_map, output - dual.output @ label_map, output, remainder, values)

@@ -89,8 +89,8 @@ class DualModel:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
                 attention without a dual model, or an approximate kernel for a head that has its own features.
         """
-        head = check_index("head", head, model.cfg.n_heads)
         layer = check_index("layer", layer, model.cfg.n_layers)
+        head = check_index("head", head, model.heads_per_layer[layer])
         readings: list[LayerReading] = []
         read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
         query = check_index("query_pos", query_pos, len(tokens))

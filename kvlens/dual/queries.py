@@ -13,6 +13,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.dual.reading import LayerReading, TextTokens, read_layers
 from kvlens.errors import KVLensError
+from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
 
@@ -47,7 +48,7 @@ class QueryFigures(NamedTuple):
 def dual_figures(
     model: HookedKVTransformer, tokens: TextTokens, n_demonstrations: int | None = None, *, cosines: bool = True
 ) -> QueryFigures:
-    """The measures of every layer, head and query [layer, head, query], in float64.
+    """The measures of every layer, head and query [layer, head, query], in float64; 0 for heads that a layer lacks.
 
     Args:
         model: a model whose attention has a dual model.
@@ -61,7 +62,7 @@ def dual_figures(
     check_demonstrations(len(tokens), n_demonstrations)
     layers: list[QueryFigures] = []
     read_layers(model, tokens, lambda _, reading: layers.append(layer_figures(reading, n_demonstrations, cosines=cosines)))
-    return QueryFigures(*(torch.stack(figure) for figure in zip(*layers, strict=True)))
+    return QueryFigures(*(padded(figure) for figure in zip(*layers, strict=True)))
 
 
 def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *, cosines: bool = True) -> QueryFigures:

@@ -33,7 +33,7 @@ from kvlens.files.manifest import (
     plain,
     read_listed,
 )
-from kvlens.files.reading import check_regular, check_regular_files, file_in, parsed_json, read_json
+from kvlens.files.reading import check_regular, check_regular_files, check_version, file_in, parsed_json, read_json
 from kvlens.files.unfinished import Unfinished, hold_unfinished, work_on
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "check_listed",
     "check_regular",
     "check_regular_files",
+    "check_version",
     "check_writable",
     "checksum",
     "checksum_of_json",

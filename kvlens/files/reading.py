@@ -57,6 +57,17 @@ def read_json(what: str, path: Path) -> Any:
     return parsed_json(what, path, text)
 
 
+def check_version(what: str, path: Path, found: Any, known: int) -> None:
+    """Raise KVLensError unless a file's format version is the ``known`` one, which this kvlens writes."""
+    text = str(found)
+    if not (text.isdecimal() and text.isascii() and len(text) < 10):
+        raise KVLensError(f"{what}: {path} is damaged: its format version is {brief(found)}")
+    if int(text) != known:
+        raise KVLensError(
+            f"{what}: {path} has format version {text}, this kvlens reads {known}: upgrade kvlens, or make the file again"
+        )
+
+
 def parsed_json(what: str, path: Path, text: str) -> Any:
     """``text``, read from the file at ``path``, parsed as JSON.
 

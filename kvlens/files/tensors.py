@@ -1,6 +1,5 @@
 """Tensors in a safetensors file that contains a checksum of its metadata and tensors. Never pickle."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,15 +8,11 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.files.manifest import checksum
-from kvlens.files.reading import check_regular
-
-logger = logging.getLogger(__name__)
+from kvlens.files.reading import check_regular, check_version
 
 CHECKSUM = "checksum"
-WITHOUT = "1"
-"""The format version without a checksum; all later ones have one."""
 
 
 def checked_tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -26,20 +21,17 @@ def checked_tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     return save(stored, {**metadata, CHECKSUM: _checksum(stored, metadata)})
 
 
-def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_checked_tensors(path: Path, what: str, file_format: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what :func:`checked_tensor_bytes` wrote.
 
     Args:
         path: path of the file.
         what: the operation, for messages.
         file_format: required ``format`` in the metadata.
-        newest: the highest ``format_version`` that this version of kvlens can read.
-
-    Returns:
-        The tensors and the metadata. A file of format version 1 has no checksum, which is logged.
+        version: required ``format_version``.
 
     Raises:
-        KVLensError: the file is truncated, of another or a newer format, or does not match its checksum.
+        KVLensError: the file is truncated, of another format or version, or does not match its checksum.
     """
     check_regular(what, path)
     try:
@@ -50,15 +42,8 @@ def read_checked_tensors(path: Path, what: str, file_format: str, newest: int) -
         raise KVLensError(f"{what}: {path} is truncated or not a safetensors file ({error})") from error
     if metadata.get("format") != file_format:
         raise KVLensError(f"{what}: {path} is a safetensors file, but was not saved by kvlens as {file_format}")
-    version = metadata.get("format_version", "")
-    if not (version.isdecimal() and version.isascii() and len(version) < 10):
-        raise KVLensError(f"{what}: {path} is damaged: its format version is {brief(version)}")
-    if int(version) > newest:
-        raise KVLensError(f"{what}: {path} has format version {version}, this kvlens reads up to {newest}: upgrade kvlens")
-    found = metadata.pop(CHECKSUM, None)
-    if found is None and version == WITHOUT:
-        logger.warning("%s: %s is of format 1, which carries no checksum: damage would go unnoticed; save it again", what, path)
-    elif found != _checksum(tensors, metadata):
+    check_version(what, path, metadata.get("format_version", ""), version)
+    if metadata.pop(CHECKSUM, None) != _checksum(tensors, metadata):
         raise KVLensError(f"{what}: {path} is damaged: its contents do not match its checksum; use an intact copy")
     return tensors, metadata
 

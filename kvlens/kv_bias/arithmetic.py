@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kvlens.checks import ensure, one_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
+from kvlens.kv_bias.ragged import padded
 from kvlens.kv_bias.records import of_sum, since
 from kvlens.kv_bias.recurrent import combined
 
@@ -35,7 +35,6 @@ def fields_of_sum(
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
-    ensure("combine: shift_state", one_of(("equal", "first", "last", "zero")), shift_state)
     first = biases[0]
     for other in biases[1:]:
         _check_same_kind(first, other)
@@ -112,7 +111,7 @@ def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[
     log_scale = torch.stack([b.log_scale for b in biases]).amax(dim=0)
     terms = {name: [] for name in names}
     for w, b in zip(weights, biases, strict=True):
-        factor = w * (b.log_scale - log_scale).exp().repeat_interleave(b.b_D.shape[-2] // log_scale.shape[-1], dim=-1)
+        factor = w * _per_row((b.log_scale - log_scale).exp(), b)
         terms["b_KV"].append(factor[..., None, None] * b.b_KV)
         terms["b_D"].append(factor[..., None] * b.b_D)
     if first.features.per_prompt:
@@ -120,6 +119,15 @@ def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[
         side_by_side = {"b_KV": torch.cat(terms["b_KV"], dim=-2), "b_D": torch.cat(terms["b_D"], dim=-1)}
         return {**side_by_side, "log_scale": log_scale, "features": features}
     return {**{name: torch.stack(terms[name]).sum(dim=0) for name in names}, "log_scale": log_scale}
+
+
+def _per_row(factor: Any, bias: Any) -> Any:
+    """A number per key-value head [layer, (batch,) kv_head], for each row of b_D."""
+    rows = bias.b_D.shape[-2]
+    if bias.fingerprint.heads is None or rows != bias.n_heads:
+        return factor.repeat_interleave(rows // factor.shape[-1], dim=-1)
+    sizes = zip(factor, bias.fingerprint.heads, strict=True)
+    return padded([x[..., :n_kv].repeat_interleave(n // n_kv, dim=-1) for x, (n, n_kv, *_) in sizes])
 
 
 def _check_same_kind(first: Any, other: Any) -> None:

@@ -5,7 +5,7 @@ one by one so that the error can name what differs. Dtype and device are not par
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvlens.errors import KVLensError
@@ -17,7 +17,8 @@ class Fingerprint:
 
     ``rest`` holds every other field of the configuration that shapes an activation; ``weights`` is a hash of the parameters
     in float32, weight processing included. ``d_key`` is the size of a key where it is not ``d_head``, as in latent attention.
-    ``attention_layers`` are the layers with attention, where these are not all that have no recurrent state.
+    ``attention_layers`` are the layers with attention, where these are not all that have no recurrent state. Where layers
+    differ in their heads, ``heads`` is (n_heads, n_kv_heads, d_head, d_phi) of each, and these fields are the largest.
     """
 
     attention: str
@@ -39,6 +40,14 @@ class Fingerprint:
     weights: str
     d_key: int | None = None
     attention_layers: tuple[int, ...] | None = None
+    heads: tuple[tuple[int, int, int, int], ...] | None = None
+
+    def of_layer(self, layer: int) -> "Fingerprint":
+        """That of a model of this layer alone."""
+        if self.heads is None:
+            return replace(self, n_layers=1)
+        n_heads, n_kv_heads, d_head, d_phi = self.heads[layer]
+        return replace(self, n_layers=1, heads=None, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=d_head, d_phi=d_phi)
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
         """Raise KVLensError naming the first field in which ``other``, which belongs to ``whose``, differs."""
@@ -57,9 +66,12 @@ class Fingerprint:
     @classmethod
     def from_json(cls, written: Mapping[str, Any]) -> "Fingerprint":
         """From the fields that :meth:`to_json` wrote, with the lists that JSON has instead of tuples."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
-        return cls(**fields)
+        return cls(**{name: _as_tuples(value) for name, value in written.items()})
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON's types."""
         return asdict(self)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -137,15 +137,14 @@ class BiasFit:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "BiasFit":
-        """Rebuild from :meth:`to_json` and :meth:`to_tensors`; fields missing in files up to format 3 are None.
+        """Rebuild from :meth:`to_json` and :meth:`to_tensors`.
 
         Raises:
             KVLensError: a field is missing.
         """
-        old = {"head_output_error": tensors["output_error"]} if "output_error" in tensors else {}
-        known = {**dict.fromkeys(cls.BY_LAYER), "answers": None, "history": [], "parts": [], **plain, **tensors, **old}
+        known = {**dict.fromkeys(cls.BY_LAYER), **plain, **tensors}
         missing = [f.name for f in fields(cls) if f.name not in known]
-        if not known["history"]:
+        if not known.get("history"):
             missing += [name for name in cls.BY_LAYER if known[name] is None]
         if missing:
             raise KVLensError(f"KVBias.load: the record of the fit lacks {', '.join(sorted(missing))}")

@@ -29,10 +29,10 @@ from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below
-from kvlens.kv_bias.ragged import packed, used_keys
-from kvlens.kv_bias.records import of_old_file, replaced, rounded, since
+from kvlens.kv_bias.ragged import packed, padded, used_keys
+from kvlens.kv_bias.records import replaced, rounded, since
 from kvlens.kv_bias.recurrent import RecurrentStates, recurrent_from
-from kvlens.kv_bias.storage import keeps_record, read_bias_file, write_bias_file
+from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
@@ -58,6 +58,8 @@ class KVBias:
     >>> bias.save("prompt.safetensors")
     >>> torch.equal(KVBias.load("prompt.safetensors").b_KV, bias.b_KV)
     True
+
+    Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.
 
     Attributes:
         b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
@@ -149,7 +151,37 @@ class KVBias:
 
     def first_state_head(self, layer: int) -> int:
         """How many heads of a layer come before those of its recurrent state: its query heads, if it has attention."""
+        if self.fingerprint.heads is not None:
+            return self.fingerprint.heads[layer][0]
         return self.n_heads if layer in self.attention_layers else 0
+
+    def n_kv_heads_of(self, layer: int) -> int:
+        """The number of key-value heads of a layer with attention."""
+        return self.fingerprint.n_kv_heads if self.fingerprint.heads is None else self.fingerprint.heads[layer][1]
+
+    def of_layer(self, layer: int) -> "KVBias":
+        """The bias of one layer, as of a model of that layer alone: without padding, where layers differ in their heads.
+
+        The layer is one with attention, and is counted among these.
+        """
+        f = self.fingerprint.of_layer(layer)
+        by_query_head = self.b_KV.shape[-3] == self.n_heads
+        heads, d_phi = f.n_heads if by_query_head else f.n_kv_heads, f.d_phi or self.d_phi
+        fields: dict[str, Any] = {
+            "b_KV": self.b_KV[..., :heads, :d_phi, : f.d_head],
+            "b_D": self.b_D[..., :heads, :d_phi],
+            "last_q": self.last_q[..., : f.n_heads, : f.d_head],
+            **{x: getattr(self, x)[..., : f.n_kv_heads, : f.d_head] for x in ("last_k", "last_v")},
+        }
+        if self.log_scale is not None and self.features is not None:
+            fields["log_scale"] = self.log_scale[..., : f.n_kv_heads]
+        fields = {name: tensor[layer : layer + 1] for name, tensor in fields.items()}
+        if isinstance(self.features, VirtualKeys):
+            keys = self.features.keys[layer : layer + 1, ..., : f.n_kv_heads, :, : f.d_key or f.d_head]
+            fields["features"] = VirtualKeys(keys, self.features.distance[layer : layer + 1, ..., : f.n_kv_heads, :])
+        elif self.features is not None:
+            fields["features"] = self.features.map(lambda x: x[layer : layer + 1])
+        return self._made(None, **fields, fingerprint=f, recurrent=None)
 
     @property
     def d_phi(self) -> int:
@@ -167,10 +199,11 @@ class KVBias:
 
         Only virtual keys with a weight or a value are counted; heads with fewer keys than others are padded with zeros.
         """
-        states = 0 if self.recurrent is None else self.recurrent.b_KV.numel()
+        states, f = 0 if self.recurrent is None else self.recurrent.b_KV.numel(), self.fingerprint
+        if f.heads is not None:
+            return sum(self.of_layer(layer).num_parameters for layer in range(f.n_layers))
         if not isinstance(self.features, VirtualKeys):
             return states + self.b_KV.numel() + self.b_D.numel()
-        f = self.fingerprint
         readers = self.b_D.shape[-2] // f.n_kv_heads
         of_a_key = readers * (f.d_head + 1) + (f.d_key or f.d_head)
         return states + int(used_keys(self.b_KV, self.b_D, f.n_kv_heads).sum()) * of_a_key
@@ -183,7 +216,10 @@ class KVBias:
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
         sizes = []
         if self.attention_layers:
-            sizes += [f"{len(self.attention_layers)} layers x {self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"]
+            up_to = "" if f.heads is None else "up to "
+            sizes += [
+                f"{len(self.attention_layers)} layers x {up_to}{self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
+            ]
         if self.recurrent is not None and not self.recurrent.n_heads:
             sizes += [f"{len(self.recurrent.layers)} short convolutions"]
         elif self.recurrent is not None:
@@ -280,7 +316,8 @@ class KVBias:
         if self.recurrent is not None:
             of_states = [keeps[layer][self.first_state_head(layer) :] for layer in self.recurrent.layers]
             changed["recurrent"] = self.recurrent.select(torch.stack(of_states))
-        of_attention = [keeps[layer][: self.n_heads] for layer in self.attention_layers]
+        of_attention = [keeps[layer][: self.first_state_head(layer)] for layer in self.attention_layers]
+        of_attention = list(padded(of_attention)) if of_attention else []
         keep = torch.cat([whole.b_D.new_zeros(0), *of_attention]).view(-1, self.n_heads)
         keep = keep if self.batch_size is None else keep[:, None]
         return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
@@ -290,6 +327,9 @@ class KVBias:
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
+        if self.fingerprint.heads is not None:
+            layers = [self.of_layer(layer).per_query_head() for layer in range(self.n_layers)]
+            return self._made(self.fit, **{x: padded([getattr(layer, x)[0] for layer in layers]) for x in ("b_KV", "b_D")})
         b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
@@ -373,7 +413,7 @@ class KVBias:
             meta["features"] = self.features.kind
             tensors["log_scale"] = self.log_scale
             tensors |= {f"features.{name}": tensor for name, tensor in self.features.tensors().items()}
-        if isinstance(self.features, VirtualKeys):
+        if isinstance(self.features, VirtualKeys) and self.fingerprint.heads is None:
             tensors = packed(tensors, self.fingerprint.n_kv_heads)
         if self.features is not None:
             meta["fit"] = None if self.fit is None else self.fit.to_json()
@@ -390,7 +430,7 @@ class KVBias:
         """Read what :meth:`save` wrote.
 
         Raises:
-            KVLensError: no such file, not a kvlens bias, damaged, or written by a newer kvlens.
+            KVLensError: no such file, not a kvlens bias, damaged, or of another format version.
         """
         tensors, meta = read_bias_file(path, TENSORS)
         known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
@@ -403,8 +443,6 @@ class KVBias:
         if "recurrent_layers" in meta:
             known["recurrent"] = recurrent_from(meta["recurrent_layers"], below("recurrent.", tensors))
         bias = cls(**known)
-        if bias.features is not None and not keeps_record(meta):
-            bias = bias._made(of_old_file(bias))
         bias.check_finite(f"KVBias.load: {path}")
         return bias
 

@@ -1,4 +1,4 @@
-"""Virtual keys in the format of a file: the keys of all heads concatenated, without padding keys.
+"""Padding: layers with fewer heads than others, and heads with fewer virtual keys, which a file leaves out.
 
 In memory all heads have as many virtual keys as the head with the most, padded with keys of weight 0. With unequal budgets
 this more than doubles the size, so a file leaves the padding out:
@@ -8,7 +8,7 @@ this more than doubles the size, so a file leaves the padding out:
 ``b_KV`` and ``b_D`` of single query heads (after a selection) have the rows of their key-value head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Bool
@@ -17,6 +17,18 @@ from torch import Tensor
 USED = "used"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, "features.distance": 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
+
+
+def padded(of_layers: Sequence[Tensor]) -> Tensor:
+    """The tensors of all layers, stacked; those of layers with fewer or smaller heads are filled up with zeros."""
+    shapes = [x.shape for x in of_layers]
+    if len(set(shapes)) == 1:
+        return torch.stack(list(of_layers))
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    whole = of_layers[0].new_zeros(len(of_layers), *largest)
+    for layer, x in enumerate(of_layers):
+        whole[layer][tuple(slice(n) for n in x.shape)] = x
+    return whole
 
 
 def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer *batch kv_head r"]:

@@ -14,7 +14,6 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 
 Record = BiasFit | None
-OLD_FILE = "read from a file of format 3 or older, which did not record what was done to the bias"
 
 
 def since(record: Record, step: str) -> Record:
@@ -40,22 +39,6 @@ def rounded(bias: Any, dtype: torch.dtype) -> Record:
     return (
         _after(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and bias.features is not None else bias.fit
     )
-
-
-def of_old_file(bias: Any) -> Record:
-    """The record of a softmax bias from a file up to format 3.
-
-    Such files may contain the record of a fit although heads were selected afterwards, or none although a sum contains fitted
-    keys. If the number of keys shows this, the error is unknown.
-    """
-    used = (bias.b_D != 0).sum(dim=-1)
-    if bias.fit is None:
-        n_tokens = torch.as_tensor(bias.n_prompt_tokens).to(used.device)
-        every_key = used == (n_tokens[:, None] if n_tokens.dim() else n_tokens)
-        as_it_was = bias.features.per_prompt and bool(every_key.all()) and bool(((bias.b_D == 0) | (bias.b_D == 1)).all())
-    else:
-        as_it_was = used.shape == bias.fit.n_keys.shape and torch.equal(used, bias.fit.n_keys.to(used))
-    return bias.fit if as_it_was else _after(bias.fit, OLD_FILE)
 
 
 def _after(record: Record, step: str) -> BiasFit:

@@ -20,8 +20,6 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 
 FORMAT_VERSION = 5
-"""Version 2 added the checksum and features; 3 omits unused virtual keys; 4 stores the whole record of a softmax bias; 5 added
-the states of recurrent layers."""
 FORMAT = "kvlens.KVBias"
 
 
@@ -39,7 +37,7 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
     """Read the tensors, which must include ``names``, and the metadata; counts are returned as int or [batch] tensors.
 
     Raises:
-        KVLensError: no such file, not a kvlens bias, incomplete, damaged, or written by a newer kvlens.
+        KVLensError: no such file, not a kvlens bias, incomplete, damaged, or of another format version.
     """
     path = path_of("KVBias.load", path)
     if not path.is_dir():
@@ -48,17 +46,11 @@ def read_bias_file(path: str | Path, names: Sequence[str]) -> tuple[dict[str, Te
         raise KVLensError(f"KVBias.load: no file at {path}")
     tensors, metadata = read_checked_tensors(path, "KVBias.load", FORMAT, FORMAT_VERSION)
     try:
-        meta = {**parsed_json("KVBias.load", path, metadata["kv_bias"]), "format_version": int(metadata["format_version"])}
-        return _complete(path, unpacked(tensors), meta, names)
+        return _complete(path, unpacked(tensors), parsed_json("KVBias.load", path, metadata["kv_bias"]), names)
     except KVLensError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
-
-
-def keeps_record(meta: Mapping[str, Any]) -> bool:
-    """Whether a file with this metadata records how a softmax bias is approximate, which holds from format 4 on."""
-    return meta["format_version"] >= 4
 
 
 def _complete(

@@ -4,9 +4,13 @@ import torch
 from torch import Tensor
 
 from kvlens.mixers.protocol import MixerInputs, Read, RecurrentState, Rule
-from kvlens.ops import delta_rule, lightning, ssd
-from kvlens.ops.delta_rule.chunked import CHUNK_SIZE
-from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.delta_rule import chunked as delta_rule
+from kvlens.ops.delta_rule import recurrent
+from kvlens.ops.lightning import carried as lightning
+from kvlens.ops.lightning.forms import chunked_lightning, recurrent_lightning
+from kvlens.ops.linear_attention.state import without_padding
+from kvlens.ops.ssd import carried as ssd
+from kvlens.ops.ssd.forms import chunked_ssd, recurrent_ssd
 
 
 class DeltaRule(Rule):
@@ -16,17 +20,17 @@ class DeltaRule(Rule):
         chunk_size: of the chunked form; it changes speed, not the result.
     """
 
-    def __init__(self, chunk_size: int = CHUNK_SIZE) -> None:
+    def __init__(self, chunk_size: int = delta_rule.CHUNK_SIZE) -> None:
         self.chunk_size = chunk_size
 
     def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
         decodes = inputs.v.shape[1] == 1
         if with_map:
-            carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
+            carried = recurrent.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
             return Read(*carried(*arguments, state.state_map))
         if decodes:
-            z, final = delta_rule.recurrent_delta_rule(*arguments, output_final_state=True)
+            z, final = recurrent.recurrent_delta_rule(*arguments, output_final_state=True)
         else:
             z, final = delta_rule.chunked_delta_rule(*arguments, output_final_state=True, chunk_size=self.chunk_size)
         assert final is not None
@@ -49,7 +53,7 @@ class Lightning(Rule):
     """T_t = a I, with one a per head: lightning attention and retention (:mod:`kvlens.ops.lightning`)."""
 
     def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
-        form = lightning.recurrent_lightning if inputs.v.shape[1] == 1 else lightning.chunked_lightning
+        form = recurrent_lightning if inputs.v.shape[1] == 1 else chunked_lightning
         context = None if state.context is None else state.context.to(inputs.v)
         z, final = form(inputs.q, inputs.k, inputs.v, inputs.log_decay, mask, context, output_final_state=True)
         assert final is not None
@@ -81,7 +85,7 @@ class StateSpace(Rule):
         self.skip = skip
 
     def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
-        form = ssd.recurrent_ssd if inputs.v.shape[1] == 1 else ssd.chunked_ssd
+        form = recurrent_ssd if inputs.v.shape[1] == 1 else chunked_ssd
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
         z, final = form(*arguments, output_final_state=True)
         assert final is not None

@@ -6,16 +6,12 @@
 They can be combined, except that ridge replaces the gradient step that regularised and negative modify.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from kvlens.checks import Count, Finite, Within, checked
 from kvlens.errors import KVLensError, nearest
-
-ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
-FORMS = ("self_attention", "normalised", "one_step")
 
 
 @checked
@@ -169,13 +165,3 @@ def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:
     if variant.ridge is not None:
         return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
     return None
-
-
-def _one_of(what: str, value: object, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
-
-
-def _number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise KVLensError(f"{what} must be a finite number, got {value!r}")

@@ -18,7 +18,7 @@ from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
 from kvlens.model.sizes import check_sizes
-from kvlens.ops.linear_attention import retnet_decay
+from kvlens.ops.linear_attention.state import retnet_decay
 
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
@@ -35,10 +35,6 @@ NAMES: dict[str, Collection[str]] = {
     "random_feature_kind": ("orthogonal", "iid"),
 }
 """Fields with a fixed set of values."""
-_INSIDE = (
-    "norms over all heads at once (OLMo 2, 3, OLMoE) and clamps (clip_qkv) of the projections are supported in the eager form "
-    "only"
-)
 
 
 @checked
@@ -104,10 +100,10 @@ class _Given(HookedTransformerConfig):
 
 @checked
 class HookedKVTransformerConfig(_Given):
-    """TransformerLens' configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
+    """The base's configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
 
     Args:
-        attention: ``softmax`` (TransformerLens' own) or ``linear`` (ICLCA eq. 12-13).
+        attention: ``softmax`` (the base's) or ``linear`` (ICLCA eq. 12-13).
         feature_map: phi of linear attention, one of :data:`kvlens.components.FEATURE_MAPS`.
         normalizer: ``kernel`` (divide by phi(q).D) or ``none`` (divide phi(q).phi(k) by ``attn_scale``).
         rotary_placement: RoPE ``after`` or ``before`` the feature map; None uses the map's default: ICLCA's "after" for
@@ -116,7 +112,7 @@ class HookedKVTransformerConfig(_Given):
         n_random_features: m of the ``random`` map; None means 2 d_head.
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: the form that computes a forward pass; ``auto`` uses the recurrent form for decoding, the
-            parallel form if the scores or the pattern are hooked, and the chunked form otherwise.
+            parallel form up to 128 tokens and if the scores or the pattern are hooked, and the chunked form otherwise.
         softmax_form: ``eager`` (TransformerLens 3's, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
             layer whose scores and pattern have no hooks). It changes only rounding.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed in at least
@@ -125,8 +121,8 @@ class HookedKVTransformerConfig(_Given):
         attention_variant: a :class:`AttentionVariantConfig` (or a dict of its fields): regularised, augmented, negative or
             ridge attention (DUAL sec. 4); None for plain attention.
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
-        alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None uses TransformerLens' slopes.
-        positional_embedding_type: TransformerLens' values, and ``"sinusoidal"`` and ``"none"``.
+        alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None uses powers of 2^(-8 / n_heads).
+        positional_embedding_type: the base's values, and ``"sinusoidal"`` and ``"none"``.
         seed: seed of the initial weights; unlike in TransformerLens, the global generators are left unchanged.
 
     Raises:
@@ -177,7 +173,7 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def needs_own_cache(self) -> bool:
-        """Whether decoding needs more than TransformerLens' cache of keys and values."""
+        """Whether decoding needs more than the base's cache of keys and values."""
         negatives = self.attention_variant is not None and self.attention_variant.needs_pattern
         return self.attention == "linear" or self.kv_shift is not None or negatives
 
@@ -188,7 +184,7 @@ class HookedKVTransformerConfig(_Given):
 
     @property
     def has_position_limit(self) -> bool:
-        """Whether texts longer than ``n_ctx`` are impossible (learned positions, or TransformerLens' rotary tables)."""
+        """Whether texts longer than ``n_ctx`` are impossible (learned positions, or the base's rotary tables)."""
         if self.attention == "linear":
             return self.positional_embedding_type == "standard"
         return self.positional_embedding_type not in ("sinusoidal", "none", "alibi")
@@ -242,8 +238,13 @@ class HookedKVTransformerConfig(_Given):
         return cls(**{**values, "trust_remote_code": False, **changes})
 
     def _check_heads(self) -> None:
-        if self.n_key_value_heads is not None and self.n_heads % self.n_key_value_heads:
-            raise KVLensError(f"n_heads ({self.n_heads}) must be a multiple of n_key_value_heads ({self.n_key_value_heads})")
+        for cfg in map(self.of_layer, range(self.n_layers if self.layers_differ else 1)):
+            if cfg.n_heads % cfg.n_kv_heads:
+                raise KVLensError(f"n_heads ({cfg.n_heads}) must be a multiple of n_key_value_heads ({cfg.n_key_value_heads})")
+        by_head = [name for name in ("alibi_slopes", "decay") if isinstance(getattr(self, name), Sequence)]
+        by_head = [name for name in by_head if not isinstance(getattr(self, name), str)]
+        if self.n_heads_by_layer is not None and by_head:
+            raise KVLensError(f"{by_head[0]} holds one number per head, and the layers differ in their heads: leave it out")
 
     def _check_alibi(self) -> None:
         if self.alibi_slopes is None:
@@ -256,11 +257,9 @@ class HookedKVTransformerConfig(_Given):
     def _check_shift(self) -> None:
         if self.attention_dir != "causal":
             raise KVLensError("kv_shift looks at predecessors only: it needs attention_dir='causal'")
-        olmo_norm = self.original_architecture in NORM_OVER_ALL_HEADS
-        if self.attention == "softmax" and (olmo_norm or self.clip_qkv is not None):
+        if self.attention == "softmax" and self.clip_qkv is not None:
             raise KVLensError(
-                "kv_shift reads the projections at hook_k and hook_v; norms over all heads at once (OLMo 2, 3, OLMoE) and "
-                "clamps (clip_qkv) come after these, and are not supported with it"
+                "kv_shift reads the projections at hook_k and hook_v; clamps (clip_qkv) come after these, and exclude it"
             )
 
     def _check_variant(self, variant: AttentionVariantConfig) -> None:
@@ -289,7 +288,7 @@ class HookedKVTransformerConfig(_Given):
             (
                 self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None or self.load_in_4bit,
                 "attention_variant cannot be combined with norms over all heads, clip_qkv or 4-bit weights, which act inside "
-                "TransformerLens' own attention",
+                "the base's attention",
             ),
         ]
         for is_refused, reason in refused:
@@ -309,7 +308,6 @@ class HookedKVTransformerConfig(_Given):
             (self.attention == "linear", "linear attention has its own forms: see linear_attention_form"),
             (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not expose"),
             (self.positional_embedding_type == "relative_positional_bias", "T5's attention is TransformerLens' own class"),
-            (self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None, _INSIDE),
             (self.load_in_4bit, "4-bit weights"),
         ]
         return next((reason for is_refused, reason in refused if is_refused), None)

@@ -66,7 +66,7 @@ def visit_heads(model: Any, tokens: Int[Tensor, "batch pos"], visit: Callable[[i
     def show(z: Tensor, hook: Any) -> None:
         v = held.pop("hook_v")
         v = v if model.cfg.clip_qkv is None else v.clamp(min=-model.cfg.clip_qkv, max=model.cfg.clip_qkv)
-        values = v.repeat_interleave(model.cfg.n_heads // v.shape[2], dim=2)
+        values = v.repeat_interleave(z.shape[2] // v.shape[2], dim=2)
         visit(int(hook.name.split(".")[1]), HeadsRead(held.pop("hook_pattern"), values, z, None))
 
     hooks: list[Any] = [

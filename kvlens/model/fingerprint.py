@@ -11,11 +11,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from kvlens.base.config import HEADS
 from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.config import HookedKVTransformerConfig
 
-NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads"}
+NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEADS)}
 WITHOUT_EFFECT = {
     *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
     *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),
@@ -139,7 +140,14 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
         rest=_rest(cfg),
         weights=weights_hash(model.state_dict()),
+        heads=heads_of_layers(cfg) if cfg.layers_differ else None,
     )
+
+
+def heads_of_layers(cfg: HookedKVTransformerConfig) -> tuple[tuple[int, int, int, int], ...]:
+    """Query heads, key-value heads, d_head and d_phi (0 for softmax) of each layer."""
+    layers = map(cfg.of_layer, range(cfg.n_layers))
+    return tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if cfg.attention == "linear" else 0) for of in layers)
 
 
 def weights_hash(state: Mapping[str, Tensor]) -> str:

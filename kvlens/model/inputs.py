@@ -69,10 +69,9 @@ def check_tokens(cfg: Any, tokens: Tensor) -> None:
         raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
     if tokens.numel() == 0:
         raise KVLensError("the text is empty: give at least one token (a bias replaces a prompt, not the text)")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= cfg.d_vocab:
-        raise KVLensError(
-            f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {int(tokens.min())}..{int(tokens.max())}"
-        )
+    least, largest = map(int, tokens.aminmax())
+    if least < 0 or largest >= cfg.d_vocab:
+        raise KVLensError(f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {least}..{largest}")
 
 
 def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:

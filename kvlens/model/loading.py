@@ -108,7 +108,7 @@ def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
             raise KVLensError(
                 f"from_hooked_transformer: the changes alter the shape of {name}: "
                 f"{list(value.shape)} -> {list(own[name].shape)}; "
-                "only kvlens' own fields and TransformerLens' switches can be changed on trained weights"
+                "only kvlens' own fields and the base's switches can be changed on trained weights"
             )
     report = copy.load_state_dict(model.state_dict(), strict=False)
     lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]

@@ -146,9 +146,10 @@ class KVModel(Protocol):
     """A TransformerLens model that reads a KV bias.
 
     Attributes:
-        cfg: sizes under TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head, d_vocab, d_vocab_out,
-            n_ctx, device; and ``attention`` ("linear", "softmax", or "hybrid" if some layers are recurrent), ``kv_shift`` and
-            ``attention_variant`` (None without them), ``has_position_limit`` (whether ``n_ctx`` limits the length of a text).
+        cfg: sizes under TransformerLens' names: n_layers, n_heads, n_key_value_heads, d_model, d_head (where layers differ, the
+            largest), d_vocab, d_vocab_out, n_ctx, device; and ``attention`` ("linear", "softmax", or "hybrid" where layers are
+            recurrent), ``kv_shift`` and ``attention_variant`` (None without them), ``has_position_limit`` (whether ``n_ctx``
+            limits the length of a text).
         tokenizer: None for a model of token ids.
     """
 

@@ -6,7 +6,7 @@ follow, and another linear map reads one number at each position:
     resid = x W_in + b_in (+ position)      y = ln_final(blocks(resid)) . w_out + b_out
 
 The first equation fires ``hook_embed`` and ``hook_pos_embed`` and the blocks fire all of their hook points, so that the cache
-of a regressor has TransformerLens' keys. The transformer's embedding and unembedding are not used.
+of a regressor has the base's keys. The transformer's embedding and unembedding are not used.
 """
 
 from collections.abc import Callable, Sequence

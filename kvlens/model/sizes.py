@@ -51,9 +51,9 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         is_huge = isinstance(value, int) and abs(value) > MOST and field.name != "seed"
         setattr(cfg, field.name, float(value) if is_huge else value)
     check_device("device", cfg.device)
-    if cfg.n_heads == -1 and cfg.d_model < cfg.d_head:
+    if cfg.n_heads == -1 and cfg.n_heads_by_layer is None and cfg.d_model < cfg.d_head:
         raise KVLensError(f"d_model={cfg.d_model} is smaller than d_head={cfg.d_head}, so no head fits; give n_heads")
-    if cfg.n_heads == -1 and cfg.d_model % cfg.d_head:
+    if cfg.n_heads == -1 and cfg.n_heads_by_layer is None and cfg.d_model % cfg.d_head:
         raise KVLensError(f"d_model={cfg.d_model} is not a multiple of d_head={cfg.d_head}: give n_heads")
     if not cfg.attn_only and cfg.act_fn not in SUPPORTED_ACTIVATIONS:
         raise KVLensError(
@@ -86,10 +86,12 @@ def check_weights_have_these_sizes(cfg: HookedTransformerConfig, tensors: Mappin
     wanted: dict[str, Sequence[int | None]] = {
         "embed.W_E": (cfg.d_vocab, cfg.d_model),
         "unembed.W_U": (cfg.d_model, cfg.d_vocab_out),
-        "blocks.0.attn.W_Q": (cfg.n_heads, cfg.d_model, cfg.d_head),
         "blocks.0.mlp.W_in": (cfg.d_model, cfg.d_mlp),
         "pos_embed.W_pos": (cfg.n_ctx, cfg.d_model),
     }
+    for layer in layers if cfg.layers_differ else (0,):
+        of_layer = cfg.of_layer(layer)
+        wanted[f"blocks.{layer}.attn.W_Q"] = (of_layer.n_heads, cfg.d_model, of_layer.d_head)
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != tuple(shape):
             raise KVLensError(

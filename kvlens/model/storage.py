@@ -1,7 +1,6 @@
 """A kvlens model on disk: a folder with ``model.safetensors``, ``config.json`` and the tokenizer's own files."""
 
 import json
-import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvlens.files import (
     FolderKind,
     check_folder,
     check_regular_files,
+    check_version,
     checksum,
     checksum_of_json,
     clear_leftovers,
@@ -37,16 +37,13 @@ from kvlens.model.loading import M, build_with_ready_tokenizer
 from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.pretrained import read_tokenizer
 
-logger = logging.getLogger(__name__)
-
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
-"""Version 2 added checksums to ``config.json``, of every file and of ``config.json`` itself."""
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def _own_files(folder: Path) -> set[str] | None:
     own = listed_in(CONFIG, FORMAT, "files", LIST)(folder)
-    return None if own is None else own | {WEIGHTS, CARD}  # format 1 lists no files, and the card is never listed
+    return None if own is None else own | {CARD}  # which is never listed
 
 
 MODEL_FOLDER = FolderKind("a kvlens model", _own_files, operation="save", allow="pass overwrite=True")
@@ -117,7 +114,7 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
         dtype: round or widen the weights to this dtype; None keeps the stored one.
 
     Raises:
-        KVLensError: not a kvlens folder, a truncated file, a newer format, or weights that do not fit the configuration.
+        KVLensError: not a kvlens folder, a truncated file, another format version, or weights of another structure.
     """
     check_device("load: device", device)
     folder, dtype = path_of("load", folder), None if dtype is None else dtype_of(dtype)
@@ -141,8 +138,7 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
             f"load: the weights in {folder} do not fit its configuration: missing {missing[:3]}, unknown {extra[:3]}"
         )
     model.load_state_dict(tensors, strict=False)
-    if "rounded_from" in stored:
-        model.rounded_from = tuple(stored["rounded_from"])
+    model.rounded_from = tuple(stored["rounded_from"])
     if dtype is not None and dtype != cfg.dtype:
         model.to(dtype, print_details=False)
     return model
@@ -158,24 +154,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise KVLensError(
             f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
         )
-    found = stored.get("format_version")
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise KVLensError(f"load: {path} is damaged: its format version is {found!r}")
-    if found > FORMAT_VERSION:
-        raise KVLensError(f"load: {path} has format version {found}, this kvlens reads up to {FORMAT_VERSION}: upgrade kvlens")
-    if (found > 1 or "checksum" in stored) and stored.get("checksum") != checksum_of_json(stored):
+    check_version("load", path, stored.get("format_version"), FORMAT_VERSION)
+    if stored.get("checksum") != checksum_of_json(stored):
         raise KVLensError(f"load: {path} is damaged: its contents do not match its checksum; use an intact copy")
     return stored
 
 
 def _check_files(folder: Path, stored: dict[str, Any]) -> None:
-    """Raise KVLensError unless every saved file is present and unchanged; format 1 has no checksums."""
-    if "files" not in stored:
-        logger.warning("load: %s is of format 1, which carries no checksums: damage would go unnoticed; save it again", folder)
-        return
-    if not isinstance(stored["files"], dict):
-        raise KVLensError(f"load: {folder / CONFIG} is damaged: its list of files is {brief(stored['files'])}")
-    for name, written in stored["files"].items():
+    """Raise KVLensError unless every saved file is present and unchanged."""
+    files = stored.get("files")
+    if not isinstance(files, dict):
+        raise KVLensError(f"load: {folder / CONFIG} is damaged: its list of files is {brief(files)}")
+    for name, written in files.items():
         try:
             found = checksum(file_in("load", folder, name).read_bytes())
         except OSError as error:

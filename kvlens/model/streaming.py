@@ -66,7 +66,7 @@ def streams(
         or not (has_loss or return_type in (None, "logits"))
         or (mask is not None and mask.shape != tokens.shape)
     ):
-        return False  # TransformerLens' own pass handles or refuses these
+        return False  # the base's pass handles or refuses these
     return not has_hooks(model) and not wants_gradients(model, cache)
 
 

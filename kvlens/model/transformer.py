@@ -18,6 +18,8 @@ from kvlens.components import (
     SinusoidalPosEmbed,
     counted_by,
     form_of_block,
+    norm,
+    on_fast_path,
     softmax_form_block,
     upgrade_cache,
 )
@@ -89,7 +91,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     def build_block(self, layer: int) -> KVBlock:
         """A layer with kvlens' attention; all layers share one rotary table."""
         block = KVBlock(self.cfg, layer)
-        if layer and hasattr(block.attn, "rotary_table"):
+        if layer and hasattr(block.attn, "rotary_table") and self.cfg.d_head_by_layer is None:
             block.attn.rotary_table = self._rotary_table
         self._rotary_table = getattr(block.attn, "rotary_table", None)
         return block
@@ -147,17 +149,11 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
                 if isinstance(input, (str, list)) and self.tokenizer is not None:
                     input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
                 if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
-                    return forward_in_segments(
-                        self,
-                        input,
-                        attention_mask,
-                        past_kv_cache,
-                        return_type=return_type,
-                        loss_per_token=loss_per_token,
-                        prepend_bos=prepend_bos,
-                        padding_side=padding_side,
-                        stop_at_layer=stop_at_layer,
+                    how: dict[str, Any] = dict(
+                        return_type=return_type, loss_per_token=loss_per_token, stop_at_layer=stop_at_layer
                     )
+                    how |= dict(prepend_bos=prepend_bos, padding_side=padding_side)
+                    return forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
             return super().forward(
                 input,
                 return_type,
@@ -238,10 +234,16 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         attention_mask: Tensor | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As in the base, but tokens are checked."""
+        """As in the base, but tokens are checked, and linear attention gets no mask that hides nothing."""
         if isinstance(input, Tensor):
             self.check_tokens(input)
-        return super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
+        *read, mask = super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
+        hides_nothing = self.cfg.attention == "linear" and mask is not None and bool(mask.all())
+        return *read, None if hides_nothing else mask
+
+    def normed(self, residual: Tensor) -> Tensor:
+        """The stream after the last norm, which is computed as those of the layers are."""
+        return norm(self.ln_final, residual) if on_fast_path(self.cfg) else super().normed(residual)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
@@ -289,7 +291,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return bool(self.cfg.default_prepend_bos)
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
-        """As TransformerLens'."""
+        """As the base's; the input is checked."""
         for given in (*args[:1], *([kwargs["input"]] if "input" in kwargs else [])):
             several = given if isinstance(given, list) and given else [given]
             if not all("int" in str(getattr(one, "dtype", "")) for one in several):
@@ -323,7 +325,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text.
 
         Softmax attention runs fused if possible, unless a form was chosen: :meth:`set_softmax_form` or a
-        :meth:`using_softmax_form` block with ``"eager"`` gives TransformerLens' logits bit for bit.
+        :meth:`using_softmax_form` block with ``"eager"`` gives the base's logits bit for bit.
         """
         check_keywords(self.generate, generation_kwargs)
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
@@ -366,7 +368,7 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
 
     @checked
     def set_softmax_form(self, form: str) -> None:
-        """Compute softmax attention as ``"eager"`` (TransformerLens' own, bit for bit) or ``"fused"`` (torch's kernel).
+        """Compute softmax attention as ``"eager"`` (the base's, bit for bit) or ``"fused"`` (torch's kernel).
 
         Fused is several times faster and differs only by rounding, even with an exact bias (:func:`kvlens.convert_prompt`); a
         layer whose scores or pattern are hooked runs in the eager form.
@@ -401,11 +403,11 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
     @property
     def heads_per_layer(self) -> list[int]:
         """Query heads of each layer."""
-        return [self.cfg.n_heads] * self.cfg.n_layers
+        return [self.cfg.of_layer(layer).n_heads for layer in range(self.cfg.n_layers)]
 
     def head_hooks(self, layer: int, name: str) -> dict[str, int]:
         """See :meth:`kvlens.KVModel.head_hooks`: one hook point for all heads of a layer."""
-        return {f"blocks.{layer}.attn.{name}": self.cfg.n_heads}
+        return {f"blocks.{layer}.attn.{name}": self.cfg.of_layer(layer).n_heads}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvlens._tl import ProcessWeights
 from kvlens.base import HookedTransformer
+from kvlens.base.weights import groups_differ
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.model.attention_variant import AttentionVariantConfig
@@ -145,6 +146,8 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     if fold_value_biases and reason:
         raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
     between = "the shift acts" if cfg.kv_shift is not None else "an attention variant may act"
+    if refactor and groups_differ(cfg):
+        raise KVLensError(f"refactor_factored_attn_matrices: {reason}. Pass refactor_factored_attn_matrices=False.")
     if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
@@ -191,6 +194,8 @@ def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
         return "rows of linear attention need not sum to 1"
     if cfg.kv_shift is not None and cfg.kv_shift.values:
         return "with a value shift the first token lacks a predecessor, so its value contains b_V beta_1 times, not once"
+    if groups_differ(cfg):
+        return "its layers differ in the number of query heads per key-value head, of which TransformerLens' folding knows one"
     if cfg.use_attention_sinks:
         return "with attention sinks the rows of the pattern sum to less than 1"
     return None if cfg.attention_variant is None else _why_not_fold_under(cfg.attention_variant)

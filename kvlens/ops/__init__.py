@@ -17,5 +17,5 @@ fast forms, which share its signature and its layout ``batch pos head d``:
 - ``dual``: attention as one step of gradient descent (DUAL th. 3.1, 3.2, B.1, B.2);
 - ``induction``: the induction head as a function, and its training loss landscape (KVSA th. 1-3).
 
-Each function is checked against the shapes in its signature.
+Each function imported from a package here is checked against the shapes in its signature.
 """

@@ -8,14 +8,12 @@ Contents of the files, per layer ``model.layers.{l}``:
   other forms of :mod:`kvlens.pretrained.shift_import` (``K`` and ``V``, ``alpha`` and ``beta``) are taken in their place;
 - RoPE over the whole head, halves paired as in GPT-NeoX, base ``rope_theta``, also in sliding-window layers;
 - the layers in ``sliding_window_layers`` see ``sliding_window`` tokens, the current one included, which is what
-  TransformerLens' ``window_size`` means; they may have their own ``num_swa_attention_heads`` and ``num_swa_key_value_heads``;
+  ``window_size`` means. They may have their own ``num_swa_attention_heads`` and ``num_swa_key_value_heads``: the published
+  Baichuan-M1-14B has 20 and 2 there, 40 and 8 in the others. A head has hidden_size / heads dimensions, twice as many there
+  (``n_heads_by_layer``, ``n_key_value_heads_by_layer``, ``d_head_by_layer``);
 - ``mlp`` is SwiGLU (``gate_proj``, ``up_proj``, ``down_proj``); the norms are RMS norms;
 - the logits are taken against ``lm_head.weight`` with every row scaled to length 1 ("NormHead"), at every forward pass,
   so the stored rows may have any length. Tied embeddings are scaled in the head only.
-
-TransformerLens has one ``n_heads`` for all layers: where the sliding-window layers have another number of heads than the
-global ones (as in the published Baichuan-M1-14B: 40 / 8 and 20 / 2), the model is refused. Its shift coefficients can still
-be read (:func:`kvlens.pretrained.shift_import.import_shift_coefficients`).
 """
 
 import logging
@@ -56,7 +54,7 @@ def baichuan_m1_config(
     n_ctx: int | None,
     **options: Any,
 ) -> HookedTransformerConfig:
-    """Translate a Baichuan-M1 ``config.json`` to TransformerLens' configuration (which says nothing of the shift).
+    """Translate a Baichuan-M1 ``config.json`` to the base's configuration (which says nothing of the shift).
 
     Args:
         config: the file as a dict, or ``hf_model.config.to_dict()``.
@@ -64,29 +62,30 @@ def baichuan_m1_config(
         fold_ln: whether the norms will be folded (the configuration is then ``RMSPre``).
         first_n_layers: keep only this many layers.
         n_ctx: context length; None uses ``max_position_embeddings``.
-        options: further fields of the configuration; None leaves a field to TransformerLens.
+        options: further fields of the configuration; None leaves the default.
 
     Raises:
-        KVLensError: a field is missing or not a positive integer, the layers differ in their number of heads, or the model
-            has a feature that this architecture is not known to have.
+        KVLensError: a field is missing or not a positive integer, or the model has a feature that this architecture is not
+            known to have.
     """
     sizes = {name: _positive(config, name) for name in (*_SIZES, "max_position_embeddings")}
     local = _sliding_window_layers(config, sizes["num_hidden_layers"])
     _check_known_features(config)
-    if local:
-        _check_same_heads(config, sizes)
     check_first_n_layers_and_n_ctx(first_n_layers, sizes["num_hidden_layers"], n_ctx)
     if n_ctx is not None and n_ctx > sizes["max_position_embeddings"]:
         logger.warning("n_ctx=%d is longer than the model's own %d positions", n_ctx, sizes["max_position_embeddings"])
     n_layers = first_n_layers or sizes["num_hidden_layers"]
-    n_heads, n_kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     attn_types = ["local" if layer in local else "global" for layer in range(n_layers)]
+    heads = {"global": _heads(config, "num_")}
+    heads["local"] = _heads({**config, **_own_heads_of_windows(config)}, "num_swa_") if local else heads["global"]
+    n_heads, n_kv_heads = ([heads[kind][i] for kind in attn_types] for i in range(2))
     return HookedTransformerConfig(
         n_layers=n_layers,
         d_model=sizes["hidden_size"],
-        d_head=sizes["hidden_size"] // n_heads,
-        n_heads=n_heads,
-        n_key_value_heads=None if n_kv_heads == n_heads else n_kv_heads,
+        d_head=sizes["hidden_size"] // min(n_heads),
+        d_head_by_layer=[sizes["hidden_size"] // n for n in n_heads],
+        n_heads_by_layer=n_heads,
+        n_key_value_heads_by_layer=None if n_kv_heads == n_heads else n_kv_heads,
         d_mlp=sizes["intermediate_size"],
         d_vocab=sizes["vocab_size"],
         n_ctx=n_ctx or sizes["max_position_embeddings"],
@@ -95,7 +94,6 @@ def baichuan_m1_config(
         normalization_type="RMSPre" if fold_ln else "RMS",
         eps=config.get("rms_norm_eps", 1e-6),
         positional_embedding_type="rotary",
-        rotary_dim=sizes["hidden_size"] // n_heads,
         rotary_base=_rotary_base(config),
         use_local_attn=bool(local),
         attn_types=attn_types if local else None,
@@ -141,7 +139,7 @@ def convert_baichuan_m1_weights(
     for layer in range(cfg.n_layers):
         source = f"model.layers.{layer}."
         of_layer = {name.removeprefix(source): tensor for name, tensor in tensors.items() if name.startswith(source)}
-        weights |= {f"blocks.{layer}.{name}": weight for name, weight in _convert_layer(of_layer, cfg).items()}
+        weights |= {f"blocks.{layer}.{name}": weight for name, weight in _convert_layer(of_layer, cfg.of_layer(layer)).items()}
     return weights
 
 
@@ -177,8 +175,9 @@ def _unpack(
 def _check_shift(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig, conv_window: int) -> None:
     """Raise unless every layer has shift coefficients for keys and values, without which it would compute something else."""
     found = import_shift_coefficients(tensors)
-    expected = [cfg.n_key_value_heads or cfg.n_heads, conv_window]
-    for name in (f"blocks.{layer}.attn.{x}_shift_coef" for layer in range(cfg.n_layers) for x in "kv"):
+    names = {f"blocks.{layer}.attn.{x}_shift_coef": cfg.of_layer(layer) for layer in range(cfg.n_layers) for x in "kv"}
+    for name, of_layer in names.items():
+        expected = [of_layer.n_key_value_heads or of_layer.n_heads, conv_window]
         if name not in found:
             raise KVLensError(f"{_REFUSE}lacks the shift coefficients of {name} (conv_k for keys, conv_v for values)")
         if list(found[name].shape) != expected:
@@ -189,10 +188,9 @@ def _check_shift(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig, co
 
 
 def _expected_shapes(cfg: HookedTransformerConfig, head: str) -> dict[str, list[int]]:
-    d_model, d_mlp, n_kv_heads = cfg.d_model, int(cfg.d_mlp or 0), cfg.n_key_value_heads or cfg.n_heads
+    d_model, d_mlp = cfg.d_model, int(cfg.d_mlp or 0)
     of_layer = {
         "input_layernorm.weight": [d_model],
-        "self_attn.W_pack.weight": [(cfg.n_heads + 2 * n_kv_heads) * cfg.d_head, d_model],
         "self_attn.o_proj.weight": [d_model, d_model],
         "post_attention_layernorm.weight": [d_model],
         "mlp.gate_proj.weight": [d_mlp, d_model],
@@ -200,6 +198,9 @@ def _expected_shapes(cfg: HookedTransformerConfig, head: str) -> dict[str, list[
         "mlp.down_proj.weight": [d_model, d_mlp],
     }
     layers = {f"model.layers.{l}.{name}": shape for l in range(cfg.n_layers) for name, shape in of_layer.items()}
+    for layer, of in enumerate(map(cfg.of_layer, range(cfg.n_layers))):
+        packed = (of.n_heads + 2 * (of.n_key_value_heads or of.n_heads)) * of.d_head
+        layers[f"model.layers.{layer}.self_attn.W_pack.weight"] = [packed, d_model]
     table = [cfg.d_vocab, d_model]
     return {"model.embed_tokens.weight": table, "model.norm.weight": [d_model], head: table, **layers}
 
@@ -242,25 +243,25 @@ def _sliding_window_layers(config: Mapping[str, Any], n_layers: int) -> list[int
     return layers
 
 
-def _check_same_heads(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raise unless the sliding-window layers have the heads of the global ones."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        of_local = name.replace("num_", "num_swa_")
-        if (config.get(of_local) or sizes[name]) != sizes[name]:
-            raise KVLensError(
-                f"{_REFUSE}has {of_local}={config[of_local]} in its sliding-window layers and {name}={sizes[name]} in the "
-                "others; TransformerLens' HookedTransformer has one number of heads for all layers, so the model cannot be "
-                "loaded. Its shift coefficients can be read all the same: kvlens.pretrained.shift_import"
-            )
+def _own_heads_of_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of heads in sliding-window layers, which are the others' where they are not given."""
+    names = ("attention_heads", "key_value_heads")
+    return {f"num_swa_{name}": config.get(f"num_swa_{name}") or config[f"num_{name}"] for name in names}
+
+
+def _heads(config: Mapping[str, Any], prefix: str) -> tuple[int, int]:
+    """Query and key-value heads of the layers whose fields begin with ``prefix``."""
+    n_heads, n_kv_heads = (_positive(config, f"{prefix}{name}") for name in ("attention_heads", "key_value_heads"))
+    if config["hidden_size"] % n_heads or n_heads % n_kv_heads:
+        raise KVLensError(
+            f"{_REFUSE}has {prefix}attention_heads={n_heads}, of which hidden_size={config['hidden_size']} must be a multiple, "
+            f"and which must be one of {prefix}key_value_heads={n_kv_heads}"
+        )
+    return n_heads, n_kv_heads
 
 
 def _check_known_features(config: Mapping[str, Any]) -> None:
     """Raise for features that would change the output and are not known in this architecture."""
-    if config["hidden_size"] % config["num_attention_heads"]:
-        raise KVLensError(
-            f"{_REFUSE}has hidden_size={config['hidden_size']}, not a multiple of "
-            f"num_attention_heads={config['num_attention_heads']}"
-        )
     if config.get("hidden_act", "silu") != "silu":
         raise KVLensError(f"{_REFUSE}has hidden_act={config['hidden_act']!r}; expected 'silu'")
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}

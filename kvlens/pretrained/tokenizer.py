@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular_files
+from kvlens.tokenizer import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,8 @@ def find_tokenizer(
     tokenizer, name = given, given.name_or_path if given is not None else ""
     if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
         tokenizer, name = read_tokenizer(folder), str(folder)
-    if tokenizer is not None and tokenizer.vocab_size > cfg.d_vocab:
-        raise KVLensError(
-            f"from_pretrained: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {cfg.d_vocab}: "
-            "they do not belong together"
-        )
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, cfg.d_vocab, "from_pretrained", "the model's vocabulary")
     if tokenizer is None and official is not None:
         tokenizer, name = _cached_tokenizer(official, cfg.d_vocab), official
     if tokenizer is None:

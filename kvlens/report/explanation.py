@@ -17,6 +17,8 @@ from kvlens.viz._text import percent
 MOST_ROWS = 12
 MOST_NAMED = 4
 """Units that lose the answer by themselves, of which so many are named."""
+_READ = {"heads": ("reads", "read"), "positions": ("holds what it holds in", "hold what they hold in")}
+"""What one part does, and what several do."""
 LONGEST_UNIT, LONGEST_IN_TABLE = 160, 29
 """Characters of a unit's text in a sentence, and in the table."""
 
@@ -35,27 +37,27 @@ def in_a_paragraph(found: Any, by: str) -> str:
 def _of_units(found: Any, by: str) -> list[str]:
     rows = found.statements[(found.statements["about"] == "units") & (found.statements["positions"] == "kept")]
     each = rows[rows["role"] == "each"].reset_index(drop=True)
-    breaking = rows[rows["role"] == "breaking"]
+    breaking = _each(rows, "breaking")
     nothing = rows[rows["role"] == "none"].iloc[0]
     before, answer = percent(nothing["p_before"]), repr(found.answer)
     said = []
     if found.reference is not None:
         numbers = f"{before} and {percent(nothing['p_reference_before'])}"
         said.append(f"The answer {answer} is compared with {found.reference!r}: with the prompt they have {numbers}.")
-    if breaking.empty:
+    if not breaking:
         said += _none_breaks(found, by, each, nothing)
     else:
-        first, *more = [row for _, row in breaking.iterrows()]
+        first, *more = breaking
         said.append(
             f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: it falls from {before} to "
             f"{percent(first['p_after'])}{_instead(first)}{_bound(first)}."
         )
         if "+" in first["parts"]:
             alone = [each.iloc[int(unit)] for unit in first["parts"].split("+")]
-            without = ", ".join(f"{percent(row['p_after'])} ({row['verdict']})" for row in alone)
-            said.append(f"Without only one of these {by}s it is not: {without}.")
+            without = [f"without {_units(found, row['parts'])} {row['verdict']} ({percent(row['p_after'])})" for row in alone]
+            said.append(f"Where only one of these {by}s is missing, it is not lost: {_listed(without, 'and')}.")
         elif more:
-            listed = [f"{_units(found, row['parts'])} ({percent(row['p_after'])}{_instead(row, short=True)})" for row in more]
+            listed = [_with_numbers(found, row) for row in more]
             rest = len(listed) - MOST_NAMED + 1
             listed = listed if rest <= 1 else [*listed[: MOST_NAMED - 1], f"{rest} more {by}s, each by itself"]
             said.append(f"It is also lost without {_listed(listed, 'and, separately,' if len(listed) == 2 else 'or')}.")
@@ -66,11 +68,14 @@ def _of_units(found: Any, by: str) -> list[str]:
             for row in more
         ]
         said += _closed(found, breaking)
-        for row in (row for _, row in rows[rows["role"] == "again"].head(1).iterrows()):
-            said.append(f"Without {_units(found, row['parts'])} together it is kept again ({percent(row['p_after'])}).")
+        said += [
+            f"Without {_units(found, row['parts'])} at once it is kept again ({percent(row['p_after'])})."
+            for row in _each(rows, "again")[:1]
+        ]
     said += _raised(found, each)
     if nothing["verdict"] == KEPT:
-        said.append(f"{_covering(found, by, nothing)} it is kept too ({percent(nothing['p_after'])}){_bound(nothing)}.")
+        all_of_them = f"all {len(each)} {by}s" if len(each) > 1 else f"that {by}"
+        said.append(f"Without {all_of_them} it is kept too ({percent(nothing['p_after'])}){_bound(nothing)}.")
     elif len(each) > 1:
         said += _kept_alone(found, by, rows)
     if found.unrelated is not None:
@@ -81,13 +86,16 @@ def _of_units(found: Any, by: str) -> list[str]:
 
 def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) -> list[str]:
     """No set of units that loses the answer was found."""
-    largest = each.loc[int(found.units["total_effect"].abs().idxmax())]
-    what = {KEPT: "it is kept", CHANGED: "it changes", GAINED: "it gains"}[largest["verdict"]]
-    more = f", nor all {len(each)} together" if len(each) > 1 and nothing["verdict"] != LOST else ""
+    at = int(found.units["total_effect"].abs().idxmax())
+    largest, before = each.loc[at], percent(nothing["p_before"])
+    moved = "rises" if largest["p_after"] > largest["p_before"] else "falls"
+    changed = each[(each["verdict"] == CHANGED) & (each.index != at)].sort_values("p_after").head(MOST_NAMED)
+    listed = [_with_numbers(found, row) for _, row in changed.iterrows()]
     return [
-        f"No {by} by itself loses the answer {found.answer!r} ({percent(nothing['p_before'])}){more}. The largest effect is "
-        f"that of {_units(found, largest['parts'])}: without it {what}, from {percent(largest['p_before'])} to "
-        f"{percent(largest['p_after'])}{_instead(largest)}{_bound(largest)}."
+        f"The answer {found.answer!r} ({before}) is not lost without any single {by}. The largest effect is that of "
+        f"{_units(found, largest['parts'])}: without it the answer {moved} from {before} to {percent(largest['p_after'])} and "
+        f"is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
+        *([f"It is changed without {_listed(listed, 'or')}."] if listed else []),
     ]
 
 
@@ -101,34 +109,37 @@ def _raised(found: Any, each: pd.DataFrame) -> list[str]:
     ]
 
 
-def _closed(found: Any, breaking: pd.DataFrame) -> list[str]:
+def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
     """Where it matters whether what follows a deleted unit moves up."""
-    rows = found.statements[(found.statements["positions"] == "closed")]
-    named = dict(zip(breaking["parts"], breaking["verdict"], strict=True))
+    named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"With the tokens behind {_units(found, row['parts'])} moved up into its place, the answer is {_became(row)} instead "
+        f"With the tokens behind {_units(found, row['parts'])} moved up into its place, the answer is {row['verdict']} instead "
         f"({percent(row['p_after'])})."
-        for _, row in rows.iterrows()
+        for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
     ]
 
 
 def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
     said: list[str] = []
-    for _, row in rows[rows["role"].isin(["keeping", "alone"])].iterrows():
-        also = "" if not said else "also "
-        alone = f"{_units(found, row['parts'])} alone {also}{'keep' if '+' in row['parts'] else 'keeps'} it"
+    for row in _each(rows, "keeping", "alone"):
+        alone = f"{_units(found, row['parts'])} alone {'keep' if '+' in row['parts'] else 'keeps'} it{' too' if said else ''}"
         alone = f"{alone} ({percent(row['p_after'])}){_bound(row)}"
         worse = rows[(rows["role"] == "together") & (rows["way"] == row["way"])]
         if row["role"] == "keeping":
-            others = found.units.shape[0] - len(row["parts"].split("+"))
-            said.append(f"{alone}, and with each other {by} added." if others else f"{alone}.")
+            whole = len(row["parts"].split("+")) == len(found.units)
+            none = (
+                f"No set of fewer {by}s keeps it alone"
+                if row["smallest"]
+                else f"A set of fewer {by}s that keeps it was not found"
+            )
+            said.append(f"{none}." if whole else f"{alone}, also with any one other {by} added.")
         elif worse.empty:
             said.append(f"{alone}; with other {by}s added it was not run.")
         else:
             other = worse.iloc[0]
             said.append(
-                f"{alone}; together with {_units(found, other['parts'].split('+')[-1])} it is {_became(other)} "
+                f"{alone}; together with {_units(found, other['parts'].split('+')[-1])} it is {other['verdict']} "
                 f"({percent(other['p_after'])}{_instead(other, short=True)})."
             )
     return said
@@ -137,44 +148,38 @@ def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
 def _of_parts(found: Any, by: str, about: str) -> list[str]:
     """Heads or positions that were exchanged for those of the prompt without the units."""
     rows = found.statements[found.statements["about"] == about]
-    those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
-    said = []
-    for _, row in rows[rows["role"] == "breaking"].iterrows():
-        names = _parts(found, about, row["parts"])
-        several = "+" in row["parts"]
+    those, read = _those(found, by), _READ[about]
+    if about == "heads":
+        others = "and everything else reads all of it", f"and everything else reads it without {those}"
+    else:
+        others = "and all others what they hold in the whole prompt", f"and all others what they hold without {those}"
+    alone, said = _each(rows[rows["way"] == 0], "alone"), []
+    for row in _each(rows, "breaking"):
+        what = f"{_parts(found, about, row['parts'])} {read['+' in row['parts']]} the prompt without {those}"
         if row["way"] == 0:
-            what = f"When {names} {_read(about, several)} the prompt without {those}, and everything else reads all of it"
             numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{_smaller(row, 'loses it')}"
-            said.append(f"{what}, the answer is lost ({numbers}){_bound(row)}.")
-            alone = rows[(rows["role"] == "alone") & (rows["way"] == 0)]
-            said += [] if alone.empty else [_alone(found, about, alone)]
+            said.append(f"When {what}, {others[0]}, the answer is lost ({numbers}){_bound(row)}.")
+            said += _alone(found, about, alone, others[1])
         else:
-            said.append(f"It is lost in another way too: with {names} ({percent(row['p_after'])}){_bound(row)}.")
-    for _, row in rows[rows["role"] == "keeping"].iterrows():
-        names, several = _parts(found, about, row["parts"]), "+" in row["parts"]
+            said.append(f"It is lost in another way too: when {what} ({percent(row['p_after'])}){_bound(row)}.")
+    shown = {row["parts"] for row in alone}
+    for row in (row for row in _each(rows, "keeping") if row["parts"] not in shown):
+        what = f"only {_parts(found, about, row['parts'])} {read['+' in row['parts']]} the whole prompt"
         if row["way"] == 0:
-            what = f"When only {names} {_read(about, several)} the whole prompt, and everything else reads it without {those}"
-            said.append(f"{what}, the answer is kept ({percent(row['p_after'])}{_smaller(row, 'keeps it')}){_bound(row)}.")
+            numbers = f"{percent(row['p_after'])}{_smaller(row, 'keeps it')}"
+            said.append(f"When {what}, {others[1]}, the answer is kept ({numbers}){_bound(row)}.")
         else:
-            said.append(f"It is kept in another way too: by {names} alone ({percent(row['p_after'])}){_bound(row)}.")
+            said.append(f"It is kept in another way too: when {what} ({percent(row['p_after'])}){_bound(row)}.")
     return said
 
 
-def _alone(found: Any, about: str, rows: pd.DataFrame) -> str:
-    """Of the members of a breaking set, what each keeps alone."""
-    if (rows["verdict"] == KEPT).all():
-        numbers = _listed([percent(p) for p in rows["p_after"]], "and")
-        return f"{'Either' if len(rows) == 2 else 'Each of them'} alone keeps it ({numbers})."
-    each = [f"{_parts(found, about, row['parts'])} {percent(row['p_after'])}" for _, row in rows.iterrows()]
-    kept = [_parts(found, about, row["parts"]) for _, row in rows.iterrows() if row["verdict"] == KEPT]
-    which = f"only {_listed(kept, 'and')} {'keep' if kept[1:] else 'keeps'} it" if kept else "none keeps it"
-    return f"Alone, {which} ({', '.join(each)})."
-
-
-def _read(about: str, several: bool) -> str:
-    if about == "heads":
-        return "read" if several else "reads"
-    return "hold what they hold in" if several else "holds what it holds in"
+def _alone(found: Any, about: str, rows: list[pd.Series], others: str) -> list[str]:
+    """Of the members of a breaking set, what becomes of the answer when each alone reads the whole prompt."""
+    if not rows:
+        return []
+    each = [f"{row['verdict']} with {_parts(found, about, row['parts'])} ({percent(row['p_after'])})" for row in rows]
+    what = f"When only one of these {_READ[about][0]} the whole prompt, {others}"
+    return [f"{what}, the answer is {_listed(each, 'and')}."]
 
 
 def _parts(found: Any, about: str, parts: str) -> str:
@@ -195,6 +200,19 @@ def _units(found: Any, parts: str) -> str:
     return _listed([repr(_short(stripped(found.units["unit_text"][int(unit)]))) for unit in parts.split("+")], "and")
 
 
+def _those(found: Any, by: str) -> str:
+    return f"that {by}" if len(found.cause) == 1 else f"those {by}s"
+
+
+def _each(rows: pd.DataFrame, *roles: str) -> list[pd.Series]:
+    return [row for _, row in rows[rows["role"].isin(roles)].iterrows()]
+
+
+def _with_numbers(found: Any, row: pd.Series) -> str:
+    """Units, and what becomes of the answer without them."""
+    return f"{_units(found, row['parts'])} ({percent(row['p_after'])}{_instead(row, short=True)})"
+
+
 def _together(row: pd.Series) -> str:
     return " together" if "+" in row["parts"] else ""
 
@@ -203,10 +221,6 @@ def _instead(row: pd.Series, short: bool = False) -> str:
     if pd.isna(row["says"]):
         return "" if short or row["verdict"] != LOST else ", although it stays first"
     return f", {row['says']!r}" if short else f", and the model says {row['says']!r} ({percent(row['p_says'])})"
-
-
-def _became(row: pd.Series) -> str:
-    return "kept" if row["verdict"] == KEPT else str(row["verdict"])
 
 
 def _smaller(row: pd.Series, what: str) -> str:
@@ -218,11 +232,6 @@ def _smaller(row: pd.Series, what: str) -> str:
 
 def _bound(row: pd.Series) -> str:
     return " (at the bound)" if row["at_bound"] else ""
-
-
-def _covering(found: Any, by: str, nothing: pd.Series) -> str:
-    n = len(found.units)
-    return f"Without any of these {by}s" if n > 1 else f"Without that {by}"
 
 
 def continuation_in_a_sentence(figures: list[dict[str, Any]]) -> str:
@@ -256,29 +265,28 @@ def print_explanation(found: Any, by: str) -> None:
     units = found.units.assign(
         without=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist(), verdict=each["verdict"].tolist()
     )
-    units["unit_text"] = [_cut(stripped(text)) for text in units["unit_text"]]
+    texts = [stripped(text) for text in units["unit_text"]]
+    units["unit_text"] = [x if len(x) <= LONGEST_IN_TABLE else f"{x[: LONGEST_IN_TABLE - 1]}…" for x in texts]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
-    console.print(f"the answer {visible(repr(found.answer))} without each {by}; effects in nats", style="bold")
-    columns = {"unit_text": by, "without": "without", "says": "instead", "verdict": "", "total_effect": "total"}
+    console.print(
+        f"the answer {visible(repr(found.answer))} without each {by} in turn; effects of removing and hiding it, in nats",
+        style="bold",
+    )
+    columns = {"unit_text": by, "without": "without", "verdict": "answer", "says": "instead", "total_effect": "removed"}
     console.print(_table(shown, {**columns, "knockout_effect": "hidden"}))
     if len(units) > len(shown):
         console.print(f"(the {len(shown)} largest of {len(units)} effects)")
     if not found.cause:
         return
-    those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
+    those = _those(found, by)
     heads = found.heads.assign(name=[Part.of_code(code).name for code in found.heads["code"]])
     _print_parts(console, f"heads: the answer when they read the prompt without {those}", heads, {"name": "head"})
     positions = found.positions.assign(token=found.positions["token"].fillna("shift state"))
-    positions = positions.assign(where=["in the unit" if own else "" for own in positions["in_unit"]])
+    positions = positions.assign(where=["removed" if own else "" for own in positions["in_unit"]])
     columns = {"prompt_position": "position", "token": "token", "where": ""}
     _print_parts(
         console, f"positions: the answer with their keys and values from the prompt without {those}", positions, columns
     )
-
-
-def _cut(text: str) -> str:
-    """A unit in a column of the table."""
-    return text if len(text) <= LONGEST_IN_TABLE else f"{text[: LONGEST_IN_TABLE - 1]}…"
 
 
 def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -290,7 +298,7 @@ def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str
     rows = rows[rows["p_exchanged"].notna() | rows["p_alone"].notna() | rows["named"]].head(5)
     rows = rows.assign(exchanged=[percent(p) for p in rows["p_exchanged"]], alone=[percent(p) for p in rows["p_alone"]])
     if len(rows):
-        console.print(title, style="bold")
+        console.print(f"{title} (–: not run)", style="bold")
         console.print(_table(rows, {**columns, "exchanged": "only this one", "alone": "all but this one"}))
 
 

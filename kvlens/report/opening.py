@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 
 from kvlens.analyses.attribution.verdicts import KEPT
-from kvlens.analyses.texts import joined
+from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.report.explanation import continuation_in_a_sentence, paragraphs
 from kvlens.viz._color import strongest, style
-from kvlens.viz._text import NEWLINE, html_text, number, percent, running
+from kvlens.viz._text import html_text, number, percent, running
 from kvlens.viz.piece import Piece
 
 MOST_NUMBERED = 24
@@ -40,7 +40,14 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
         *([] if tokens is None else [("tokens", "effect of removing a token, nats", tokens, "total_effect")]),
     ]
     each = explained.statements[(explained.statements["about"] == "units") & (explained.statements["role"] == "each")]
-    became = each["verdict"]
+    together = {unit for found in explained.sets("units", "breaking") if len(found) > 1 for unit in map(int, found)}
+    became = [
+        (
+            row.verdict,
+            f"{'' if row.verdict == KEPT else row.verdict} {percent(row.p_after)}{', together lost' * (unit in together)}",
+        )
+        for unit, row in enumerate(each.itertuples())
+    ]
     options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words, _, _ in views)
     prompts = "".join(
         f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words, name, became)}</div>'
@@ -48,7 +55,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     )
     said = (
         f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: "
-        f"without it, by itself, the answer is kept."
+        f"the answer is kept when only this part is removed. After a {by}: the probability of the answer without it."
     )
     body = (
         f"{claim}{_odds_explained(explained, by)}{_begun(explained.answer, word)}"
@@ -86,18 +93,19 @@ def word_begun(answer: str, written: list[str]) -> str | None:
     """The word of which ``answer`` is the beginning in the tokens that the model wrote; None where it is a whole word there."""
     if not written or written[0].strip() != answer or not answer.isalpha():
         return None
-    word = "".join(itertools.takewhile(str.isalpha, joined(written).strip()))
-    return word if len(word) > len(answer) else None
+    text = joined(written).lstrip()
+    word = "".join(itertools.takewhile(str.isalpha, text))
+    return word if len(answer) < len(word) < len(text) else None  # a word that goes on to the end may not be whole
 
 
-def _colored_units(units: pd.DataFrame, column: str, words: str, name: str, became: pd.Series) -> str:
-    verdicts = became.tolist() if name == "removed" else [None] * len(units)
-    colored = [verdict != KEPT for verdict in verdicts]
+def _colored_units(units: pd.DataFrame, column: str, words: str, name: str, became: list[tuple[str, str]]) -> str:
+    said = became if name == "removed" else [(None, "")] * len(units)
+    colored = [verdict != KEPT for verdict, _ in said]
     top = strongest(units.loc[colored, column])
-    numbered = name == "removed" and sum(colored) <= MOST_NUMBERED
+    numbered = [len(units) <= MOST_NUMBERED or (own and sum(colored) <= MOST_NUMBERED) for own in colored]
     spans = "".join(
-        _unit(row["unit_text"], row[column], top, verdict, numbered, place)
-        for (_, row), verdict, place in zip(units.iterrows(), verdicts, _places(units, name), strict=True)
+        _unit(row["unit_text"], row[column], top, verdict, badge * shows, place)
+        for (_, row), (verdict, badge), shows, place in zip(units.iterrows(), said, numbered, _places(units, name), strict=True)
     )
     return f'<div class="tokens units" tabindex="0" role="region" aria-label="prompt, {html_text(words)}">{spans}</div>'
 
@@ -109,14 +117,14 @@ def _places(units: pd.DataFrame, name: str) -> list[str]:
     return [f'data-unit="{row.unit}" data-start="{row.start}" data-stop="{row.stop}"' for row in units.itertuples()]
 
 
-def _unit(text: str, effect: float, top: float, verdict: str | None, numbered: bool, place: str) -> str:
+def _unit(text: str, effect: float, top: float, verdict: str | None, badge: str, place: str) -> str:
     """One unit without the blanks around it, which stay uncolored; behind it what becomes of the answer without it."""
     said = f"{number(effect)} nats" + ("" if verdict is None else f"; without it the answer is {verdict}")
     own = text.strip()
     before, after = text[: text.index(own)], text[text.index(own) + len(own) :]
-    badge = f'<b class="effect">{verdict}</b>' if numbered and verdict != KEPT and own else ""
+    shown_badge = f'<b class="effect">{_unbroken(badge.strip())}</b>' if badge else ""
     look = 'class="unsure"' if verdict == KEPT else style(effect, top)
-    shown = f'<span title="{html_text(said)}" {look} {place}>{_shown(own)}{badge}</span>' if own else ""
+    shown = f'<span title="{html_text(said)}" {look} {place}>{_shown(own)}{shown_badge}</span>' if own else ""
     return f"{_blank(before)}{shown}{_blank(after)}"
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pandas as pd
 
+from kvlens.analyses.bias.parts import HEAD_PART, Part
 from kvlens.report.build import MOST_EXPLAINED, Report
 from kvlens.report.opening import continuation, exactness, opening, word_begun
-from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, ranked_heads
-from kvlens.report.summary import CONDITIONS
+from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, parts_on_answer, ranked_heads
+from kvlens.report.summary import CONDITIONS, heads_in_words
 from kvlens.viz import (
     Page,
     Piece,
@@ -58,7 +59,7 @@ def build_page(report: Report) -> Page:
     page.add(_generated(summary))
     ranked, column = ranked_heads(report)
     page.section("Heads", _about_heads(report))
-    page.add(_head_table(ranked, column))
+    page.add(_head_table(report, ranked, column))
     page.add(head_heatmap(ranked, column, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
@@ -128,10 +129,10 @@ def _about_heads(report: Report) -> str:
     texts = " and ".join(repr(_short(found.units["unit_text"][unit].strip())) for unit in found.cause)
     own, alone = ON_ANSWER["p_exchanged"], ON_ANSWER["p_alone"]
     return (
-        f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when this head alone reads the prompt without the "
-        f"{by}{'s' if found.cause[1:] else ''} {texts}. {alone[0].upper()}{alone[1:]}: its probability when this head alone "
-        "reads the whole prompt. In a set: whether the head belongs to a breaking set, which loses the answer, or to a keeping "
-        f"set, which keeps it alone. – where it was not run. {ablation}"
+        f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when only this head reads the prompt without the "
+        f"{by}{'s' if found.cause[1:] else ''} {texts}, and everything else reads all of it. {alone[0].upper()}{alone[1:]}: "
+        "its probability when only this head reads the whole prompt. In a set: whether the head belongs to a breaking set, "
+        f"which loses the answer when it is exchanged, or to a keeping set, which keeps it alone. –: was not run. {ablation}"
     )
 
 
@@ -145,12 +146,21 @@ def _not_explained(summary: dict[str, Any]) -> str:
     return "Which part of the prompt led to the answer was not computed for this report; kvlens explain computes it."
 
 
-def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
+def _head_table(report: Report, ranked: pd.DataFrame, by: str) -> Piece:
+    """The heads, and the shift states and convolutions of the sets."""
+    names = [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]
+    if report.explained is not None and report.explained.cause:
+        parts = parts_on_answer(report.explained)
+        others = parts[(parts["part"] != HEAD_PART) & (parts[ON_ANSWER["sets"]] != "")]
+        names += [Part.of_code(code).name for code in others["code"]]
+        ranked = pd.concat([ranked, others[[*ON_ANSWER.values()]]])
+        order = ranked[ON_ANSWER["sets"]].str[:1].map({"b": 0, "k": 1}).fillna(2).to_numpy().argsort(kind="stable")
+        ranked, names = ranked.iloc[order], [names[place] for place in order]
     columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
-    shown = pd.DataFrame({"head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]})
+    shown = pd.DataFrame({"head": names})
     for name in columns:
         if name == ON_ANSWER["sets"]:
-            shown[name] = ranked[name]
+            shown[name] = ranked[name].tolist()
             continue
         in_percent = name in (MEASURES["bias_share"], *ON_ANSWER.values())
         shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
@@ -192,7 +202,7 @@ def _short(name: str) -> str:
 def _subtitle(summary: dict[str, Any]) -> str:
     model = summary["model"]
     return (
-        f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
+        f"{model['n_layers']} layers of {heads_in_words(model)} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
         f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a KV bias, {summary['bias']['n_numbers']:,} numbers that "
         f"the attention heads read in its place, and is evaluated on a text of {summary['text']['n_tokens']:,} tokens."
     )

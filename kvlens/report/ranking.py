@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from kvlens.analyses.attribution.explain import Explained
 from kvlens.analyses.bias.parts import HEAD_PART
 from kvlens.report.build import ABLATION, Report
 
@@ -17,10 +18,10 @@ MEASURES = {
 """The measures of ``bias_by_head`` in words, with their units."""
 ON_ANSWER = {
     "sets": "in a set",
-    "p_exchanged": "answer, only this head without",
-    "p_alone": "answer, all but this head without",
+    "p_exchanged": "answer, only this exchanged",
+    "p_alone": "answer, all but this exchanged",
 }
-"""Those of the explanation's heads; "without" the units that lose the answer."""
+"""Those of the explanation's heads; exchanged: they read the prompt without the units that lose the answer."""
 
 
 def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
@@ -34,10 +35,15 @@ def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
     found = report.explained
     if found is None or not found.cause:
         return heads.rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable"), ABLATION
-    of_heads = found.heads[found.heads["part"] == HEAD_PART]
-    kinds = [("breaking" * b, "keeping" * k) for b, k in zip(of_heads["breaking"], of_heads["keeping"], strict=True)]
-    on_answer = of_heads.assign(sets=[", ".join(filter(None, each)) for each in kinds])
-    on_answer = on_answer.sort_values(["breaking", "keeping", "p_exchanged"], ascending=[False, False, True], kind="stable")
-    ranked = on_answer[["layer", "head", *ON_ANSWER]].rename(columns=ON_ANSWER)
+    on_answer = parts_on_answer(found)
+    ranked = on_answer.loc[on_answer["part"] == HEAD_PART, ["layer", "head", *ON_ANSWER.values()]]
     ranked = ranked.merge(heads.rename(columns=MEASURES), on=["layer", "head"], how="left", validate="1:1")
     return ranked, ON_ANSWER["p_exchanged"]
+
+
+def parts_on_answer(found: Explained) -> pd.DataFrame:
+    """The explanation's heads, shift states and convolutions in the same order, with the columns `ON_ANSWER` in words."""
+    kinds = [("breaking" * b, "keeping" * k) for b, k in zip(found.heads["breaking"], found.heads["keeping"], strict=True)]
+    parts = found.heads.assign(sets=[", ".join(filter(None, each)) for each in kinds])
+    parts = parts.sort_values(["breaking", "keeping", "p_exchanged"], ascending=[False, False, True], kind="stable")
+    return parts.rename(columns=ON_ANSWER)

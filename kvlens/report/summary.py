@@ -105,13 +105,19 @@ def _without_folder(name: str) -> str:
     return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
 
 
+def heads_in_words(model: dict[str, Any]) -> str:
+    """How many heads the layers of :func:`model_facts` have."""
+    n = model["n_heads"]
+    return " or ".join(map(str, sorted(set(n)))) if isinstance(n, list) else str(n)
+
+
 def model_facts(model: Any, name: str | None) -> dict[str, Any]:
     """The model's name, size, dtype, device and fingerprint."""
     return {
         "name": name or _without_folder(str(model.cfg.model_name)),
         "n_layers": model.cfg.n_layers,
-        "n_heads": model.cfg.n_heads,
-        "d_head": model.cfg.d_head,
+        "n_heads": getattr(model.cfg, "n_heads_by_layer", None) or model.cfg.n_heads,
+        "d_head": getattr(model.cfg, "d_head_by_layer", None) or model.cfg.d_head,
         "n_parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "device": str(model.cfg.device),

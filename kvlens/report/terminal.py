@@ -9,18 +9,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvlens.analyses.texts import joined
+from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.checks import checked
 from kvlens.report.build import Report
 from kvlens.report.console import WIDTH, make_console
 from kvlens.report.explanation import continuation_in_a_sentence
 from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
-from kvlens.report.summary import CONDITIONS
+from kvlens.report.summary import CONDITIONS, heads_in_words
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
 
 SHADES = " ░▒▓█"
-NEWLINE = "⏎"
 CELL = 6
 TOP = 5
 LONGEST_SHOWN = 320
@@ -74,7 +73,7 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
     model, bias = summary["model"], summary["bias"]
     console.print(Text(f"kvlens report: {visible(model['name'])}", style="bold"))
     console.print(
-        f"{model['n_layers']} layers of {model['n_heads']} heads, {model['n_parameters']:,} parameters, "
+        f"{model['n_layers']} layers of {heads_in_words(model)} heads, {model['n_parameters']:,} parameters, "
         f"{model['dtype']} on {model['device']}"
     )
     console.print(

@@ -65,9 +65,10 @@ def architecture(cfg: dict[str, Any]) -> str:
         )
     shift = cfg["kv_shift"]
     linear = f"linear attention ({cfg['feature_map']}, normalizer {cfg['normalizer']})"
+    up_to = "up to " if cfg.get("n_heads_by_layer") or cfg.get("d_head_by_layer") else ""
     words = [
         f"{cfg['n_layers']} layers" if cfg["n_layers"] > 1 else "1 layer",
-        f"d_model {cfg['d_model']}, {cfg['n_heads']} heads of {cfg['d_head']}",
+        f"d_model {cfg['d_model']}, {up_to}{cfg['n_heads']} heads of {up_to}{cfg['d_head']}",
         linear if cfg["attention"] == "linear" else "softmax attention",
         "no MLP" if cfg["attn_only"] else f"MLP of {cfg['d_mlp']}",
         f"positions {cfg['positional_embedding_type']}",

@@ -266,7 +266,7 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
         settings: fields of :class:`kvlens.HookedKVTransformerConfig` over `DEFAULT_MODEL`; ``kv_shift`` may be a dict of
             :class:`kvlens.KVShiftConfig`'s fields, and True stands for its defaults.
         name: the model's name.
-        device: None takes TransformerLens' choice.
+        device: None takes a GPU if there is one.
 
     Raises:
         KVLensError: an unknown field, or one that contradicts the others.

@@ -97,7 +97,8 @@ class Run:
         done, settings = self.progress, self.settings
         batch = self.task.sample(settings.batch_size, batch_generator(settings.seed, done.step))
         count, self._rate = int(batch.scored.sum()), settings.rate().learning_rate(self._share_done())
-        self.model.train()
+        if not self.model.training:  # setting it in every module takes a twentieth of a small model's step
+            self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         score = self._parallel(self.workers.rows(batch))
         loss, correct = self.workers.sum(torch.stack([score.loss.detach(), score.correct.to(score.loss)])).tolist()
@@ -131,8 +132,7 @@ class Run:
     @torch.no_grad()
     def keep_weights(self) -> None:
         """Record the current weights as the last good ones."""
-        for kept, parameter in zip(self._last_good, self._parameters, strict=True):
-            kept.copy_(parameter)
+        torch._foreach_copy_(self._last_good, self._parameters)
 
     def out_of_time(self) -> bool:
         """Whether the time budget is spent, by the clock of the first process."""

@@ -49,7 +49,7 @@ def train_recipe(
     Args:
         recipe: one of :data:`kvlens.training.recipes.RECIPES`, or one with settings changed (``dataclasses.replace``).
         folder: folder of the run; a run found there is resumed.
-        device: where to train; None takes TransformerLens' choice.
+        device: where to train; None takes a GPU if there is one.
         restart: start from scratch even if there is a run.
         progress: show a progress bar.
 

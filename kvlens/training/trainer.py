@@ -130,7 +130,7 @@ def train(
 @checked
 @torch.no_grad()
 def score_heldout(
-    model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0, batch_size: int = 32
+    model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0, batch_size: Count = 32
 ) -> tuple[float, float]:
     """Mean loss and accuracy over the scored positions of ``n_sequences`` held-out sequences, in eval mode.
 
@@ -146,7 +146,6 @@ def score_heldout(
     """
     check_fit(model, task)
     require_batch(task, "n_sequences", n_sequences)
-    ensure("score_heldout: batch_size", Count, batch_size)
     check_loss(loss)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()

@@ -83,8 +83,7 @@ def _words(part: str, data: dict[str, Any], total: float, value: float | None) -
         text = printable(running(data["cause"]))
         return [*textwrap.wrap(text, 30, max_lines=2, placeholder=" …"), number(total)]
     if part == "answer":
-        _, *shares = data["states"]["||0|0"]
-        named = zip((data["answer"], data["rival"]), shares, strict=True)
+        named = zip((data["answer"], data["rival"]), data["states"]["||0|0"][1:3], strict=True)
         return [f"{printable(running(name.strip() or name))[:12]} {percent(p)}" for name, p in named]
     shown = number(value) if value is not None else "–"
     if part[0] == "h":

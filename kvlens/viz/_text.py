@@ -14,7 +14,9 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-NEWLINE, SPACE, UNREADABLE = "⏎", "·", "\N{REPLACEMENT CHARACTER}"
+from kvlens.analyses.texts import with_white_space_shown
+
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 PART, BASE = "⋯", "◌"
 """Shown for a token with part of a character in running text; and the base for an accent whose letter is in another token."""
 _IN_SCRIPT = re.compile("[<>&\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
@@ -59,7 +61,7 @@ def printable(text: str) -> str:
 
 def label(token: str) -> str:
     """``token`` on one line with white space visible, for axes and tooltips: ``" the\\n"`` is ``·the⏎``."""
-    shown = token.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", "⇥")
+    shown = with_white_space_shown(token)
     shown = "".join(f"<U+{ord(sign):04X}>" for sign in shown) if _has_no_width(shown) else _on_a_base(shown)
     return f"\u2068{shown}\u2069" if _TURNS.search(shown) else shown
 

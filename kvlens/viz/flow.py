@@ -21,7 +21,7 @@ from kvlens.viz.piece import Piece
 from kvlens.viz.tables import table_html
 
 MEASURES = {"swap": "effect lost with one part", "alone": "effect kept by one part alone"}
-DIGITS = 6
+DIGITS = 9
 """Of numbers in the page, so that its percentages are those of the sentences."""
 
 
@@ -44,8 +44,8 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", title: st
     Raises:
         KVLensError: a missing column (the nearest is proposed).
     """
-    check_columns("flow_view", flow, ("heads", "positions", "inside", "others"))
-    title = title or f"from the {by} to the answer"
+    check_columns("flow_view", flow, ("heads", "positions", "inside", "others", "verdict"))
+    title = title or f"from the {by}{'s' * (len(found.cause) > 1)} to the answer"
     data, chosen = _json(flow, found, by), [*MEASURES]
     several = any(len(each) > 1 for about in ("heads", "positions") for each in found.sets(about, "breaking"))
     chosen = chosen[::-1] if several else chosen  # no part of theirs loses the answer by itself
@@ -61,10 +61,10 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", title: st
     }
     notes = "".join(f'<p class="note" data-measure="{name}">{html_text(about[name])}</p>' for name in chosen)
     said = (
-        "Drawn are the heads and positions of the sets named above. Every number was measured by itself; they do not add "
+        "The heads and positions named above are drawn. Each number was measured by itself; the numbers do not add "
         "up, because parts can stand in for each other. Click a part to pin it. Switch a part off, and it reads the "
-        f"prompt without {those} while all others read the whole prompt; the box on the right shows what the model then "
-        "answers. Every combination of switches was run."
+        f"prompt without {those} while all others read the whole prompt; the box on the right shows the answer's "
+        "probability then, and that of what the model says instead, or of the rival. Every combination of switches was run."
     )
     if any(SHIFT_STATE in each or "s" in heads for each, heads in zip(flow["positions"], flow["heads"], strict=True)):
         said += " A shift state is what the model's KV shift carries from the prompt's last tokens to the first of the text."
@@ -95,7 +95,9 @@ def _json(flow: pd.DataFrame, found: Any, by: str) -> dict[str, Any]:
         "positions": {code: None if code == SHIFT_STATE else str(tokens[code]) for code in positions},
         "states": {
             f"{row.heads}|{row.positions}|{int(row.inside)}|{int(row.others)}": [
-                rounded(float(x), DIGITS) for x in (row.effect, row.p_answer, row.p_rival)
+                *(rounded(float(x), DIGITS) for x in (row.effect, row.p_answer, row.p_rival)),
+                row.verdict,
+                *([] if pd.isna(row.says) else [row.says, rounded(row.p_says, DIGITS)]),
             ]
             for row in flow.itertuples()
         },
@@ -110,6 +112,11 @@ def _numbers(flow: pd.DataFrame, found: Any, those: str) -> pd.DataFrame:
             "lost, nats": [_nats(x) for x in flow["effect"]],
             f"{found.answer}": [_percent(p) for p in flow["p_answer"]],
             f"{found.rival} (rival)": [_percent(p) for p in flow["p_rival"]],
+            "the answer is": flow["verdict"],
+            "the model says instead": [
+                "" if pd.isna(says) else f"{says!r} ({_percent(p)})"
+                for says, p in zip(flow["says"], flow["p_says"], strict=True)
+            ],
         }
     )
 

@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from kvlens.analyses.texts import joined
+from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.arguments import numbers_of
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
-from kvlens.viz._text import NEWLINE, html_text, label, number, part_note, printable, running
+from kvlens.viz._text import html_text, label, number, part_note, printable, running
 from kvlens.viz.piece import Piece
 
 MAX_TOKENS = 4096

@@ -139,7 +139,7 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("ab\ncde\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    command = ["analyse", "my_package.my_module:LARGEST_LOGITS", "p.txt", "--model", "tiny", "--out", "t.parquet"]
+    command = ["analyse", "my_package.my_module:largest_logits", "p.txt", "--model", "tiny", "--out", "t.parquet"]
     assert main([*command, "--text", "the widget", "--scale", "0.5", "--prompts-per-job", "2"]) == 0
     table = pd.read_parquet("t.parquet")
     model = tiny_text_model()

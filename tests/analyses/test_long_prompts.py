@@ -8,7 +8,7 @@ from live_bytes import growth
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVShiftConfig, convert_prompt
-from kvlens.analyses import attention_rows, head_details, linked_shares, prompt_copies, segments
+from kvlens.analyses import head_details, linked_shares, prompt_copies, segments
 from kvlens.model import streaming
 
 MODELS = {
@@ -48,20 +48,20 @@ def in_columns(values, block):
 def test_in_segments_equals_whole(name, in_segments):
     model, prompt = model_of(**MODELS[name]), draw(14)
     everything, bias = torch.cat([prompt, TEXT]), convert_prompt(model, prompt)
-    queries, places = torch.tensor([16, 3, 3, 18]), torch.tensor([0, 5, 13, 17])
+    places = torch.tensor([0, 5, 13, 17])
 
     def look():
         shares = linked_shares(model, prompt, TEXT, bias=bias)
         details = head_details(model, prompt, TEXT, bias=bias)
-        rows, among = attention_rows(model, everything, queries), attention_among(model, everything, places)
-        return shares, details, rows, among, prompt_copies(model, prompt, TEXT)
+        among = attention_among(model, everything, places)
+        return shares, details, among, prompt_copies(model, prompt, TEXT)
 
-    whole, details, *tables, copies = look()
+    whole, details, among, copies = look()
     of_prompt, of_text = details.pattern[..., :14], details.pattern[..., 14:]
     single, double = dict(rtol=1e-5, atol=1e-6), dict(rtol=1e-12, atol=1e-13)  # pictures of patterns are float32
     for room in (0, ROOM):  # run twice, and kept
         in_segments(room)
-        whole_in, details_in, *tables_in, copies_in = look()
+        whole_in, details_in, among_in, copies_in = look()
         for name in ("by_prompt", "by_text"):
             torch.testing.assert_close(getattr(whole_in, name), getattr(whole, name), **double)
         assert (whole.block, whole_in.block, details_in.block) == (1, 3, 3)
@@ -69,8 +69,7 @@ def test_in_segments_equals_whole(name, in_segments):
         torch.testing.assert_close(details_in.pattern, torch.cat([in_columns(of_prompt, 3), of_text], dim=-1), **single)
         for name in ("prompt_shares", "strongest", "among"):
             torch.testing.assert_close(getattr(details_in, name), getattr(details, name), **single)
-        for found, expected in zip(tables_in, tables, strict=True):
-            torch.testing.assert_close(found, expected, **single)
+        torch.testing.assert_close(among_in, among, **single)
         pd.testing.assert_frame_equal(copies_in, copies, rtol=1e-5, atol=1e-6)
 
 

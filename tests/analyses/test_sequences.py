@@ -1,11 +1,11 @@
 """Strings, tokens [pos] and [1, pos] are the same prompt and text to every analysis."""
 
-import importlib
 import inspect
 
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.batch.work import load_analysis
 from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -13,7 +13,6 @@ from kvlens import KVLensError, analyses, convert_prompt
 
 OF_PROMPT_AND_TEXT = ("bias_by_head", "bias_by_layer", "bias_decomposition", "bias_positions", "conversion_error",
                       "prompt_effect", "bias_effects")  # fmt: skip
-OF_TWO_PROMPTS = ("circuits", "bias_overwriting")
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,6 @@ def test_prompt_and_text_in_any_form(model, name):
     all_equal([getattr(analyses, name)(model, prompt, text) for prompt, text in pairs])
 
 
-@pytest.mark.parametrize("name", OF_TWO_PROMPTS)
-def test_two_prompts_in_any_form(model, name):
-    pairs = zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)
-    all_equal([getattr(analyses, name)(model, one, two) for one, two in pairs])
-
-
 def test_the_other_first_arguments(model):
     prompt, text = forms(model, PROMPT), forms(model, TEXT, prepend_bos=False)
     bias = convert_prompt(model, PROMPT)
@@ -52,9 +45,9 @@ def test_the_other_first_arguments(model):
     all_equal([analyses.layer_contributions(model, x, y) for x, y in zip(prompt, text, strict=True)])
     all_equal([analyses.layer_contributions(model, None, x) for x in prompt])  # a string gets the model's BOS
     all_equal([analyses.layer_contributions(model, bias, y) for y in text])  # but not behind a prompt
-    rows = [analyses.attention_rows(model, x, torch.tensor([2])) for x in prompt]
+    all_equal([analyses.circuits(model, x, y) for x, y in zip(prompt, text, strict=True)])
     details = [analyses.head_details(model, x, y) for x, y in zip(prompt, text, strict=True)]
-    assert all(torch.equal(rows[0], x) for x in rows) and all(d.prompt == details[0].prompt for d in details)
+    assert all(d.prompt == details[0].prompt for d in details)
 
 
 @pytest.mark.unhooked
@@ -97,7 +90,6 @@ def test_a_bias_is_as_good_as_its_prompt_where_there_is_no_text_or_a_second_prom
     bias = convert_prompt(model, PROMPT)
     all_equal([analyses.bias_singular_values(model, x) for x in (PROMPT, bias)])
     all_equal([analyses.circuits(model, x, TEXT) for x in (PROMPT, bias)])
-    all_equal([analyses.bias_overwriting(model, x, TEXT) for x in (PROMPT, bias)])
 
 
 def test_a_string_begins_with_bos_for_the_dual_model_too(model):
@@ -105,9 +97,8 @@ def test_a_string_begins_with_bos_for_the_dual_model_too(model):
 
 
 def test_every_analysis_takes_prompt_and_text_by_these_names():
-    for name, where in analyses.ANALYSES.items():
-        module, _, attribute = where.partition(":")
-        analysis = getattr(importlib.import_module(module), attribute)
+    for name in analyses.ANALYSES:
+        analysis = load_analysis(name)
         parameters = list(inspect.signature(getattr(analyses, name)).parameters)
         assert not analysis.inputs or "prompt" in parameters, name
         assert not any(parameter.endswith("_tokens") for parameter in parameters), name

@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 import torch
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.methods import ContextCite, InteractionFit, LeaveOneOut, LinearFit, subset_scores
+from kvlens.analyses.attribution.methods import ContextCite, InteractionFit, LeaveOneOut, subset_scores
 from kvlens.analyses.attribution.units import Unit
 
 from kvlens import HookedKVTransformer
@@ -109,7 +109,6 @@ def measure(
     for budget in budgets:
         made += [
             (f"ContextCite {budget}", lambda b=budget: ContextCite(b, seed), budget),
-            (f"linear {budget}", lambda b=budget: LinearFit(b, seed), budget),
             (f"interactions {budget}", lambda b=budget: InteractionFit(b, seed), budget),
         ]
     for name, make, n_read in made:
@@ -185,10 +184,10 @@ def main(argv: list[str] | None = None) -> None:
     by_method = table.pivot_table(index="story", columns="method", values="lds")
     for budget in budgets:
         ceiling = by_method["additive ceiling"]
-        for name in (f"linear {budget}", f"interactions {budget}"):
-            low, high = interval(by_method[name] - by_method[f"ContextCite {budget}"])
-            share = by_method[name].mean() / ceiling.mean()
-            print(f"{name}: {share:.1%} of the ceiling; LDS above ContextCite's by {low:+.3f} to {high:+.3f}")
+        name = f"interactions {budget}"
+        low, high = interval(by_method[name] - by_method[f"ContextCite {budget}"])
+        share = by_method[name].mean() / ceiling.mean()
+        print(f"{name}: {share:.1%} of the ceiling; LDS above ContextCite's by {low:+.3f} to {high:+.3f}")
 
 
 if __name__ == "__main__":

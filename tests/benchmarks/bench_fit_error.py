@@ -16,8 +16,7 @@ import torch
 from timing import verdict
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.experiments.iclca.context_distillation import prompted_logits
-from kvlens.experiments.shared.sampling import sampled
+from kvlens.experiments.shared.sampling import prompted_logits, sampled
 from kvlens.kv_bias import KVBias
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

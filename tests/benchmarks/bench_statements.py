@@ -10,13 +10,16 @@ differs, or its probability by more than 1e-3, and neither is at the bound. Prin
 - share of prompts with a lost answer; of one-hop stories the share where the stating sentence is in the first breaking set, of
   two-hop stories where all sentences without which the answer is lost, by the second opinion, are breaking sets;
 - sizes of the sets of heads (with shift states) and positions, and how many are the smallest by exhaustion of smaller sizes,
-  as far as that takes fewer than 5,000 runs;
+  as far as that takes fewer than ``--runs``; and how many are no larger than what the same search finds in the order of exact
+  effects, each part exchanged and kept alone first, with as many runs;
 - passes over prompt and text: median and largest; searches that ended at the cap;
 - sets that change where a verdict's half is 0.4 or 0.6.
 
 Results are kept in the folder, one JSON line a prompt, and a repeated run goes on where it stopped. Models: those of the
 zoo that answer stories; docs-gpt2 on windows of documentation; stories260K with ``--stories260k`` and ``--tokenizer`` (files);
-tiny random models of Transformers with grouped keys (llama) and recurrent layers (facts-hybrid: statements on units only).
+tiny random models of Transformers with grouped keys (llama) and recurrent layers (qwen3_5, bamba); and with ``--induction``
+a model of 144 heads on blocks of tokens, the beginning of which is repeated: `kvlens train induction --out FOLDER --task
+vocab_size=64 length=48 --model n_layers=12 d_model=48 d_head=4 kv_shift=true` makes it.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from kvlens.analyses.attribution import explain as explaining
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.by_position import PositionExchange
-from kvlens.analyses.attribution.search import Asked, Runs
+from kvlens.analyses.attribution.search import Asked, Runs, sets_of
 from kvlens.analyses.attribution.units import units_of
 from kvlens.analyses.attribution.verdicts import Outcomes, verdict_of
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
@@ -45,8 +48,9 @@ from kvlens.bridge import load_model
 from kvlens.zoo import source_of
 
 STORIES = ("facts-gpt2", "facts-linear", "facts-hops-gpt2", "facts-hops-linear", "facts-hybrid")
-OTHERS = ("docs-gpt2", "stories260K", "llama")
-EXHAUSTION = 5_000
+FAMILIES = ("llama", "qwen3_5", "bamba")
+OTHERS = ("docs-gpt2", "stories260K", "induction", *FAMILIES)
+DIFFERENCES = ("sets", "of other units", "found with one alone", "one within the other", "of one size", "else")
 CLOSE = 1e-3
 """Of probabilities: float32 logits of tens, whose roundings through some layers are below 1e-4."""
 
@@ -63,16 +67,18 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
             spans = [(unit.start, unit.stop) for unit in units]
             found.append((question.prompt, question.text, spans, int(question.answer), list(origins)))
         if name == "facts-hybrid":
-            plain = model.original_model
+            import transformers as tf
+
+            plain = tf.AutoModelForCausalLM.from_pretrained(source_of(name), dtype=torch.float32)
             return model, lambda *given: TransformersPasses(plain, *given), found
         return model, lambda *given: HookedPasses(model, *given), found
-    if name == "llama":
+    if name in FAMILIES:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bridge"))
         from bridge_models import some_tokens, tiny
 
         from kvlens import KVTransformerBridge
 
-        plain = tiny("llama")
+        plain = tiny(name)
         with torch.no_grad():
             for parameter_name, parameter in plain.named_parameters():
                 if "proj" in parameter_name or "lm_head" in parameter_name:
@@ -81,6 +87,12 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
         spans = [(0, 4), (4, 9), (9, 13), (13, 18)]
         found = [(some_tokens(18, seed=2 * i), some_tokens(5, seed=2 * i + 1), spans, None, None) for i in range(10)]
         return KVTransformerBridge.boot_transformers(plain), lambda *given: TransformersPasses(other, *given), found
+    if name == "induction":
+        model = load_model(args.induction)
+        generator = torch.Generator().manual_seed(args.seed)
+        blocks = [torch.randperm(model.cfg.d_vocab, generator=generator)[:20] for _ in range(n)]
+        spans = [(start, start + 4) for start in range(0, 20, 4)]
+        return model, lambda *given: HookedPasses(model, *given), [(block, block[:7], spans, None, None) for block in blocks]
     if name == "docs-gpt2":
         model = HookedKVTransformer.from_zoo(name)
         rows = _documentation(model, n, args.seed)
@@ -127,17 +139,18 @@ def _stories(model: HookedKVTransformer, n: int, seed: int) -> list[tuple[torch.
 
 
 @torch.no_grad()
-def one(model: Any, passes_of: Any, given: Any, generator: torch.Generator, checked: int, bounds: bool) -> dict[str, Any]:
+def one(model: Any, passes_of: Any, given: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """Explain a prompt, and run its statements again."""
     prompt, text, spans, answer, origins = given
     found = explaining.explain(model, prompt, text, by=spans, answer=answer)
     (answer,) = found.answer_tokens
     passes = passes_of(prompt, text, spans)
     whole = passes.without([]).log_softmax(dim=-1)[None]
-    rows = [row for row in found.statements.itertuples(index=False) if row.about == "units" or not model.recurrent_layers]
+    rows = [*found.statements.itertuples(index=False)]
     of_units = [row for row in rows if row.about == "units"]
     of_parts = [row for row in rows if row.about != "units"]
-    order = torch.randperm(len(of_parts), generator=generator).tolist()[:checked]
+    generator = torch.Generator().manual_seed(number)
+    order = torch.randperm(len(of_parts), generator=generator).tolist()[: args.checked]
     false, n_checked = [], 0
     for row in [*of_units, *(of_parts[i] for i in order)]:
         with torch.no_grad():
@@ -158,11 +171,11 @@ def one(model: Any, passes_of: Any, given: Any, generator: torch.Generator, chec
         "origins": origins,
         "named": None if origins is None else named(origins, breaking, lost_each),
         "without_prompt": bool((found.statements.query("role == 'none'")["verdict"] == "kept").all()),
-        "sets": sizes(model, given, found),
+        "sets": sizes(model, given, found, args.runs),
         "searched": sorted(found.searched),
         "passes": found.n_passes,
         "cap": len(spans) + 62,
-        "at_other_bounds": at_other_bounds(model, given, found) if bounds else [0, 0],
+        "at_other_bounds": at_other_bounds(model, given, found) if number < args.bounds else {},
     }
 
 
@@ -172,7 +185,7 @@ def named(origins: list[int], breaking: list[list[int]], lost_each: list[bool]) 
     return all(unit in together for unit in origins if lost_each[unit]) and (len(origins) > 1 or origins[0] in together)
 
 
-def sizes(model: Any, given: Any, found: Any) -> list[dict[str, Any]]:
+def sizes(model: Any, given: Any, found: Any, most: int) -> list[dict[str, Any]]:
     """Of the first sets of heads and positions: size, and the smallest by exhaustion of smaller ones."""
     if not found.cause:
         return []
@@ -193,7 +206,7 @@ def sizes(model: Any, given: Any, found: Any) -> list[dict[str, Any]]:
             sets = found.sets(about, role)
             size = len(sets[0]) if sets else None
             smallest: int | str | None = size
-            runs = Runs(outcomes, len(codes), exchange.read, EXHAUSTION, exchange.at_once)
+            runs = Runs(outcomes, len(codes), exchange.read, most, exchange.at_once)
             question_put = Asked(runs, role == "keeping", frozenset(changed))
             for smaller in range(1, size or 1):
                 if math.comb(len(changed), smaller) > runs.left:
@@ -202,25 +215,45 @@ def sizes(model: Any, given: Any, found: Any) -> list[dict[str, Any]]:
                 if any(question_put.holds(list(itertools.combinations(changed, smaller)))):
                     smallest = smaller
                     break
-            rows.append({"about": about, "role": role, "size": size, "smallest": smallest})
+            runs = Runs(outcomes, len(codes), exchange.read, most, exchange.at_once)
+            by_effect = exact_order_size(runs, [*changed], role == "keeping")
+            rows.append({"about": about, "role": role, "size": size, "smallest": smallest, "by_exact_order": by_effect})
     return rows
 
 
-def at_other_bounds(model: Any, given: Any, found: Any) -> list[int]:
-    """(sets, those that differ) where half is 0.4 and 0.6."""
+def exact_order_size(runs: Runs, changed: list[int], keeping: bool) -> int | None:
+    """Size of the set that the same search finds along the order of exact effects."""
+    asked = Asked(runs, keeping, frozenset(changed))
+    asked.holds([[part] for part in changed])
+    found, _ = sets_of(runs, sorted(changed, key=lambda part: -asked.effect([part])), keeping=keeping, most_ways=1)
+    return len(found[0].parts) if found else None
+
+
+def at_other_bounds(model: Any, given: Any, found: Any) -> dict[str, int]:
+    """Of the first sets where half is 0.4 and 0.6: how many there are and differ, in what."""
     prompt, text, spans, answer, _ = given
     kinds = [(about, role) for about in ("units", "heads", "positions") for role in ("breaking", "keeping")]
-    real, n, changed = Outcomes.verdict, 0, 0
+    real, counts = Outcomes.verdict, dict.fromkeys(DIFFERENCES, 0)
     for share in (0.4, 0.6):
         Outcomes.verdict = lambda self, now, share=share: verdict_of(self.whole, now, -math.log(share))  # type: ignore[method-assign]
         try:
             other = explaining.explain(model, prompt, text, by=spans, answer=answer)
         finally:
             Outcomes.verdict = real  # type: ignore[method-assign]
-        for kind in kinds:
-            mine, theirs = (each.sets(*kind)[:1] for each in (found, other))
-            n, changed = n + bool(mine or theirs), changed + (mine != theirs)
-    return [n, changed]
+        for about, role in kinds:
+            mine, theirs = ({*sets[0]} if (sets := each.sets(about, role)) else None for each in (found, other))
+            counts["sets"] += mine is not None or theirs is not None
+            if mine == theirs:
+                continue
+            if about != "units" and found.cause != other.cause:
+                counts["of other units"] += 1
+            elif mine is None or theirs is None:
+                counts["found with one alone"] += 1
+            elif mine < theirs or theirs < mine:
+                counts["one within the other"] += 1
+            else:
+                counts["of one size" if len(mine) == len(theirs) else "else"] += 1
+    return counts
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> None:
@@ -238,37 +271,44 @@ def summary(name: str, rows: list[dict[str, Any]]) -> None:
         right = sum(each["size"] == each["smallest"] for each in exhausted)
         counts = {size: sum(each["size"] == size for each in found) for size in sorted({each["size"] for each in found})}
         print(f"  {about}, {role}: {len(found)} of {len(of)}, sizes {counts}; smallest {right} of {len(exhausted)} exhausted")
+        both = [(each["size"] or math.inf, each["by_exact_order"] or math.inf) for each in of]
+        larger, smaller = sum(a > b for a, b in both), sum(a < b for a, b in both)
+        equal = len(both) - larger - smaller
+        print(f"    against the order of exact effects: {larger} larger, {smaller} smaller, {equal} equal")
     passes = sorted(row["passes"] for row in rows)
     print(f"  passes: median {statistics.median(passes):.1f}, most {passes[-1]:.1f} (cap {max(row['cap'] for row in rows)})")
     needs = [len(["units", *(["heads", "positions"] if row["cause"] else [])]) - len(row["searched"]) for row in rows]
     print(f"  searches that ended at the cap: {sum(needs)}")
-    of_sets, changed = (sum(x) for x in zip(*(row["at_other_bounds"] for row in rows), strict=True))
-    print(f"  sets that change where half is 0.4 or 0.6: {changed} of {of_sets}", flush=True)
+    of_sets, *changed = (sum(row["at_other_bounds"].get(each, 0) for row in rows) for each in DIFFERENCES)
+    listed = ", ".join(f"{each} {n}" for each, n in zip(DIFFERENCES[1:], changed, strict=True))
+    print(f"  sets that change where half is 0.4 or 0.6: {sum(changed)} of {of_sets} ({listed})", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--models", nargs="*", default=[*STORIES, *OTHERS], choices=[*STORIES, *OTHERS])
+    names = [*STORIES, *OTHERS]
+    parser.add_argument("--models", nargs="*", default=names, choices=names)
     parser.add_argument("--stories", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--facts", type=int, default=6, help="sentences of a story")
     parser.add_argument("--checked", type=int, default=12)
     parser.add_argument("--bounds", type=int, default=20, help="prompts of a model that are explained with other bounds, too")
+    parser.add_argument("--runs", type=int, default=5_000, help="of which sizes are compared")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--stories260k", help="a llama2.c checkpoint")
     parser.add_argument("--tokenizer", help="its tokenizer")
+    parser.add_argument("--induction", type=Path, help="a model's folder")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        if name == "stories260K" and args.stories260k is None:
+        if {"stories260K": args.stories260k, "induction": args.induction}.get(name, "") is None:
             continue
         path = args.out / f"{name}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         model, passes_of, given = prompts_of(name, args)
         for number, each in enumerate(given[len(rows) :], start=len(rows)):
-            generator = torch.Generator().manual_seed(number)
-            rows.append(one(model, passes_of, each, generator, args.checked, number < args.bounds))
+            rows.append(one(model, passes_of, each, number, args))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
         summary(name, rows)

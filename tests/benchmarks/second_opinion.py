@@ -1,16 +1,21 @@
 """Statements run again by other means: passes over prompt and text, with masks and with keys and values written over; no bias.
 
 `HookedPasses` runs TransformerLens' hooks on a `HookedKVTransformer`; `TransformersPasses` runs Transformers' own model with an
-attention function of its own, and tokens that are taken out of the prompt. The verdict is written from its definition.
+attention function of its own, tokens that are taken out of the prompt, and states of recurrent layers written over. The verdict
+is written from its definition.
 """
 
+import copy
 import math
-from collections.abc import Iterable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import torch
 from kvlens.analyses.attribution.explain import SHIFT_STATE
-from kvlens.analyses.bias.parts import Part
+from kvlens.analyses.bias.parts import CONVOLUTION_PART, Part
 from torch import Tensor
 
 from kvlens.components import hidden_tokens_keep_positions
@@ -174,9 +179,25 @@ class HookedPasses:
         return [*((name, keep) for name in self.names([self.query, *self.read])), *((name, anew) for name in self.names(["z"]))]
 
 
+class _Read(NamedTuple):
+    """What a pass of Transformers over a prompt, or over what is left of it, leaves.
+
+    Attributes:
+        gone: positions that were not read.
+        cache: Transformers' own; None where nothing is left.
+        recurrences: layer -> its final state, from values of which some are zero: [pos, head] -> [head, *].
+    """
+
+    gone: Tensor
+    cache: Any
+    recurrences: dict[int, Callable[[Tensor], Tensor]]
+
+
 class TransformersPasses:
-    """Passes of a Transformers model over the tokens that are left; heads and positions of full attention by a function of its
-    own (`attention`), which is registered with Transformers.
+    """Passes of a Transformers model over the tokens that are left. Heads and positions of full attention are exchanged by a
+    function of its own (`attention`), which is registered with Transformers. Those of a recurrent layer are exchanged in the
+    state that the text continues from, which is linear in the values: the layer's own recurrence is run once more on what it
+    was given, with the values of all other positions and heads zero.
 
     Args:
         plain: a model of Transformers, not bridged.
@@ -184,97 +205,128 @@ class TransformersPasses:
     """
 
     NAME = "second_opinion"
+    RECURRENCES: ClassVar = {"torch_chunk_gated_delta_rule": 2, "mamba2_chunk_scan": 0}
+    """Transformers' functions, and which of their arguments are the values, [batch, pos, head, d]."""
 
     def __init__(self, plain: Any, prompt: Tensor, text: Tensor, spans: list[Span]):
         import transformers as tf
 
         self.plain, self.prompt, self.text, self.spans = plain, prompt, text, spans
-        self.chosen: dict[str, Any] = {}
+        self.chosen: tuple[Tensor, _Read, _Read] | None = None
         tf.AttentionInterface.register(self.NAME, self.attention)
         tf.AttentionMaskInterface.register(self.NAME, tf.masking_utils.eager_mask)
-        self.caches: dict[frozenset[int], dict[int, tuple[Tensor, Tensor]]] = {}
+        self.read: dict[frozenset[int], _Read] = {}
+
+    def gone(self, units: Iterable[int]) -> Tensor:
+        found = torch.zeros(len(self.prompt), dtype=torch.bool)
+        for unit in units:
+            found[slice(*self.spans[unit])] = True
+        return found
+
+    def run(self, tokens: Tensor, at: Tensor, cache: Any = None, **options: Any) -> Any:
+        mask = torch.ones(1, int(at[-1]) + 1 if cache is not None else len(tokens), dtype=torch.long)
+        # without a mask, a gap in the positions begins another text
+        with torch.no_grad():
+            return self.plain(tokens[None], position_ids=at[None], attention_mask=mask, past_key_values=cache, **options)
 
     def without(self, units: Iterable[int], positions: str = "kept") -> Tensor:
         """The logits behind the text, without units."""
-        gone = torch.zeros(len(self.prompt), dtype=torch.bool)
-        for unit in units:
-            gone[slice(*self.spans[unit])] = True
-        left = torch.cat([~gone, torch.ones(len(self.text), dtype=torch.bool)])
+        left = torch.cat([~self.gone(units), torch.ones(len(self.text), dtype=torch.bool)])
         at = left.nonzero()[:, 0] if positions == "kept" else torch.arange(int(left.sum()))
-        tokens = torch.cat([self.prompt, self.text])[left]
-        with torch.no_grad():
-            mask = torch.ones_like(tokens[None])  # without one, a gap in the positions begins another text
-            options = dict(position_ids=at[None], attention_mask=mask, use_cache=False)
-            return self.plain(tokens[None], **options).logits[0, -1].double()
+        return self.run(torch.cat([self.prompt, self.text])[left], at, use_cache=False).logits[0, -1].double()
 
-    def lacking(self, units: frozenset[int]) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        """Keys and values of each layer at all positions, zeros where they are gone."""
-        gone = torch.zeros(len(self.prompt), dtype=torch.bool)
-        for unit in units:
-            gone[slice(*self.spans[unit])] = True
-        if units not in self.caches:
-            self.chosen = {"keep": {}}
-            with self._own_attention():
-                self.without(units)
-            self.caches[units], self.chosen = self.chosen["keep"], {}
-        return self.caches[units], gone
+    def lacking(self, units: frozenset[int]) -> _Read:
+        """A pass over the prompt without units."""
+        if units not in self.read:
+            gone, calls = self.gone(units), []
+            with self._recurrences_told(calls):
+                at = (~gone).nonzero()[:, 0]
+                cache = self.run(self.prompt[~gone], at, use_cache=True).past_key_values if len(at) else None
+            layers = [] if cache is None else [i for i, x in enumerate(cache.layers) if hasattr(x, "recurrent_states")]
+            self.read[units] = _Read(gone, cache, dict(zip(layers, calls, strict=True)))
+        return self.read[units]
+
+    @contextmanager
+    def _recurrences_told(self, calls: list[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        """Each recurrence that is run is appended: a function of the values that are not zero, [pos, head]."""
+        modeling = sys.modules[type(self.plain).__module__]
+
+        def told(recurrence: Callable[..., Any], which: int) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                def again(nonzero: Tensor) -> Tensor:
+                    given = [*args]
+                    given[which] = torch.where(nonzero[None, ..., None], args[which], 0.0)
+                    return recurrence(*given, **options)[1][0]
+
+                calls.append(again)
+                return recurrence(*args, **options)
+
+            return run
+
+        with ExitStack() as stack:
+            for name, which in self.RECURRENCES.items():
+                if hasattr(modeling, name):
+                    stack.enter_context(patch.object(modeling, name, told(getattr(modeling, name), which)))
+            yield
 
     def exchanged(self, removed: Iterable[int], heads: list[str], positions: list[str], *, others: bool = False) -> Tensor:
         """As `HookedPasses.exchanged`."""
         here, there = self.lacking(frozenset()), self.lacking(frozenset(removed))
-        n_heads = self.plain.config.get_text_config().num_attention_heads
-        own = torch.zeros(self.plain.config.get_text_config().num_hidden_layers, n_heads, dtype=torch.bool)
+        config, convolutions = self.plain.config.get_text_config(), set()
+        states = {layer: here.cache.layers[layer].recurrent_states[0] for layer in here.recurrences}
+        n_heads = max([config.num_attention_heads, *(state.shape[1] for state in states.values())])
+        own = torch.zeros(config.num_hidden_layers, n_heads, dtype=torch.bool)
         for part in map(Part.of_code, heads):
-            own[part.layer, part.head] = True
+            if part.kind == CONVOLUTION_PART:
+                convolutions.add(part.layer)
+            else:
+                own[part.layer, part.head] = True
         at = torch.tensor([str(position) in positions for position in range(len(self.prompt))])
-        changed = own[:, None] | at[:, None]
-        self.chosen = {"here": here, "there": there, "changed": ~changed if others else changed}
-        tokens = torch.cat([self.prompt, self.text])
-        with torch.no_grad(), self._own_attention():
-            found = self.plain(tokens[None], position_ids=torch.arange(len(tokens))[None], use_cache=False).logits[0, -1]
-        self.chosen = {}
+        changed = (own[:, None] | at[:, None]) != others  # layer, pos, head
+        cache = copy.deepcopy(here.cache)
+        for layer, recurrence in here.recurrences.items():
+            held, which = cache.layers[layer], changed[layer, :, : states[layer].shape[1]]
+            other = 0.0 if there.cache is None else there.recurrences[layer](which[~there.gone])
+            held.recurrent_states[0][0] = recurrence(~which) + other
+            if ((layer in convolutions) or SHIFT_STATE in positions) != others:
+                inputs = held.conv_states[0]
+                inputs.copy_(there.cache.layers[layer].conv_states[0] if there.cache is not None else 0 * inputs)
+        self.chosen = changed, here, there
+        with self._own_attention():
+            found = self.run(self.text, len(self.prompt) + torch.arange(len(self.text)), cache, use_cache=True).logits[0, -1]
+        self.chosen = None
         return found.double()
 
-    def _own_attention(self) -> Any:
-        import contextlib
-
-        @contextlib.contextmanager
-        def switched() -> Any:
-            before = self.plain.config._attn_implementation
-            self.plain.set_attn_implementation(self.NAME)
-            try:
-                yield
-            finally:
-                self.plain.set_attn_implementation(before)
-
-        return switched()
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        before = self.plain.config._attn_implementation
+        self.plain.set_attn_implementation(self.NAME)
+        try:
+            yield
+        finally:
+            self.plain.set_attn_implementation(before)
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        """softmax(q k scaling) v, causal; of the prompt, keys and values chosen by head and position."""
-        group = query.shape[1] // key.shape[1]
+        """softmax(q k scaling) v on the text; of the prompt, keys and values chosen by head and position."""
+        assert self.chosen is not None
+        changed, *reads = self.chosen
+        group, layer, n = query.shape[1] // key.shape[1], module.layer_idx, len(self.prompt)
         keys, values = (x[0].repeat_interleave(group, dim=0).double() for x in (key, value))  # head, pos, d
-        layer, n = module.layer_idx, len(self.prompt)
-        if "keep" in self.chosen:
-            self.chosen["keep"][layer] = keys, values
-        scores_hidden = None
-        if "changed" in self.chosen:
-            changed = self.chosen["changed"][layer].T  # head, pos
-            hidden = torch.zeros_like(changed)
-            for (cache, gone), which in ((self.chosen["here"], ~changed), (self.chosen["there"], changed)):
-                for now, kept in zip((keys, values), cache[layer], strict=True):
-                    full = torch.zeros(now.shape[0], n, now.shape[2], dtype=now.dtype)
-                    full[:, ~gone] = kept[:, : int((~gone).sum())]
-                    now[:, :n] = torch.where(which[..., None], full, now[:, :n])
-                hidden |= which & gone
-            scores_hidden = hidden
+        of_head = changed[layer, :, : query.shape[1]].T
+        hidden = torch.zeros_like(of_head)
+        for read, which in zip(reads, (~of_head, of_head), strict=True):
+            hidden |= which & read.gone
+            for name, now in (("keys", keys), ("values", values)):
+                full = torch.zeros_like(now[:, :n])
+                if read.cache is not None:
+                    full[:, ~read.gone] = getattr(read.cache.layers[layer], name)[0].repeat_interleave(group, dim=0).double()
+                now[:, :n] = torch.where(which[..., None], full, now[:, :n])
         scores = torch.einsum("hqd,hkd->hqk", query[0].double(), keys) * scaling
-        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
-        if scores_hidden is not None:
-            scores[:, n:, :n] = scores[:, n:, :n].masked_fill(scores_hidden[:, None], -torch.inf)
-        out = torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), values)
-        return out[None].to(query.dtype), None
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(n + 1), -torch.inf)
+        scores[:, :, :n] = scores[:, :, :n].masked_fill(hidden[:, None], -torch.inf)
+        return torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), values)[None].to(query.dtype), None
 
 
 def again(passes: Any, row: Any, n_units: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Every benchmark runs at a small size and checks its answer; what it measures is not looked at."""
 
 import json
+from importlib.metadata import version
 
 import bench_attention_variants
 import bench_attribution
@@ -10,6 +11,7 @@ import bench_bridge_exactness
 import bench_conversion_error
 import bench_delta_rule
 import bench_dual_losses
+import bench_edges
 import bench_exact_conversion
 import bench_fit_error
 import bench_induction_heads
@@ -115,6 +117,13 @@ def test_notes_smoke(capsys):
     bench_notes.main(["--stories", "3", "--patched", "2"])
     printed = capsys.readouterr().out
     assert "same head: 2 of 2" in printed and "same position: 2 of 2" in printed
+
+
+def test_edges_smoke(capsys):
+    if version("transformer-lens").startswith("3."):
+        pytest.skip("TransformerLens 3.9 attributes to nodes only, not to edges")
+    bench_edges.main(["--models", "facts-hops-gpt2", "--stories", "1"])
+    assert "facts-hops-gpt2 1 stories" in capsys.readouterr().out
 
 
 def test_bounds_of_shares_are_those_of_the_binomial_distribution():

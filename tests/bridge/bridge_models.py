@@ -213,6 +213,8 @@ PURELY_RECURRENT = {
 
 FACTORLESS = {"falcon_h1_direct": lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**COMMON, **SPECIAL, **MAMBA, **FALCON_H1))}
 """Falcon-H1 whose attention and states write to the residual stream directly."""
+AS_THEY_ARE = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+"""A model on the other front end, without weight processing."""
 
 
 def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:

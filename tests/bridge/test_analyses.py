@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from bridge_models import rounding_in_nats, rounding_of, some_tokens, tiny
+from bridge_models import rounding_of, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
-from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens import analyses as an
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
-AS_THEY_ARE = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
 DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
 """Families whose heads write to the residual stream directly."""
 
@@ -20,28 +19,9 @@ def without_gradients():
         yield
 
 
-@pytest.fixture(scope="module")
-def both_front_ends(tmp_path_factory):
-    """A GPT-2 in float64, from one folder."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tiny("gpt2").double().save_pretrained(folder)
-    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
-    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
-
-
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family):
-    return KVTransformerBridge.boot_transformers(tiny(family))
-
-
-@pytest.fixture(scope="module")
-def rounding(family):
-    return rounding_in_nats(tiny(family))
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
 
-from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt, counterfactuals
-from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens import KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
+from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]
@@ -35,29 +35,9 @@ def without_gradients():
         yield
 
 
-@pytest.fixture(scope="module")
-def both_front_ends(tmp_path_factory):
-    """A GPT-2 in float64, from one folder."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tiny("gpt2").double().save_pretrained(folder)
-    as_they_are = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
-    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **as_they_are)
-    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
-
-
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family):
-    return KVTransformerBridge.boot_transformers(tiny(family))
-
-
-@pytest.fixture(scope="module")
-def rounding(family):
-    return rounding_in_nats(tiny(family))
 
 
 @pytest.mark.parametrize("positions", ["kept", "closed"])
@@ -76,6 +56,57 @@ def test_heads_are_those_of_the_hooked_model(both_front_ends):
 def test_positions_are_those_of_the_hooked_model(both_front_ends):
     tables = [attribution_by_position(m, PROMPT, TEXT, by=UNITS, each_layer=True) for m in both_front_ends]
     assert_frame_equal(*tables, rtol=0, atol=1e-9)
+
+
+def test_edges_are_those_of_the_hooked_model(both_front_ends):
+    for given in (dict(), dict(through_mlps=False, rival=7), dict(replace_by={UNITS[1]: some_tokens(4, seed=2)})):
+        tables = [attribution_by_edge(m, PROMPT, TEXT, by=UNITS, answer=5, n_confirmed=None, **given) for m in both_front_ends]
+        names = list(tables[0].columns[:8])  # estimates of 0 come in any order
+        assert_frame_equal(*(t.sort_values(names, ignore_index=True) for t in tables), rtol=0, atol=1e-9)
+        assert tables[0]["effect"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
+def test_edges_of_other_families_are_path_patching(family):
+    """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
+    model, together = KVTransformerBridge.boot_transformers(tiny(family)), torch.cat([PROMPT, TEXT])[None]
+    new = some_tokens(4, seed=2)
+    table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
+    names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
+
+    def run(tokens, instead, seen):
+        def see(x, hook, name):
+            x = instead.get(name, x)
+            seen[name] = x.clone()
+            return x
+
+        with model.hooks(fwd_hooks=[(name, partial(see, name=name)) for name in names]):
+            return float(model.logits_on(tokens, 1)[0, -1].double().log_softmax(dim=-1)[5])
+
+    for row in table.head(8).itertuples():
+        own, other, changed = {}, {}, {}
+        before = run(together, {}, own)
+        run(torch.cat([PROMPT[: UNITS[1][0]], new, PROMPT[UNITS[1][1] :], TEXT])[None], {}, other)
+        instead = {name: x.clone() for name, x in own.items() if name.endswith("z")}
+        sender, n = f"blocks.{row.sender_layer}.attn.hook_z", model.cfg.n_heads
+        at = slice(len(PROMPT)) if row.where == "prompt" else slice(len(PROMPT), None)
+        by_head = [x[sender].view(1, together.shape[1], n, -1) for x in (instead, other)]
+        by_head[0][:, at, row.sender_head] = by_head[1][:, at, row.sender_head]
+        run(together, instead, changed)
+        receiver, n = (
+            f"blocks.{row.receiver_layer}.attn.hook_{row.input}",
+            n if row.input == "q" else model.cfg.n_key_value_heads or n,
+        )
+        by_head = [x[receiver].view(1, together.shape[1], n, -1) for x in (own, changed)]
+        mixed = by_head[0].clone()
+        mixed[:, :, row.receiver_head] = by_head[1][:, :, row.receiver_head]
+        after = run(together, {receiver: mixed.view(own[receiver].shape)}, {})
+        assert abs(before - after - row.effect) < rounding_in_nats(tiny(family))
+
+
+def test_latent_attention_has_no_edges():
+    with pytest.raises(KVLensError, match="hook_. does not show"):
+        attribution_by_edge(KVTransformerBridge.boot_transformers(tiny("deepseek_v3")), PROMPT, TEXT, by=UNITS)
 
 
 def test_explanations_are_those_of_the_hooked_model(both_front_ends):

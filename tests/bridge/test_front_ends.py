@@ -17,9 +17,9 @@ CALLS = {
     "state_maps": lambda f, m: f(m, PROMPT),
     "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
     "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
+    "attribution_by_edge": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
     "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
     "explanation": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
-    "attention_rows": lambda f, m: f(m, PROMPT, torch.tensor([3, 7])),
     "head_details": lambda f, m: f(m, PROMPT, TEXT).pattern,
     "composition": lambda f, m: f(m).columns,
     "induction_verdicts": lambda f, m: f(m, n_sequences=1, n_repeated=8),
@@ -43,6 +43,9 @@ def test_an_analysis_runs_or_says_why_not(model, name):
     with torch.no_grad():
         if name == "layer_contributions" and 0 in model.heads_per_layer:
             with pytest.raises(IndirectHeads, match="layers have no heads"):
+                call(function, model)
+        elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in model.heads_per_layer) < 2:
+            with pytest.raises(KVLensError, match="a single layer with heads"):
                 call(function, model)
         elif reason is None:
             assert len(call(function, model))

@@ -31,11 +31,6 @@ def family(request):
 
 
 @pytest.fixture(scope="module")
-def model(family):
-    return KVTransformerBridge.boot_transformers(tiny(family))
-
-
-@pytest.fixture(scope="module")
 def rounding(family):
     return rounding_of(tiny(family))
 
@@ -307,7 +302,7 @@ def test_a_window_of_minimax_applies_to_its_full_attention():
 def test_a_damaged_file_of_states_is_refused(model, prompt, tmp_path):
     path = tmp_path / "bias.safetensors"
     convert_prompt(model, prompt).save(path)
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", version=5)
     meta = json.loads(metadata["kv_bias"])
     for layers in (3, [2, 0], [0, 5], [0], ["0", "2"], []):
         changed = {**metadata, "kv_bias": json.dumps({**meta, "recurrent_layers": layers})}

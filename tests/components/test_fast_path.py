@@ -7,7 +7,6 @@ from small_models import linear_model, relative_error, small_model, tokens
 from kvlens import KVShiftConfig, convert_prompt
 from kvlens.base import GatedMLP, TransformerBlock, Unembed
 from kvlens.components import block
-from kvlens.components.projections import NO_COPY_ROWS, project_heads
 
 ROUNDING = 1e-14  # float64: sums of tens of terms, in another order
 KINDS = {
@@ -123,11 +122,3 @@ def test_a_hook_may_keep_the_last_positions_only(kind):
     name = f"blocks.{model.cfg.n_layers - 1}.{model.blocks[-1].cut_point()}"
     last = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: x[:, -3:])])
     assert relative_error(last, model(text)[:, -3:]) < ROUNDING
-
-
-@pytest.mark.parametrize(("batch", "pos"), [(1, 1), (3, 5), (2, NO_COPY_ROWS)])
-def test_projections_are_x_w_plus_b_for_each_head(batch, pos):
-    generator = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((batch, pos, 7), (3, 7, 5), (3, 5)))
-    expected = torch.stack([x @ w[h] + b[h] for h in range(3)], dim=2)
-    assert relative_error(project_heads(x, w, b), expected) < ROUNDING

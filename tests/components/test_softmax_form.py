@@ -27,6 +27,10 @@ VARIANTS = {
     "bidirectional": dict(attention_dir="bidirectional"),
     "scaled by layer": dict(scale_attn_by_inverse_layer_idx=True),
     "shift": dict(kv_shift=KVShiftConfig(window=2, queries=True), positional_embedding_type="rotary"),
+    "norms over all heads, shift": dict(
+        original_architecture="Olmo2ForCausalLM", kv_shift=KVShiftConfig(), n_key_value_heads=3
+    ),
+    "clamped": dict(clip_qkv=0.3),
     "shift, gqa": dict(kv_shift=KVShiftConfig(), n_key_value_heads=3, positional_embedding_type="rotary"),
 }
 
@@ -123,7 +127,6 @@ def test_the_form_is_no_part_of_the_fingerprint_and_is_saved(tmp_path):
     [
         (dict(attention="linear"), "linear_attention_form"),
         (dict(attn_scores_soft_cap=5.0), "soft-capping"),
-        (dict(clip_qkv=1.0), "clamps"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused_with_the_reason(changes, words):

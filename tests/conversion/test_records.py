@@ -1,7 +1,6 @@
 """``bias.fit``: measured for exactly this bias, or unknown with what was done to it; None where nothing is approximate."""
 
 import contextlib
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from kvlens.conversion import TextOptions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
 from kvlens.conversion.softmax.reference import own_texts
-from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 
 PROMPT, OTHER, TEXT = tokens(1, 24)[0], tokens(1, 10, seed=3)[0], tokens(1, 12, seed=1)
 FEW = dict(method="landmark", n_features=5, n_continuations=9, continuation_length=6, verbose=False)
@@ -161,44 +159,6 @@ def test_a_file_keeps_the_record(model, few, tmp_path):
         for mine, theirs in zip(fit.fits, bias.fit.fits, strict=True):
             assert mine.answers.to_dict() == theirs.answers.to_dict()
             assert mine.rows() == theirs.rows() and mine.settings == theirs.settings
-
-
-def as_format_3(path) -> None:
-    """The file as kvlens wrote it before records were kept up."""
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
-    meta = json.loads(metadata["kv_bias"])
-    tensors = {name.replace("head_output_error", "output_error"): x for name, x in tensors.items() if "answers" not in name}
-    if meta["fit"] is None:
-        del meta["fit"]
-    else:
-        meta["fit"] = {name: x for name, x in meta["fit"].items() if name not in ("history", "answers", "parts")}
-    path.write_bytes(checked_tensor_bytes(tensors, {**metadata, "kv_bias": json.dumps(meta), "format_version": "3"}))
-
-
-def test_old_files_load_and_claim_nothing(few, exact, tmp_path):
-    path, fit = tmp_path / "b.safetensors", few.fit
-    selected = few.select(layers=[0])
-    biases = {  # with the record as it was then
-        "fitted": few,
-        "exact": exact,
-        "selected": selected._made(fit),
-        "continued without a record": (few + exact)._made(None),
-        "a linear one": convert_prompt(small_model(attention="linear"), PROMPT),
-    }
-    found = {}
-    for name, bias in biases.items():
-        bias.save(path)
-        if bias.features is not None:
-            as_format_3(path)
-        found[name] = KVBias.load(path).fit
-    assert found["exact"] is None and found["a linear one"] is None
-    assert found["fitted"].answers is None and found["fitted"].rows() == fit.rows()
-    assert "not measured" in repr(found["fitted"])
-    for name in ("selected", "continued without a record"):
-        assert is_unknown(found[name]) and "format 3 or older" in found[name].history[0]
-
-
-# --- the answers -----------------------------------------------------------------------------------------------------
 
 
 def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> torch.Tensor:

@@ -26,6 +26,7 @@ KINDS = {
     "local": dict(use_local_attn=True, window_size=5, attn_types=["local", "global"]),
     "sinks": dict(use_attention_sinks=True),
     "clamped": dict(clip_qkv=0.05),
+    "norms over all heads": dict(positional_embedding_type="rotary", original_architecture="Olmo2ForCausalLM", kv_shift=True),
 }
 
 
@@ -43,6 +44,16 @@ def test_norms_over_all_heads_act_under_a_bias_too(architecture):
     plain = dict(fold_ln=False, center_writing_weights=False, center_unembed=False)
     model = HookedKVTransformer.from_pretrained("tiny", hf_model=tiny_hf_model(architecture, seed=3), **plain)
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        shifted = HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))
+        assert torch.equal(shifted(tokens), model(tokens))
+        with model.using_softmax_form("fused"):
+            assert relative_error(model(tokens), shifted(tokens)) < 1e-5
+            normed = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k_shifted"]
+        attn = shifted.blocks[0].attn
+        k = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k"].flatten(2)
+        k = torch.nn.functional.rms_norm(k, k.shape[-1:], attn.k_norm.w, model.cfg.eps)
+        torch.testing.assert_close(normed, k.view_as(normed))  # the shift comes after the norm
     prompt, text = tokens[:, :11], tokens[:, 11:]
     assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < 1e-5
 
@@ -56,8 +67,8 @@ def test_a_bidirectional_model_has_no_bias():
 @pytest.mark.parametrize("form", ["eager", "fused"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_exact_in_float64(kind, form):
-    if form == "fused" and ("attn_scores_soft_cap" in kind or "clip_qkv" in kind):
-        pytest.skip("the fused kernel has no soft-cap and no clamp, and the model refuses the combination")
+    if form == "fused" and "attn_scores_soft_cap" in kind:
+        pytest.skip("the fused kernel has no soft-cap, and the model refuses the combination")
     model = small_model(**DOUBLE, **kind, softmax_form=form)
     prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
     bias = convert_prompt(model, prompt)
@@ -175,7 +186,7 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
     options = {} if method == "exact" else dict(method=method, n_features=3, n_continuations=2, continuation_length=6)
     whole, padded = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
     padded[1, :3] = 0
-    fusable = model.cfg.attn_scores_soft_cap <= 0 and model.cfg.clip_qkv is None
+    fusable = model.cfg.attn_scores_soft_cap <= 0
     with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt, verbose=False, **options)):
         for mask in (whole, padded):
             real = mask.bool()

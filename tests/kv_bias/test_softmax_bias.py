@@ -182,7 +182,7 @@ def test_a_bias_without_any_key_in_use_is_kept_too(tmp_path):
 def test_rows_that_do_not_fit_the_keys_in_use_are_refused(name, tmp_path):
     path = tmp_path / "b.safetensors"
     with_budgets(bias()).save(path)
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", version=5)
     tensors[name] = tensors[name][:-1]
     path.write_bytes(checked_tensor_bytes(tensors, metadata))
     with pytest.raises(KVLensError, match="incomplete or damaged"):
@@ -206,7 +206,7 @@ def test_the_rows_of_a_fit():
 def test_a_file_with_other_features_is_refused(change, words, tmp_path):
     path = tmp_path / "b.safetensors"
     bias().save(path)
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", newest=5)
+    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", version=5)
     metadata["kv_bias"] = json.dumps({**json.loads(metadata["kv_bias"]), **change})
     path.write_bytes(checked_tensor_bytes(tensors, metadata))
     with pytest.raises(KVLensError, match=words):

@@ -140,7 +140,7 @@ def test_nothing_hooked_makes_no_pattern_and_runs_no_hook(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("the pos x pos scores were computed")
 
-    model, x = linear_model(), tokens(1, 12)
+    model, x = linear_model(), tokens(1, module.LONGEST_PARALLEL + 1)
     monkeypatch.setattr(module, "causal_scores", forbidden)
     for point in model.hook_dict.values():
         assert not point.has_hooks()

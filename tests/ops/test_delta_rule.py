@@ -69,11 +69,6 @@ def without(arguments, *names):
     return {name: value for name, value in arguments.items() if name not in names}
 
 
-def real_values(arguments):
-    mask = arguments.get("mask")
-    return arguments["v"] if mask is None else arguments["v"] * mask[..., None, None]
-
-
 def test_one_head_by_hand():
     """a = b = 1/2, k = 1, values 4 and 2: S = 2, then 1/2 * 1/2 * 2 + 1 = 1.5, of which the first token has written 0.5."""
     ones = torch.ones(1, 2, 1, 1, dtype=torch.float64)
@@ -102,59 +97,16 @@ def test_decay_is_applied_before_removal():
         torch.testing.assert_close(form(**arguments, initial_state=S, output_final_state=True)[1], expected, **CLOSE)
 
 
-@given(
-    rules,
-    decays,
-    st.booleans(),
-    st.integers(1, 70),
-    st.sampled_from([1, 3, 16, 64]),
-    st.sampled_from([1, 2]),
-    st.integers(0, 99),
-)
-@laws
-def test_forms_agree(rule, decay, mask, pos, chunk_size, group, seed):
-    arguments = case(rule, decay, mask, pos, seed, 2, group)
-    S = state_of(2 * group)
-    expected = naive_delta_rule(**arguments, initial_state=S, output_final_state=True)
-    for got in (
-        chunked_delta_rule(**arguments, initial_state=S, output_final_state=True, chunk_size=chunk_size),
-        recurrent_delta_rule(**arguments, initial_state=S, output_final_state=True),
-    ):
-        torch.testing.assert_close(tuple(got), tuple(expected), **CLOSE)
-
-
-@given(rules, decays, st.booleans(), st.integers(2, 40), st.data())
-@laws
-def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, data):
-    arguments, S = case(rule, decay, mask, pos), state_of(batch=1)
-    cut = data.draw(st.integers(1, pos - 1))
-    first, second = ({name: x[:, part] for name, x in arguments.items()} for part in (slice(cut), slice(cut, None)))
-    for form in FORMS.values():
-        z, final = form(**arguments, initial_state=S, output_final_state=True)
-        a, between = form(**first, initial_state=S, output_final_state=True)
-        b, end = form(**second, initial_state=between, output_final_state=True)
-        torch.testing.assert_close(torch.cat([a, b], dim=1), z, **CLOSE)
-        torch.testing.assert_close(end, final, **CLOSE)
-
-
 @given(rules, decays, st.booleans(), st.integers(1, 40), st.sampled_from([1, 4, 64]))
 @laws
 def test_what_is_carried(rule, decay, mask, pos, chunk_size):
-    """S_M = P S_old + sum_j kbar_j v_j^T, z = z_context + S_old^T qbar, A v = z_context; all against products of matrices."""
-    arguments, S = case(rule, decay, mask, pos), state_of()
-    inner = without(arguments, "v")
+    """Against products of matrices."""
+    inner = without(case(rule, decay, mask, pos), "v")
     size = {"chunk_size": chunk_size}
     kbar, P = carried_keys(**without(inner, "q"), **size), state_map(**without(inner, "q"), **size)
-    qbar, pattern = carried_queries(**inner, **size), effective_attention(**inner)
+    qbar = carried_queries(**inner, **size)
     for got, expected in zip((kbar, qbar, P), naive_carried(**inner), strict=True):
         torch.testing.assert_close(got, expected, **CLOSE)
-    v = real_values(arguments)
-    z, final = naive_delta_rule(**arguments, initial_state=S, output_final_state=True)
-    context, _ = naive_delta_rule(**arguments)
-    torch.testing.assert_close(P @ S + torch.einsum("bjhk,bjhd->bhkd", kbar, v), final, **CLOSE)
-    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", pattern, v), context, **CLOSE)
-    torch.testing.assert_close(context + torch.einsum("bihk,bhkd->bihd", qbar, S), z, **CLOSE)
-    assert not pattern.triu(1).any()
 
 
 @pytest.mark.parametrize("rule", ["gated", "kda"])

@@ -180,3 +180,18 @@ def test_far_rows_made_in_inference_mode_serve_training():
     x = normal(4, D, seed=1).requires_grad_()
     rotate(x, *rows.rows(3 * ROWS_KEPT, 4, torch.device("cpu"), torch.float64)).sum().backward()
     assert x.grad is not None
+
+
+def test_rows_are_those_that_were_asked_for_although_another_thread_asks_for_others():
+    """The other thread's turn comes while the last request is compared with this one."""
+    rows, cpu = table(4, False), torch.device("cpu")
+
+    class Interrupted(int):
+        def __eq__(self, other):
+            rows.rows(7, 3, cpu, torch.float64)
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    expected = rows.rows(2, 3, cpu, torch.float64)[0].clone()
+    assert torch.equal(rows.rows(Interrupted(2), 3, cpu, torch.float64)[0], expected)

@@ -26,8 +26,8 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
-    "num_swa_attention_heads": 6,
-    "num_swa_key_value_heads": 3,
+    "num_swa_attention_heads": 3,
+    "num_swa_key_value_heads": 1,
     "sliding_window": 5,
     "sliding_window_layers": [1, 3],
     "conv_window": 2,
@@ -45,11 +45,12 @@ CONFIG: dict[str, Any] = {
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Weights by the published names, drawn away from every special value."""
-    d, d_mlp, kv = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
-    packed = d + 2 * kv * (d // config["num_attention_heads"])
+    d, d_mlp = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
+        n_heads, kv = heads_of(config, layer)
+        packed = d + 2 * kv * (d // n_heads)
         shapes |= {
             f"{at}input_layernorm.weight": (d,),
             f"{at}post_attention_layernorm.weight": (d,),
@@ -66,6 +67,12 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: weight + 1 if "norm" in name else weight for name, weight in drawn.items()}
+
+
+def heads_of(config: dict[str, Any], layer: int) -> tuple[int, int]:
+    """Query and key-value heads of a layer."""
+    kind = "num_swa_" if layer in config["sliding_window_layers"] and config["num_swa_attention_heads"] else "num_"
+    return config[f"{kind}attention_heads"], config[f"{kind}key_value_heads"]
 
 
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 1) -> Path:
@@ -93,7 +100,7 @@ def reference_logits(config: dict[str, Any], weights: dict[str, Tensor], tokens:
         at = f"model.layers.{layer}."
         w = {name.removeprefix(at): weight for name, weight in weights.items() if name.startswith(at)}
         window = config["sliding_window"] if layer in config["sliding_window_layers"] else tokens.shape[1]
-        x = x + _attention(config, w, _rms_norm(config, x, w["input_layernorm.weight"]), window)
+        x = x + _attention(config, w, _rms_norm(config, x, w["input_layernorm.weight"]), window, heads_of(config, layer))
         y = _rms_norm(config, x, w["post_attention_layernorm.weight"])
         gate = y @ w["mlp.gate_proj.weight"].T
         x = x + (gate / (1 + torch.exp(-gate)) * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
@@ -106,8 +113,8 @@ def _rms_norm(config: dict[str, Any], x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.square().mean(dim=-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
 
 
-def _attention(config: dict[str, Any], w: dict[str, Tensor], x: Tensor, window: int) -> Tensor:
-    n_heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"]
+def _attention(config: dict[str, Any], w: dict[str, Tensor], x: Tensor, window: int, heads: tuple[int, int]) -> Tensor:
+    n_heads, n_kv = heads
     d_head = config["hidden_size"] // n_heads
     packed = x @ w["self_attn.W_pack.weight"].T
     column = [packed[..., i * d_head : (i + 1) * d_head] for i in range(n_heads + 2 * n_kv)]

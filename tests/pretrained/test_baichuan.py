@@ -8,7 +8,7 @@ from baichuan_reference import CONFIG, random_weights, reference_logits, write_f
 from tiny_hf import tiny_tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, analyses, convert_prompt
 from kvlens.pretrained import load_pretrained_parts
 
 TOKENS = torch.randint(0, CONFIG["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(7))
@@ -29,7 +29,8 @@ VARIANTS = {
     "global_only": {"sliding_window_layers": []},
     "window_of_one": {"sliding_window": 1},
     "without_swa_heads": {"num_swa_attention_heads": None, "num_swa_key_value_heads": None},
-    "ungrouped": {"num_key_value_heads": 6, "num_swa_key_value_heads": 6},
+    "equal_heads": {"num_swa_attention_heads": 6, "num_swa_key_value_heads": 3},
+    "ungrouped": {"num_key_value_heads": 6, "num_swa_key_value_heads": 3},
     "longer_convolution": {"conv_window": 3},
     "rope_parameters": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
 }
@@ -53,9 +54,10 @@ def test_a_folder_gives_the_references_logits_in_float64(variant, shards, tmp_pa
 )
 @torch.no_grad()
 def test_the_comparison_notices_every_part(change, tmp_path):
-    weights = random_weights(CONFIG)
-    model = exact_model(write_folder(tmp_path / "m1", CONFIG, weights))
-    config, other = dict(CONFIG), dict(weights)
+    config = {**CONFIG, **(VARIANTS["equal_heads"] if change == "previous_layer_kind" else {})}
+    weights = random_weights(config)
+    model = exact_model(write_folder(tmp_path / "m1", config, weights))
+    other = dict(weights)
     if change in ("conv_k", "conv_v"):
         other[f"model.layers.2.self_attn.{change}"] = other[f"model.layers.2.self_attn.{change}"].flip(2)
     elif change == "column_order":
@@ -128,6 +130,39 @@ def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path):
 
 
 @torch.no_grad()
+def test_a_prompt_becomes_a_bias_exactly_and_is_explained(tmp_path):
+    model = exact_model(write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG)))
+    prompt, text = TOKENS[0, :11], TOKENS[:1, 11:]
+    bias = convert_prompt(model, prompt)
+    expected = reference_logits(CONFIG, random_weights(CONFIG), TOKENS[:1])[:, 11:]
+    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
+    for form in ("eager", "fused"):
+        with model.kv_bias(bias), model.using_softmax_form(form):
+            torch.testing.assert_close(model(text), expected, rtol=0, atol=tolerance)
+    heads = [(layer, head) for layer, n in enumerate((6, 3, 6, 3)) for head in range(n)]
+    table = analyses.bias_by_head(model, prompt, text[0])
+    assert list(zip(table["layer"], table["head"], strict=True)) == heads
+    units = analyses.attribution_by_head(model, prompt, text[0], by=[(0, 5)])
+    of_shift_states = units[units["part"] == "shift_state"]
+    assert of_shift_states.groupby("layer")["head"].max().tolist() == [2, 0, 2, 0]
+    assert len(analyses.explanation(model, prompt, text[0], by=[(0, 5)]))
+
+
+def test_every_weight_is_trained(tmp_path):
+    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
+    model = HookedKVTransformer.from_pretrained_no_processing(folder, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        losses.append(model(TOKENS, return_type="loss"))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(bool(weight.grad.any()) for name, weight in model.named_parameters() if "b_K" not in name)
+
+
+@torch.no_grad()
 def test_options_shorten_the_model_and_reach_its_configuration(tmp_path):
     weights = random_weights(CONFIG)
     folder = write_folder(tmp_path / "m1", CONFIG, weights, shards=3)
@@ -196,10 +231,11 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_swa_attention_heads": 12}, "num_swa_attention_heads=12 .*and num_attention_heads=6 in the others"),
-        ({"num_swa_key_value_heads": 2}, "num_swa_key_value_heads=2 .*and num_key_value_heads=3 in the others.*shift_import"),
+        ({"num_swa_attention_heads": 5}, "num_swa_attention_heads=5.* hidden_size=24 must be a multiple"),
+        ({"num_swa_key_value_heads": 2}, "num_swa_attention_heads=3.* must be one of num_swa_key_value_heads=2"),
+        ({"num_swa_key_value_heads": 3}, r"blocks.1.attn.k_shift_coef; its configuration gives \[3, 2\]"),
         ({"hidden_size": None}, "needs a positive integer hidden_size in its config.json, got None"),
-        ({"hidden_size": 25}, "hidden_size=25, not a multiple of num_attention_heads=6"),
+        ({"hidden_size": 25}, "num_attention_heads=6, of which hidden_size=25 must be a multiple"),
         ({"sliding_window": None}, "needs a positive integer sliding_window"),
         ({"sliding_window_layers": [1, 4]}, r"sliding_window_layers \[1, 4\]; expected numbers from 0 to 3"),
         ({"conv_window": 1}, "conv_window=1: it mixes nothing"),
@@ -219,8 +255,8 @@ def test_configurations_that_cannot_be_loaded_say_why(changes, message, tmp_path
 
 
 def test_other_heads_in_unused_sliding_window_fields_do_not_matter(tmp_path):
-    config = {**CONFIG, "sliding_window_layers": [], "num_swa_attention_heads": 12}
-    assert exact_model(write_folder(tmp_path / "m1", config, random_weights(CONFIG))).cfg.use_local_attn is False
+    config = {**CONFIG, "sliding_window_layers": [], "num_swa_attention_heads": 5}
+    assert exact_model(write_folder(tmp_path / "m1", config, random_weights(config))).cfg.use_local_attn is False
 
 
 def test_weights_that_are_missing_unknown_or_packed_are_named(tmp_path):

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, dynamic_module_utils
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError
 from kvlens.cli import main
+from kvlens.files import checksum, checksum_of_json
 from kvlens.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -35,6 +36,11 @@ def with_code_in(folder: Path, file: str, code: str, **fields) -> Path:
     stored = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
     (folder / file).write_text(json.dumps({**stored, **fields}))
     (folder / "evil.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    if "checksum" in config:  # the change is not damage
+        config["files"] = {file: checksum((folder / file).read_bytes())}
+        config["checksum"] = checksum_of_json(config)
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -49,11 +55,7 @@ def hugging_face_folder(folder: Path) -> Path:
 
 
 def kvlens_folder(folder: Path) -> Path:
-    """As format 1 had it, without the checksums that would find the change before anything is read."""
     tiny_text_model().save(folder)
-    stored = json.loads((folder / "config.json").read_text())
-    del stored["files"], stored["checksum"]
-    (folder / "config.json").write_text(json.dumps({**stored, "format_version": 1}))
     return folder
 
 

@@ -56,7 +56,9 @@ def test_units_without_which_the_answer_is_kept_have_no_color(report):
     looks = re.findall(r'<span title="[^"]*" class="(\w+)[^>]*>([^<]*)', prompt)
     assert [look for look, _ in looks] == ["unsure"] * 5 + ["positive"]
     assert [text for _, text in looks] == [text.strip() for text in report.explained.units["unit_text"]]
-    assert prompt.count('<b class="effect">') == 1
+    shown = [text.replace("&nbsp;", " ") for text in re.findall('<b class="effect">([^<]*)', prompt)]
+    p = [html_text(percent(p)) for p in report.explained.statements.query("role == 'each'")["p_after"]]
+    assert shown == [*p[:5], f"lost {p[5]}"]
 
 
 def test_single_tokens_are_measured_in_short_prompts(report):
@@ -73,10 +75,10 @@ def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
     """Heads of breaking sets first; the columns are the two that the sentences speak of."""
     ranked, column = ranked_heads(report)
     heads = report.explained.heads.query("part == 'head'").set_index(["layer", "head"])
-    assert len(ranked) == len(heads) == 8 and column == "answer, only this head without"
+    assert len(ranked) == len(heads) == 8 and column == "answer, only this exchanged"
     for row in ranked.to_dict("records"):
         measured = heads.loc[row["layer"], row["head"]]
-        shown = [row[column], row["answer, all but this head without"]]
+        shown = [row[column], row["answer, all but this exchanged"]]
         assert shown == pytest.approx([measured["p_exchanged"], measured["p_alone"]], nan_ok=True)
         assert ("breaking" in row["in a set"]) == measured["breaking"] and ("keeping" in row["in a set"]) == measured["keeping"]
     named = ["breaking" in kinds for kinds in ranked["in a set"]]
@@ -144,7 +146,7 @@ def test_units_that_do_nothing_leave_the_ranking_to_the_text():
     report = build_report(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", new_tokens=1, answer=" kite")
     assert report.explained.cause == () and report.summary["answer"]["p_answer"][1] is None
     page = build_page(report).to_html()
-    assert html_text("No sentence by itself loses the answer 'kite'") in page
+    assert re.search(html_text("The answer 'kite'") + ".{,30} is not lost without any single sentence", page)
     assert "without that sentence" not in page and "without the prompt" in page and ranked_heads(report)[1] == ABLATION
 
 
@@ -198,6 +200,7 @@ def test_an_answer_that_begins_a_word_is_named_with_the_word(report):
         ("ball", [" ball", "."], None),
         ("ball", [" ball", " room"], None),
         ("b", ["c", "all"], None),
+        ("b", ["b", "al"], None),
         ("b", [], None),
         ("4", ["4", "2"], None),
     ]:

@@ -13,14 +13,9 @@ from kvlens.conversion.softmax.landmark import budgets_by_gain, longest_path, ou
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.landmarks import (
-    MatchedBy,
-    Queries,
-    choose_among,
-    match_among,
-    match_mass,
-    match_output,
-)
+from kvlens.ops.landmarks import MatchedBy, Queries
+from kvlens.ops.landmarks.choice import choose_among
+from kvlens.ops.landmarks.matching import match_among, match_mass, match_output
 
 
 @checked

@@ -26,6 +26,11 @@ def convert_softmax_prompt(
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
     method.check_model(model)
+    if isinstance(method, Approximation) and fingerprint.heads is not None:
+        raise KVLensError(
+            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has others: '
+            'use method="exact"'
+        )
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     _check_finite(exact)
     bias, old = exact.bias, exact.old

@@ -14,8 +14,8 @@ from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.streaming_llm import first_keys
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.key_scores import expected_log_attention
-from kvlens.ops.rotary import rotate
+from kvlens.ops.key_scores.expected import expected_log_attention
+from kvlens.ops.rotary.rotate import rotate
 
 
 @checked

@@ -23,8 +23,9 @@ from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.feature_maps import draw_projections
-from kvlens.ops.softmax_features import random_log_features, taylor_features
+from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops.softmax_features.positive import random_log_features
+from kvlens.ops.softmax_features.taylor import taylor_features
 
 
 class FreeFeatures(Approximation):

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlens.conversion.softmax.few_keys import FewKeys, assembled, with_own_values
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.key_scores import attention_received
+from kvlens.ops.key_scores.attention import attention_received
 
 KEEP = 1e30
 """Added to the score of a key that is always kept."""

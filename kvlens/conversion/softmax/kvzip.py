@@ -13,7 +13,8 @@ from kvlens.conversion.softmax.reference import room_after
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.streaming_llm import first_keys
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.ops.landmarks import Queries, blocks_of, key_shares
+from kvlens.ops.landmarks import Queries
+from kvlens.ops.landmarks.shares import blocks_of, key_shares
 
 
 @checked

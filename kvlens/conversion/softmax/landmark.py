@@ -28,15 +28,10 @@ from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.landmarks import (
-    Chosen,
-    Criterion,
-    Queries,
-    choose_among,
-    fit_values,
-    fit_weights,
-    greedy_budgets,
-)
+from kvlens.ops.landmarks import Chosen, Criterion, Queries
+from kvlens.ops.landmarks.budgets import greedy_budgets
+from kvlens.ops.landmarks.choice import choose_among
+from kvlens.ops.landmarks.weights import fit_values, fit_weights
 
 LONGEST_PATH = 4
 """A head gets at most this many times the average number of keys, or up to 64 keys if that is more."""

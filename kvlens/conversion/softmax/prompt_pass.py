@@ -21,6 +21,7 @@ from kvlens.components import LayerBias, ShiftedCacheEntry, hidden_tokens_keep_p
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
+from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.assembly import spread_bias
 from kvlens.model.protocol import KVModel
@@ -91,8 +92,8 @@ def convert_exactly(
             if with_queries:
                 seen_queries.append([q.to(tokens.device) for q, _, _ in seen])
     residual = torch.cat(residuals, dim=1)
-    keys = torch.stack([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
-    values = torch.stack([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
+    keys = padded([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
+    values = padded([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
     bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
     positions = torch.arange(n_pos, device=tokens.device)
     read_positions = positions.expand(batch, -1) if prompt.mask is None else positions.where(prompt.mask, 0)
@@ -146,6 +147,13 @@ def every_key_kept(
     distance = lengths[:, None] - torch.arange(n_pos, device=keys.device)
     weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
     on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
+    if fingerprint.heads is not None:
+        alike = fingerprint.n_heads == fingerprint.n_kv_heads  # rows of key-value heads could not be told from query heads'
+        sizes = [(n_kv, n // n_kv if alike else 1) for n, n_kv, *_ in fingerprint.heads]
+        on, values = (
+            padded([x[:, :n].repeat_interleave(group, dim=1) for x, (n, group) in zip(of, sizes, strict=True)])
+            for of in (on, values)
+        )
     return KVBias(
         b_KV=values * on[..., None],
         b_D=on.clone(),
@@ -182,21 +190,27 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     held = {layer: LayerBias.of(old, layer, device) for layer in old.attention_layers}
     names = [name for name in ("b_kv", "b_d", "b_keys") if f"blocks.{old.attention_layers[0]}.attn.hook_{name}" in read]
     new = {(layer, name): read[f"blocks.{layer}.attn.hook_{name}"] for layer in held for name in names}
-    if all(torch.equal(b, held[layer].shown(name, old.n_heads).to(b)) for (layer, name), b in new.items()):
+    if all(torch.equal(b, held[layer].shown(name, old.first_state_head(layer)).to(b)) for (layer, name), b in new.items()):
         return old
     batch = max(map(len, new.values()))
     whole = old.per_query_head()
     whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)
 
     def stacked(name: str) -> Tensor:
-        layers = torch.stack([new[layer, name].expand(batch, *new[layer, name].shape[1:]) for layer in held]).to(whole.b_KV)
+        layers = padded([new[layer, name].expand(batch, *new[layer, name].shape[1:]) for layer in held]).to(whole.b_KV)
         return layers[:, 0] if whole.batch_size is None else layers
 
     assert whole.log_scale is not None
     changed: dict[str, Any] = {"b_KV": stacked("b_kv"), "b_D": stacked("b_d"), "log_scale": torch.zeros_like(whole.log_scale)}
-    if "b_keys" in names:
+    if "b_keys" in names and old.fingerprint.heads is None:
         assert isinstance(whole.features, VirtualKeys)
         changed |= _with_keys_by_query_head(stacked("b_keys"), whole.features.distance, changed["b_KV"], changed["b_D"])
+    elif "b_keys" in names and not all(
+        torch.equal(new[l, "b_keys"], held[l].shown("b_keys", old.first_state_head(l))) for l in held
+    ):
+        raise KVLensError(
+            "convert_prompt: hook_b_keys was changed, from which a model whose layers differ in heads cannot continue"
+        )
     return replace(whole, **changed)
 
 
@@ -224,7 +238,7 @@ def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache
     entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.shift_state]
     if not entries:
         return like.new_zeros(like.shape[0], like.shape[1], 0, n_heads, like.shape[-1])
-    return torch.stack([entry.shift_state[name].to(like) for entry in entries])
+    return padded([entry.shift_state[name].to(like) for entry in entries])
 
 
 def continued(old: KVBias | None, new: KVBias) -> KVBias:

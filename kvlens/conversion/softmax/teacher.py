@@ -15,7 +15,8 @@ from kvlens.conversion.softmax.reference import own_texts, read_queries, referen
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.landmarks import PromptKeys, Queries, output_errors
+from kvlens.ops.landmarks import PromptKeys, Queries
+from kvlens.ops.landmarks.weights import output_errors
 
 
 class Teacher:

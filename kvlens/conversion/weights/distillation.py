@@ -1,8 +1,10 @@
 """Context distillation: weights trained so that the model reads a text as it does after the prompt.
 
-    mean over texts and positions of KL( p(. | prompt, text) || p_w(. | text) ) -> min over w
+    distributions    mean over texts and positions of KL( p(. | prompt, text) || p_w(. | text) ) -> min over w
+    pairs            mean of -log p_w(answer | query), for the texts that the prompted model wrote -> min over w
 
-for w = the weight matrices W of every block, changed freely or by products of two matrices of a given rank (LoRA):
+The second is the naive conversion of ICLCA's slides; the first learns more from every text. w are the weight matrices W of
+every block, or other parameters, changed freely or by products of two matrices of a given rank (LoRA):
 
     W + B A        A [rank, d_out], B [d_in, rank]
 
@@ -15,9 +17,9 @@ LoRA, Hu et al. 2021, arXiv 2106.09685.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +32,9 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 
+Objective = Literal["distributions", "pairs"]
+QUERY = 4
+"""The number of tokens of a text that are its query; the rest is the answer."""
 TEXTS_PER_STEP = 16
 HELD_OUT = 8
 """One in this many texts is held out from the steps, for choosing the learning rate."""
@@ -40,7 +45,7 @@ MATRICES = (*FROM_INPUT, "W_O", "W_in", "W_gate", "W_out")
 
 @dataclass(frozen=True)
 class DistilledWeights(WeightChange):
-    """Changes of the weight matrices of every block.
+    """Changes of the weight matrices of every block, or of other parameters.
 
     Attributes:
         changes: by the name of the parameter, (B, A), or the change itself alone.
@@ -54,6 +59,14 @@ class DistilledWeights(WeightChange):
     def num_parameters(self) -> int:
         return sum(factor.numel() for factors in self.changes.values() for factor in factors)
 
+    def merged(self, model: HookedKVTransformer) -> HookedKVTransformer:
+        """A copy of the model with the changed weights, without gradients."""
+        copy = HookedKVTransformer.from_hooked_transformer(model).train(model.training).requires_grad_(False)
+        for name, factors in self.changes.items():
+            owner, leaf = _owner(copy, name)
+            owner._parameters[leaf] = nn.Parameter(_changed(name, owner.get_parameter(leaf), factors), requires_grad=False)
+        return copy
+
     def _attach(self, model: HookedKVTransformer, stack: contextlib.ExitStack) -> None:
         stack.enter_context(_with(model, self.changes))
 
@@ -65,7 +78,7 @@ class Distillation(NamedTuple):
         weights: the change of the weights.
         learning_rate: the best of those that were tried.
         losses: of the steps at that rate.
-        held_out_loss: on the texts that no step read.
+        held_out_loss: on the texts that no step read; of a single rate, which reads them all, the last step's.
         seconds: processor time of everything.
         passes: tokens read, at all rates, in units of one pass over the prompt; backward passes are not counted.
     """
@@ -87,6 +100,8 @@ def distill_prompt(
     rank: Annotated[int, Within(1, 2**16)] | None,
     steps: Count,
     learning_rates: Sequence[Annotated[float, Within(above=0, most=1)]],
+    which: Callable[[str], bool] | None = None,
+    objective: Objective = "distributions",
     seed: Seed = 0,
 ) -> Distillation:
     """Train a change of the weights with which ``model`` reads texts as it does with ``bias``.
@@ -97,28 +112,32 @@ def distill_prompt(
         texts: at least two texts that the prompted model may read, of the same length.
         rank: of the change of each matrix; None for a change of every entry.
         steps: number of gradient steps (Adam with a cosine schedule), :data:`TEXTS_PER_STEP` texts each.
-        learning_rates: the rates to try.
+        learning_rates: the rates to try; where there is one, no text is held out.
+        which: the parameters that change, by name; None for the weight matrices of every block.
+        objective: see the module.
 
     Raises:
         KVLensError: several prompts, a single text, or no rate.
     """
     if len(texts) < 2 or not learning_rates:
         raise KVLensError(
-            f"distill_prompt: needs at least two texts (one is held out) and one learning rate, got {len(texts)} texts and "
+            f"distill_prompt: needs at least two texts (to hold one out) and one learning rate, got {len(texts)} texts and "
             f"{len(learning_rates)} rates"
         )
     check_changeable("distill_prompt", model, bias)
     start = time.process_time()
     with torch.no_grad(), model.kv_bias(bias):
-        target = torch.cat([_log_probs(model, part) for part in texts.split(TEXTS_PER_STEP)])
-    n_held_out = max(1, len(texts) // HELD_OUT)
+        prompted = torch.cat([_log_probs(model, part) for part in texts.split(TEXTS_PER_STEP)])
+    target = prompted if objective == "distributions" else None
+    n_held_out = max(1, len(texts) // HELD_OUT) if len(learning_rates) > 1 else 0
     seen = len(texts) - n_held_out
     found = []
     for rate in learning_rates:
-        changes = _initial(model, rank, seed)
-        losses = torch.stack(list(_steps(model, changes, texts[:seen], target[:seen], steps, rate, seed)))
+        changes = _initial(model, rank, which, seed)
+        losses = torch.stack(list(_steps(model, changes, texts[:seen], _part(target, slice(seen)), steps, rate, seed)))
         with torch.no_grad():
-            held_out = float(_loss(model, changes, texts[seen:], target[seen:]))
+            unseen = (texts[seen:], _part(target, slice(seen, None)))
+            held_out = float(_loss(model, changes, *unseen) if n_held_out else losses[-1])
         found.append((held_out if held_out == held_out else float("inf"), rate, losses, changes))
     held_out, rate, losses, changes = min(found, key=lambda one: one[0])
     if held_out == float("inf"):
@@ -133,14 +152,20 @@ def distill_prompt(
     return Distillation(weights, rate, losses, held_out, time.process_time() - start, read / n_tokens)
 
 
-def _initial(model: HookedKVTransformer, rank: int | None, seed: int) -> dict[str, tuple[Tensor, ...]]:
+def _initial(
+    model: HookedKVTransformer, rank: int | None, which: Callable[[str], bool] | None, seed: int
+) -> dict[str, tuple[Tensor, ...]]:
     """Changes of zero: B random with |B_i|^2 about 1, A zero."""
     generator = torch.Generator().manual_seed(seed)
     changes = {}
-    for name, matrix in _matrices(model).items():
-        d_in, d_out = _flat(name, matrix).shape
-        first = torch.zeros(d_in, d_out) if rank is None else torch.randn(d_in, rank, generator=generator) / d_in**0.5
-        factors = (first,) if rank is None else (first, torch.zeros(rank, d_out))
+    for name, matrix in model.named_parameters():
+        if not (_is_matrix(name) if which is None else which(name) and (rank is None or _is_matrix(name))):
+            continue
+        flat = _flat(name, matrix.detach())
+        factors: tuple[Tensor, ...] = (torch.zeros_like(flat),)
+        if rank is not None:
+            d_in, d_out = flat.shape
+            factors = (torch.randn(d_in, rank, generator=generator) / d_in**0.5, torch.zeros(rank, d_out))
         changes[name] = tuple(factor.to(matrix).requires_grad_() for factor in factors)
     return changes
 
@@ -149,7 +174,7 @@ def _steps(
     model: HookedKVTransformer,
     changes: Mapping[str, tuple[Tensor, ...]],
     texts: Int[Tensor, "text pos"],
-    target: Float[Tensor, "text pos vocab"],
+    target: Float[Tensor, "text pos vocab"] | None,
     steps: int,
     learning_rate: float,
     seed: int,
@@ -158,7 +183,7 @@ def _steps(
     with torch.enable_grad(), _frozen(model):
         yield from descend(
             free,
-            lambda rows: _loss(model, changes, texts[rows], target[rows]),
+            lambda rows: _loss(model, changes, texts[rows], _part(target, rows)),
             n_rows=len(texts),
             rows_per_step=TEXTS_PER_STEP,
             steps=steps,
@@ -167,10 +192,19 @@ def _steps(
         )
 
 
-def _loss(model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]], texts: Tensor, target: Tensor) -> Tensor:
+def _loss(
+    model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]], texts: Tensor, target: Tensor | None
+) -> Float[Tensor, ""]:
     with _with(model, changes):
         new = _log_probs(model, texts)
+    if target is None:
+        query = min(QUERY, texts.shape[1] - 1)
+        return -new[:, query - 1 : -1].gather(2, texts[:, query:, None]).mean()
     return (target.exp() * (target - new)).sum(dim=-1).mean()
+
+
+def _part(target: Tensor | None, rows: Tensor | slice) -> Tensor | None:
+    return None if target is None else target[rows]
 
 
 def _log_probs(model: HookedKVTransformer, texts: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
@@ -200,10 +234,8 @@ def _with(model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]])
             owner, leaf = _owner(model, name)
             before = owner._parameters[leaf]
             assert before is not None
-            flat = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
-            changed = before.detach() + _folded(name, flat, before)
             replaced.append((owner, leaf, before))
-            owner._parameters[leaf] = changed  # type: ignore[assignment]
+            owner._parameters[leaf] = _changed(name, before, factors)  # type: ignore[assignment]
         yield
     finally:
         for owner, leaf, before in replaced:
@@ -211,8 +243,13 @@ def _with(model: HookedKVTransformer, changes: Mapping[str, tuple[Tensor, ...]])
         model._weights_then = weights_then
 
 
-def _matrices(model: HookedKVTransformer) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in model.named_parameters() if n.startswith("blocks.") and n.rpartition(".")[2] in MATRICES}
+def _is_matrix(name: str) -> bool:
+    return name.startswith("blocks.") and name.rpartition(".")[2] in MATRICES
+
+
+def _changed(name: str, before: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    flat = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
+    return before.detach() + _folded(name, flat, before)
 
 
 def _owner(model: HookedKVTransformer, name: str) -> tuple[nn.Module, str]:
@@ -222,14 +259,14 @@ def _owner(model: HookedKVTransformer, name: str) -> tuple[nn.Module, str]:
 
 def _flat(name: str, matrix: Tensor) -> Float[Tensor, "d_in d_out"]:
     """A weight as one matrix from the input of a layer to its output, all heads together."""
-    if matrix.ndim == 2:
+    if matrix.ndim <= 2:
         return matrix
     return matrix.transpose(0, 1).flatten(1) if name.rpartition(".")[2] in FROM_INPUT else matrix.flatten(0, 1)
 
 
 def _folded(name: str, flat: Float[Tensor, "d_in d_out"], like: Tensor) -> Tensor:
     """The inverse of :func:`_flat`."""
-    if like.ndim == 2:
+    if like.ndim <= 2:
         return flat
     if name.rpartition(".")[2] in FROM_INPUT:
         return flat.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)

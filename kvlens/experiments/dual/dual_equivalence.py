@@ -18,7 +18,7 @@ from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_s
 from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.ops import dual
-from kvlens.ops.feature_maps import draw_projections
+from kvlens.ops.feature_maps.projections import draw_projections
 
 KERNELS = ("random features", "landmarks", "exact")
 LARGEST = 1e-10

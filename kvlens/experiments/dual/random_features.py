@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlens.experiments.shared.curves import draw_curves
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.ops import dual
-from kvlens.ops.feature_maps import draw_projections
+from kvlens.ops.feature_maps.projections import draw_projections
 
 KINDS = ("iid", "orthogonal", "simplex")
 

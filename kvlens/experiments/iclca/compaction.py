@@ -43,9 +43,9 @@ from kvlens.experiments.iclca.compaction_ways import (
     changed_weights,
     kept_keys,
 )
-from kvlens.experiments.iclca.context_distillation import prompted_logits
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.sampling import prompted_logits
 from kvlens.model import HookedKVTransformer
 
 SIZE = ["method", "prompt_tokens", "keys_per_head"]

@@ -29,8 +29,9 @@ from kvlens.conversion.softmax.prompt_pass import attached, observed
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.landmarks import Products, Statistics, choose_keys
-from kvlens.ops.softmax_features import virtual_key_scores
+from kvlens.ops.landmarks import Products, Statistics
+from kvlens.ops.landmarks.choice import choose_keys
+from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
 
 RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
 """The candidates: the ridge relative to the mean diagonal of the normal equations, and the approximate mean share of a head's

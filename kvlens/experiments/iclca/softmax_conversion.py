@@ -5,7 +5,7 @@
 on texts not used for fitting: separately sampled continuations of the prompt. The methods of
 :func:`kvlens.convert_prompt` are compared with leaving the prompt out, keeping the most attended keys without a fit, a sliding
 window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
-(:mod:`~kvlens.experiments.iclca.context_distillation`). Every method is measured on the same contexts and texts.
+(:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens import zoo
-from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt
+from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
+from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
-from kvlens.experiments.iclca.context_distillation import OBJECTIVES, distil_best, prompted_logits
 from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
-from kvlens.experiments.shared.sampling import sampled
+from kvlens.experiments.shared.sampling import prompted_logits, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -33,6 +33,7 @@ DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "most attended keys, no fit", 
 IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
 EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
 EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, greedy and polished"
+OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
 DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
 SIZE = ["method", "keys_per_head", "n_continuations"]
 """The columns that identify a row of the table."""
@@ -167,12 +168,16 @@ def _distilled(
     n = settings["distil_texts"]
     generator = torch.Generator().manual_seed(2_000 + seed)
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
-    steps = dict(steps=settings["distil_steps"], learning_rates=settings["distil_rates"], seed=seed)
-    for objective in OBJECTIVES if settings["distil_steps"] else ():
-        copy, n_changed, seconds, _, passes = distil_best(model, prompt, seen, objective=objective, **steps)
-        figures = logit_errors(prompted_logits(model, prompt, texts), copy(texts, attention_mask=torch.ones_like(texts)))
-        size = {"method": DISTILLED[objective], "keys_per_head": 0, "n_continuations": n, "stored_numbers": n_changed}
-        cost = {"fit_seconds": seconds, "fit_steps": settings["distil_steps"], "reference_passes": passes}
+    bias, old = convert_prompt(model, prompt), prompted_logits(model, prompt, texts)
+    asked = dict(rank=None, which=lambda name: True, learning_rates=settings["distil_rates"], seed=seed)
+    for objective, method in DISTILLED.items() if settings["distil_steps"] else ():
+        found = distill_prompt(model, bias, seen, steps=settings["distil_steps"], objective=objective, **asked)
+        with torch.no_grad(), found.weights.attached(model):
+            figures = logit_errors(old, model(texts, attention_mask=torch.ones_like(texts)))
+        stored = found.weights.num_parameters
+        size = {"method": method, "keys_per_head": 0, "n_continuations": n, "stored_numbers": stored}
+        passes = found.passes + seen.numel() / len(prompt)
+        cost = {"fit_seconds": found.seconds, "fit_steps": settings["distil_steps"], "reference_passes": passes}
         yield {**size, **figures, **cost}
 
 

@@ -4,7 +4,7 @@ The slides ask whether a change of the weights, delta-W, can be turned into a pr
 attention can be approximated by b_KV alone, and any change of an MLP by attention, with enough keys. This is measured on a
 real model.
 
-The changes come from context distillation (:mod:`~kvlens.experiments.iclca.context_distillation`): the weights of attention
+The changes come from context distillation (:mod:`~kvlens.conversion.weights.distillation`): the weights of attention
 (Q, K, V, O) or of the MLPs learn a prompt. If distillation were perfect, the prompt itself would be a solution. Two ways to
 find one are compared: *given keys*, chosen among keys of other texts, with values in closed form
 (:mod:`~kvlens.experiments.iclca.imitation`); and *free keys*, where gradient steps on the logits then change keys, weights and
@@ -33,7 +33,7 @@ from kvlens.conversion import convert_prompt
 from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch, attached
-from kvlens.experiments.iclca.context_distillation import TEXTS_PER_STEP, distil
+from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
@@ -79,8 +79,10 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
     """A row for each way and number of keys, for one change of the weights."""
     generator = torch.Generator().manual_seed(1_000 * seed)
     prompt, learned = _prompt_and_texts(model, settings, generator)
-    is_free = lambda name: PARTS[part] in name  # noqa: E731
-    changed = distil(model, prompt, learned, is_free=is_free, seed=seed, **settings["distil"]).model
+    exact, learning = convert_prompt(model, prompt), settings["distil"]
+    asked = dict(steps=learning["steps"], learning_rates=[learning["learning_rate"]], seed=seed)
+    found = distill_prompt(model, exact, learned, rank=None, which=lambda name: PARTS[part] in name, **asked)
+    changed = found.weights.merged(model)
     start = torch.full((2 * settings["n_texts"], 1), model.tokenizer.bos_token_id)
     fitted, unseen = sampled(changed, start, settings["n_text"] - 1, generator).split(settings["n_texts"])
     others = sampled(model, start[: settings["n_texts"]], settings["n_text"] - 1, generator)
@@ -92,7 +94,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
             left = float((_logits(model, unseen) - aim).norm() / (before - aim).norm())
         return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
 
-    yield row(PROMPT, len(prompt), convert_prompt(model, prompt))
+    yield row(PROMPT, len(prompt), exact)
     given, free = (Best(model, changed, held_out(fitted)) for _ in range(2))
     for r in settings["keys"]:
         fit = dict(r=r, n_candidates=settings["n_candidates"], generator=generator)

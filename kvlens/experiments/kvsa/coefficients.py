@@ -37,7 +37,7 @@ from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.kv_shift import coefficients_from_parameter
+from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
 from kvlens.tasks import make_task
 from kvlens.training.ship import WATCHED
 from kvlens.zoo import folder_of, names

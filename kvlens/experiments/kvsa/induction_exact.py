@@ -25,7 +25,7 @@ from kvlens.experiments.kvsa.constructed_models import BLIND_HOOK, shifted_head,
 from kvlens.experiments.shared.curves import PALETTE
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.induction import induction_head
+from kvlens.ops.induction.induction_head import induction_head
 
 SHIFTED = "one layer, KV shift"
 BLIND = "two layers, first blind to its own token"

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from kvlens.experiments.kvsa.constructed_models import landscape_model, set_shift
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.induction import landscape_loss
+from kvlens.ops.induction.landscape import landscape_loss
 
 INDUCTION_HEAD = (0.0, 1.0)
 """(alpha_1, beta_1)."""

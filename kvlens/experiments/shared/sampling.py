@@ -1,10 +1,12 @@
-"""Sampling text from a model."""
+"""Sampling text from a model, and reading text after a prompt."""
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.model import HookedKVTransformer
+
+TEXTS_AT_ONCE = 16
 
 
 @torch.no_grad()
@@ -18,3 +20,13 @@ def sampled(
         new = torch.multinomial(p, 1, generator=generator)
         tokens = torch.cat([tokens, new], dim=1)
     return tokens
+
+
+@torch.no_grad()
+def prompted_logits(
+    model: HookedKVTransformer, prompt: Int[Tensor, " prompt_pos"], texts: Int[Tensor, "text pos"]
+) -> Float[Tensor, "text pos vocab"]:
+    """The logits at every position of the texts, after the prompt."""
+    whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
+    parts = [model(part, attention_mask=torch.ones_like(part))[:, len(prompt) :] for part in whole.split(TEXTS_AT_ONCE)]
+    return torch.cat(parts)

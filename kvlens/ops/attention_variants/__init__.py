@@ -10,6 +10,7 @@
 ``naive`` holds the slow form of each, one line per equation.
 """
 
+from kvlens.checks import doors
 from kvlens.ops.attention_variants.augmented import augment
 from kvlens.ops.attention_variants.naive import naive_negative, naive_regularised, naive_ridge
 from kvlens.ops.attention_variants.negative import Negatives, lowest_scored, mean_of_negatives
@@ -29,3 +30,5 @@ __all__ = [
     "ridge_step",
     "ridge_steps",
 ]
+
+doors(__name__)

@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
-@checked
 def augment(
     x: Float[Tensor, "batch pos head d"],
     weights: Sequence[Float[Tensor, "head _ _"]],

@@ -7,10 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def naive_regularised(
     pattern: Float[Tensor, "pos pos"],
     v: Float[Tensor, "pos d_head"],
@@ -28,7 +25,6 @@ def naive_regularised(
     return torch.stack(rows)
 
 
-@checked
 def naive_negative(
     pattern: Float[Tensor, "pos pos"],
     scores: Float[Tensor, "pos pos"],
@@ -53,7 +49,6 @@ def naive_negative(
     return torch.stack(rows)
 
 
-@checked
 def naive_ridge(
     kernel: Float[Tensor, "pos pos"],
     at_queries: Float[Tensor, "pos pos"],

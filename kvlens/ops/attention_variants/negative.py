@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
-
 
 class Negatives(NamedTuple):
     """The set N_i of negatives of every query.
@@ -29,7 +27,6 @@ class Negatives(NamedTuple):
     share: Float[Tensor, "batch head pos most"]
 
 
-@checked
 @torch.no_grad()
 def lowest_scored(
     scores: Float[Tensor, "batch head pos key_pos"], visible: Bool[Tensor, "#batch #head pos key_pos"], k: int | float
@@ -50,7 +47,6 @@ def lowest_scored(
     return Negatives(lowest.indices, share.expand_as(lowest.indices))
 
 
-@checked
 def mean_of_negatives(
     v: Float[Tensor, "batch head key_pos d_head"], negatives: Negatives
 ) -> Float[Tensor, "batch head pos d_head"]:

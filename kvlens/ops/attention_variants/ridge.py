@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
@@ -28,7 +27,6 @@ class RidgeState(NamedTuple):
     kk: Float[Tensor, "batch kv_head d_phi d_phi"]
 
 
-@checked(head="kv_head")
 def ridge_attention(
     kernel: Float[Tensor, "batch kv_head key_pos key_pos"],
     at_queries: Float[Tensor, "batch head pos key_pos"],
@@ -62,7 +60,6 @@ def ridge_attention(
     return (queries @ values[:, :, None]).flatten(1, 2).to(v.dtype)
 
 
-@checked(head="kv_head")
 def ridge_step(
     phi_q: Float[Tensor, "batch head d_phi"],
     phi_k: Float[Tensor, "batch kv_head d_phi"],
@@ -80,7 +77,6 @@ def ridge_step(
     return (weights @ state.kv.double()).flatten(1, 2).to(v.dtype), state
 
 
-@checked
 def ridge_state(
     phi_k: Float[Tensor, "batch kv_head pos d_phi"],
     v: Float[Tensor, "batch kv_head pos d_head"],
@@ -92,7 +88,6 @@ def ridge_state(
     return RidgeState(phi_k.transpose(-1, -2) @ v, phi_k.transpose(-1, -2) @ phi_k)
 
 
-@checked(head="kv_head")
 def ridge_steps(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],

@@ -1,5 +1,6 @@
 """The gated delta rule and Kimi delta attention, with everything that a KV bias needs (``types`` says what the forms share)."""
 
+from kvlens.checks import doors
 from kvlens.ops.delta_rule.chunked import (
     carried_delta_rule,
     carried_keys,
@@ -28,3 +29,5 @@ __all__ = [
     "recurrent_delta_rule",
     "state_map",
 ]
+
+doors(__name__)

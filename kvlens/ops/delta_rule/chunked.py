@@ -16,14 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.delta_rule.chunk import Chunks, chunks_of
 from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, starting_state, state_with_map
 
 CHUNK_SIZE = 64
 
 
-@checked(head="key_head")
 def chunked_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -42,7 +40,6 @@ def chunked_delta_rule(
     return DeltaRuleOutput(chunks.joined(z), final if output_final_state else None)
 
 
-@checked(head="key_head")
 def carried_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -66,7 +63,6 @@ def carried_delta_rule(
     return CarriedOutput.split(chunks.joined(z), final, d_v)
 
 
-@checked(head="key_head")
 def carried_queries(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -80,7 +76,6 @@ def carried_queries(
     return chunks.joined(_scan(chunks, identity_state(write_strength, k.shape[-1]))[0])
 
 
-@checked(head="key_head")
 def carried_keys(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head *channel"],
@@ -105,7 +100,6 @@ def carried_keys(
     return chunks.joined(torch.stack(carried[::-1], dim=2))
 
 
-@checked(head="key_head")
 def state_map(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head *channel"],
@@ -121,7 +115,6 @@ def state_map(
     return product
 
 
-@checked(head="key_head")
 def effective_attention(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -133,7 +126,8 @@ def effective_attention(
     chunks = chunks_of(q, k, log_decay, write_strength, mask, max(1, k.shape[1]))
     assert chunks.scores is not None
     solved = torch.linalg.solve_triangular(chunks.system, chunks.scores, upper=False, left=False, unitriangular=True)
-    return (solved * chunks.write.transpose(-1, -2)).squeeze(2)
+    pos = k.shape[1]
+    return (solved * chunks.write.transpose(-1, -2)).squeeze(2)[..., :pos, :pos]  # no token makes a chunk of one
 
 
 def _scan(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, identity_state, masked, starting_state
 
 
-@checked(head="key_head")
 def naive_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -33,7 +31,6 @@ def naive_delta_rule(
     return DeltaRuleOutput(z, S if output_final_state else None)
 
 
-@checked(head="key_head")
 def naive_token_maps(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head *channel"],

@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.delta_rule.types import CarriedOutput, DeltaRuleOutput, masked, starting_state, state_with_map
 
 
-@checked(head="key_head")
 def recurrent_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -38,7 +36,6 @@ def recurrent_delta_rule(
     return DeltaRuleOutput(z, state if output_final_state else None)
 
 
-@checked(head="key_head")
 def recurrent_carried_delta_rule(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],

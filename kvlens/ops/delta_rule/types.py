@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.linear_attention.state import without_padding
 
 LOWEST_LOG_DECAY = -100.0
 """A factor e^-100 = 4e-44 erases a state in any precision, while sums of such steps keep their digits and avoid -inf."""

@@ -7,6 +7,7 @@
 - ``layers``: the MLP after a head, and stacked attention layers; ``bound``: the generalization bound.
 """
 
+from kvlens.checks import doors
 from kvlens.ops.dual.all_queries import log_loss_drops, mean_cosines, step_outputs
 from kvlens.ops.dual.bound import BoundTerms, bound_terms, log_effective_trace, log_trace
 from kvlens.ops.dual.kernel import LogKernel, feature_kernel, kernel_values, softmax_kernel
@@ -59,3 +60,5 @@ __all__ = [
     "through_layers",
     "weight_after",
 ]
+
+doors(__name__)

@@ -17,13 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.dual.kernel import LogKernel, kernel_values, middle_of_course
 
 PerScoredQuery = Float[Tensor, "*lead scored_query"]
 
 
-@checked
 def log_loss_drops(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],
@@ -60,7 +58,6 @@ def log_loss_drops(
     return drops + 2 * queries * log_decay[..., None]
 
 
-@checked
 def step_outputs(
     pattern: Float[Tensor, "*lead query token"],
     values: Float[Tensor, "*lead token d_out"],
@@ -79,7 +76,6 @@ def step_outputs(
     return pattern[..., N:, :N] @ values[..., :N, :]
 
 
-@checked
 def mean_cosines(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],

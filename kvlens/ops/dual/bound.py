@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.ops.dual.kernel import LogKernel, kernel_values
 
@@ -58,7 +57,6 @@ def log_trace(kernel: LogKernel) -> Float[Tensor, "*lead"]:
     return kernel.log_size.diagonal(dim1=-2, dim2=-1).logsumexp(dim=-1)
 
 
-@checked
 def log_effective_trace(kernel: LogKernel, negatives: Bool[Tensor, "*lead demo demo"], beta: float) -> Float[Tensor, "*lead"]:
     """log sum_j |phi(k_j) - beta mean_{n in N(j)} phi(k_n)|^2; ``negatives[j, n]`` says whether n belongs to N(j)."""
     log_trace(kernel)  # raises if this is not a kernel
@@ -70,7 +68,6 @@ def log_effective_trace(kernel: LogKernel, negatives: Bool[Tensor, "*lead demo d
     return squares.clamp(min=0).log() + peak.squeeze((-2, -1))
 
 
-@checked
 def bound_terms(
     log_norm: Float[Tensor, "*lead"],
     log_rho: Float[Tensor, "*lead"],

@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
-
 
 class LogKernel(NamedTuple):
     """A matrix of kernel values between tokens (rows) and the points where W is evaluated (columns), sign * exp(log_size).
@@ -29,13 +27,11 @@ class LogKernel(NamedTuple):
     sign: Float[Tensor, "*lead token at"] | None
 
 
-@checked
 def softmax_kernel(a: Float[Tensor, "*lead a d"], b: Float[Tensor, "*lead b d"], scale: float) -> LogKernel:
     """kappa(a, b) = exp(a.b / scale), the kernel of softmax attention (DUAL eq. 7)."""
     return LogKernel(a @ b.transpose(-1, -2) / scale, None)
 
 
-@checked
 def feature_kernel(
     a: Float[Tensor, "*lead a d_phi"],
     b: Float[Tensor, "*lead b d_phi"],
@@ -50,7 +46,6 @@ def feature_kernel(
     return LogKernel(log_size, products.sign())
 
 
-@checked
 def kernel_values(kernel: LogKernel, log_factor: Float[Tensor, "..."] | float = 0.0) -> Float[Tensor, "*lead token at"]:
     """kappa * exp(log_factor), broadcast; it overflows only where the product itself is too large."""
     values = (kernel.log_size + log_factor).exp()

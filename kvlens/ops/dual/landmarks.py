@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
@@ -26,7 +25,6 @@ class LandmarkFeatures(NamedTuple):
     landmarks: Int[Tensor, "head r"]
 
 
-@checked
 def landmark_features(
     keys: Float[Tensor, "head token d"], queries: Float[Tensor, "head query d"], scale: float, n_landmarks: int
 ) -> LandmarkFeatures:
@@ -64,7 +62,6 @@ def landmark_features(
     return LandmarkFeatures(features[:, :n_keys], features[:, n_keys:], log_keys, log_queries, chosen)
 
 
-@checked
 def random_log_features(
     x: Float[Tensor, "head token d"], projection: Float[Tensor, "head m d"], scale: float
 ) -> tuple[Float[Tensor, "head token m"], Float[Tensor, "head token"]]:

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.dual.kernel import kernel_values, softmax_kernel
 
 
@@ -41,7 +40,6 @@ class FoldedMLP(NamedTuple):
     remainder: Float[Tensor, " d_model"]
 
 
-@checked
 def fold_mlp(
     W_in: Float[Tensor, "d_model d_mlp"],
     b_in: Float[Tensor, " d_mlp"],
@@ -68,7 +66,6 @@ class AttentionWeights(NamedTuple):
     W_V: Float[Tensor, "d_model d_out"]
 
 
-@checked
 def prefix_lm_attention(
     x: Float[Tensor, "token d_model"], weights: AttentionWeights, scale: float
 ) -> Float[Tensor, "token d_out"]:
@@ -79,7 +76,6 @@ def prefix_lm_attention(
     return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ (x @ weights.W_V)
 
 
-@checked
 def dual_of_prefix_lm(
     x: Float[Tensor, "token d_model"], weights: AttentionWeights, scale: float, eta: float = 1.0
 ) -> Float[Tensor, "token d_out"]:

@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
-
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """kappa of two vectors, a number."""
 
@@ -41,7 +39,6 @@ class NaiveDual(NamedTuple):
     cosine_after: Float[Tensor, " demo"]
 
 
-@checked
 def naive_dual(
     query: Float[Tensor, " d"],
     keys: Float[Tensor, "token d"],

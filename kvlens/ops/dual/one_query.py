@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.dual.kernel import LogKernel, kernel_values
 
 
@@ -36,7 +35,6 @@ class PairSums(NamedTuple):
         return kept**2 * self.start_norm + 2 * kept * series * self.start + series**2 * self.step
 
 
-@checked
 def pair_sums(
     log_kernel: LogKernel,
     values: Float[Tensor, "*lead token d_out"],
@@ -59,7 +57,6 @@ def losses(sums: PairSums, n_steps: int, eta: float, alpha: float = 0.0) -> Floa
     return torch.stack(course)
 
 
-@checked
 def predictions_at_demonstrations(
     log_kernel: LogKernel, values: Float[Tensor, "*lead token d_out"], n_demonstrations: int
 ) -> tuple[Float[Tensor, "*lead demo d_out"], Float[Tensor, "*lead demo d_out"]]:
@@ -77,7 +74,6 @@ def _series(n: int, alpha: float) -> float:
     return float(n) if alpha == 0 else (1.0 - (1.0 - alpha) ** n) / alpha
 
 
-@checked
 def cosine(a: Float[Tensor, "*lead d"], b: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead"]:
     """The cosine of the angle between rows; 0 where one of them is 0."""
     sizes = a.norm(dim=-1) * b.norm(dim=-1)

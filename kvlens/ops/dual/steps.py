@@ -16,8 +16,6 @@ Source: DUAL th. 3.1, eq. 9 and 12; our ``alpha`` is theirs, ``eta`` their learn
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
-
 Inputs = Float[Tensor, "*lead demo d_phi"]
 Labels = Float[Tensor, "*lead demo d_out"]
 Weight = Float[Tensor, "*lead d_out d_phi"]
@@ -25,25 +23,21 @@ Normalizer = Float[Tensor, "*#lead"]
 """D, one per query."""
 
 
-@checked
 def mean_outer(inputs: Inputs, labels: Labels, normalizer: Normalizer) -> Weight:
     """(1 / D) sum_j v_j phi~(k_j)^T: W_0 for the tokens of H_T, and what a step adds for those of H_D."""
     return labels.transpose(-1, -2) @ inputs / normalizer[..., None, None]
 
 
-@checked
 def predict(weight: Weight, inputs: Inputs) -> Labels:
     """f(z) = W phi~(z), row by row."""
     return inputs @ weight.transpose(-1, -2)
 
 
-@checked
 def loss_of_predictions(predictions: Labels, labels: Labels, normalizer: Normalizer, eta: float) -> Float[Tensor, "*lead"]:
     """-(1 / (eta D)) sum_j v_j.f(k_j) (DUAL eq. 9); autograd can act on it even if phi is infinite-dimensional."""
     return -(labels * predictions).sum(dim=(-2, -1)) / (eta * normalizer)
 
 
-@checked
 def dual_loss(
     weight: Weight, inputs: Inputs, labels: Labels, normalizer: Normalizer, eta: float, alpha: float = 0.0
 ) -> Float[Tensor, "*lead"]:
@@ -52,7 +46,6 @@ def dual_loss(
     return loss if alpha == 0 else loss + alpha / (2 * eta) * weight.square().sum(dim=(-2, -1))
 
 
-@checked
 def loss_gradient(
     weight: Weight, inputs: Inputs, labels: Labels, normalizer: Normalizer, eta: float, alpha: float = 0.0
 ) -> Weight:
@@ -60,7 +53,6 @@ def loss_gradient(
     return (alpha * weight - mean_outer(inputs, labels, normalizer)) / eta
 
 
-@checked
 def weight_after(weight: Weight, added: Weight, n_steps: int, alpha: float = 0.0) -> Weight:
     """W_n in closed form, (1 - alpha)^n W_0 + sum_{s<n} (1 - alpha)^s G, where G = ``added`` is `mean_outer` of H_D."""
     kept = 1.0 - alpha

@@ -1,5 +1,6 @@
 """phi: the map that turns a softmax score exp(q.k) into a product phi(q).phi(k), so that a sum of keys can be stored."""
 
+from kvlens.checks import doors
 from kvlens.ops.feature_maps.maps import (
     elu_plus_one,
     hedgehog,
@@ -17,3 +18,5 @@ __all__ = [
     "relu",
     "taylor",
 ]
+
+doors(__name__)

@@ -12,8 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
-
 
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     """phi(x) = elu(x) + 1 = exp(min(x, 0)) + max(x, 0), positive everywhere.
@@ -22,7 +20,7 @@ def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _EluPlusOne.apply(x)  # type: ignore[no-untyped-call]
-    return x.clamp(max=0.0).exp_().add_(x.relu())
+    return x.clamp_max(0.0).exp_().add_(x.clamp_min(0.0))
 
 
 class _EluPlusOne(torch.autograd.Function):
@@ -32,7 +30,7 @@ class _EluPlusOne(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return x.clamp(max=0.0).exp_().add_(x.relu())
+        return x.clamp_max(0.0).exp_().add_(x.clamp_min(0.0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -55,7 +53,6 @@ def relu(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     return torch.relu(x) + 1e-3
 
 
-@checked
 def random_features(
     x: Float[Tensor, "*lead head d"], projection: Float[Tensor, "head m d"], attn_scale: float
 ) -> Float[Tensor, "*lead head m"]:
@@ -75,7 +72,6 @@ def taylor(x: Float[Tensor, "*lead d"], attn_scale: float) -> Float[Tensor, "*le
     return torch.cat([torch.ones_like(scaled[..., :1]), scaled, pairs], dim=-1)
 
 
-@checked
 def hedgehog(x: Float[Tensor, "*lead head d"], weight: Float[Tensor, "head d d"]) -> Float[Tensor, "*lead head d_phi"]:
     """phi(x) = softmax([2Wx, -2Wx]), W learned per head."""
     projected = 2.0 * torch.einsum("...hd,hed->...he", x, weight.to(x.dtype))

@@ -6,10 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import Count, checked
+from kvlens.checks import Count
 
 
-@checked
 def draw_projections(
     n_heads: Count,
     n_features: Count,

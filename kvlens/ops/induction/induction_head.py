@@ -15,10 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def induction_head(x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float) -> Float[Tensor, "batch pos d_model"]:
     """IH(x) at every position.
 

@@ -25,14 +25,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 SHORTEST = 4
 """In shorter texts no i satisfies 1 < i < T - 1."""
 
 
-@checked
 def landscape_loss(alpha: Float[Tensor, "*lead 2"], beta: Float[Tensor, "*lead 2"], T: int) -> Float[Tensor, "*lead"]:
     """-log of the probability that the head gives to x_{i+1}.
 

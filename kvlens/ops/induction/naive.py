@@ -4,12 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.ops.induction.landscape import check_length
 
 
-@checked
 def naive_induction_head(
     x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float
 ) -> Float[Tensor, "batch pos d_model"]:
@@ -26,7 +24,6 @@ def naive_induction_head(
     return torch.stack(texts)
 
 
-@checked
 def naive_landscape_loss(
     alpha: Float[Tensor, "2"],
     beta: Float[Tensor, "2"],

@@ -4,14 +4,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
-from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
+from kvlens.ops.softmax_features import ScoreRule
+from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
 
 BLOCK_NUMBERS = 2**20
 """Attention weights held at once."""
 
 
-@checked
 def attention_received(
     q: Float[Tensor, "batch query head d_head"],
     query_distance: Int[Tensor, "batch query"],

@@ -4,10 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def expected_log_attention(
     q: Float[Tensor, "batch query head d_head"],
     counts: Float[Tensor, "batch query"],

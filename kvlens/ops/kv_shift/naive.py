@@ -4,10 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def naive_kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],

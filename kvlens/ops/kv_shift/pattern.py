@@ -10,10 +10,7 @@ With the values' coefficients, E gives the tokens that are read; with the keys',
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked(head="kv_head")
 def effective_pattern(
     pattern: Float[Tensor, "*batch head query key"], coef: Float[Tensor, "kv_head taps"]
 ) -> Float[Tensor, "*batch head query key"]:

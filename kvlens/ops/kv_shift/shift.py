@@ -13,11 +13,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
-@checked
 def kv_shift(
     x: Float[Tensor, "batch pos head d"],
     coef: Float[Tensor, "head taps"],

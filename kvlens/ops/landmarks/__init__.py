@@ -6,6 +6,7 @@ fit of the values corrects for the error that the weights leave in the normalize
 they reduce the error most. Weights are never negative, as in Attention Matching.
 """
 
+from kvlens.checks import doors
 from kvlens.ops.landmarks.budgets import greedy_budgets
 from kvlens.ops.landmarks.choice import CRITERIA, Chosen, Criterion, choose_among, choose_keys
 from kvlens.ops.landmarks.gram import Gram, Products, Rows
@@ -62,3 +63,5 @@ __all__ = [
     "shares",
     "statistics",
 ]
+
+doors(__name__)

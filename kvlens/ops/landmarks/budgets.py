@@ -4,10 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def greedy_budgets(
     gain: Float[Tensor, "layer batch kv_head r"], total: Int[Tensor, " batch"]
 ) -> Int[Tensor, "layer batch kv_head"]:

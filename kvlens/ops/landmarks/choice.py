@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.landmarks.gram import Gram, by_cell, concatenated
 from kvlens.ops.landmarks.shares import PromptKeys, Queries, Statistics, cells_of, statistics
 
@@ -44,7 +43,6 @@ class Chosen(NamedTuple):
         return Chosen(self.keys[:, :r], self.gain[:, :r], self.gram[:, :r, :r], self.with_p[:, :r])
 
 
-@checked(head="kv_head")
 def choose_among(
     queries: Queries,
     prompt: PromptKeys,
@@ -64,7 +62,6 @@ def choose_among(
     return concatenated((choose_keys(statistics(*own, root), r, criterion) for own, root in each), Chosen)
 
 
-@checked
 def choose_keys(sums: Statistics, r: int, criterion: Criterion = "output") -> Chosen:
     """The first ``r`` keys by a criterion (see the module docstring)."""
     if criterion == "mass":

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows, by_cell, concatenated
 from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, key_shares
 from kvlens.ops.landmarks.weights import nonnegative_weights, solve
@@ -50,7 +49,6 @@ class Matched(NamedTuple):
     with_m: Float[Tensor, "cell r"]
 
 
-@checked(head="kv_head")
 def masses(queries: Queries, prompt: PromptKeys) -> Masses:
     """The sums of one layer from which its keys are chosen and their weights fitted."""
     batch, kv_heads, n_keys, _ = prompt.keys.shape
@@ -69,7 +67,6 @@ def masses(queries: Queries, prompt: PromptKeys) -> Masses:
     return Masses(gram, gram.times(torch.ones_like(attention[..., None])).squeeze(-1), attention)
 
 
-@checked(head="kv_head")
 def match_among(queries: Queries, prompt: PromptKeys, r: int, by: MatchedBy) -> Matched:
     """:func:`match_keys` for every head of one layer; for long prompts, one head at a time, so that memory stays bounded."""
     cells = prompt.keys.shape[0] * prompt.keys.shape[1]
@@ -78,7 +75,6 @@ def match_among(queries: Queries, prompt: PromptKeys, r: int, by: MatchedBy) -> 
     return concatenated((match_keys(masses(*own), r, by) for own in cells_of(queries, prompt)), Matched)
 
 
-@checked
 def match_keys(sums: Masses, r: int, by: MatchedBy) -> Matched:
     """Choose ``r`` keys, by the highest root mean square attention or by matching pursuit on the mass.
 
@@ -107,13 +103,11 @@ def _pursued(sums: Masses, r: int) -> Int[Tensor, "cell r"]:
     return index
 
 
-@checked
 def match_mass(matched: Matched, active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
     """The weights w of the active keys, by non-negative least squares."""
     return nonnegative_weights(matched.gram, matched.with_m, active)
 
 
-@checked(head="kv_head")
 def match_output(
     queries: Queries, prompt: PromptKeys, index: Int[Tensor, "cell r"], w: Float[Tensor, "cell r"]
 ) -> Float[Tensor, "cell r d_head"]:

@@ -21,9 +21,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows
-from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
+from kvlens.ops.softmax_features import ScoreRule
+from kvlens.ops.softmax_features.virtual_keys import grouped_key_scores
 
 BLOCK_NUMBERS = 2**20
 """Shares held at once: 4 MiB in float32."""
@@ -98,7 +98,6 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
     return scores.sub_(log_n).exp_().flatten(0, 1)
 
 
-@checked(head="kv_head")
 def shares(queries: Queries, prompt: PromptKeys) -> Shares:
     """The share psi of every key, the prompt's parts p and a of normalizer and output, and the whole output z."""
     psi = key_shares(queries, prompt)
@@ -128,7 +127,6 @@ def cells_of(queries: Queries, prompt: PromptKeys) -> Iterator[tuple[Queries, Pr
         yield Queries(q, z, log_n, queries.positions), PromptKeys(keys, values, distance, real, rule)
 
 
-@checked(head="kv_head")
 def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, "batch kv_head d_head d_head"]) -> Statistics:
     """Sums over all queries, a block at a time, in float64. p and a are themselves sums over keys, so the Gram matrix contains
     the other sums: sum_i psi_i p_i = gram 1, sum_i psi_i a_i^T = gram v.

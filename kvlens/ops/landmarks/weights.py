@@ -15,7 +15,6 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.landmarks.choice import Chosen
 from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, shares
 from kvlens.ops.softmax_attention import ScaledFeatures
@@ -34,7 +33,6 @@ class Errors(NamedTuple):
     mass: Float[Tensor, "batch head"]
 
 
-@checked
 def fit_weights(chosen: Chosen, active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
     """The weights w of the active keys, by non-negative least squares."""
     return nonnegative_weights(chosen.gram, chosen.with_p, active)
@@ -57,7 +55,6 @@ def nonnegative_weights(
     return w
 
 
-@checked(head="kv_head")
 def fit_values(
     queries: Queries,
     prompt: PromptKeys,
@@ -83,7 +80,6 @@ def fit_values(
     return (start + solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
 
 
-@checked(head="kv_head")
 def output_errors(
     queries: Queries,
     prompt: PromptKeys,

@@ -6,6 +6,7 @@ The forms are those of :mod:`kvlens.ops.linear_attention` with phi the identity;
 kbar_j = a^{M-1-j} k_j, qbar_i = a^{i+1} q_i, P = a^M, A_ij = a^{i-j} q_i.k_j, over real tokens.
 """
 
+from kvlens.checks import doors
 from kvlens.ops.lightning.carried import carried_keys, carried_queries, effective_attention, state_map
 from kvlens.ops.lightning.forms import LightningOutput, chunked_lightning, naive_lightning, recurrent_lightning
 
@@ -19,3 +20,5 @@ __all__ = [
     "recurrent_lightning",
     "state_map",
 ]
+
+doors(__name__)

@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
-from kvlens.ops.linear_attention import real_steps, without_padding
+from kvlens.ops.linear_attention.state import real_steps, without_padding
 
 
-@checked
 def carried_queries(
     q: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -19,7 +17,6 @@ def carried_queries(
     return q * _power(real_steps(mask, q), log_decay, q)[..., None]
 
 
-@checked
 def carried_keys(
     k: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -31,7 +28,6 @@ def carried_keys(
     return k * _power(steps[:, -1:] - steps, log_decay, k)[..., None]
 
 
-@checked
 def state_map(
     k: Float[Tensor, "batch pos head d_k"],
     log_decay: Float[Tensor, " head"],
@@ -44,7 +40,6 @@ def state_map(
     return (kept * torch.eye(d_k, dtype=k.dtype, device=k.device)).expand(batch, n_heads, d_k, d_k)
 
 
-@checked
 def effective_attention(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],

@@ -5,14 +5,10 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
-from kvlens.ops.linear_attention import (
-    LinearAttentionOutput,
-    LinearAttentionState,
-    chunked_linear_attention,
-    naive_linear_attention,
-    recurrent_linear_attention,
-)
+from kvlens.ops.linear_attention import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.chunked import chunked_linear_attention
+from kvlens.ops.linear_attention.naive import naive_linear_attention
+from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
 
 
 class LightningOutput(NamedTuple):
@@ -22,7 +18,6 @@ class LightningOutput(NamedTuple):
     final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
-@checked
 def naive_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -45,7 +40,6 @@ def naive_lightning(
     return _output(naive_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
 
 
-@checked
 def chunked_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -60,7 +54,6 @@ def chunked_lightning(
     return _output(chunked_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
 
 
-@checked
 def recurrent_lightning(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],

@@ -1,5 +1,6 @@
 """Linear attention whose initial state is the KV bias (ICLCA eq. 12-13, 19; ``types`` says what its forms share)."""
 
+from kvlens.checks import doors
 from kvlens.ops.linear_attention.carry import carry_state
 from kvlens.ops.linear_attention.chunked import chunked_linear_attention
 from kvlens.ops.linear_attention.naive import naive_carry_state, naive_linear_attention
@@ -31,3 +32,5 @@ __all__ = [
     "running_normalizer",
     "without_padding",
 ]
+
+doors(__name__)

@@ -12,13 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.ops.linear_attention.state import rebase_state
 from kvlens.ops.linear_attention.types import LinearAttentionState
 
 
-@checked(head="kv_head")
 def carry_state(
     before: LinearAttentionState | None,
     n_tokens: int | Int[Tensor, " batch"],

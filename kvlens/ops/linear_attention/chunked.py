@@ -16,7 +16,6 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
 
@@ -27,7 +26,6 @@ SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens per segment: chosen for the cache on a CPU, and for enough parallel work on an accelerator."""
 
 
-@checked(head="kv_head")
 def chunked_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],

@@ -4,12 +4,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
-from kvlens.ops.rotary import naive_rotate
+from kvlens.ops.rotary.naive import naive_rotate
 
 
-@checked(head="kv_head")
 def naive_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -44,7 +42,6 @@ def naive_linear_attention(
     )
 
 
-@checked(head="kv_head")
 def naive_carry_state(
     before: LinearAttentionState,
     n_tokens: int,

@@ -6,12 +6,10 @@ Its steps are public because the hooked component puts hook points between them.
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
 
 
-@checked(head="kv_head")
 def causal_scores(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch key_pos kv_head d_phi"],
@@ -21,7 +19,7 @@ def causal_scores(
     """phi~(q_i).phi~(k_j) gamma^{i-j}, 0 where j > i or token j is padding; the queries are the last ``pos`` tokens."""
     group, past = phi_q.shape[2] // phi_k.shape[2], phi_k.shape[1] - phi_q.shape[1]
     k = phi_k.repeat_interleave(group, dim=2) if group > 1 else phi_k
-    scores = (phi_q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).tril(past)
+    scores = (phi_q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).tril_(past)
     if decay is not None:
         steps = real_steps(mask, phi_k)
         distance = (steps[:, past:, None] - steps[:, None, :]).clamp(min=0).to(scores)
@@ -29,7 +27,6 @@ def causal_scores(
     return scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
 
 
-@checked(head="kv_head")
 def running_normalizer(
     norm_q: Float[Tensor, "batch pos head d_phi"],
     norm_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -43,10 +40,9 @@ def running_normalizer(
     if k_sum is not None:
         running = running + k_sum[:, None]
     group = norm_q.shape[2] // norm_k.shape[2]
-    return (norm_q.unflatten(2, (-1, group)) * running.unsqueeze(3)).sum(-1).flatten(2, 3)
+    return (norm_q * (running.repeat_interleave(group, dim=2) if group > 1 else running)).sum(-1)
 
 
-@checked
 def final_state(
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
     v: Float[Tensor, "batch pos kv_head d_head"],
@@ -75,7 +71,6 @@ def final_state(
     return LinearAttentionState(kv, k_sum)
 
 
-@checked(head="kv_head")
 def parallel_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],

@@ -4,12 +4,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.linear_attention.state import without_padding
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState, check_normalizer
 
 
-@checked(head="kv_head")
 def recurrent_linear_attention(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     phi_k: Float[Tensor, "batch pos kv_head d_phi"],
@@ -36,7 +34,8 @@ def recurrent_linear_attention(
 
     grouped = (batch, pos, n_kv, n_heads // n_kv, d_phi)  # einops would take a tenth of a decoded token's time here
     phi_q, norm_q = phi_q.reshape(grouped), None if norm_q is None else norm_q.reshape(grouped)
-    numerators, normalizers = [], []
+    numerators: list[Tensor] = []
+    normalizers: list[Tensor] = []
     for i in range(pos):
         if gamma is not None:
             kept = kv * gamma
@@ -47,7 +46,14 @@ def recurrent_linear_attention(
             k_sum = k_sum + norm_k[:, i]
             normalizers.append((norm_q[:, i] @ k_sum.unsqueeze(-1)).reshape(batch, n_heads))
     return LinearAttentionOutput(
-        torch.stack(numerators, dim=1) if pos else v.new_zeros(batch, 0, n_heads, d_head),
-        None if norm_k is None else torch.stack(normalizers, dim=1) if pos else v.new_zeros(batch, 0, n_heads),
+        _along_time(numerators, v.new_zeros(batch, 0, n_heads, d_head)),
+        None if norm_k is None else _along_time(normalizers, v.new_zeros(batch, 0, n_heads)),
         LinearAttentionState(kv, k_sum),
     )
+
+
+def _along_time(steps: list[Tensor], none: Tensor) -> Tensor:
+    """One tensor of all steps, in the second axis; ``none`` if there are none. A decoded token is not copied."""
+    if len(steps) == 1:
+        return steps[0].unsqueeze(1)
+    return torch.stack(steps, dim=1) if steps else none

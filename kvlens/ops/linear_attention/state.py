@@ -4,12 +4,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import Count, checked
+from kvlens.checks import Count
 from kvlens.errors import KVLensError
-from kvlens.ops.rotary import rotate
+from kvlens.ops.rotary.rotate import rotate
 
 
-@checked(head="head_or_kv_head")
 def read_state(
     phi_q: Float[Tensor, "batch pos head d_phi"],
     kv: Float[Tensor, "#batch head_or_kv_head d_phi d_head"],
@@ -33,7 +32,6 @@ def read_state(
     return read * factor[..., None]
 
 
-@checked
 def rebase_state(
     kv: Float[Tensor, "*lead d_phi d_head"],
     cos: Float[Tensor, "*#lead rotary_dim"],
@@ -44,7 +42,6 @@ def rebase_state(
     return rotate(kv.transpose(-1, -2), cos.unsqueeze(-2), -sin.unsqueeze(-2), adjacent_pairs).transpose(-1, -2)
 
 
-@checked
 def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, "#batch pos"]:
     """The number of real tokens up to and including each position: [batch or 1, pos]."""
     if mask is None:
@@ -52,13 +49,11 @@ def real_steps(mask: Bool[Tensor, "#batch pos"] | None, like: Float[Tensor, "bat
     return mask.cumsum(dim=1)
 
 
-@checked
 def without_padding(x: Float[Tensor, "batch pos *rest"], mask: Bool[Tensor, "#batch pos"]) -> Float[Tensor, "batch pos *rest"]:
     """``x`` with zeros at padded positions, set rather than multiplied: 0 * inf would be NaN and reach the real tokens."""
     return x.masked_fill(~mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
-@checked
 def retnet_decay(n_heads: Count) -> Float[Tensor, " head"]:
     """gamma_h = 1 - 2^(-5 - h), in float64 (Sun et al. 2023; the RetNet in ICLCA has gamma = 1)."""
     return 1.0 - 2.0 ** (-5.0 - torch.arange(n_heads, dtype=torch.float64))

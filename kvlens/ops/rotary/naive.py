@@ -4,10 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked
 def naive_rotate(
     x: Float[Tensor, "*lead d"], position: int, frequencies: Float[Tensor, " pairs"], adjacent_pairs: bool
 ) -> Float[Tensor, "*lead d"]:

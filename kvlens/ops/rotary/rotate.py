@@ -6,11 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
-@checked
 def rotate(
     x: Float[Tensor, "*lead d"],
     cos: Float[Tensor, "*#lead rotary_dim"],
@@ -41,9 +39,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent_pairs: bool) -> Tensor
     n = cos.shape[-1]
     given = x if n == x.shape[-1] else x[..., :n]
     turned = given * cos
-    (x_1, x_2), (sin_1, sin_2), (turned_1, turned_2) = (_pairs(y, adjacent_pairs) for y in (given, sin, turned))
-    turned_1.addcmul_(x_2, sin_1, value=-1)
-    turned_2.addcmul_(x_1, sin_2)
+    (x_1, x_2), (turned_1, turned_2) = _pairs(given, adjacent_pairs), _pairs(turned, adjacent_pairs)
+    sin = sin[..., ::2] if adjacent_pairs else sin.narrow(-1, 0, n // 2)  # both features of a pair have the same angle
+    turned_1.addcmul_(x_2, sin, value=-1)
+    turned_2.addcmul_(x_1, sin)
     return turned if n == x.shape[-1] else torch.cat([turned, x[..., n:]], dim=-1)
 
 

@@ -18,8 +18,8 @@ Rows = tuple[Tensor, Tensor]
 class RotaryTable:
     """(cos, sin) rows by position, without an ``n_ctx``.
 
-    Rows beyond :data:`ROWS_KEPT` are computed on request, and the last request is cached, because all layers of a model ask
-    for the same rows in turn.
+    Rows beyond :data:`ROWS_KEPT` are computed on request. The last request is cached, because all layers of a model ask for the
+    same rows in turn.
 
     Args:
         compute: ``compute(n_ctx=n)`` returns (sin, cos) of positions 0 .. n - 1, each [n, rotary_dim], in float64. Angles must
@@ -36,13 +36,14 @@ class RotaryTable:
         self, first: int, n: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "pos rotary_dim"], Float[Tensor, "pos rotary_dim"]]:
         """(cos, sin) of positions ``first .. first + n - 1``."""
-        if first + n <= ROWS_KEPT:
-            cos, sin = self._kept_rows(first + n, device, dtype)
-            return cos[first : first + n], sin[first : first + n]
-        asked = (first, n, device, dtype)
-        if self._last is None or self._last[0] != asked:
-            self._last = asked, self._rows_at(torch.arange(first, first + n), device, dtype)
-        return self._last[1]
+        asked, last = (first, n, device, dtype), self._last  # read once: another thread may ask for other rows meanwhile
+        if last is None or last[0] != asked:
+            if first + n <= ROWS_KEPT:
+                cos, sin = (rows[first : first + n] for rows in self._kept_rows(first + n, device, dtype))
+            else:
+                cos, sin = self._rows_at(torch.arange(first, first + n), device, dtype)
+            last = self._last = asked, (cos, sin)
+        return last[1]
 
     def at(
         self, positions: Int[Tensor, "*shape"], dtype: torch.dtype

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
@@ -24,7 +23,6 @@ class ShortConvolutionOutput(NamedTuple):
     final_state: Float[Tensor, "batch rows channel"] | None
 
 
-@checked
 def short_convolution(
     x: Float[Tensor, "batch pos channel"],
     weight: Float[Tensor, "channel kernel"],

@@ -1,5 +1,6 @@
 """Softmax attention with its normalizer, and a KV bias merged into it in log space (``types`` says what its forms share)."""
 
+from kvlens.checks import doors
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
 from kvlens.ops.softmax_attention.extra_keys import ExtraKeys, attend_with_extra_keys, merge_extra_keys
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
@@ -23,3 +24,5 @@ __all__ = [
     "naive_softmax_attention",
     "visible_keys",
 ]
+
+doors(__name__)

@@ -12,12 +12,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.softmax_attention.grouped import by_kv_head
 from kvlens.ops.softmax_attention.types import JoinedBias, ScaledFeatures, ScaledMass
 
 
-@checked(head="kv_head")
 def naive_join_bias(
     z_context: Float[Tensor, "batch query head d_head"],
     log_normalizer: Float[Tensor, "batch query head"],
@@ -40,7 +38,6 @@ def naive_join_bias(
     return JoinedBias(torch.stack(contexts, 2), torch.stack(reads, 2), torch.stack(logs, 2))
 
 
-@checked(head="kv_head")
 def join_bias(
     z_context: Float[Tensor, "batch query head d_z"],
     normalizer: ScaledMass,

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 
 
@@ -56,7 +55,6 @@ class ExtraKeys(NamedTuple):
         return log_weights if self.by_distance is None else log_weights + self.by_distance.to(log_weights)
 
 
-@checked(head="kv_head")
 def attend_with_extra_keys(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -89,7 +87,6 @@ def attend_with_extra_keys(
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@checked(head="kv_head")
 def merge_extra_keys(
     z: Float[Tensor, "batch query head d_head"],
     log_normalizer: Float[Tensor, "batch query head"],

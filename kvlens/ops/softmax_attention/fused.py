@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.softmax_attention.types import SoftmaxAttentionOutput
 from kvlens.ops.softmax_attention.visible import visible_keys
 
@@ -18,7 +17,6 @@ QUERY_BLOCK = 256
 """Queries whose scores are held at once where the kernel does not return its normalizer."""
 
 
-@checked(head="kv_head")
 def fused_softmax_attention(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],

@@ -4,10 +4,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked(head="kv_head")
 def by_kv_head(
     x: Float[Tensor, "batch query head d"], held: Float[Tensor, "#batch kv_head d n"]
 ) -> Float[Tensor, "batch kv_head row n"]:

@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.softmax_attention.types import SoftmaxAttentionOutput
 
 
-@checked(head="kv_head")
 def naive_softmax_attention(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],

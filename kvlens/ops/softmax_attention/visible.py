@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
 
-@checked
 def visible_keys(
     n_queries: int,
     n_keys: int,

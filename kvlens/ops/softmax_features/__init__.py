@@ -1,5 +1,6 @@
 """phi for softmax attention: features whose product with stored weights replaces a prompt's exp(q.k)."""
 
+from kvlens.checks import doors
 from kvlens.ops.softmax_features.positive import learned_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
 from kvlens.ops.softmax_features.types import ScoreRule
@@ -15,3 +16,5 @@ __all__ = [
     "taylor_features",
     "virtual_key_scores",
 ]
+
+doors(__name__)

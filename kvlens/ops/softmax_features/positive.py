@@ -13,10 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
 
-
-@checked(head="kv_head")
 def random_log_features(
     x: Float[Tensor, "batch pos head d_head"], projection: Float[Tensor, "kv_head m d_head"], scale: float
 ) -> Float[Tensor, "batch pos head m"]:
@@ -26,7 +23,6 @@ def random_log_features(
     return exponent - math.log(projection.shape[1]) / 2
 
 
-@checked(head="kv_head")
 def learned_log_features(
     x: Float[Tensor, "batch pos head d_head"],
     weight: Float[Tensor, "kv_head m d_head"],

@@ -6,12 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
-from kvlens.ops.feature_maps import taylor
+from kvlens.ops.feature_maps.maps import taylor
 from kvlens.ops.softmax_attention import ScaledFeatures
 
 
-@checked
 def taylor_features(x: Float[Tensor, "batch pos head d_head"], scale: float) -> ScaledFeatures:
     """phi(x) = [1, x', vec(x' x'^T) / sqrt 2], x' = x / sqrt(scale), as features of norm 1 and a log-scale."""
     features = taylor(x, scale)

@@ -10,12 +10,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
-from kvlens.ops.softmax_attention import ScaledFeatures, by_kv_head
+from kvlens.ops.softmax_attention import ScaledFeatures
+from kvlens.ops.softmax_attention.grouped import by_kv_head
 from kvlens.ops.softmax_features.types import ScoreRule
 
 
-@checked(head="kv_head")
 def virtual_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -36,7 +35,6 @@ def virtual_key_scores(
     return rearrange(scores, "b g (p s) r -> b p (g s) r", p=q.shape[1])
 
 
-@checked(head="kv_head")
 def grouped_key_scores(
     q: Float[Tensor, "batch pos head d_head"],
     keys: Float[Tensor, "#batch kv_head r d_head"],
@@ -63,7 +61,7 @@ def distance_scores(
 ) -> Float[Tensor, "batch head pos r"]:
     """What the distance between a query and a virtual key adds to their score: ALiBi's term, minus infinity out of the window.
 
-    ALiBi's term is rounded as in TransformerLens' table, in the dtype of the slopes. Arguments as in
+    ALiBi's term is rounded as in the base's table, in the dtype of the slopes. Arguments as in
     :func:`virtual_key_scores`.
     """
     apart = positions[:, None, :, None] + distance.repeat_interleave(n_heads // distance.shape[1], dim=1)[:, :, None]
@@ -73,7 +71,6 @@ def distance_scores(
     return added if rule.window is None else torch.where(apart >= rule.window, -torch.inf, added)
 
 
-@checked
 def scaled_exp(
     log_features: Float[Tensor, "batch pos head r"], used: Bool[Tensor, "#batch #head r"] | None = None
 ) -> ScaledFeatures:

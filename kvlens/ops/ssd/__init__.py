@@ -10,6 +10,7 @@ of the recurrence. Queries and keys of a group serve the group's heads. With G =
 Tensors are named as in :mod:`kvlens.ops.delta_rule`, whose T_t also removes what stood at the key.
 """
 
+from kvlens.checks import doors
 from kvlens.ops.ssd.carried import carried_keys, carried_queries, effective_attention, state_map
 from kvlens.ops.ssd.forms import SSDOutput, chunked_ssd, naive_ssd, recurrent_ssd
 
@@ -23,3 +24,5 @@ __all__ = [
     "recurrent_ssd",
     "state_map",
 ]
+
+doors(__name__)

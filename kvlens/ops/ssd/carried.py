@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY
 
 
-@checked
 def carried_queries(
     q: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head"],
@@ -21,7 +19,6 @@ def carried_queries(
     return q * summed.exp()[..., None].to(q)
 
 
-@checked
 def carried_keys(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head"],
@@ -34,7 +31,6 @@ def carried_keys(
     return by_head(k, log_decay.shape[2]) * ((summed[:, -1:] - summed).exp().to(k) * write)[..., None]
 
 
-@checked
 def state_map(
     k: Float[Tensor, "batch pos key_head d_k"],
     log_decay: Float[Tensor, "batch pos head"],
@@ -45,7 +41,6 @@ def state_map(
     return kept[..., None, None].to(k) * torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
 
 
-@checked
 def effective_attention(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],

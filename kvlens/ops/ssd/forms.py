@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import checked
 from kvlens.ops.ssd.carried import by_head, carried_keys, carried_queries, effective_attention
 
 CHUNK_SIZE = 64
@@ -19,7 +18,6 @@ class SSDOutput(NamedTuple):
     final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
-@checked
 def naive_ssd(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -55,7 +53,6 @@ def naive_ssd(
     return SSDOutput(z, state if output_final_state else None)
 
 
-@checked
 def chunked_ssd(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],
@@ -84,7 +81,6 @@ def chunked_ssd(
     return SSDOutput(torch.cat(outputs, dim=1) if outputs else v, state if output_final_state else None)
 
 
-@checked
 def recurrent_ssd(
     q: Float[Tensor, "batch pos key_head d_k"],
     k: Float[Tensor, "batch pos key_head d_k"],

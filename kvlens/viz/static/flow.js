@@ -174,7 +174,7 @@
     // the two answers with bars; `down` is how far the percentages stand below the names
     const answerBox = (box, letters, down) => {
       const found = result(), made = [svg("rect", { x: box.x, y: box.y, width: box.w, height: box.h, rx: 5, class: "answer" })];
-      [[data.answer, found[1]], [data.rival, found[2]]].forEach(([name, p], i) => {
+      [[data.answer, found[1]], found.length > 4 ? found.slice(4) : [data.rival, found[2]]].forEach(([name, p], i) => {
         const x = box.x + PAD, y = box.y + PAD + 12 + (2.5 * ROW + down) * i, w = box.w - 2 * PAD;
         const said = percent(p), below = down ? ROW : 0;
         made.push(
@@ -187,22 +187,25 @@
       return made;
     };
 
+    const says = (found) => { // of one state
+      const p = `“${data.answer}” ${percent(found[1])}`, other = `“${data.rival}” ${percent(found[2])}`;
+      if (found.length < 5) return `${p}, ${other}`;
+      return `${p}${found[4] === data.rival ? "" : `, ${other}`}, and the model says “${found[4]}” (${percent(found[5])})`;
+    };
     const describe = (id) => {
-      const says = (found) => `“${data.answer}” ${percent(found[1])}, “${data.rival}” ${percent(found[2])}`;
-      if (id === "u") return `${capital(data.causes)}, “${running(data.cause)}”: without it ${says(everything)}.`;
-      const [positions, heads] = partsOf(id), name = capital(nameOf(id));
+      if (id === "u") return `${capital(data.causes)}, “${running(data.cause)}”: without it the answer is ${everything[3]}: ${says(everything)}.`;
+      const [positions, heads] = partsOf(id);
       const lost = state(heads, positions, false, false), alone = state(heads, positions, false, true);
-      return `${name}: ${number(lost[0])} nats are lost if only it reads the prompt without ${data.causes} (${says(lost)}); ` +
-        `${number(whole() - alone[0])} of ${number(whole())} nats are kept if only it reads the prompt with it (${says(alone)}).`;
+      return `${capital(nameOf(id))}: if only it reads the prompt without ${data.causes}, the answer is ${lost[3]}: ${says(lost)}. ` +
+        `If only it reads the whole prompt, and all others read it without ${data.causes}, the answer is ${alone[3]}: ${says(alone)}.`;
     };
 
     const tell = () => {
       const found = result(), names = [...off].sort((a, b) => nameOf(a).localeCompare(nameOf(b))).map(nameOf);
       const gone = off.has("u") && [...off].some((id) => id[0] !== "u");
       const idle = gone ? ` Without ${data.causes} the switches of positions and heads change nothing.` : "";
-      const before = names.length ? `With ${listed(names)} switched off` : "With everything switched on";
-      status.textContent = `${before} the model says “${data.answer}” with ${percent(found[1])}, “${data.rival}” with ` +
-        `${percent(found[2])}.${idle}`;
+      const before = names.length ? `With ${listed(names)} switched off the answer is ${found[3]}` : "With everything switched on";
+      status.textContent = `${before}: ${says(found)}.${idle}`;
       told.textContent = [...pinned].map(describe).join(" ");
       on.hidden = !off.size;
       figure.dataset.off = [...off].join(" ");

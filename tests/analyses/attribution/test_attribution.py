@@ -7,7 +7,7 @@ import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.methods import Hierarchical, LeaveOneOut, LinearFit, chosen_subsets, fitted, lasso, over_pairs
+from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut, chosen_subsets, fitted, lasso, over_pairs
 from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text, written
 from kvlens.analyses.attribution.units import units_of
@@ -260,7 +260,7 @@ def read_projections(model):
     return [("k", shift is not None and shift.keys), ("v", shift is not None and shift.values)]
 
 
-@pytest.mark.parametrize("method", ["leave_one_out", "linear", "contextcite", Hierarchical(("token",))])
+@pytest.mark.parametrize("method", ["leave_one_out", "interactions", "contextcite"])
 def test_the_whole_prompt_is_read_once(method, monkeypatch):
     model, seen = random_model(), []
 
@@ -379,10 +379,11 @@ def test_fits_recover_sums_and_pairs():
     def with_pairs(rows):
         return additive(rows) + 3.0 * (rows[:, 2] & rows[:, 5]).double()
 
-    sums = fitted(kept, additive(kept), interactions=False)(every)
+    sums = fitted(kept, additive(kept))(every)
     assert (sums - additive(every)).std() < 0.05 * additive(every).std()
-    pairs = fitted(kept, with_pairs(kept), interactions=True)(every)
-    straight = fitted(kept, with_pairs(kept), interactions=False)(every)
+    pairs = fitted(kept, with_pairs(kept))(every)
+    intercept, found = lasso(kept.double(), with_pairs(kept), 0.0)
+    straight = intercept + every.double() @ found
     error = (pairs - with_pairs(every)).std()
     assert error < 0.15 * with_pairs(every).std()
     assert error < 0.5 * (straight - with_pairs(every)).std()
@@ -402,21 +403,12 @@ def test_the_kernel_of_pairs_is_the_sum_over_pairs():
 
 def test_a_method_is_an_object_and_its_name_a_shorthand():
     model = random_model()
-    by_name = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method="linear")
-    by_object = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method=LinearFit(n_subsets=32))
+    by_name = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method="interactions")
+    by_object = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method=InteractionFit(n_subsets=32))
     pd.testing.assert_frame_equal(by_name, by_object)
     loo = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
     closest = by_name["total_effect"].corr(loo["total_effect"])
     assert closest > 0.5
-
-
-def test_hierarchical_looks_only_where_something_is():
-    from kvlens.analyses.attribution.methods import Hierarchical
-
-    model = random_model()
-    table = prompt_attribution(model, PROMPT, TEXT, by="token", answer=5, method=Hierarchical(levels=("token",)))
-    loo = prompt_attribution(model, PROMPT, TEXT, by="token", answer=5)
-    assert table["total_effect"].tolist() == pytest.approx(loo["total_effect"].tolist(), abs=TOLERANCE)
 
 
 def test_unrelated_units_are_seldom_significant():
@@ -516,13 +508,3 @@ def test_the_sentence_that_states_the_fact_is_named(name):
     assert table["total_effect"].idxmax() == 1
     assert table["significant"].tolist() == [False, True, False]
     assert table["total_effect"][1] > 3
-
-
-def test_hierarchical_begins_with_what_is_coarser_than_the_units_it_is_given():
-    model = HookedKVTransformer.from_zoo("facts-linear")
-    story, question = "Mira keeps a goat. At night Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
-    table = prompt_attribution(model, story, question, by="token", answer=" donkey", method="hierarchical")
-    assert table["level"].tolist() == ["paragraph", "sentence", "sentence", *["token"] * 7]
-    assert table["unit_text"].tolist()[-7:] == [" At", " night", " Kaya", " feeds", " a", " donkey", "."]
-    last = prompt_attribution(model, story, question, by=[(6, 13)], answer=" donkey", method="hierarchical")
-    assert last["level"].tolist() == ["paragraph", "sentence", *["token"] * 7]

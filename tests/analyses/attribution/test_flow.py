@@ -65,6 +65,10 @@ def test_every_row_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeyp
         assert row.effect == pytest.approx(float(before[0] - said[0]), abs=TOLERANCE), row
         assert row.p_answer == pytest.approx(float(said[0].exp()), abs=TOLERANCE)
         assert row.p_rival == pytest.approx(float(said[1].exp()), abs=TOLERANCE)
+        first = int(read.argmax())
+        assert pd.isna(row.says) == (first == ANSWER)
+        if first != ANSWER:
+            assert row.p_says == pytest.approx(float(read.softmax(dim=-1)[first]), abs=TOLERANCE)
     assert table["effect"].abs().max() > 0.01
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kvlens.analyses.attribution.explain import explain
 
-from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
@@ -28,10 +28,14 @@ def log_p(logits: dict[int, float], token: int) -> float:
     return logits.get(token, 0.0) - math.log(whole)
 
 
+def built(sigma: float | None):
+    embeddings = torch.linalg.qr(torch.randn(N_TOKENS, N_TOKENS, generator=torch.Generator().manual_seed(0)).double()).Q
+    return two_hop_circuit(embeddings, STRENGTH, sigma)
+
+
 @pytest.fixture(scope="module", params=[None, 0.02], ids=["linear", "softmax"])
 def circuit(request):
-    embeddings = torch.linalg.qr(torch.randn(N_TOKENS, N_TOKENS, generator=torch.Generator().manual_seed(0)).double()).Q
-    return two_hop_circuit(embeddings, STRENGTH, request.param)
+    return built(request.param)
 
 
 def mean_of(tokens: list[int]) -> dict[int, float]:
@@ -146,3 +150,34 @@ def test_units_head_and_position_are_named_in_every_story(circuit):
         for column, alike in (("swap", "idxmax"), ("converse", "idxmin")):
             found = positions.loc[getattr(positions[column], alike)()]
             assert found["prompt_position"] == SPANS[inner][1] - 1
+
+
+def reads_the_note_by(input_: str, sigma: float | None):
+    """The circuit whose second layer reads the note as its values, or copies tokens, and the note asks or is asked for."""
+    model, token, note = built(sigma).requires_grad_(False), slice(N_TOKENS), slice(N_TOKENS, 2 * N_TOKENS)
+    attn = model.blocks[1].attn
+    if input_ != "v":
+        for weight in (attn.W_V, attn.W_Q if input_ == "q" else attn.W_K):
+            weight[:, token], weight[:, note] = weight[:, note].clone(), weight[:, token].clone()
+    if input_ == "k":
+        attn.k_shift_coef.copy_(torch.tensor([[1.0, 0.0]]))
+    return model
+
+
+@pytest.mark.parametrize("sigma", [None, 0.02], ids=["linear", "softmax"])
+@pytest.mark.parametrize(
+    ("input_", "where", "asked", "answer", "unit"),
+    [("v", "prompt", KEY, CELLAR, OUTER), ("q", "text", KEY, CELLAR, INNER), ("k", "prompt", CELLAR, BOX, OUTER)],
+)
+def test_the_edge_that_carries_the_note_is_found_and_no_other(input_, where, asked, answer, unit, sigma):
+    """The note is "cellar", at the "box" of "key box", or "box", at the text's "key"."""
+    model, text = reads_the_note_by(input_, sigma), torch.tensor([asked])
+    assert int(model(torch.cat([PROMPT, text])[None])[0, -1].argmax()) == answer
+    table = attribution_by_edge(model, PROMPT, text, by=[SPANS[unit]], answer=answer, n_confirmed=None)
+    edge = table.iloc[0]
+    names = ["sender_layer", "sender_head", "where", "receiver_layer", "receiver_head", "input"]
+    assert edge[names].tolist() == [0, 0, where, 1, 0, input_] and edge["effect"] > 1.0
+    assert len(table) == 2 * 2 * 2 * 3 and table["effect"][1:].abs().max() < EXACT
+    assert table["estimate"][1:].abs().max() < EXACT
+    if sigma is None:
+        assert edge["effect"] == pytest.approx(edge["whole"], abs=EXACT)

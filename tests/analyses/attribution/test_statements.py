@@ -5,20 +5,22 @@ import itertools
 
 import pytest
 import torch
+import transformers as tf
 from analysis_models import random_model, tokens
 from bridge_models import some_tokens, tiny
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.cost import CAP, expected_cost
-from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.explain import SHIFT_STATE, explain
 from kvlens.analyses.attribution.order import first_order, head_orders
-from kvlens.analyses.attribution.search import Runs, sets_of
+from kvlens.analyses.attribution.search import ONE_BY_ONE, Runs, sets_of
 from kvlens.analyses.attribution.verdicts import Outcomes
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
 from kvlens import HookedKVTransformer, KVShiftConfig, KVTransformerBridge, convert_prompt
 from kvlens.report.example import example_for
+from kvlens.zoo import source_of
 
 PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
 SPANS = [(0, 3), (3, 5), (5, 9), (9, 13)]
@@ -30,6 +32,8 @@ MODELS = {
 }
 ROUNDING = 1e-9
 """float64, log-probabilities of size 10 behind two layers whose weights are five times as large as usual."""
+CLOSE = 1e-4
+"""float32: log-probabilities of some tens, whose roundings add up to less through two or three layers."""
 
 
 @pytest.mark.parametrize(("answer", "rival"), [(None, None), (None, 7), (4, None), ("first two", None)])
@@ -178,6 +182,24 @@ def test_sets_are_as_small_as_any():
     assert sum(size == expected for size, expected in sizes) >= 0.98 * len(sizes)
 
 
+def test_no_set_that_was_run_is_smaller_than_the_first_that_is_named():
+    """Wherever the cap ends the search; single parts were run before, half of the time."""
+    for seed, keeping in itertools.product(range(6), (False, True)):
+        outcomes, exchange, _ = exchanges(random_model(attention="softmax", kv_shift=None, seed=seed), SPANS[seed % 4])
+        n = len(exchange.parts)
+        for most in (3, 9, 17, 40):
+            runs, every = Runs(outcomes, n, exchange.read, 2 * n), set(range(n))
+            if outcomes.verdict(runs.of([every])[0]).name != "lost":
+                continue
+            if seed % 2 == 0:
+                runs.of([every - {part} if keeping else {part} for part in range(n)])
+            runs.left = most
+            found, _ = sets_of(runs, range(n), keeping=keeping)
+            holding = [each for each in runs.found if runs.verdict(each).name == ("kept" if keeping else "lost")]
+            smallest = min((size for each in holding if (size := n - len(each) if keeping else len(each))), default=n)
+            assert len(found[0].parts) == smallest if found else smallest > ONE_BY_ONE
+
+
 def test_a_search_ends_at_its_cap_and_says_so():
     outcomes, exchange, _ = exchanges(random_model(kv_shift=None))
     runs = Runs(outcomes, len(exchange.parts), exchange.read, 0)
@@ -213,19 +235,60 @@ def test_statements_hold_when_they_are_run_again_over_prompt_and_text(name):
     _hold(found, HookedPasses(model, prompt, text, spans))
 
 
-def test_statements_on_grouped_keys_hold_in_transformers_own_model():
-    """Llama with random weights that are sharp enough for something to be lost."""
-    plain, lost = tiny("llama"), 0
+def sharp(family):
+    """Random weights that are large enough for something to be lost."""
+    plain = tiny(family)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.mul_(4 if "proj" in name or "lm_head" in name else 1)
-    model, spans = KVTransformerBridge.boot_transformers(copy.deepcopy(plain)), [(0, 4), (4, 9), (9, 13), (13, 18)]
-    for seed in range(4):
+    return plain, KVTransformerBridge.boot_transformers(copy.deepcopy(plain))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])
+def test_exchanges_are_those_of_transformers_own_model(family):
+    """Of random sets of heads, states and convolutions, and of random positions, in Transformers' attention and recurrences."""
+    plain, model = sharp(family)
+    prompt, text, span, generator = some_tokens(18, seed=0), some_tokens(5, seed=1), (4, 9), torch.Generator().manual_seed(0)
+    question, passes = Question.of(model, prompt, text), TransformersPasses(plain, prompt, text, [span])
+    bias, deleted = convert_prompt(model, prompt), question.rows([[span]])
+    of_heads = HeadExchange(question, bias, convert_prompt(model, deleted))
+    of_positions = PositionExchange(question, bias, deleted)
+    places = [SHIFT_STATE if part < 0 else str(part) for part in of_positions.parts]
+    changes = []
+    for exchange, codes in ((of_heads, [part.code for part in of_heads.parts]), (of_positions, places)):
+        chosen = torch.rand(8, len(codes), generator=generator) < 0.3
+        found = exchange.read(chosen)(text, 1)[:, 0].log_softmax(-1)
+        for row, now in zip(chosen, found, strict=True):
+            named = [code for code, change in zip(codes, row.tolist(), strict=True) if change]
+            sets = (named, []) if exchange is of_heads else ([], named)
+            again = passes.exchanged([0], *sets).log_softmax(-1)
+            torch.testing.assert_close(now.double().exp(), again.exp(), atol=CLOSE, rtol=0)
+            changes.append(float((now - found[0]).exp().sub(1).abs().max()))
+    assert sum(change > 0.05 for change in changes) > len(changes) / 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])
+def test_statements_hold_in_transformers_own_model(family):
+    """Grouped keys; heads and convolutions of recurrent layers."""
+    (plain, model), spans, lost = sharp(family), [(0, 4), (4, 9), (9, 13), (13, 18)], 0
+    for seed in range(3):
         prompt, text = some_tokens(18, seed=2 * seed), some_tokens(5, seed=2 * seed + 1)
         found = explain(model, prompt, text, by=spans)
         _hold(found, TransformersPasses(plain, prompt, text, spans))
         lost += bool(found.cause)
     assert lost
+
+
+@torch.no_grad()
+def test_statements_on_a_trained_hybrid_hold_in_transformers_own_model():
+    model, example = KVTransformerBridge.from_zoo("facts-hybrid"), example_for("facts-hybrid")
+    plain = tf.AutoModelForCausalLM.from_pretrained(source_of("facts-hybrid"), dtype=torch.float32)
+    prompt, text = model.to_tokens(example.prompt)[0], model.to_tokens(example.text, prepend_bos=False)[0]
+    found = explain(model, prompt, text)
+    assert found.cause
+    _hold(found, TransformersPasses(plain, prompt, text, [*zip(found.units["start"], found.units["stop"], strict=True)]))
 
 
 def _hold(found, passes):
@@ -234,6 +297,5 @@ def _hold(found, passes):
         for row in found.statements.itertuples():
             now = again(passes, row, len(found.units)).log_softmax(dim=-1)[None]
             (answer,) = found.answer_tokens
-            # float32: log-probabilities of some tens, whose roundings add up to less than 1e-4 through two or three layers
-            assert row.p_after == pytest.approx(float(now[0, answer].exp()), abs=1e-4), row
+            assert row.p_after == pytest.approx(float(now[0, answer].exp()), abs=CLOSE), row
             assert row.at_bound or row.verdict == second_verdict(whole, now, [answer]), row

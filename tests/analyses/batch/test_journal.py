@@ -1,22 +1,14 @@
 """The journal keeps jobs whole and once, and refuses to mix settings; the table has one schema and a row group per prompt."""
 
-import contextlib
-import json
-import sqlite3
-
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvlens.analyses.batch.journal import Journal, Progress, check_same, differences
-from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.journal import Journal, Progress, differences
 from kvlens.analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
-from kvlens.analyses.batch.work import Work
 from kvlens.analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
-from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError
-from kvlens.files import checksum
 
 SETTINGS = {"analysis": "letters", "options": {"times": 2}, "columns": ["a", "b"]}
 
@@ -152,44 +144,3 @@ def test_nothing_half_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
     assert (tmp_path / "t.parquet").read_text() == "the old table"
     assert read_facts(tmp_path / "t.parquet") is None and read_facts(tmp_path / "nowhere") is None
-
-
-OLD_NAMES = {
-    "dual_demonstrations": {"position": "query", "prompt_position": "position"},
-    "bias_positions": {"position": "text_position"},
-}
-
-
-@pytest.mark.parametrize("analysis", OLD_NAMES)
-def test_a_batch_that_0_1_0_started_is_resumed_under_the_names_of_today(analysis, tmp_path, monkeypatch):
-    tiny_text_model().save(tmp_path / "model")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a b c", "text": " d"}\n{"prompt": "c b a d", "text": " a"}\n')
-    options = {"at": "last"} if analysis == "bias_positions" else {}
-    work = Work(analysis, (str(tmp_path / "model"),), options=options, device="cpu")
-    source, out = Input(tmp_path / "p.jsonl"), tmp_path / "out.parquet"
-    run_batch(work, source, tmp_path / "whole.parquet", progress=False)
-    whole = pd.read_parquet(tmp_path / "whole.parquet")
-    facts = read_facts(tmp_path / "whole.parquet")
-    names = OLD_NAMES[analysis]
-    old = {name: value for name, value in facts.items() if name not in ("n_without_rows", "n_malformed", "failed")}
-    old |= {"format_version": 1, "columns": [names.get(name, name) for name in old["columns"]]}
-    if options:
-        old["options"] = {"places" if name == "at" else name: value for name, value in old["options"].items()}
-    first_id = whole["prompt_id"].iloc[0]
-    rows = whole[whole["prompt_id"] == first_id].rename(columns=names)
-    if "part" in rows:
-        assert "shift_state" in set(rows["part"])
-        rows = rows.assign(part=rows["part"].replace("shift_state", "boundary"))
-    schema = schema_of({name: str(dtype) for name, dtype in rows.dtypes.items()})
-    with Journal(path := tmp_path / "out.parquet.partial", {}) as journal:
-        journal.add([PromptResult(0, 0, first_id, n_rows=len(rows), rows=to_bytes(rows, schema))])
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("UPDATE settings SET value = ?, checksum = ?", (json.dumps(old), checksum(json.dumps(old))))
-    run_batch(work, source, out, progress=False)
-    pd.testing.assert_frame_equal(pd.read_parquet(out), whole)
-
-
-def test_rows_that_mean_something_else_today_are_not_continued(tmp_path):
-    started = {"format_version": 1, "analysis": "prompt_copies", "options": {}, "columns": []}
-    with pytest.raises(KVLensError, match=r"started by kvlens 0\.1\.0, and the table of prompt_copies has changed"):
-        check_same(tmp_path, started, {**started, "format_version": 2})

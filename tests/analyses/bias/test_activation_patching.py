@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, centered, pencil_model, random_model, tokens
-from kvlens.analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
+from kvlens.analyses.bias.patching import activation_patching
 from kvlens.analyses.declaration import Record
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
@@ -249,14 +249,14 @@ def test_the_model_is_left_as_it_was():
 def test_the_batch_script_gives_the_promised_columns():
     model = pencil_model()
     record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "rival": 1})
-    frame = ACTIVATION_PATCHING.run(model, record, points="b_kv,z_bias")
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == ACTIVATION_PATCHING.columns.dtypes
+    frame = activation_patching.analysis.run(model, record, points="b_kv,z_bias")
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == activation_patching.analysis.columns.dtypes
     assert frame["recovered"].tolist() == pytest.approx([1] * 6)
-    assert len(ACTIVATION_PATCHING.run(model, record, points="")) == 6
+    assert len(activation_patching.analysis.run(model, record, points="")) == 6
     with pytest.raises(KVLensError, match="corrupted: this analysis needs a field of this name"):
-        ACTIVATION_PATCHING.run(model, replace(record, fields={}), points="")
+        activation_patching.analysis.run(model, replace(record, fields={}), points="")
     with pytest.raises(KVLensError, match="needs a text"):
-        ACTIVATION_PATCHING.run(model, replace(record, text=None), points="")
+        activation_patching.analysis.run(model, replace(record, text=None), points="")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
-from kvlens.analyses.bias.decomposition import BIAS_DECOMPOSITION, bias_decomposition
-from kvlens.analyses.bias.positions import BIAS_POSITIONS as POSITIONS
+from kvlens.analyses.bias.decomposition import bias_decomposition
 from kvlens.analyses.bias.positions import bias_positions
-from kvlens.analyses.bias.spectrum import BIAS_SINGULAR_VALUES as SINGULAR_VALUES
 from kvlens.analyses.bias.spectrum import bias_singular_values, effective_rank
 from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
@@ -274,8 +272,8 @@ def test_forward_passes_of_each_analysis(monkeypatch):
 def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
     record = Record("a", "the widget is green", " the widget", {"answer": " is"})
-    views = [(BIAS_DECOMPOSITION, {}), (SINGULAR_VALUES, {})]
-    views += [(POSITIONS, dict(by="source", at=at)) for at in ("together", "last", "each")]
+    views = [(bias_decomposition.analysis, {}), (bias_singular_values.analysis, {})]
+    views += [(bias_positions.analysis, dict(by="source", at=at)) for at in ("together", "last", "each")]
     for analysis, options in views:
         frame = analysis.run(model, record, **options)
         assert dict(frame.dtypes.astype(str)) == analysis.columns.dtypes, analysis.name

@@ -5,7 +5,7 @@ import pytest
 import torch
 from analysis_models import VARIANTS, centered, random_model, tokens
 from kvlens.analyses.bias.by_head import bias_by_head
-from kvlens.analyses.bias.effects import BIAS_EFFECTS, bias_effects
+from kvlens.analyses.bias.effects import bias_effects
 from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
 
@@ -178,11 +178,11 @@ def test_in_a_batch():
     model = tiny_text_model(dtype=torch.float64)
     fields = {"answer": 3, "rival": 11, "references": ["the gadget", "Return both"]}
     record = Record("a", "the widget is green", " the widget", fields)
-    frame = BIAS_EFFECTS.run(model, record, by="layer", methods="zero,mean,resample", parts="")
-    assert dict(frame.dtypes.astype(str)) == BIAS_EFFECTS.columns.dtypes
+    frame = bias_effects.analysis.run(model, record, by="layer", methods="zero,mean,resample", parts="")
+    assert dict(frame.dtypes.astype(str)) == bias_effects.analysis.columns.dtypes
     assert len(frame) == 2 * 3 * (1 + 1 + 2)
     with pytest.raises(KVLensError, match="references=, a batch of biases"):
-        BIAS_EFFECTS.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
+        bias_effects.analysis.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
 
 
 def test_bad_input():

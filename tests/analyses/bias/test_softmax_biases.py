@@ -10,7 +10,6 @@ from analysis_models import random_model, tokens
 from kvlens import KVShiftConfig, combine, convert_prompt
 from kvlens.analyses import (
     bias_ablation,
-    bias_addition,
     bias_by_head,
     bias_by_layer,
     bias_decomposition,
@@ -112,32 +111,6 @@ def test_other_prompts_instead_of_a_heads_own(name):
     assert everything["kl"].gt(0).all() and len(everything) == 3
     itself = bias_effects(model, bias, TEXT, methods=methods, references=convert_prompt(model, PROMPT[None]), by="model")
     np.testing.assert_allclose(itself["kl"], 0, atol=1e-12)
-
-
-ALIBI = {"alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125))}
-
-
-@pytest.mark.parametrize("name", [*KINDS, *ALIBI])
-def test_prompts_converted_apart_are_their_concatenation_in_one_layer_where_aligned(name):
-    model = random_model(attention="softmax", n_layers=1, **{**KINDS, **ALIBI}[name])
-    second, text = tokens(4), tokens(5)
-    frame = bias_addition(model, PROMPT, second, text).set_index("condition")
-    assert frame.loc["aligned", "logit_error"] < 1e-12
-    assert (frame.loc[["plain", "first", "second"], "logit_error"] > 1e-3).all()
-
-
-def test_adding_softmax_biases_against_the_slow_way():
-    model, second, text = softmax_model("rotary, grouped"), tokens(4), tokens(5)
-    whole = model(torch.cat([PROMPT, second, text])[None])[0, -5:]
-    with torch.no_grad(), model.kv_bias(convert_prompt(model, PROMPT)):
-        first = model(text[None])[0]  # four places too early: plain rotary scores do not mind, but it is not "first"
-    frame = bias_addition(model, PROMPT, second, text).set_index("condition")
-    assert frame.index.tolist() == ["whole", "plain", "aligned", "first", "second"]
-    assert frame.loc["whole", "loss"] == pytest.approx(
-        float(-whole.log_softmax(-1)[torch.arange(4), text[1:]].mean()), rel=1e-9
-    )
-    assert 1e-3 < frame.loc["aligned", "logit_error"] < frame.loc["first", "logit_error"]
-    assert frame.loc["first", "logit_error"] != pytest.approx(float((first - whole).norm() / whole.norm()), rel=1e-3)
 
 
 def test_sizes_are_of_what_the_stored_numbers_stand_for():

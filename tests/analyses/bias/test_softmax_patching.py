@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from analysis_models import random_model, tokens
-from kvlens.analyses.bias.patching import ACTIVATION_PATCHING, activation_patching
+from kvlens.analyses.bias.patching import activation_patching
 from kvlens.analyses.declaration import Record
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
@@ -142,7 +142,7 @@ def test_a_batch_of_records_takes_softmax_models():
     model = softmax_model("learned positions")
     fields = {"corrupted": " ".join(map(str, CORRUPTED.tolist())), "answer": ANSWER, "rival": RIVAL}
     record = Record("a", " ".join(map(str, CLEAN.tolist())), " ".join(map(str, TEXT.tolist())), fields)
-    ACTIVATION_PATCHING.check_model(model)
-    frame = ACTIVATION_PATCHING.run(model, record, points="")
+    activation_patching.analysis.check_model(model)
+    frame = activation_patching.analysis.run(model, record, points="")
     np.testing.assert_allclose(frame["metric"], patching(model)["metric"], rtol=1e-10)
-    assert len(frame) == ACTIVATION_PATCHING.n_interventions(model, points=None)
+    assert len(frame) == activation_patching.analysis.n_interventions(model, points=None)

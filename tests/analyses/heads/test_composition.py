@@ -5,7 +5,7 @@ import pytest
 import torch
 from analysis_models import random_model
 from kvlens.analyses.declaration import Record
-from kvlens.analyses.heads.head_pairs import COLUMNS, COMPOSITION, composition
+from kvlens.analyses.heads.head_pairs import COLUMNS, composition
 from repeated_models import blank_model
 
 from kvlens import KVLensError
@@ -95,7 +95,7 @@ def test_columns_order_and_the_batch_form():
     keys = [(k, i, h, j, g) for k in "QKV" for i in range(3) for h in range(5) for j in range(i + 1, 3) for g in range(5)]
     assert list(frame[list(COLUMNS)[:-1]].itertuples(index=False, name=None)) == keys
     pd.testing.assert_frame_equal(
-        COMPOSITION.run(model, Record("a", "anything"), kinds="K"), frame[frame["kind"] == "K"].reset_index(drop=True)
+        composition.analysis.run(model, Record("a", "anything"), kinds="K"), frame[frame["kind"] == "K"].reset_index(drop=True)
     )
     single = composition(random_model(n_layers=1))
     assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == COLUMNS.dtypes

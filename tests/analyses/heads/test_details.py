@@ -5,7 +5,7 @@ import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
-from kvlens.analyses import attention_rows, bias_by_head, head_details
+from kvlens.analyses import bias_by_head, head_details
 
 MODELS = {
     "rotary after": {},
@@ -24,38 +24,22 @@ def tokens_of(model):
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_rows_are_those_of_hook_pattern(changes):
+def test_details_are_hook_pattern_and_the_shares(changes):
     model = tiny_text_model(**changes)
-    tokens = torch.cat(tokens_of(model))
-    queries = torch.tensor([0, 3, len(tokens) - 1])
-    rows = attention_rows(model, tokens, queries)
-    _, cache = model.run_with_cache(tokens[None], names_filter=lambda name: name.endswith("hook_pattern"))
-    expected = torch.stack([cache["pattern", layer][0][:, queries] for layer in range(model.cfg.n_layers)])
-    assert rows.shape == (model.cfg.n_layers, model.cfg.n_heads, 3, len(tokens))
-    # both are one product over d_phi features in float32, in another order
-    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-
-
-def test_rows_outside_the_sequence_are_refused():
-    model = tiny_text_model()
-    with pytest.raises(KVLensError, match=r"queries 1\.\.9 do not lie in 0\.\.2"):
-        attention_rows(model, torch.tensor([1, 2, 3]), torch.tensor([1, 9]))
-    with pytest.raises(KVLensError, match=r"attention_rows: expected .* \[1, pos\], got shape \[2, 2\]"):
-        attention_rows(model, torch.tensor([[1, 2], [3, 4]]), torch.tensor([0]))
-
-
-def test_details_are_the_pattern_and_the_shares():
-    model = tiny_text_model()
     prompt, text = tokens_of(model)
     details = head_details(model, prompt, text)
     n_prompt, n_keys = len(prompt), len(prompt) + len(text)
     assert details.prompt[0] == model.tokenizer.bos_token and "".join(details.text) == TEXT
     assert details.queries.tolist() == list(range(n_prompt, n_keys)) and details.block == 1  # short enough for all
-    everything = attention_rows(model, torch.cat([prompt, text]), torch.arange(n_keys))
-    torch.testing.assert_close(details.pattern, everything[:, :, n_prompt:])
+    tokens = torch.cat([prompt, text])[None]
+    _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))
+    expected = torch.stack([cache["pattern", layer][0] for layer in range(model.cfg.n_layers)])
+    # both are one product over d_phi features in float32, in another order
+    close = dict(rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(details.pattern, expected[:, :, n_prompt:], **close)
     assert details.strongest.tolist() == list(range(n_keys))
-    torch.testing.assert_close(details.among, everything)
-    assert details.prompt_shares.shape == (2, 3, n_prompt)
+    torch.testing.assert_close(details.among, expected, **close)
+    assert details.prompt_shares.shape == (2, model.cfg.n_heads, n_prompt)
     means = details.bias_shares.double().mean(dim=-1).flatten()
     expected = bias_by_head(model, prompt, text)["bias_share"]
     torch.testing.assert_close(means, torch.tensor(expected.to_numpy()), rtol=1e-6, atol=1e-7)  # float32 shares

@@ -367,8 +367,8 @@ def test_the_batch_form_repeats_the_prompt():
     prompt = "Return the names of all widgets."
     tokens = model.to_tokens(prompt, prepend_bos=False)
     analyses = (
-        (induction.INDUCTION_HEADS, induction.induction_heads, {}),
-        (verdict_table.INDUCTION_VERDICTS, verdict_table.induction_verdicts, dict(threshold=0.1)),
+        (induction.induction_heads.analysis, induction.induction_heads, {}),
+        (verdict_table.induction_verdicts.analysis, verdict_table.induction_verdicts, dict(threshold=0.1)),
     )
     for analysis, function, more in analyses:
         pd.testing.assert_frame_equal(analysis.run(model, Record("a", prompt)), function(model, prompt=tokens))
@@ -407,7 +407,7 @@ def test_bad_input(changes, message):
 def test_models_without_induction_are_refused(changes, message):
     model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
     with pytest.raises(KVLensError, match=message):
-        induction.INDUCTION_HEADS.check_model(model)
+        induction.induction_heads.analysis.check_model(model)
 
 
 def test_ablations_refuse_positions_that_are_added_inside_the_layers():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
 from kvlens.analyses.declaration import Record
-from kvlens.analyses.stream.contributions import COLUMNS, LAYER_CONTRIBUTIONS, layer_contributions
+from kvlens.analyses.stream.contributions import COLUMNS, layer_contributions
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
@@ -212,10 +212,10 @@ def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_the_batch_script_gives_the_promised_columns(attention):
     model = tiny_text_model(attention=attention)
-    LAYER_CONTRIBUTIONS.check_model(model)
+    layer_contributions.analysis.check_model(model)
     record = Record("a", "The widget is", " green and", {"answer": ".", "rival": 5})
-    frame = LAYER_CONTRIBUTIONS.run(model, record, per_head=True)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == LAYER_CONTRIBUTIONS.columns.dtypes
+    frame = layer_contributions.analysis.run(model, record, per_head=True)
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == layer_contributions.analysis.columns.dtypes
     assert ("attention_bias" in frame["component"].to_numpy()) == (attention == "linear")
     tokens_read = torch.cat([model.to_tokens("The widget is"), model.to_tokens(" green and", prepend_bos=False)], dim=1)
     last = frame[(frame["position"] == frame["position"].max()) & (frame["target"] == "chosen")]
@@ -236,7 +236,9 @@ def test_bad_input():
     with pytest.raises(KVLensError, match=r"prompt: token ids must lie in 0\.\.16"):
         layer_contributions(model, torch.tensor([17]), TEXT)
     with pytest.raises(KVLensError, match="norm before it is added"):
-        LAYER_CONTRIBUTIONS.check_model(random_model(normalization_type="RMS", use_normalization_before_and_after=True))
+        layer_contributions.analysis.check_model(
+            random_model(normalization_type="RMS", use_normalization_before_and_after=True)
+        )
 
 
 def test_what_is_not_in_the_table_is_refused():

@@ -169,6 +169,29 @@ def test_distilled_weights_are_changes_of_the_weights(rank, monkeypatch):
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("objective", ["pairs", "distributions"])
+def test_chosen_parameters_learn_from_answers_or_distributions(objective):
+    model = small_model(**F64)
+    bias, texts = convert_prompt(model, PROMPT), tokens(9, 8, seed=4)
+    which = lambda name: ".attn.W_V" in name or ".attn.b_V" in name  # noqa: E731
+    learning = dict(rank=None, steps=12, learning_rates=[1e-2], which=which, objective=objective)
+    found = distill_prompt(model, bias, texts, **learning)
+    changed = found.weights.merged(model)
+    differ = {name for name, p in model.named_parameters() if not torch.equal(p, changed.get_parameter(name))}
+    assert differ == {f"blocks.{layer}.attn.{name}" for layer in range(model.cfg.n_layers) for name in ("W_V", "b_V")}
+    assert differ == set(found.weights.changes) and not any(p.requires_grad for p in changed.parameters())
+    with found.weights.attached(model):
+        torch.testing.assert_close(model(texts), changed(texts), rtol=1e-13, atol=1e-13)
+    assert len(found.losses) == 12 and found.losses[-3:].mean() < found.losses[:3].mean()
+    assert found.held_out_loss == float(found.losses[-1])  # of one rate, which reads every text
+    new = model(texts).log_softmax(-1)  # of the first step, on all nine texts
+    answers = [-new[t, i - 1, texts[t, i]] for t in range(9) for i in range(distillation.QUERY, 8)]
+    old = after_prompt(model, texts=texts).log_softmax(-1)
+    kl = torch.nn.functional.kl_div(new, old, log_target=True, reduction="none").sum(-1).mean()
+    expected = torch.stack(answers).mean() if objective == "pairs" else kl
+    torch.testing.assert_close(distillation._loss(model, {}, texts, None if objective == "pairs" else old), expected)
+
+
 def test_distillation_refuses_what_it_cannot_learn_from(monkeypatch):
     model = small_model()
     bias = convert_prompt(model, PROMPT)

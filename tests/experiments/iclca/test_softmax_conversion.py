@@ -8,7 +8,7 @@ import torch
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.experiments.iclca import softmax_conversion
-from kvlens.experiments.iclca.softmax_conversion import DROPPED, EXPERIMENT, GREEDY, POLISHED, SIZE, WINDOW, ways
+from kvlens.experiments.iclca.softmax_conversion import DISTILLED, DROPPED, EXPERIMENT, GREEDY, POLISHED, SIZE, WINDOW, ways
 from kvlens.model import HookedKVTransformer
 
 TINY = EXPERIMENT.scales["tiny"]
@@ -92,3 +92,30 @@ def test_checkpoints_of_llama2c_are_read(outside_data):
     assert isinstance(model, HookedKVTransformer) and model.cfg.n_layers == 5
     prompt, _ = softmax_conversion.context_of(model, TINY, seed=0)
     assert prompt[0] == 1
+
+
+def distilled_table(ratio: float, contexts: int = 6) -> pd.DataFrame:
+    names = [(GREEDY, 4, 9), *((method, 0, 10) for method in DISTILLED.values())]
+    return pd.DataFrame(
+        {**dict(zip(SIZE, name, strict=True)), "context": c, "kl": (ratio if name[0] == GREEDY else 1.0) * (1 + 0.1 * c)}
+        for name in names
+        for c in range(contexts)
+    )
+
+
+@pytest.mark.parametrize(("ratio", "contexts", "holds"), [(0.5, 6, True), (1.5, 6, False), (0.5, 3, None)])
+def test_the_verdict_on_distillation_goes_either_way(ratio, contexts, holds):
+    found = list(softmax_conversion.compare_with_distillation(distilled_table(ratio, contexts), TINY))
+    assert [c.holds for c in found] == [holds] * 2 and all(c.ours == pytest.approx(ratio) for c in found)
+
+
+def test_distillation_is_measured_on_the_same_texts_at_its_whole_price():
+    model = softmax_conversion.writing_model(TINY)
+    prompt, texts = softmax_conversion.context_of(model, TINY, seed=0)
+    rows = list(softmax_conversion._distilled(model, prompt, texts, TINY, seed=0))
+    assert [row["method"] for row in rows] == list(DISTILLED.values())
+    n_weights = sum(p.numel() for p in model.parameters())
+    assert all(row["stored_numbers"] == n_weights and row["fit_steps"] == 2 for row in rows)
+    old = softmax_conversion.prompted_logits(model, prompt, texts)
+    assert softmax_conversion.logit_errors(old, old) == {"relative_error": 0.0, "kl": 0.0, "argmax_agrees": 1.0}
+    assert list(softmax_conversion._distilled(model, prompt, texts, {**TINY, "distil_steps": 0}, seed=0)) == []

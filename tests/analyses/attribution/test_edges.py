@@ -1,0 +1,128 @@
+"""Edges between heads are those of path patching written out pass by pass; what is refused, and what the order is worth."""
+
+import math
+
+import pytest
+import torch
+from analysis_models import random_model, tokens
+from pandas.testing import assert_frame_equal
+
+from kvlens import KVLensError
+from kvlens.analyses import attribution_by_edge
+from kvlens.components import hidden_tokens_keep_positions
+
+EXACT = 1e-10
+PROMPT, TEXT, SPAN = tokens(9), tokens(4, seed=1), (2, 5)
+OTHER = tokens(3, seed=2)
+MODELS = {
+    "linear, grouped keys, decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
+    "linear, three layers": dict(n_layers=3),
+    "softmax, shifted queries": dict(attention="softmax", positional_embedding_type="standard"),
+    "softmax, grouped keys, side by side": dict(
+        attention="softmax", kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=3, parallel_attn_mlp=True, gated_mlp=True
+    ),
+    "softmax, a norm behind the heads": dict(
+        attention="softmax", kv_shift=None, normalization_type="RMS", use_normalization_before_and_after=True
+    ),
+}
+
+
+def run(model, text, hooks, keep=(), mask=None, prompt=PROMPT):
+    """log p of every token behind prompt and text, and what passed some hook points."""
+    seen = {}
+
+    def see(x, hook):
+        seen[hook.name] = x.clone()
+
+    mask = torch.ones(1, len(prompt) + len(text), dtype=torch.long) if mask is None else mask
+    with hidden_tokens_keep_positions(True):
+        logits = model.run_with_hooks(
+            torch.cat([prompt, text])[None], attention_mask=mask, fwd_hooks=[*hooks, *((name, see) for name in keep)]
+        )
+    return logits[0].log_softmax(dim=-1), seen
+
+
+def naive_effect(model, row, *, answer, replaced: bool, through_mlps: bool) -> float:
+    """Two passes over all tokens through all layers, by whole tensors."""
+    text, n = torch.cat([TEXT, answer[:-1]]), len(answer)
+    layers = range(model.cfg.n_layers)
+    z = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    mlps = [] if through_mlps else [f"blocks.{layer}.hook_mlp_out" for layer in layers]
+    mask, prompt = torch.ones(1, len(PROMPT) + len(text), dtype=torch.long), PROMPT.clone()
+    gone = slice(*SPAN)
+    if replaced:
+        prompt[gone] = OTHER
+    else:
+        mask[:, gone] = 0
+    point = f"blocks.{row.receiver_layer}.attn.hook_{row.input}"
+    before, own = run(model, text, [], [*z, *mlps, point])
+    _, theirs = run(model, text, [], z, mask, prompt)
+    sender = z[row.sender_layer]
+    if not replaced:
+        theirs[sender][:, gone] = 0
+    at = slice(0, len(PROMPT)) if row.where == "prompt" else slice(len(PROMPT), None)
+    patched = {name: own[name].clone() for name in (*z, *mlps)}
+    patched[sender][:, at, row.sender_head] = theirs[sender][:, at, row.sender_head]
+    _, changed = run(model, text, [(name, lambda x, hook: patched[hook.name]) for name in patched], [point])
+    mixed = own[point].clone()
+    mixed[:, :, row.receiver_head] = changed[point][:, :, row.receiver_head]
+    after, _ = run(model, text, [(point, lambda x, hook: mixed)])
+    scores = [x[torch.arange(len(x) - n, len(x)), answer].sum() for x in (before, after)]
+    return float(scores[0] - scores[1])
+
+
+@pytest.mark.parametrize("through_mlps", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_every_effect_is_that_of_path_patching_written_out(name, through_mlps):
+    model, replaced, answer = random_model(**MODELS[name]), through_mlps, torch.tensor([3, 7])
+    given = dict(by=[SPAN], answer=answer, replace_by={SPAN: OTHER} if replaced else None, through_mlps=through_mlps)
+    table = attribution_by_edge(model, PROMPT, TEXT, n_confirmed=None, **given)
+    n, kv, layers = model.cfg.n_heads, model.cfg.n_key_value_heads or model.cfg.n_heads, model.cfg.n_layers
+    assert len(table) == math.comb(layers, 2) * 2 * n * (n + 2 * kv) and table["effect"].abs().max() > 0.01
+    assert not table.duplicated(["sender_layer", "sender_head", "where", "receiver_layer", "receiver_head", "input"]).any()
+    for row in table.iloc[:: max(1, len(table) // 12)].itertuples():
+        expected = naive_effect(model, row, answer=answer, replaced=replaced, through_mlps=through_mlps)
+        assert row.effect == pytest.approx(expected, abs=EXACT)
+    fewer = attribution_by_edge(model, PROMPT, TEXT, n_confirmed=5, **given)
+    table.loc[5:, "effect"] = math.nan
+    assert_frame_equal(fewer, table, rtol=0, atol=EXACT)
+
+
+def test_the_estimate_is_the_effect_where_changes_are_small():
+    """The estimate's error falls with the square of what the senders write, and the effect in proportion to it."""
+    errors = []
+    for size in (1e-4, 1e-5):
+        model = random_model(attention="softmax", kv_shift=None)
+        with torch.no_grad():
+            model.blocks[0].attn.W_O.mul_(size)
+        table = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN], answer=3, n_confirmed=None)
+        errors.append(((table["estimate"] - table["effect"]).abs().max(), table["effect"].abs().max()))
+    assert errors[1][0] < 0.02 * errors[0][0] and errors[0][0] < 0.01 * errors[0][1]
+
+
+def test_a_rival_is_subtracted_and_units_are_separate():
+    model = random_model()
+    of = {}
+    for name, given in (
+        ("both", dict(answer=3, rival=torch.tensor([4, 1]))),
+        ("answer", dict(answer=3)),
+        ("rival", dict(answer=torch.tensor([4, 1]))),
+    ):
+        table = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN, (6, 8)], n_confirmed=None, **given)
+        of[name] = table.sort_values(list(table.columns[:8]), ignore_index=True)
+    for column in ("estimate", "effect", "whole"):
+        difference = of["answer"][column] - of["rival"][column]
+        torch.testing.assert_close(*(torch.tensor(x.to_numpy()) for x in (of["both"][column], difference)), rtol=0, atol=EXACT)
+    alone = attribution_by_edge(model, PROMPT, TEXT, by=[(6, 8)], answer=3, n_confirmed=None)
+    whole = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN, (6, 8)], answer=3, n_confirmed=None).query("unit == 1")
+    assert_frame_equal(alone.drop(columns="unit"), whole.drop(columns="unit").reset_index(drop=True))
+
+
+def test_what_has_no_edges_is_refused():
+    with pytest.raises(KVLensError, match="a single layer with heads"):
+        attribution_by_edge(random_model(n_layers=1), PROMPT, TEXT, by=[SPAN])
+    with pytest.raises(KVLensError, match="n_confirmed"):
+        attribution_by_edge(random_model(), PROMPT, TEXT, by=[SPAN], n_confirmed=-1)
+    with pytest.raises(KVLensError, match="replace_by: .* is no unit"):
+        attribution_by_edge(random_model(), PROMPT, TEXT, by=[SPAN], replace_by={(0, 2): tokens(2)})

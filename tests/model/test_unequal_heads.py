@@ -1,0 +1,214 @@
+"""Layers that differ in heads: what holds for equal heads holds for them, and every analysis reads them right.
+
+The reference is the same function with equal heads, some of them empty (:mod:`unequal_heads`). Baichuan-M1, the public model of
+this kind, is held against the published architecture in ``tests/pretrained/test_baichuan.py``.
+"""
+
+import copy
+
+import pandas as pd
+import pytest
+import torch
+from kvlens.analyses.bias.patches import POINTS
+from unequal_heads import HEADS, SIZES, unequal, with_empty_heads
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, analyses, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.base import HookedTransformer, HookedTransformerConfig
+
+PROMPT, SECOND, TEXT = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+TEXT = TEXT[:5]
+BOTH = torch.cat([PROMPT, TEXT])[None]
+KINDS = {
+    "shift": {"kv_shift": {"queries": True, "window": 2}},
+    "fused": {"kv_shift": True, "softmax_form": "fused"},
+    "rotary": {"positional_embedding_type": "rotary"},
+    "groups": {"kv_shift": True, "n_key_value_heads_by_layer": [4, 1, 4]},
+    "alibi": {"positional_embedding_type": "alibi"},
+    "windows": {"use_local_attn": True, "window_size": 4, "attn_types": ["global", "local", "global"]},
+    "linear": {"attention": "linear", "kv_shift": True, "positional_embedding_type": "rotary"},
+    "decay": {"attention": "linear", "decay": "retnet", "normalizer": "none"},
+    "random": {"attention": "linear", "feature_map": "random"},
+}
+SAME = {
+    "softmax": {"kv_shift": True},
+    "linear": {"attention": "linear", "feature_map": "identity", "normalizer": "none", "kv_shift": True, "attn_scale": 3.0},
+}
+ROUNDING = 1e-12  # float64: 1e4 roundings of numbers up to 100
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=ROUNDING * max(1.0, float(b.abs().max())))
+
+
+@pytest.fixture(scope="module", params=SAME)
+def pair(request):
+    model = unequal(**SAME[request.param])
+    return model, with_empty_heads(model)
+
+
+@torch.no_grad()
+def test_the_base_computes_the_same_function_as_with_empty_heads():
+    fields = {**SIZES, **HEADS, "dtype": torch.float64, "initializer_range": 0.3, "tokenizer_name": None}
+    plain = HookedTransformer(HookedTransformerConfig(**fields))
+    model = HookedKVTransformer.from_hooked_transformer(plain)
+    close(with_empty_heads(model)(BOTH), plain(BOTH))
+    assert torch.equal(model(BOTH), plain(BOTH))
+    sizes = [tuple(block.attn.W_Q.shape) for block in plain.blocks]
+    assert sizes == [(4, 16, 4), (2, 16, 8), (4, 16, 4)]
+    weights = sum(p.numel() for name, p in plain.named_parameters() if ".W_Q" in name or ".mlp.W_" in name)
+    assert plain.cfg.n_params == weights + 3 * sum(block.attn.W_Q.numel() for block in plain.blocks)
+    assert plain.all_head_labels()[3:7] == ["L0H3", "L1H0", "L1H1", "L2H0"]
+    with pytest.raises(KVLensError, match=r"W_K: the layers of this model differ .*model.blocks\[layer\].attn.W_K"):
+        plain.W_K  # noqa: B018
+    with pytest.raises(KVLensError, match="differ in their heads"):
+        plain.all_composition_scores("K")
+    cache = TransformerLensKeyValueCache.init_cache(plain.cfg, "cpu", 1)
+    steps = [plain(BOTH[:, i : i + 1], past_kv_cache=cache) for i in range(BOTH.shape[1])]
+    close(torch.cat(steps, dim=1), plain(BOTH))
+    before = plain(BOTH).log_softmax(-1)
+    plain.process_weights_()
+    n_terms = 3 * (4 * 16 + 24) + 16  # of sums behind a logit; the processing runs in float32
+    bound = n_terms * torch.finfo(torch.float32).eps * float(before.abs().max())
+    torch.testing.assert_close(plain(BOTH).log_softmax(-1), before, rtol=0, atol=bound)
+
+
+def test_each_layers_configuration_follows_the_models():
+    model = unequal()
+    model.set_use_attn_result(True)
+    other = copy.deepcopy(model)
+    other.cfg.use_attn_result = False
+    _, cache = model.run_with_cache(BOTH)
+    assert cache["blocks.1.attn.hook_result"].shape == (1, 14, 2, 16)
+    assert cache.stack_head_results().shape == (10, 1, 14, 16)
+    assert "blocks.1.attn.hook_result" not in other.run_with_cache(BOTH)[1]
+    again = HookedKVTransformerConfig.from_json(model.cfg.to_json())
+    assert again == model.cfg and again.of_layer(1).attn_scale == 8**0.5 and again.of_layer(0).attn_scale == 2
+    equal = unequal(n_heads_by_layer=[2, 2, 2], n_key_value_heads_by_layer=[1, 1, 1], d_head_by_layer=[8, 8, 8]).cfg
+    assert not equal.layers_differ and (equal.n_heads, equal.n_key_value_heads, equal.of_layer(1)) == (2, 1, equal)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_prompt_becomes_a_bias_exactly(kind, tmp_path):
+    model = unequal(**KINDS[kind])
+    expected = model(BOTH)[:, len(PROMPT) :]
+    bias = convert_prompt(model, PROMPT)
+    continued = convert_prompt(model, PROMPT[5:], initial=convert_prompt(model, PROMPT[:5]))
+    parts = bias.select(layers=[0], heads=[(1, 1)]) + bias.select(layers=[2], heads=[(1, 0)])
+    bias.save(tmp_path / "bias.safetensors")
+    model.save(tmp_path / "model")
+    loaded = KVBias.load(tmp_path / "bias.safetensors")
+    assert loaded.fingerprint == bias.fingerprint
+    other = HookedKVTransformer.load(tmp_path / "model")
+    for reader, each in ((model, bias), (model, continued), (model, parts), (other, loaded)):
+        with reader.kv_bias(each):
+            close(reader(TEXT[None]), expected)
+    batch = convert_prompt(model, torch.stack([SECOND, PROMPT]))
+    with model.kv_bias(batch):
+        close(model(TEXT.expand(2, -1))[1:], expected)
+    with model.kv_bias(bias):
+        said = model.generate(TEXT[None], max_new_tokens=3, do_sample=False, stop_at_eos=False, verbose=False)
+    whole = BOTH
+    for _ in range(3):
+        whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(said[0, len(TEXT) :], whole[0, BOTH.shape[1] :])
+    assert bias.num_parameters == sum(bias.of_layer(layer).num_parameters for layer in range(3)) < bias.b_KV.numel() * 3
+
+
+@torch.no_grad()
+def test_a_hook_continues_from_a_changed_bias():
+    model = unequal(kv_shift=True)
+    first = convert_prompt(model, PROMPT)
+    half = [(f"blocks.{layer}.attn.hook_b_{x}", lambda b, hook: 0.5 * b) for layer in range(3) for x in ("kv", "d")]
+    hooked = convert_prompt(model, SECOND, initial=first, fwd_hooks=half)
+    expected = convert_prompt(model, SECOND, initial=0.5 * first)
+    with model.kv_bias(hooked):
+        logits = model(TEXT[None])
+    with model.kv_bias(expected):
+        close(logits, model(TEXT[None]))
+
+
+CALLS = {
+    "activation_patching": lambda f, m: f(m, PROMPT, SECOND, TEXT),
+    "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+    "attribution_by_position": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+    "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)], [(2, 3)]]),
+    "bias_by_head": lambda f, m: f(m, PROMPT, TEXT),
+    "bias_decomposition": lambda f, m: f(m, PROMPT, TEXT),
+    "bias_effects": lambda f, m: f(m, PROMPT, TEXT),
+    "bias_positions": lambda f, m: f(m, PROMPT, TEXT),
+    "circuits": lambda f, m: f(m, PROMPT, SECOND),
+    "composition": lambda f, m: f(m),
+    "dual_bound": lambda f, m: f(m, PROMPT, layer=1, head=1),
+    "dual_demonstrations": lambda f, m: f(m, PROMPT),
+    "dual_losses": lambda f, m: f(m, PROMPT),
+    "induction_verdicts": lambda f, m: f(m, n_sequences=2, n_repeated=8),
+    "layer_contributions": lambda f, m: f(m, PROMPT, TEXT),
+    "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
+    "prompt_copies": lambda f, m: f(m, PROMPT, PROMPT[2:5]),
+}
+
+
+def of_existing_heads(name, table):
+    """The rows of a table of the model with empty heads that are about heads, or key-value heads, of the other."""
+    if "head" not in table:
+        return table
+    of_kv_head = pd.Series(False, index=table.index)
+    if name == "activation_patching":
+        of_kv_head = table["point"].map(lambda point: POINTS[point].heads == "key-value")
+    elif name == "attribution_by_head":
+        of_kv_head = table["part"] == "shift_state"
+    exists = (table["layer"] != 1) | (table["head"] < 2 - of_kv_head)
+    if "later_layer" in table:
+        exists &= (table["later_layer"] != 1) | (table["later_head"] < 2)
+    return table[exists].reset_index(drop=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@torch.no_grad()
+def test_an_analysis_gives_the_same_as_with_empty_heads(name, pair):
+    found, expected = (CALLS[name](getattr(analyses, name), model) for model in pair)
+    expected = of_existing_heads(name, expected)
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-8, check_dtype=False)
+
+
+@torch.no_grad()
+def test_tensors_of_all_heads_hold_nan_where_a_layer_has_no_such_head(pair):
+    for read in (
+        lambda model: analyses.head_details(model, PROMPT, TEXT).pattern,
+        lambda model: analyses.linked_shares(model, PROMPT, TEXT).by_prompt,
+    ):
+        found, expected = map(read, pair)
+        assert found[1, 2:].isnan().all() and not found[[0, 2]].isnan().any()
+        torch.testing.assert_close(found[~found.isnan()], expected[~found.isnan()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_heads_by_layer": [4, 2]}, "n_heads_by_layer: expected a number for each of 3 layers"),
+        ({"n_heads_by_layer": [4, 0, 4]}, "n_heads_by_layer: expected"),
+        ({"n_heads": 6}, "of which n_heads is the largest; got .*n_heads=6"),
+        ({"d_head": 4}, "d_head_by_layer: .* d_head=4"),
+        ({"n_key_value_heads_by_layer": [2, 3, 2]}, r"n_heads \(2\) must be a multiple of n_key_value_heads \(3\)"),
+        ({"positional_embedding_type": "rotary", "rotary_dim": 6}, "rotary_dim=6 exceeds a layer's d_head"),
+        ({"positional_embedding_type": "alibi", "alibi_slopes": [0.5] * 4}, "alibi_slopes holds one number per head"),
+        ({"attention": "linear", "normalizer": "none", "decay": [0.9] * 4}, "decay holds one number per head"),
+    ],
+)
+def test_configurations_that_make_no_model_say_why(changes, message):
+    with pytest.raises(KVLensError, match=message):
+        unequal(**changes)
+
+
+def test_what_needs_equal_heads_is_refused_in_words():
+    model = unequal(n_key_value_heads_by_layer=[2, 2, 2])
+    with pytest.raises(KVLensError, match='method="landmark" .* has others: use method="exact"'):
+        convert_prompt(model, PROMPT, method="landmark", n_features=3)
+    with pytest.raises(KVLensError, match="differ in the number of query heads per key-value head"):
+        model.process_weights_(fold_value_biases=True)
+    model.process_weights_()  # leaves it out
+    other = unequal().fingerprint()
+    with pytest.raises(KVLensError, match="differs"):
+        convert_prompt(model, PROMPT).fingerprint.check(other, "test")

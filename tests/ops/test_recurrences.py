@@ -1,0 +1,118 @@
+"""The laws of every recurrence: its forms agree, may be cut anywhere, and its state has the properties of a KV bias."""
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import laws, normal, random_mask
+
+from kvlens.ops import delta_rule, lightning, ssd
+
+BATCH, KEY_HEAD, HEAD, D_K, D_V = 2, 3, 6, 5, 7
+SIZE_OF_DECAY = {"usual": 0.3, "none": 0.0, "strong": 60.0, "mixed": 0.01, "all": 0.3}
+decays = st.sampled_from(list(SIZE_OF_DECAY))
+
+
+def arguments_of(rule, decay, mask, pos, seed):
+    """q, k, v, log decay, b from 0 to 2 and a mask, of which an op takes what it has; decay "all" once erases the state."""
+    draw = functools.partial(normal, BATCH, pos)
+    key_head = HEAD if rule == "lightning" else KEY_HEAD
+    shape = {"lightning": (HEAD,), "kda": (BATCH, pos, HEAD, D_K)}.get(rule, (BATCH, pos, HEAD))
+    steps = -normal(*shape, seed=seed + 3).abs() * SIZE_OF_DECAY[decay]
+    along = steps if rule == "lightning" else steps.movedim(1, 0)
+    if decay == "mixed":
+        along[::3] = -80.0
+    if decay == "all" and rule in ("lightning", "ssd"):
+        along[len(along) // 2 : len(along) // 2 + 1] = -torch.inf
+    return {
+        "q": draw(key_head, D_K, seed=seed),
+        "k": torch.nn.functional.normalize(draw(key_head, D_K, seed=seed + 1), dim=-1),
+        "v": draw(HEAD, D_V, seed=seed + 2),
+        "log_decay": steps,
+        "write_strength": 2 * draw(HEAD, seed=seed + 4).sigmoid(),
+        "mask": random_mask(BATCH, pos, seed + 5) if mask else None,
+    }
+
+
+def close(got, expected):
+    """Sums of at most 70 * D_K terms in two orders, each with an exponent of up to 100 times as many that was rounded.
+
+    Keys of norm 1 and b <= 2 keep every T at norm 1 or below: no term is larger than what was written before it.
+    """
+    size = max([1.0, *expected.abs().flatten().tolist()])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * size)
+
+
+def call(op, arguments, **more):
+    """An op with those of the arguments that it takes."""
+    taken = inspect.signature(op).parameters
+    return op(**{name: x for name, x in {**arguments, **more}.items() if name in taken})
+
+
+DELTA = delta_rule, delta_rule.naive_delta_rule, (delta_rule.chunked_delta_rule, delta_rule.recurrent_delta_rule)
+RULES = {
+    "gated": DELTA,
+    "kda": DELTA,
+    "ssd": (ssd, ssd.naive_ssd, (ssd.chunked_ssd, ssd.recurrent_ssd)),
+    "lightning": (lightning, lightning.naive_lightning, (lightning.chunked_lightning, lightning.recurrent_lightning)),
+}
+"""The package of ops, its loop, and its fast forms."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["kvlens.ops.ssd.forms"], "CHUNK_SIZE", 4)
+        yield
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(decays, st.booleans(), st.integers(0, 70), st.sampled_from([1, 3, 16, 64]), st.integers(0, 99))
+@laws
+def test_forms_agree_and_what_is_carried(rule, decay, mask, pos, chunk_size, seed):
+    """S_M = P S_old + sum_j kbar_j v_j^T, z = z_context + S_old^T qbar, A v = z_context."""
+    package, naive, fast = RULES[rule]
+    arguments = arguments_of(rule, decay, mask, pos, seed)
+    S = normal(BATCH, HEAD, D_K, D_V, seed=90)
+    more = {"initial_state": S, "output_final_state": True, "chunk_size": chunk_size}
+    z, final = call(naive, arguments, **more)
+    for form in fast:
+        for got, expected in zip(call(form, arguments, **more), (z, final), strict=True):
+            close(got, expected)
+    real = torch.ones(BATCH, pos, dtype=torch.bool) if arguments["mask"] is None else arguments["mask"]
+    values = arguments["v"] * real[..., None, None]
+    kbar, P, qbar, pattern = (
+        call(getattr(package, name), arguments, chunk_size=chunk_size)
+        for name in ("carried_keys", "state_map", "carried_queries", "effective_attention")
+    )
+    close(P @ S + torch.einsum("bjhk,bjhd->bhkd", kbar, values), final)
+    context = torch.einsum("bhij,bjhd->bihd", pattern, values)
+    close(context[real], call(naive, arguments)[0][real])
+    close((context + torch.einsum("bihk,bhkd->bihd", qbar, S))[real], z[real])
+    assert not pattern.triu(1).any()
+    assert not pattern[~(real[:, None, :, None] & real[:, None, None]).expand_as(pattern)].any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(decays, st.booleans(), st.integers(2, 40), st.sampled_from([1, 4, 64]), st.data())
+@laws
+def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk_size, data):
+    _, naive, fast = RULES[rule]
+    arguments, S = arguments_of(rule, decay, mask, pos, 0), normal(1, HEAD, D_K, D_V, seed=90)
+    cut = data.draw(st.integers(1, pos - 1))
+
+    def part(places):
+        whole = ("log_decay",) if rule == "lightning" else ()
+        return {name: x if x is None or name in whole else x[:, places] for name, x in arguments.items()}
+
+    for form in (naive, *fast):
+        run = functools.partial(call, form, output_final_state=True, chunk_size=chunk_size)
+        z, final = run(arguments, initial_state=S)
+        a, between = run(part(slice(cut)), initial_state=S)
+        b, end = run(part(slice(cut, None)), initial_state=between)
+        close(torch.cat([a, b], dim=1), z)
+        close(end, final)
