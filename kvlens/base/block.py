@@ -115,11 +115,16 @@ class TransformerBlock(nn.Module):
         """The MLP's output, with any norm behind it, hooked."""
         return self.hook_mlp_out(self._after(self.mlp(normalized_resid), "ln2"))
 
+    def norm_behind(self, norm: str) -> Any:
+        """The norm between a part and the residual stream, ``norm`` being ``ln1`` or ``ln2``; None in nearly all models."""
+        if self.cfg.use_normalization_before_and_after:
+            return getattr(self, f"{norm}_post")
+        return getattr(self, norm) if self.norms_follow else None
+
     def _after(self, out: Tensor, norm: str) -> Tensor:
         """A part's output, normalized where the architecture does so."""
-        if self.cfg.use_normalization_before_and_after:
-            out = getattr(self, f"{norm}_post")(out)
-        return getattr(self, norm)(out) if self.norms_follow else out
+        behind = self.norm_behind(norm)
+        return out if behind is None else behind(out)
 
     def _mlp_in(self, resid: Tensor) -> Tensor:
         return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid

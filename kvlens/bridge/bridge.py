@@ -5,7 +5,7 @@ duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`)
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,24 @@ from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.memory import LayerMemory, read_memory
-from kvlens.bridge.parts import Part, by_layer
+from kvlens.bridge.parts import by_layer
 from kvlens.bridge.positions import positions_under, text_positions
-from kvlens.bridge.reading import direct_path, read_attention, read_stream, visit_heads
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.bridge.weights import head_matrices, unembedding
+from kvlens.bridge.weights import final_scale, norms_around, unembedding
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
-from kvlens.model.protocol import (
-    DirectPath,
-    HeadMatrices,
-    HeadsRead,
-    LayerReading,
-    PromptKeysAndValues,
-    StreamReading,
-    Unembedding,
-    joined_heads,
-)
+from kvlens.model.protocol import PromptKeysAndValues, Unembedding
+from kvlens.model.reading import BlockPoints, LinearNorm, Part, ReadsHeads
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_bridge
 
 
-class KVTransformerBridge(TransformerBridge):
+class KVTransformerBridge(TransformerBridge, ReadsHeads):
     """A :class:`transformer_lens.model_bridge.TransformerBridge` in every respect, with a KV bias.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -140,20 +131,6 @@ class KVTransformerBridge(TransformerBridge):
     def attached_kv_bias(self) -> KVBias | None:
         """The bias that forward passes currently read, None without one."""
         return self.__dict__["_attached"]
-
-    @property
-    def heads_per_layer(self) -> list[int]:
-        """Query heads of each layer; of a recurrent layer value heads, and where a layer has both, query heads come first."""
-        return [sum(part.n_heads for part in parts) for parts in self._by_layer()]
-
-    def _by_layer(self) -> list[list[Part]]:
-        """The parts of every layer: one, or in Falcon-H1 attention and a state."""
-        return by_layer(self.__dict__["_parts"])
-
-    def head_hooks(self, layer: int, name: str) -> dict[str, int]:
-        """See :meth:`kvlens.KVModel.head_hooks`."""
-        parts = [part for part in self._by_layer()[layer] if part.n_heads]
-        return {f"blocks.{layer}.{part.name}.{name}": part.n_heads for part in parts}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -379,33 +356,27 @@ class KVTransformerBridge(TransformerBridge):
         """See :meth:`kvlens.KVModel.unembedding`."""
         return unembedding(self)
 
-    @torch.no_grad()
-    def head_matrices(self) -> list[HeadMatrices | None]:
-        """See :meth:`kvlens.KVModel.head_matrices`: None for recurrent layers, and for gated or latent attention."""
-        return head_matrices(self, self._by_layer())
+    # --- what ReadsHeads asks ----------------------------------------------------------------------------------------------
 
-    def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """W_O of each head of a layer; in a recurrent layer a norm and a gate stand before it (:meth:`direct_path`)."""
-        return joined_heads([part.output_weights() for part in self._by_layer()[layer]], dim=-3)
+    def parts(self) -> Sequence[Sequence[Part]]:
+        """The parts of every layer: one, or in Falcon-H1 attention and a state."""
+        return by_layer(self.__dict__["_parts"])
 
-    @torch.no_grad()
-    def read_stream(self, text: Int[Tensor, " pos"], n_last: int) -> StreamReading:
-        """See :meth:`kvlens.KVModel.read_stream`."""
-        return read_stream(self, self._by_layer(), text, n_last)
+    def _block_points(self, layer: int) -> BlockPoints:
+        block = self.blocks[layer]
+        return BlockPoints(block.hook_in, getattr(block, "mlp", None), block.hook_out)
 
-    def visit_heads(self, tokens: Int[Tensor, "batch pos"], visit: Callable[[int, HeadsRead], None]) -> None:
-        """See :meth:`kvlens.KVModel.visit_heads`."""
-        visit_heads(self, self._by_layer(), tokens, visit)
+    def _norms_around(self, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
+        return norms_around(self, layer)
 
-    @torch.no_grad()
-    def direct_path(self, text: Int[Tensor, "*batch pos"], run: Callable[[], Any] | None = None) -> DirectPath:
-        """See :meth:`kvlens.KVModel.direct_path`."""
-        return direct_path(self, self._by_layer(), text, run)
+    def _added_positions(self) -> Any:
+        return getattr(self, "pos_embed", None)
 
-    @torch.no_grad()
-    def read_attention(self, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]) -> list[LayerReading]:
-        """What each layer's text reads of a prompt, position by position, in one pass over both."""
-        return read_attention(self, self._by_layer(), prompt, text)
+    def _final_scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        return final_scale(self, x)
+
+    def _look(self, tokens: Int[Tensor, "batch pos"]) -> None:
+        self.logits_on(tokens, 1)
 
     @contextlib.contextmanager
     def _by_mixers(self, wanted: bool) -> Iterator[None]:

@@ -7,7 +7,6 @@ Its state is stored in Transformers' cache, from which it is read at every decod
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
+from kvlens.model.reading import Form, Part
 
 STATES = "_kvlens_states"
 """The attribute of a Transformers cache in which mixers keep their states, by layer."""
 
 
-class RecurrentLayer:
+class RecurrentLayer(Part):
     """One recurrent layer.
 
     Args:
@@ -84,10 +84,9 @@ class RecurrentLayer:
             self.mixer.register_forward_hook(see_state),
         ]
 
-    def attention_points(self) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]]:
-        """By what passes there, where to look; the effective attention is that of this pass."""
-        names = {"pattern": "hook_pattern", "v": "hook_v", "z": "hook_z", "z_bias": "hook_z_bias"}
-        return {name: (getattr(self.mixer, point), None) for name, point in names.items()}
+    def attention_points(self) -> dict[str, tuple[nn.Module, Form]]:
+        """See :meth:`kvlens.model.reading.Part.attention_points`; the pattern is the effective attention of this pass."""
+        return {name: (getattr(self.mixer, f"hook_{name}"), None) for name in ("pattern", "v", "z", "z_context", "z_bias")}
 
     @property
     def output(self) -> nn.Module:
@@ -97,6 +96,16 @@ class RecurrentLayer:
         if not isinstance(found, nn.Module):
             raise KVLensError(f"layer {self.layer} ({type(self.mixer.module).__name__}): its heads have no output projection")
         return found
+
+    @property
+    def normed(self) -> nn.Module | None:
+        """The output projection, before which stand a norm and a gate; None without heads."""
+        return self.output if self.n_heads else None
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b_O; None without one."""
+        return getattr(self.output, "bias", None)
 
     def output_weights(self) -> Float[Tensor, "head d_v d_model"]:
         """W_O of each value head; a norm and a gate stand before it."""

@@ -20,6 +20,8 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.bridge.native import POINTS, VALUES
 from kvlens.components import LayerBias, Normalizers
 from kvlens.kv_bias import KVBias
+from kvlens.model.protocol import HeadMatrices
+from kvlens.model.reading import Form, Part
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -50,7 +52,7 @@ class HeadSizes(NamedTuple):
     d_key: int
 
 
-class SoftmaxLayer:
+class SoftmaxLayer(Part):
     """One softmax layer, or the attention of a layer that has a recurrent state too.
 
     Args:
@@ -61,8 +63,6 @@ class SoftmaxLayer:
         points: where its queries, keys and values are seen.
         component_name: what its block calls the component.
     """
-
-    name = "attn"
 
     def __init__(
         self,
@@ -142,16 +142,17 @@ class SoftmaxLayer:
 
         return [see("k", self.points.k), see("v", self.points.v)]
 
-    def attention_points(self) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]]:
-        """By what passes there, where to look, and how to make [batch, pos, head, d_head] of it (a pattern stays as it is)."""
+    def attention_points(self) -> dict[str, tuple[nn.Module, Form]]:
+        """See :meth:`kvlens.model.reading.Part.attention_points`."""
 
         def heads(x: Tensor) -> Tensor:
             return self._heads(x, "o.hook_in")
 
-        points: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor] | None]] = {
+        points: dict[str, tuple[nn.Module, Form]] = {
             "pattern": (self.attn.hook_pattern, None),
             "v": (self._point(self.points.v), lambda x: self._heads(x, self.points.v)),
             "z": (self.attn.o.hook_in, heads),
+            "z_context": (self.attn.hook_z_context, heads),
             "z_bias": (self.attn.hook_z_bias, heads),
         }
         gate = getattr(self.attn, "hook_q_gate", None)
@@ -167,6 +168,24 @@ class SoftmaxLayer:
         """The output projection."""
         projection: nn.Module = self.attn.o.original_component
         return projection
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b_O; None without one."""
+        return getattr(self.output, "bias", None)
+
+    def matrices(self) -> HeadMatrices | None:
+        """The weights by query head; None where heads are not linear maps, or the bridge does not show the weights."""
+        if "gate" in self.attention_points() or self.sizes.d_key != self.sizes.d_head or self._is_latent():
+            return None
+        found: list[Any] = [getattr(self.attn, name, None) for name in ("W_Q", "W_K", "W_V")]
+        if any(weight is None for weight in found):
+            return None  # the bridge has no name for them (Nemotron-H)
+        w_q, w_k, w_v = (weight.repeat_interleave(self.n_heads // len(weight), dim=0) for weight in found)
+        return HeadMatrices(w_q, w_k, w_v, self.output_weights())
+
+    def _is_latent(self) -> bool:
+        return hasattr(self.attn.original_component, "kv_a_proj_with_mqa")
 
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""

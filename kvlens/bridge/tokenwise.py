@@ -1,7 +1,5 @@
 """A layer that is an MLP or experts alone, as in Nemotron-H: it reads no other token, so a prompt leaves nothing in it."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -9,9 +7,10 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.kv_bias import KVBias
+from kvlens.model.reading import Part
 
 
-class TokenwiseLayer:
+class TokenwiseLayer(Part):
     """One such layer, with no heads.
 
     Args:
@@ -19,9 +18,6 @@ class TokenwiseLayer:
         layer: its number.
         d_model: of the residual stream.
     """
-
-    n_heads = 0
-    name = "attn"
 
     def __init__(self, component: nn.Module, layer: int, d_model: int):
         self.component, self.layer, self.d_model = component, layer, d_model
@@ -37,10 +33,6 @@ class TokenwiseLayer:
     def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
         """Nothing to see."""
         return []
-
-    def attention_points(self) -> dict[str, Any]:
-        """None."""
-        return {}
 
     def output_weights(self) -> Float[Tensor, "0 1 d_model"]:
         """Of no head."""

@@ -10,10 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.bridge.parts import Part
-from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.model.head_matrices import folded
-from kvlens.model.protocol import HeadMatrices, Unembedding
+from kvlens.model.protocol import Unembedding
+from kvlens.model.reading import LinearNorm
 
 PROBE = 1e3
 """Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
@@ -66,22 +64,24 @@ def unembedding(model: Any) -> Unembedding:
     return Unembedding(w_u, b_u, norm.gain.to(w_u), bias, norm.centers)
 
 
-def head_matrices(model: Any, layers: list[list[Part]]) -> list[HeadMatrices | None]:
-    """See :meth:`kvlens.KVModel.head_matrices`."""
-    like = model.W_U
-    around = [_norms_around(model.blocks[layer]) for layer in range(len(layers))]
-    in_front = [None if norm is None else measured(norm, like) for norm, _ in around]
-    all_centered = unembedding(model).centers and all(norm is not None and norm.centers for norm in in_front)
-    found: list[HeadMatrices | None] = []
-    for parts, norm, (_, behind) in zip(layers, in_front, around, strict=True):
-        raw = _raw(parts)
-        if raw is None:
-            found.append(None)
-            continue
-        writing = 1.0 if behind is None else measured(behind, like).gain.to(like)
-        reading = 1.0 if norm is None else norm.gain.to(like)
-        found.append(folded(raw, reading, writing, norm is not None and norm.centers, all_centered))
-    return found
+def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
+    """The norms before and after a layer's heads, by what they compute; None where there are none."""
+    like, found = model.W_U, _norms_around(model.blocks[layer])
+    of = [None if norm is None else measured(norm, like) for norm in found]
+    before, behind = (None if norm is None else LinearNorm(norm.gain.to(like), norm.centers) for norm in of)
+    return before, behind
+
+
+def final_scale(model: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+    """s, from what the final norm makes of x."""
+    norm = unembedding(model)
+    centered = x - x.mean(dim=-1, keepdim=True) if norm.centers else x
+    module = model.ln_final.original_component
+    weights = next(module.parameters(), model.W_U)
+    y = module(x.to(weights)).double()
+    y = y if norm.norm_bias is None else y - norm.norm_bias.double()
+    weight = torch.ones_like(x[..., :1]) if norm.norm_weight is None else norm.norm_weight.double()
+    return (centered * weight).norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True)
 
 
 def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
@@ -92,17 +92,3 @@ def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
     held = block.original_component
     before = next((getattr(held, name) for name in BEFORE if hasattr(held, name)), None)
     return before, getattr(held, "post_attention_layernorm", None) if hasattr(held, "post_feedforward_layernorm") else None
-
-
-def _raw(parts: list[Part]) -> HeadMatrices | None:
-    """The weights of a layer by query head; None where heads are not linear maps, or the bridge does not show the weights."""
-    layer = parts[0]
-    if len(parts) > 1 or not isinstance(layer, SoftmaxLayer) or getattr(layer.attn, "hook_q_gate", None) is not None:
-        return None
-    if layer.sizes.d_key != layer.sizes.d_head or hasattr(layer.attn.original_component, "kv_a_proj_with_mqa"):
-        return None  # latent attention
-    found: list[Any] = [getattr(layer.attn, name, None) for name in ("W_Q", "W_K", "W_V")]
-    if any(weight is None for weight in found):
-        return None  # the bridge has no name for them (Nemotron-H)
-    w_q, w_k, w_v = (weight.repeat_interleave(layer.n_heads // len(weight), dim=0) for weight in found)
-    return HeadMatrices(w_q, w_k, w_v, layer.output_weights())

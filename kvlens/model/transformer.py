@@ -1,7 +1,7 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,8 @@ from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import init_kv_parameters, spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
-from kvlens.model.direct_path import direct_path_of, read_stream, unembedding_of, visit_heads
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
-from kvlens.model.head_matrices import head_matrices_of
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import (
     as_kv_config,
@@ -44,14 +42,16 @@ from kvlens.model.inputs import (
 )
 from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.logits import logits_of, logits_on
-from kvlens.model.protocol import DirectPath, HeadMatrices, HeadsRead, StreamReading, Unembedding
+from kvlens.model.parts import AttentionPart
+from kvlens.model.protocol import Unembedding
+from kvlens.model.reading import BlockPoints, LinearNorm, Part, ReadsHeads
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
 from kvlens.tokenizer import warn_of_unknown_words
 
 
-class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -186,28 +186,40 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
         return logits_of(self, residual, layer, n_last)
 
     def unembedding(self) -> Unembedding:
-        """See :meth:`kvlens.KVModel.unembedding`."""
-        return unembedding_of(self)
+        """See :meth:`kvlens.KVModel.unembedding`.
 
-    def head_matrices(self) -> list[HeadMatrices | None]:
-        """See :meth:`kvlens.KVModel.head_matrices`."""
-        return head_matrices_of(self)
+        Whether the norm centers is asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded
+        it into a LayerNormPre.
+        """
+        norm = getattr(self, "ln_final", None)
+        centers = getattr(norm, "centers", False)
+        return Unembedding(self.W_U, self.b_U, getattr(norm, "w", None), getattr(norm, "b", None), centers)
 
-    def output_weights(self, layer: int) -> Tensor:
-        """W_O of each head of a layer, [head, d_head, d_model]."""
-        return self.blocks[layer].attn.W_O
+    def parts(self) -> Sequence[Sequence[Part]]:
+        """The attention of each layer."""
+        return [[AttentionPart(block, layer)] for layer, block in enumerate(self.blocks)]
 
-    def read_stream(self, text: Tensor, n_last: int) -> StreamReading:
-        """See :meth:`kvlens.KVModel.read_stream`."""
-        return read_stream(self, text, n_last)
+    def _block_points(self, layer: int) -> BlockPoints:
+        block = self.blocks[layer]
+        return BlockPoints(block.hook_resid_pre, None if self.cfg.attn_only else block.hook_mlp_out, block.hook_resid_post)
 
-    def visit_heads(self, tokens: Tensor, visit: Callable[[int, HeadsRead], None]) -> None:
-        """See :meth:`kvlens.KVModel.visit_heads`."""
-        visit_heads(self, tokens, visit)
+    def _norms_around(self, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
+        block = self.blocks[layer]
+        norms = (None if block.norms_follow else getattr(block, "ln1", None), block.norm_behind("ln1"))
+        before, behind = (None if x is None else LinearNorm(getattr(x, "w", 1.0), getattr(x, "centers", False)) for x in norms)
+        return before, behind
 
-    def direct_path(self, text: Tensor, run: Callable[[], Any] | None = None) -> DirectPath:
-        """See :meth:`kvlens.KVModel.direct_path`."""
-        return direct_path_of(self, text, run)
+    def _added_positions(self) -> Any:
+        return self.hook_pos_embed if self.cfg.positional_embedding_type in ("standard", "sinusoidal") else None
+
+    def _final_scale(self, x: Tensor) -> Tensor:
+        if self.cfg.normalization_type is None:
+            return torch.ones_like(x[..., :1])
+        x = x - x.mean(dim=-1, keepdim=True) if self.ln_final.centers else x
+        return (x.square().mean(dim=-1, keepdim=True) + self.ln_final.eps).sqrt()
+
+    def _look(self, tokens: Tensor) -> None:
+        self(tokens, attention_mask=torch.ones_like(tokens), return_type=None)
 
     def read_attention(self, prompt: Tensor, text: Tensor) -> None:
         """None: hook points show it segment by segment, in bounded memory."""
@@ -399,15 +411,6 @@ class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, Hook
             form = None if chosen or self.cfg.why_not_fused() is not None else "fused"
         with contextlib.nullcontext() if form is None else softmax_form_block(self.cfg, form):
             yield self
-
-    @property
-    def heads_per_layer(self) -> list[int]:
-        """Query heads of each layer."""
-        return [self.cfg.of_layer(layer).n_heads for layer in range(self.cfg.n_layers)]
-
-    def head_hooks(self, layer: int, name: str) -> dict[str, int]:
-        """See :meth:`kvlens.KVModel.head_hooks`: one hook point for all heads of a layer."""
-        return {f"blocks.{layer}.attn.{name}": self.cfg.of_layer(layer).n_heads}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -244,5 +244,5 @@ def test_bad_input():
 def test_what_is_not_in_the_table_is_refused():
     model = random_model()
     model.add_hook("blocks.0.hook_resid_post", lambda x, hook: 2 * x)
-    with pytest.raises(KVLensError, match="of the final residual stream comes from something other than"):
+    with pytest.raises(KVLensError, match="layer 0 adds to the residual stream is not the sum of its attention and its MLP"):
         layer_contributions(model, None, TEXT)
