@@ -21,7 +21,6 @@ ORDER = [
     "files",
     "terminal",
     "dtypes",
-    "short_name",
     "tokenizer",
     "ops",
     "base",
@@ -47,9 +46,9 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model.protocol", "kvlens.short_name"}
+PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model.protocol"}
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what
-models return to analyses, a second name."""
+models return to analyses."""
 FOUNDATIONS = {"kvlens.bridge", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
