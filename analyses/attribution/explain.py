@@ -83,6 +83,7 @@ class Explained:
         cause: the first breaking set of units, by number; empty where none was found.
         searched: of ``units``, ``heads`` and ``positions`` those whose sets were searched to the end, before the cap.
         answer_tokens, rival_tokens: the two answers as token ids.
+        rival_given: whether effects are on how far the answer lies above the rival; otherwise they are on the answer alone.
         unprompted: the most probable first token without the prompt, as text; None where it is that of the answer or rival.
         p_unprompted: its probabilities, likewise.
         unrelated: (k, n): k of n unrelated units in the place of the unit with the largest effect did as much; None where no
@@ -103,10 +104,16 @@ class Explained:
     searched: frozenset[str]
     answer_tokens: tuple[int, ...] = ()
     rival_tokens: tuple[int, ...] = ()
+    rival_given: bool = False
     unprompted: str | None = None
     p_unprompted: tuple[float, float | None, float] | None = None
     unrelated: tuple[int, int] | None = None
     n_passes: float = 0.0
+
+    @property
+    def score(self) -> str:
+        """What effects are differences of, in words."""
+        return f"log p({self.answer!r})" + (f" - log p({self.rival!r})" if self.rival_given else "")
 
     def sets(self, about: str, role: str) -> list[list[str]]:
         """The sets of one kind, as codes."""
@@ -294,6 +301,8 @@ class _Explaining:
         runs = Runs(self.outcomes, n, exchange.read, self._left(1, self.a_reading), exchange.at_once)
         if 4 * n <= runs.left:
             runs.of([*([part] for part in range(n)), *(_all_but(n, part) for part in range(n))])
+        else:
+            runs.of([part] for part in orders[0][: runs.left // 8])
         codes = [part.code for part in exchange.parts]
         in_sets = self._sets(runs, "heads", orders, codes, cause)
         return HEAD_COLUMNS.frame(
@@ -344,6 +353,11 @@ class _Explaining:
         for keeping_sets, order in zip((False, True), orders, strict=True):
             found, to_end = sets_of(runs, order, keeping=keeping_sets)
             ended = ended and to_end
+            if not keeping_sets:  # all that were run and lose it alone, not just disjoint sets
+                single = sorted(
+                    (x for x in runs.found if len(x) == 1 and runs.verdict(x).name == LOST), key=lambda x: runs.found[x].log_p
+                )
+                found = [*(FoundSet(tuple(x), True) for x in single), *(x for x in found if len(x.parts) > 1)]
             for way, each in enumerate(found):
                 self._set(runs, about, "keeping" if keeping_sets else "breaking", each, way, **named)
                 if not keeping_sets and 1 < len(each.parts) <= MOST_ALONE and len(each.parts) <= runs.left:
@@ -389,6 +403,7 @@ class _Explaining:
             frozenset(self.searched),
             tuple(question.answer.tolist()),
             tuple(other.tolist()),
+            rival_given=question.rival is not None,
             unprompted=texts[2] if len(named) > 2 else None,
             p_unprompted=each[2] if len(named) > 2 else None,
             unrelated=None if null is None else self._unrelated(null, units),

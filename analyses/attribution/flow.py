@@ -8,7 +8,7 @@ units of ``found.cause``, everything recomputed. What that is:
     what the heads of ``heads`` hold at the positions of ``positions``                      (``inside`` true: edges)
 
 or, where ``others`` is true, everything but that. With s the score that is explained, ``effect`` is s(prompt) - s(row), in
-nats: what the answer loses. Effects of different parts do not add up.
+nats: positive where what is exchanged raises s. Effects of different parts do not add up.
 
 Which rows there are: switches for every subset of the parts drawn, everything at once, and for every edge its part
 exchanged, and all others.

@@ -17,15 +17,84 @@ from kvlens.viz._text import percent
 MOST_ROWS = 12
 MOST_NAMED = 4
 """Units that lose the answer by themselves, of which so many are named."""
-_READ = {"heads": ("reads", "read"), "positions": ("holds what it holds in", "hold what they hold in")}
-"""What one part does, and what several do."""
 LONGEST_UNIT, LONGEST_IN_TABLE = 160, 29
 """Characters of a unit's text in a sentence, and in the table."""
+_EXCHANGED = {
+    "heads": (
+        "{parts} {reads} the prompt {those}, and everything else reads the whole prompt",
+        "only {parts} {reads} the whole prompt, and everything else reads it {those}",
+    ),
+    "positions": (
+        "the text reads {parts} as in the prompt {those}, and everything else as in the whole prompt",
+        "the text reads only {parts} as in the whole prompt, and everything else as in the prompt {those}",
+    ),
+}
+"""A set exchanged, and everything but a set."""
+
+
+def definitions(found: Any, by: str) -> list[tuple[str, str]]:
+    """What the words of an explanation mean, and the sign of an effect: (word, meaning), for the page and the terminal."""
+    row, several = found.statements.iloc[0], len(found.answer_tokens) > 1
+    p, value = "p", "the probability of the answer" + ", the product of those of its tokens" * several
+    other, first, behind = "another token", "first at each of its tokens" if several else "the most probable token", False
+    if found.reference is not None:
+        other = repr(found.reference)
+        p, value, first = "q", f"p(answer) / (p(answer) + p({other}))", f"more probable than {other}"
+        behind = row["p_before"] <= row["p_reference_before"]
+    half, odds = "half of its value with the whole prompt", "by at least ln 4 (a factor of 4)"
+    lost = f"{p}, {value}, is below {half}"
+    gained = f"{p} is above twice its value with the whole prompt, or the answer overtakes {other} and its log-odds rise {odds}"
+    overtaken = f"{other} overtakes the answer, whose log-odds against it fall {odds}"
+    verdicts = [
+        ("lost", lost if behind else f"{lost}, or {overtaken}"),
+        ("gained", gained) if behind else ("kept", f"the answer is still {first}, and {p} is at least {half}"),
+        ("kept" if behind else "changed", "neither"),
+    ]
+    those = _those(found, by)
+    exchanged = [
+        (
+            "exchanged",
+            f"a head reads the prompt without {those}: its keys and values of the prompt are replaced by those of a run "
+            f"without {those}, and the text is run again. A position: the same in all layers and heads; removed tokens have no "
+            "keys and values",
+        ),
+        *((kind.replace("_", " "), _OF_NO_HEAD[kind]) for kind in _OF_NO_HEAD if kind in set(found.heads.get("part", ()))),
+        (
+            "breaking set, keeping set",
+            "exchanging a breaking set loses the answer; exchanging everything but a keeping set keeps it. Sets of "
+            f"{by}s are removed, not exchanged, and a keeping set of them keeps the answer with any one other added, too",
+        ),
+    ]
+    return [
+        *verdicts,
+        ("at the bound", "within 0.001 nats of where another of these words holds"),
+        ("without, removed", "these tokens are deleted, all others keep their positions, and prompt and text are run again"),
+        (
+            "knocked out",
+            f"the prompt is run whole, but the text does not read the {by}'s keys and values (with linear attention and in "
+            "recurrent layers: their terms of the state); with a KV shift, nor those of the next positions, which are mixed "
+            "with them",
+        ),
+        *(exchanged if found.cause else []),
+        (
+            "effect",
+            f"{found.score} with the whole prompt, minus the same with a part removed, knocked out or exchanged, in nats. "
+            "Positive: the part raises it. Negative: the part lowers it",
+        ),
+    ]
+
+
+_OF_NO_HEAD = {
+    "shift_state": "the prompt's last keys and values (and queries, if the model shifts them) before the KV shift, "
+    "which mixes them into those of the text's first tokens",
+    "convolution": "the inputs of a recurrent layer at the prompt's last tokens, which its short convolution mixes into "
+    "those of the text's first tokens",
+}
 
 
 def paragraphs(found: Any, by: str) -> list[list[str]]:
     """Sentences: on units, then heads, then positions, then what was not searched; each from rows of ``found.statements``."""
-    every = (_of_units(found, by), _of_parts(found, by, "heads"), _of_parts(found, by, "positions"), _not_searched(found))
+    every = (_of_units(found, by), _of_parts(found, by, "heads"), _of_parts(found, by, "positions"), _not_searched(found, by))
     return [each for each in every if each]
 
 
@@ -42,20 +111,24 @@ def _of_units(found: Any, by: str) -> list[str]:
     before, answer = percent(nothing["p_before"]), repr(found.answer)
     said = []
     if found.reference is not None:
+        which = "its rival" if found.rival_given else "which the model says"
         numbers = f"{before} and {percent(nothing['p_reference_before'])}"
-        said.append(f"The answer {answer} is compared with {found.reference!r}: with the prompt they have {numbers}.")
+        said.append(
+            f"The answer {answer} is compared with {found.reference!r}, {which}: with the whole prompt their probabilities are "
+            f"{numbers}."
+        )
     if not breaking:
         said += _none_breaks(found, by, each, nothing)
     else:
         first, *more = breaking
         said.append(
-            f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: it falls from {before} to "
-            f"{percent(first['p_after'])}{_instead(first)}{_bound(first)}."
+            f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: its probability falls "
+            f"from {before} to {percent(first['p_after'])}{_instead(first)}{_bound(first)}."
         )
         if "+" in first["parts"]:
             alone = [each.iloc[int(unit)] for unit in first["parts"].split("+")]
-            without = [f"without {_units(found, row['parts'])} {row['verdict']} ({percent(row['p_after'])})" for row in alone]
-            said.append(f"Where only one of these {by}s is missing, it is not lost: {_listed(without, 'and')}.")
+            without = [f"{row['verdict']} without {_units(found, row['parts'])} ({percent(row['p_after'])})" for row in alone]
+            said.append(f"With only one of these {by}s removed it is not lost: {_listed(without, 'and')}.")
         elif more:
             listed = [_with_numbers(found, row) for row in more]
             rest = len(listed) - MOST_NAMED + 1
@@ -63,24 +136,25 @@ def _of_units(found: Any, by: str) -> list[str]:
             said.append(f"It is also lost without {_listed(listed, 'and, separately,' if len(listed) == 2 else 'or')}.")
             more = []
         said += [
-            f"It is also lost without {_units(found, row['parts'])}{_together(row)} ({percent(row['p_after'])}): there are at "
-            "least two ways."
+            f"It is also lost without {_units(found, row['parts'])}{_together(row)} ({percent(row['p_after'])})."
             for row in more
         ]
         said += _closed(found, breaking)
         said += [
-            f"Without {_units(found, row['parts'])} at once it is kept again ({percent(row['p_after'])})."
+            f"Yet without {_units(found, row['parts'])} together it is kept ({percent(row['p_after'])})."
             for row in _each(rows, "again")[:1]
         ]
     said += _raised(found, each)
     if nothing["verdict"] == KEPT:
         all_of_them = f"all {len(each)} {by}s" if len(each) > 1 else f"that {by}"
-        said.append(f"Without {all_of_them} it is kept too ({percent(nothing['p_after'])}){_bound(nothing)}.")
+        said.append(f"Even without {all_of_them} it is kept ({percent(nothing['p_after'])}){_bound(nothing)}.")
     elif len(each) > 1:
         said += _kept_alone(found, by, rows)
     if found.unrelated is not None:
         count, of = found.unrelated
-        said.append(f"Put in the place of the {by} with the largest effect, {count} of {of} unrelated texts did as much.")
+        said.append(
+            f"{count} of {of} unrelated texts, put in the place of the {by} with the largest effect, had an effect as large."
+        )
     return said
 
 
@@ -92,9 +166,9 @@ def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) ->
     changed = each[(each["verdict"] == CHANGED) & (each.index != at)].sort_values("p_after").head(MOST_NAMED)
     listed = [_with_numbers(found, row) for _, row in changed.iterrows()]
     return [
-        f"The answer {found.answer!r} ({before}) is not lost without any single {by}. The largest effect is that of "
-        f"{_units(found, largest['parts'])}: without it the answer {moved} from {before} to {percent(largest['p_after'])} and "
-        f"is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
+        f"There is no single {by} without which the answer {found.answer!r} ({before}) is lost. The largest effect is that of "
+        f"{_units(found, largest['parts'])}: without it the answer's probability {moved} from {before} to "
+        f"{percent(largest['p_after'])}, and the answer is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
         *([f"It is changed without {_listed(listed, 'or')}."] if listed else []),
     ]
 
@@ -103,17 +177,17 @@ def _raised(found: Any, each: pd.DataFrame) -> list[str]:
     """Units without which an answer that is not first is gained."""
     gained = each[each["verdict"] == GAINED].sort_values("p_after", ascending=False).head(1)
     return [
-        f"Without {_units(found, row['parts'])} it rises from {percent(row['p_before'])} to {percent(row['p_after'])}"
-        f"{_bound(row)}."
+        f"Without {_units(found, row['parts'])} it is gained: its probability rises from {percent(row['p_before'])} to "
+        f"{percent(row['p_after'])}{_bound(row)}."
         for _, row in gained.iterrows()
     ]
 
 
 def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
-    """Where it matters whether what follows a deleted unit moves up."""
+    """Where it matters whether what follows a removed unit moves up."""
     named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"With the tokens behind {_units(found, row['parts'])} moved up into its place, the answer is {row['verdict']} instead "
+        f"When the tokens behind {_units(found, row['parts'])} move up into its place, the answer is {row['verdict']} instead "
         f"({percent(row['p_after'])})."
         for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
@@ -122,24 +196,23 @@ def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
 
 def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
     said: list[str] = []
+    cause = "+".join(map(str, found.cause))
     for row in _each(rows, "keeping", "alone"):
-        alone = f"{_units(found, row['parts'])} alone {'keep' if '+' in row['parts'] else 'keeps'} it{' too' if said else ''}"
+        which = _those(found, by) if row["parts"] == cause and not _several_break(found) else _units(found, row["parts"])
+        alone = f"With only {which} in the prompt it is kept{' too' if said else ''}"
         alone = f"{alone} ({percent(row['p_after'])}){_bound(row)}"
         worse = rows[(rows["role"] == "together") & (rows["way"] == row["way"])]
         if row["role"] == "keeping":
             whole = len(row["parts"].split("+")) == len(found.units)
-            none = (
-                f"No set of fewer {by}s keeps it alone"
-                if row["smallest"]
-                else f"A set of fewer {by}s that keeps it was not found"
-            )
-            said.append(f"{none}." if whole else f"{alone}, also with any one other {by} added.")
+            none = f"It is kept with no set of fewer {by}s"
+            none = none if row["smallest"] else f"A set of fewer {by}s with which it is kept was not found"
+            said.append(f"{none}." if whole else f"{alone}, also when any one other {by} is added.")
         elif worse.empty:
             said.append(f"{alone}; with other {by}s added it was not run.")
         else:
             other = worse.iloc[0]
             said.append(
-                f"{alone}; together with {_units(found, other['parts'].split('+')[-1])} it is {other['verdict']} "
+                f"{alone}, but when {_units(found, other['parts'].split('+')[-1])} is added it is {other['verdict']} "
                 f"({percent(other['p_after'])}{_instead(other, short=True)})."
             )
     return said
@@ -148,38 +221,53 @@ def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
 def _of_parts(found: Any, by: str, about: str) -> list[str]:
     """Heads or positions that were exchanged for those of the prompt without the units."""
     rows = found.statements[found.statements["about"] == about]
-    those, read = _those(found, by), _READ[about]
-    if about == "heads":
-        others = "and everything else reads all of it", f"and everything else reads it without {those}"
-    else:
-        others = "and all others what they hold in the whole prompt", f"and all others what they hold without {those}"
-    alone, said = _each(rows[rows["way"] == 0], "alone"), []
-    for row in _each(rows, "breaking"):
-        what = f"{_parts(found, about, row['parts'])} {read['+' in row['parts']]} the prompt without {those}"
-        if row["way"] == 0:
-            numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{_smaller(row, 'loses it')}"
-            said.append(f"When {what}, {others[0]}, the answer is lost ({numbers}){_bound(row)}.")
-            said += _alone(found, about, alone, others[1])
-        else:
-            said.append(f"It is lost in another way too: when {what} ({percent(row['p_after'])}){_bound(row)}.")
-    shown = {row["parts"] for row in alone}
-    for row in (row for row in _each(rows, "keeping") if row["parts"] not in shown):
-        what = f"only {_parts(found, about, row['parts'])} {read['+' in row['parts']]} the whole prompt"
-        if row["way"] == 0:
-            numbers = f"{percent(row['p_after'])}{_smaller(row, 'keeps it')}"
-            said.append(f"When {what}, {others[1]}, the answer is kept ({numbers}){_bound(row)}.")
-        else:
-            said.append(f"It is kept in another way too: when {what} ({percent(row['p_after'])}){_bound(row)}.")
-    return said
-
-
-def _alone(found: Any, about: str, rows: list[pd.Series], others: str) -> list[str]:
-    """Of the members of a breaking set, what becomes of the answer when each alone reads the whole prompt."""
-    if not rows:
+    if rows.empty:
         return []
-    each = [f"{row['verdict']} with {_parts(found, about, row['parts'])} ({percent(row['p_after'])})" for row in rows]
-    what = f"When only one of these {_READ[about][0]} the whole prompt, {others}"
-    return [f"{what}, the answer is {_listed(each, 'and')}."]
+    said: list[str] = []
+    named = _units(found, "+".join(map(str, found.cause))) if _several_break(found) else _those(found, by)
+
+    def when(how: str, parts: list[str]) -> str:
+        """``parts``: codes of one set, or several sets of one part each."""
+        those = f"without {_those(found, by) if said else named}"
+        one, names = "+" not in parts[0], _parts(found, about, "+".join(parts))
+        names = names if not parts[1:] else f"{'any one' if parts[2:] else 'either'} of {names} alone"
+        return how.format(parts=names, reads="reads" if one else "read", those=those)
+
+    lose, keep = _EXCHANGED[about]
+    breaking = _each(rows, "breaking")
+    single = [row for row in breaking if "+" not in row["parts"]]
+    if len(single) > 1:
+        each = [f"{percent(row['p_after'])} with {_parts(found, about, row['parts'])}{_bound(row)}" for row in single]
+        said.append(
+            f"When {when(lose, [row['parts'] for row in single])}, the answer is lost: its probability falls "
+            f"from {percent(single[0]['p_before'])} to {_listed(each, 'and')}; {_tried_alone(found, about)}."
+        )
+        breaking = [row for row in breaking if "+" in row["parts"]]
+    for row in breaking:
+        smaller = _smaller(row, "loses it") if "+" in row["parts"] else f"; {_tried_alone(found, about)}"
+        numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{smaller * (not said)}"
+        lost = "It is also lost when {}" if said else "When {}, the answer is lost"
+        said.append(f"{lost.format(when(lose, [row['parts']]))} ({numbers}){_bound(row)}.")
+    alone = _each(rows[rows["way"] == 0], "alone")
+    shown = {row["parts"] for row in alone}
+    kept = []
+    for row in [*alone, *(row for row in _each(rows, "keeping") if row["parts"] not in shown)]:
+        smaller = _smaller(row, "keeps it") if (row["role"], row["way"]) == ("keeping", 0) else ""
+        which = (
+            f"with only {_parts(found, about, row['parts'])} it" if kept else f"When {when(keep, [row['parts']])}, the answer"
+        )
+        kept.append(f"{which} is {row['verdict']} ({percent(row['p_after'])}{smaller}){_bound(row)}")
+    return [*said, *(["; ".join(kept) + "."] if kept else [])]
+
+
+def _tried_alone(found: Any, about: str) -> str:
+    """That no other single part loses the answer, of so many as were exchanged alone."""
+    parts = getattr(found, about)
+    tried = int(parts["p_exchanged"].notna().sum())
+    kinds = ["position"] if about == "positions" else [kind.replace("_", " ") for kind in parts["part"].unique()]
+    if tried == len(parts):
+        return f"no other {_listed(kinds, 'or')} loses it alone"
+    return f"of the {tried} {_listed([f'{kind}s' for kind in kinds], 'and')} tried alone, no other loses it"
 
 
 def _parts(found: Any, about: str, parts: str) -> str:
@@ -190,10 +278,10 @@ def _parts(found: Any, about: str, parts: str) -> str:
     return _listed(["the shift state" if c == SHIFT_STATE else f"{stripped(tokens[c])!r} at {c}" for c in codes], "and")
 
 
-def _not_searched(found: Any) -> list[str]:
-    about = ["units", *(["heads", "positions"] if found.cause else [])]
-    left = [name for name in about if name not in found.searched]
-    return [f"Sets of {_listed(left, 'and')} were not searched further."] if left else []
+def _not_searched(found: Any, by: str) -> list[str]:
+    about = {"units": f"{by}s", **({"heads": "heads", "positions": "positions"} if found.cause else {})}
+    left = [words for name, words in about.items() if name not in found.searched]
+    return [f"The search for sets of {_listed(left, 'and')} ended at its limit of passes."] if left else []
 
 
 def _units(found: Any, parts: str) -> str:
@@ -202,6 +290,11 @@ def _units(found: Any, parts: str) -> str:
 
 def _those(found: Any, by: str) -> str:
     return f"that {by}" if len(found.cause) == 1 else f"those {by}s"
+
+
+def _several_break(found: Any) -> bool:
+    """Whether "that sentence" might be any of several."""
+    return len({*map(tuple, found.sets("units", "breaking"))}) > 1
 
 
 def _each(rows: pd.DataFrame, *roles: str) -> list[pd.Series]:
@@ -220,7 +313,7 @@ def _together(row: pd.Series) -> str:
 def _instead(row: pd.Series, short: bool = False) -> str:
     if pd.isna(row["says"]):
         return "" if short or row["verdict"] != LOST else ", although it stays first"
-    return f", {row['says']!r}" if short else f", and the model says {row['says']!r} ({percent(row['p_says'])})"
+    return f", instead {row['says']!r}" if short else f", and the model says {row['says']!r} ({percent(row['p_says'])})"
 
 
 def _smaller(row: pd.Series, what: str) -> str:
@@ -257,36 +350,37 @@ def _listed(names: list[str], word: str) -> str:
 
 
 def print_explanation(found: Any, by: str) -> None:
-    """Print the sentences, the units, and the heads and positions of the first breaking set."""
+    """Print the sentences, the units, the heads and positions of the first breaking set, and what the words mean."""
     console = make_console()
     for sentences in paragraphs(found, by):
         console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH), end="\n\n")
     each = found.statements[(found.statements["about"] == "units") & (found.statements["role"] == "each")]
-    units = found.units.assign(
-        without=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist(), verdict=each["verdict"].tolist()
-    )
+    units = found.units.assign(p=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist())
+    units = units.assign(verdict=each["verdict"].tolist())
     texts = [stripped(text) for text in units["unit_text"]]
     units["unit_text"] = [x if len(x) <= LONGEST_IN_TABLE else f"{x[: LONGEST_IN_TABLE - 1]}…" for x in texts]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
-    console.print(
-        f"the answer {visible(repr(found.answer))} without each {by} in turn; effects of removing and hiding it, in nats",
-        style="bold",
-    )
-    columns = {"unit_text": by, "without": "without", "verdict": "answer", "says": "instead", "total_effect": "removed"}
-    console.print(_table(shown, {**columns, "knockout_effect": "hidden"}))
+    answer = visible(repr(found.answer))
+    console.print(f"p({answer}) without each {by}; effects of removing it and of knocking it out, in nats", style="bold")
+    columns = {"unit_text": by, "p": "without", "verdict": "answer", "says": "instead", "total_effect": "removed"}
+    console.print(_table(shown, {**columns, "knockout_effect": "knocked out"}))
     if len(units) > len(shown):
         console.print(f"(the {len(shown)} largest of {len(units)} effects)")
-    if not found.cause:
-        return
-    those = _those(found, by)
-    heads = found.heads.assign(name=[Part.of_code(code).name for code in found.heads["code"]])
-    _print_parts(console, f"heads: the answer when they read the prompt without {those}", heads, {"name": "head"})
-    positions = found.positions.assign(token=found.positions["token"].fillna("shift state"))
-    positions = positions.assign(where=["removed" if own else "" for own in positions["in_unit"]])
-    columns = {"prompt_position": "position", "token": "token", "where": ""}
-    _print_parts(
-        console, f"positions: the answer with their keys and values from the prompt without {those}", positions, columns
-    )
+    if found.cause:
+        heads = found.heads.assign(name=[Part.of_code(code).name for code in found.heads["code"]])
+        _print_parts(console, f"p({answer}) with heads exchanged (–: not run)", heads, {"name": "head"})
+        positions = found.positions.assign(token=found.positions["token"].fillna("shift state"))
+        positions["place"] = positions["prompt_position"].astype(str).replace("-1", "")
+        positions["where"] = ["removed" if own else "" for own in positions["in_unit"]]
+        _print_parts(
+            console,
+            f"p({answer}) with positions exchanged (–: not run)",
+            positions,
+            {"place": "position", "token": "token", "where": ""},
+        )
+    console.print("\nWhat the words mean", style="bold")
+    for word, meaning in definitions(found, by):
+        console.print(textwrap.fill(visible(f"{word}: {meaning}."), WIDTH, subsequent_indent="  "))
 
 
 def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -298,14 +392,17 @@ def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str
     rows = rows[rows["p_exchanged"].notna() | rows["p_alone"].notna() | rows["named"]].head(5)
     rows = rows.assign(exchanged=[percent(p) for p in rows["p_exchanged"]], alone=[percent(p) for p in rows["p_alone"]])
     if len(rows):
-        console.print(f"{title} (–: not run)", style="bold")
+        console.print(title, style="bold")
         console.print(_table(rows, {**columns, "exchanged": "only this one", "alone": "all but this one"}))
 
 
 def _table(rows: pd.DataFrame, columns: dict[str, str]) -> Table:
     """Only the first column gives way where the terminal is narrow."""
     table = Table(box=None, pad_edge=False)
-    cells = {name: [f"{x:.3f}" if isinstance(x, float) else visible(stripped(str(x))) for x in rows[name]] for name in columns}
+    cells = {
+        name: [f"{round(x, 3) + 0.0:.3f}" if isinstance(x, float) else visible(stripped(str(x))) for x in rows[name]]
+        for name in columns
+    }
     for place, (name, head) in enumerate(columns.items()):
         numeric = pd.api.types.is_numeric_dtype(rows[name])
         widest = max(map(len, [head, *cells[name]])) if place else None

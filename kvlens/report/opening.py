@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvlens.analyses.attribution.verdicts import KEPT
 from kvlens.analyses.texts import NEWLINE, joined
-from kvlens.report.explanation import continuation_in_a_sentence, paragraphs
+from kvlens.report.explanation import continuation_in_a_sentence, definitions, paragraphs
 from kvlens.viz._color import strongest, style
 from kvlens.viz._text import html_text, number, percent, running
 from kvlens.viz.piece import Piece
@@ -36,7 +36,7 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     claim = _claim(first) + "".join(f'<p class="found">{_unbroken(each)}</p>' for each in words if each)
     views = [
         ("removed", f"effect of removing a {by}, nats", explained.units, "total_effect"),
-        ("hidden", f"effect of hiding a {by} from the text, nats", explained.units, "knockout_effect"),
+        ("knockout", f"effect of knocking a {by} out, nats", explained.units, "knockout_effect"),
         *([] if tokens is None else [("tokens", "effect of removing a token, nats", tokens, "total_effect")]),
     ]
     each = explained.statements[(explained.statements["about"] == "units") & (explained.statements["role"] == "each")]
@@ -50,15 +50,15 @@ def opening(explained: Any, by: str, text: str, tokens: pd.DataFrame | None = No
     ]
     options = "".join(f'<option value="{name}">{html_text(words)}</option>' for name, words, _, _ in views)
     prompts = "".join(
-        f'<div data-column="{name}"{" hidden" if i else ""}>{_colored_units(units, column, words, name, became)}</div>'
-        for i, (name, words, units, column) in enumerate(views)
+        f'<div data-column="{view[0]}"{" hidden" if i else ""}>{_colored_units(*view, explained.score, became)}</div>'
+        for i, view in enumerate(views)
     )
     said = (
-        f"What each part does to the log-probability of {explained.answer!r}: blue raises it, red lowers it. Gray: "
-        f"the answer is kept when only this part is removed. After a {by}: the probability of the answer without it."
+        f"Color is the effect on {explained.score}: blue, a part raises it; red, it lowers it. Gray: without the part the "
+        f"answer is kept. After a {by}: the probability of the answer without it."
     )
     body = (
-        f"{claim}{_odds_explained(explained, by)}{_begun(explained.answer, word)}"
+        f"{claim}{_odds_explained(explained, by)}{_begun(explained.answer, word)}{_what_words_mean(explained, by)}"
         f'<figure class="piece" data-kvlens="opening"><figcaption>The prompt '
         f'<select aria-label="which effect is shown">{options}</select></figcaption><p class="note">{html_text(said)}</p>'
         f'{prompts}<h3>The text that follows</h3><div class="tokens asked" tabindex="0" role="region" '
@@ -81,6 +81,11 @@ def continuation(figures: list[dict[str, Any]]) -> Piece:
     return Piece("what the prompt does", _claim(continuation_in_a_sentence(figures)) + table)
 
 
+def _what_words_mean(explained: Any, by: str) -> str:
+    rows = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}.</dd>" for word, meaning in definitions(explained, by))
+    return f'<details class="words" open><summary>What the words mean</summary><dl>{rows}</dl></details>'
+
+
 def _claim(sentence: str) -> str:
     return f'<p class="claim">{_unbroken(sentence)}</p>'
 
@@ -98,13 +103,13 @@ def word_begun(answer: str, written: list[str]) -> str | None:
     return word if len(answer) < len(word) < len(text) else None  # a word that goes on to the end may not be whole
 
 
-def _colored_units(units: pd.DataFrame, column: str, words: str, name: str, became: list[tuple[str, str]]) -> str:
+def _colored_units(name: str, words: str, units: pd.DataFrame, column: str, score: str, became: list[tuple[str, str]]) -> str:
     said = became if name == "removed" else [(None, "")] * len(units)
     colored = [verdict != KEPT for verdict, _ in said]
     top = strongest(units.loc[colored, column])
     numbered = [len(units) <= MOST_NUMBERED or (own and sum(colored) <= MOST_NUMBERED) for own in colored]
     spans = "".join(
-        _unit(row["unit_text"], row[column], top, verdict, badge * shows, place)
+        _unit(row["unit_text"], row[column], score, top, verdict, badge * shows, place)
         for (_, row), (verdict, badge), shows, place in zip(units.iterrows(), said, numbered, _places(units, name), strict=True)
     )
     return f'<div class="tokens units" tabindex="0" role="region" aria-label="prompt, {html_text(words)}">{spans}</div>'
@@ -117,9 +122,10 @@ def _places(units: pd.DataFrame, name: str) -> list[str]:
     return [f'data-unit="{row.unit}" data-start="{row.start}" data-stop="{row.stop}"' for row in units.itertuples()]
 
 
-def _unit(text: str, effect: float, top: float, verdict: str | None, badge: str, place: str) -> str:
+def _unit(text: str, effect: float, score: str, top: float, verdict: str | None, badge: str, place: str) -> str:
     """One unit without the blanks around it, which stay uncolored; behind it what becomes of the answer without it."""
-    said = f"{number(effect)} nats" + ("" if verdict is None else f"; without it the answer is {verdict}")
+    said = f"{'raises' if effect > 0 else 'lowers'} {score} by {number(abs(effect))} nats"
+    said += "" if verdict is None else f"; without it the answer is {verdict}"
     own = text.strip()
     before, after = text[: text.index(own)], text[text.index(own) + len(own) :]
     shown_badge = f'<b class="effect">{_unbroken(badge.strip())}</b>' if badge else ""

@@ -63,8 +63,8 @@ def draw(ax: Any, data: dict[str, Any], measure: str, title: str) -> Any:
         _box(ax, x, y, width, _words(part, data, total, values.get(part)))
     for x, words in zip(COLUMNS, data["columns"], strict=True):
         ax.text(x, -0.12, words, fontsize=8, color="dimgrey", va="bottom")
-    what = "kept by this part alone" if measure == "alone" else "lost with this part"
-    said = f"numbers: effect {what}, nats; in total {number(total)} nats; dashed: negative"
+    what = "of this part alone" if measure == "alone" else "of exchanging this part"
+    said = f"numbers: effect {what}, nats, positive: it raises log p; in total {number(total)} nats; dashed: negative"
     ax.text(0, n_rows * ROW + 0.1, said, fontsize=7, color="dimgrey", va="top")
     ax.set(xlim=(-0.01, 1.01), ylim=(n_rows * ROW + 0.4, -0.5))
     ax.set_title(printable(title), loc="left", fontsize=10, parse_math=False)

@@ -20,7 +20,7 @@ from kvlens.viz._text import html_text, number, percent, rounded, script_json
 from kvlens.viz.piece import Piece
 from kvlens.viz.tables import table_html
 
-MEASURES = {"swap": "effect lost with one part", "alone": "effect kept by one part alone"}
+MEASURES = {"swap": "effect of exchanging one part", "alone": "effect of one part alone"}
 DIGITS = 9
 """Of numbers in the page, so that its percentages are those of the sentences."""
 
@@ -54,12 +54,13 @@ def flow_view(flow: pd.DataFrame, found: Any, *, by: str = "sentence", title: st
     options = "".join(f'<option value="{name}">{html_text(MEASURES[name])}, nats</option>' for name in chosen)
     those = f"that {by}" if len(found.cause) == 1 else f"those {by}s"
     about = {
-        "swap": f"A number is how much the log-probability of “{found.answer}” falls, in nats, when this part alone reads the "
-        f"prompt without {those}.",
-        "alone": f"A number is how much of the effect of {those} remains, in nats of log-probability of “{found.answer}”, when "
-        f"this part alone reads the whole prompt and everything else reads it without {those}.",
+        "swap": f"A number is how far {found.score} falls, in nats, when only this part reads the prompt without {those}.",
+        "alone": f"A number is how far {found.score} rises, in nats, when this part alone reads the whole prompt and all "
+        f"else reads it without {those}, compared with when all do.",
     }
-    notes = "".join(f'<p class="note" data-measure="{name}">{html_text(about[name])}</p>' for name in chosen)
+    notes = "".join(
+        f'<p class="note" data-measure="{name}">{html_text(about[name])} Positive: the part raises it.</p>' for name in chosen
+    )
     said = (
         "The heads and positions named above are drawn. Each number was measured by itself; the numbers do not add "
         "up, because parts can stand in for each other. Click a part to pin it. Switch a part off, and it reads the "
@@ -109,7 +110,7 @@ def _numbers(flow: pd.DataFrame, found: Any, those: str) -> pd.DataFrame:
     return pd.DataFrame(
         {
             f"read without {those}": [_read_without(row) for row in flow.itertuples()],
-            "lost, nats": [_nats(x) for x in flow["effect"]],
+            "effect, nats": [_nats(x) for x in flow["effect"]],
             f"{found.answer}": [_percent(p) for p in flow["p_answer"]],
             f"{found.rival} (rival)": [_percent(p) for p in flow["p_rival"]],
             "the answer is": flow["verdict"],

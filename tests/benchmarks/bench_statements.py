@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_statements.py --out FOLDER [--models facts-gpt2 ...] [--stories 60] [--checked 12] [--seed 7]
 
 For each prompt `explain` makes its statements, and `second_opinion.py` runs them again over prompt and text, without a bias:
-those of units all, of heads and positions as many as ``--checked``, at random. A statement is false where the second verdict
+those of units all, of heads and positions as many as ``--checked``, at random, and of the first ``--heads`` prompts every head
+that was exchanged alone: those that lose the answer are the ones that are named. A statement is false where the second verdict
 differs, or its probability by more than 1e-3, and neither is at the bound. Printed for each model:
 
 - statements run again, and false ones;
@@ -159,6 +160,19 @@ def one(model: Any, passes_of: Any, given: Any, number: int, args: argparse.Name
         n_checked += 1
         if (verdict != row.verdict and not row.at_bound) or abs(p - row.p_after) > CLOSE:
             false.append({**row._asdict(), "second_verdict": verdict, "second_p": p})
+    tried = [] if not found.cause else [*found.heads[found.heads["p_exchanged"].notna()].itertuples(index=False)]
+    for row in tried if number < args.heads else []:  # "no other head loses it alone"
+        with torch.no_grad():
+            now = passes.exchanged(found.cause, [row.code], []).log_softmax(dim=-1)[None]
+        p, verdicts = float(now[0, answer].exp()), {second_verdict(whole, now, [answer], half=x) for x in (0.499, 0.5, 0.501)}
+        n_checked += 1
+        named = [row.code] in found.sets("heads", "breaking")
+        if (
+            row.verdict_exchanged not in verdicts
+            or abs(p - row.p_exchanged) > CLOSE
+            or named != (row.verdict_exchanged == "lost")
+        ):
+            false.append({**row._asdict(), "second_verdicts": sorted(verdicts), "second_p": p})
     lost_each = [
         second_verdict(whole, passes.without([unit]).log_softmax(dim=-1)[None], [answer]) == "lost"
         for unit in range(len(spans))
@@ -293,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--facts", type=int, default=6, help="sentences of a story")
     parser.add_argument("--checked", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=20, help="prompts of which each head that was run alone is run again")
     parser.add_argument("--bounds", type=int, default=20, help="prompts of a model that are explained with other bounds, too")
     parser.add_argument("--runs", type=int, default=5_000, help="of which sizes are compared")
     parser.add_argument("--seed", type=int, default=7)

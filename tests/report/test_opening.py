@@ -52,7 +52,7 @@ def test_the_page_opens_with_what_explain_found(report):
 
 def test_units_without_which_the_answer_is_kept_have_no_color(report):
     body = opening(report.explained, "sentence", "?").body
-    prompt = body[body.index('data-column="removed"') : body.index('data-column="hidden"')]
+    prompt = body[body.index('data-column="removed"') : body.index('data-column="knockout"')]
     looks = re.findall(r'<span title="[^"]*" class="(\w+)[^>]*>([^<]*)', prompt)
     assert [look for look, _ in looks] == ["unsure"] * 5 + ["positive"]
     assert [text for _, text in looks] == [text.strip() for text in report.explained.units["unit_text"]]
@@ -146,7 +146,7 @@ def test_units_that_do_nothing_leave_the_ranking_to_the_text():
     report = build_report(model, "Mira keeps a goat. Pavel has a parrot.", " Where is the", new_tokens=1, answer=" kite")
     assert report.explained.cause == () and report.summary["answer"]["p_answer"][1] is None
     page = build_page(report).to_html()
-    assert re.search(html_text("The answer 'kite'") + ".{,30} is not lost without any single sentence", page)
+    assert re.search(html_text("without which the answer 'kite'") + ".{,30} is lost", page)
     assert "without that sentence" not in page and "without the prompt" in page and ranked_heads(report)[1] == ABLATION
 
 

@@ -104,7 +104,7 @@
         const dim = off.has(from) || off.has(to) || (anyHot && !hot([from, to])) ? " dim" : "";
         const share = Math.min(1, Math.abs(value) / largest);
         const made = svg("path", { d: path, class: `edge${value < 0 ? " less" : ""}${dim}`, "stroke-width": Math.max(1, THICKEST * share) });
-        const what = measures.value === "alone" ? "kept by it alone" : "lost without it", ends = [from, to].filter((id) => "ph".includes(id[0]));
+        const what = measures.value === "alone" ? "effect of it alone" : "effect of exchanging it", ends = [from, to].filter((id) => "ph".includes(id[0]));
         const said = ends.length ? `${ends.map(nameOf).join(" in ")}: ${what}` : `total effect of ${nameOf(from)}`;
         made.append(svg("title", {}, `${said}, ${number(value)} nats`));
         return made;
