@@ -51,7 +51,7 @@ WHOLE_PROMPT = -1
     "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
     options={
         "by": BY,
-        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
+        "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),
     },
 )
 @checked

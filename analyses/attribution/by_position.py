@@ -5,7 +5,7 @@ prompt. A model that writes it at several positions, each of which is enough, lo
 converse is what a position keeps alone. The shift state, the raw last keys, values and queries that the text's first tokens mix
 into their own (of a recurrent layer the inputs of its short convolution), has a row of its own. In a recurrent layer it is a
 position's term in the state that is exchanged, kbar_p v_p^T, carried to the end past the tokens of its own prompt. Positions
-keep their numbers: the counterfactual prompt is as long, the unit deleted or replaced in place.
+keep their numbers: the counterfactual prompt is as long, the unit removed or replaced in place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def attribution_by_position(
     Args:
         model, prompt, text, by, answer, rival: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
         replace_by: token range of a unit -> what stands there in the counterfactual prompt, of as many tokens; a unit that is
-            not named is deleted.
+            not named is removed.
         each_layer: also a row for every layer, in addition to those of all layers at once.
 
     Returns:
@@ -130,7 +130,7 @@ def attribution_by_position(
 def without_each(
     question: Question, units: Sequence[Unit], replace_by: Mapping[tuple[int, int], str | Tensor]
 ) -> list[Counterfactuals]:
-    """For each unit the prompt in which it is replaced, or deleted where no replacement is named.
+    """For each unit the prompt in which it is replaced, or removed where no replacement is named.
 
     Raises:
         KVLensError: a replacement of another length, or of tokens that are no unit.

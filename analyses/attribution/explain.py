@@ -2,7 +2,7 @@
 
 What is found are *statements* (:mod:`~kvlens.analyses.attribution.statements`): each is an intervention that was made, with
 what the model says then. A *breaking set* loses the answer when it is exchanged, a *keeping set* keeps it alone. Units are
-deleted; heads and positions are exchanged for those of the prompt without the first breaking set of units.
+removed; heads and positions are exchanged for those of the prompt without the first breaking set of units.
 """
 
 import math
@@ -60,7 +60,7 @@ POSITION_COLUMNS = Columns(
     token=("str", "at the position; missing for the shift state"),
     code=("str", f"as statements name it: the position, or ``{SHIFT_STATE}``"),
     **RUN,
-    in_unit=("bool", "whether the position is one of the deleted units'"),
+    in_unit=("bool", "whether the position is one of the removed units'"),
 )
 
 
@@ -266,7 +266,7 @@ class _Explaining:
             self._add(runs.found[each], "units", "again", sorted(each), way=way)
 
     def _closed(self, sets: list[tuple[int, ...]]) -> None:
-        """The same units deleted with what follows moved up."""
+        """The same units removed with what follows moved up."""
         everything = any(len(each) == len(self.units) for each in sets)
         if not sets or (everything and not self.question.n_always_there):
             return

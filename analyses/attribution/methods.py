@@ -1,6 +1,6 @@
 """How the effect of each unit on an answer is found: methods, each one class with its options and one verb, ``explain``.
 
-All of them read counterfactual prompts (units deleted) and ask for the answer's log-probability f after each:
+All of them read counterfactual prompts (units removed) and ask for the answer's log-probability f after each:
 
 - `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
 - `InteractionFit`: the logit of the answer's probability over subsets of the units, leave-one-out among them, fitted by a sum
@@ -73,14 +73,14 @@ def method_of(method: str | Method) -> Method:
 
 
 def subset_scores(question: Question, units: list[Unit], kept: Bool[Tensor, "row unit"]) -> Float[Tensor, " row"]:
-    """f with some units deleted from the prompt; tokens of no unit stay."""
+    """f with some units removed from the prompt; tokens of no unit stay."""
     gone = ((~kept).float() @ positions_of(units, len(question.prompt)).float()) > 0
     return question.scores(question.rows(gone))
 
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Each unit deleted in turn: one counterfactual prompt a unit, and the prompt itself."""
+    """Each unit removed in turn: one counterfactual prompt a unit, and the prompt itself."""
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """The effects, and their sum as a prediction for subsets."""

@@ -30,15 +30,15 @@ COLUMNS = Columns(
     unit_text=("str", "of the unit"),
     start=("int64", "position of its first token; BOS has 0 where there is one"),
     stop=("int64", "position behind its last token"),
-    total_effect=("float64", f"{EFFECT}; the unit taken away, everything recomputed"),
+    total_effect=("float64", f"{EFFECT}; the unit removed, everything recomputed"),
     total_share=(
         "float64",
         f"total_effect over that of the whole prompt against the baseline; NaN where the latter is below {FLOOR} nats",
     ),
     knockout_effect=(
         "float64",
-        f"{EFFECT}; the unit's keys and values hidden from the text alone, the prompt's own pass unchanged; with a KV shift "
-        "also the next positions, which carry some of them, and the unit's rows of the shift state; in a recurrent layer, the "
+        f"{EFFECT}; the unit knocked out: the text does not read its keys and values, the prompt's own pass is unchanged; with a "
+        "KV shift also the next positions, which carry some of them, and the unit's rows of the shift state; in a recurrent layer, the "
         "terms of the unit's tokens taken out of the state, and the inputs of its convolution at the unit's tokens",
     ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
@@ -75,7 +75,7 @@ def prompt_attribution(
         rival: another answer, whose log-probability is taken away; None for none.
         method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values out.
-        positions: ``kept``: what follows a deleted unit stays where it stood; ``closed``: it moves up.
+        positions: ``kept``: what follows a removed unit stays where it stood; ``closed``: it moves up.
         on_progress: called with the fraction done, in 0..1, about.
 
     Returns:
@@ -132,7 +132,7 @@ def units_table(
 
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
-    """Of each unit: the score as it is, less that with the unit hidden from the text."""
+    """Of each unit: the score as it is, less that with the unit knocked out."""
     own = positions_of(units, len(question.prompt))
     everything = torch.cat([torch.zeros_like(own[:1]), own])
     hidden = hidden_from_text(question.model, question.prompt, everything)
@@ -143,13 +143,13 @@ def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor,
 
 @analysis(
     COLUMNS,
-    "which sentence (word, token) of the prompt made the model say it: effects of taking it away, with a null",
+    "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
     of=prompt_attribution,
     options={
         "by": BY,
         "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
         "n_null": Option("units of unrelated texts to compare with; 0 for none"),
-        "positions": Option("what follows a deleted unit stays, or moves up", choices=("kept", "closed")),
+        "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),
     },
 )
 def _attribution(

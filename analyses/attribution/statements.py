@@ -16,15 +16,15 @@ COLUMNS = Columns(
     about=("str", "``units``, ``heads`` or ``positions``: what the set consists of"),
     role=(
         "str",
-        "``each``: one unit; ``breaking``: a set that loses the answer when it is exchanged; ``keeping``: a set that keeps it "
-        "alone; ``alone``: units that keep it alone, but not together with each other unit, or one part of a breaking "
+        "``each``: one unit; ``breaking``: a set that loses the answer when it is exchanged (every single part that was run "
+        "and does, then larger sets); ``keeping``: a set that keeps it alone; ``alone``: units that keep it alone, but not together with each other unit, or one part of a breaking "
         "set; ``together``: with one more unit; ``none``: nothing is kept; ``again``: a larger set than a breaking one, which "
         "keeps the answer",
     ),
     way=("int64", "number of the set that it is about, from 0"),
     removed=(
         "str",
-        "units missing in the prompt that parts are exchanged with, such as ``2+5``; empty where units are deleted",
+        "units missing in the prompt that parts are exchanged with, such as ``2+5``; empty where units are removed",
     ),
     parts=(
         "str",
@@ -32,7 +32,7 @@ COLUMNS = Columns(
         "``shift_state``; joined by ``+``",
     ),
     others=("bool", "everything but the set is exchanged"),
-    positions=("str", "``kept``: what follows deleted tokens stays where it stood; ``closed``: it moves up"),
+    positions=("str", "``kept``: what follows removed tokens stays where it stood; ``closed``: it moves up"),
     smallest=("bool", "a breaking or keeping set of which all smaller sets were run, and none is one"),
     p_before=("float64", "probability of the answer with the whole prompt"),
     p_after=("float64", "under the intervention"),

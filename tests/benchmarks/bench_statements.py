@@ -166,11 +166,11 @@ def one(model: Any, passes_of: Any, given: Any, number: int, args: argparse.Name
             now = passes.exchanged(found.cause, [row.code], []).log_softmax(dim=-1)[None]
         p, verdicts = float(now[0, answer].exp()), {second_verdict(whole, now, [answer], half=x) for x in (0.499, 0.5, 0.501)}
         n_checked += 1
-        named = [row.code] in found.sets("heads", "breaking")
+        is_named = [row.code] in found.sets("heads", "breaking")
         if (
             row.verdict_exchanged not in verdicts
             or abs(p - row.p_exchanged) > CLOSE
-            or named != (row.verdict_exchanged == "lost")
+            or is_named != (row.verdict_exchanged == "lost")
         ):
             false.append({**row._asdict(), "second_verdicts": sorted(verdicts), "second_p": p})
     lost_each = [
