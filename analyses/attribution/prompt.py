@@ -37,9 +37,9 @@ COLUMNS = Columns(
     ),
     knockout_effect=(
         "float64",
-        f"{EFFECT}; the unit knocked out: the text does not read its keys and values, the prompt's own pass is unchanged; with a "
-        "KV shift also the next positions, which carry some of them, and the unit's rows of the shift state; in a recurrent layer, the "
-        "terms of the unit's tokens taken out of the state, and the inputs of its convolution at the unit's tokens",
+        f"{EFFECT}; the unit knocked out: the text does not read its keys and values, the prompt's own pass is unchanged; with "
+        "a KV shift also the next positions, which carry some of them, and the unit's rows of the shift state; in a recurrent "
+        "layer, the terms of the unit's tokens taken out of the state, and the inputs of its convolution at the unit's tokens",
     ),
     p_value=("float64", "share of units of unrelated prompts with a total effect as large; NaN without a null"),
     significant=("bool", f"p_value at most {SIGNIFICANT}: each unit by itself"),

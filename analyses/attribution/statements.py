@@ -17,9 +17,9 @@ COLUMNS = Columns(
     role=(
         "str",
         "``each``: one unit; ``breaking``: a set that loses the answer when it is exchanged (every single part that was run "
-        "and does, then larger sets); ``keeping``: a set that keeps it alone; ``alone``: units that keep it alone, but not together with each other unit, or one part of a breaking "
-        "set; ``together``: with one more unit; ``none``: nothing is kept; ``again``: a larger set than a breaking one, which "
-        "keeps the answer",
+        "and does, then larger sets); ``keeping``: a set that keeps it alone; ``alone``: units that keep it alone, but not "
+        "together with each other unit, or one part of a breaking set; ``together``: with one more unit; ``none``: nothing is "
+        "kept; ``again``: a larger set than a breaking one, which keeps the answer",
     ),
     way=("int64", "number of the set that it is about, from 0"),
     removed=(
