@@ -32,7 +32,7 @@ from .order import head_orders
 from .prompt import units_table
 from .search import Asked, CapReached, FoundSet, Runs, sets_of
 from .statements import COLUMNS as STATEMENTS
-from .statements import statement, table_of, text_of
+from .statements import statement, text_of
 from .units import BY, Spans, positions_of, units_of
 from .verdicts import KEPT, LOST, Outcomes
 
@@ -394,7 +394,7 @@ class _Explaining:
             texts[1],
             each[0],
             each[1],
-            table_of(self.rows),
+            STATEMENTS.frame({name: [row[name] for row in self.rows] for name in STATEMENTS.dtypes}),
             units,
             heads,
             positions,

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import pandas as pd
 import torch
 
 from kvlens import KVModel
@@ -79,11 +78,6 @@ def statement(
         "verdict": verdict.name,
         "at_bound": verdict.at_bound,
     }
-
-
-def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The rows as a table."""
-    return COLUMNS.frame({name: [row[name] for row in rows] for name in COLUMNS.dtypes})
 
 
 def said(outcomes: Outcomes, now: Outcome) -> str | None:

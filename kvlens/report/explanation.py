@@ -144,7 +144,11 @@ def _of_units(found: Any, by: str) -> list[str]:
             f"Yet without {_units(found, row['parts'])} together it is kept ({percent(row['p_after'])})."
             for row in _each(rows, "again")[:1]
         ]
-    said += _raised(found, each)
+    said += [
+        f"Without {_units(found, row['parts'])} it is gained: its probability rises from {before} to {percent(row['p_after'])}"
+        f"{_bound(row)}."
+        for _, row in each[each["verdict"] == GAINED].sort_values("p_after").tail(1).iterrows()
+    ]
     if nothing["verdict"] == KEPT:
         all_of_them = f"all {len(each)} {by}s" if len(each) > 1 else f"that {by}"
         said.append(f"Even without {all_of_them} it is kept ({percent(nothing['p_after'])}){_bound(nothing)}.")
@@ -170,16 +174,6 @@ def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) ->
         f"{_units(found, largest['parts'])}: without it the answer's probability {moved} from {before} to "
         f"{percent(largest['p_after'])}, and the answer is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
         *([f"It is changed without {_listed(listed, 'or')}."] if listed else []),
-    ]
-
-
-def _raised(found: Any, each: pd.DataFrame) -> list[str]:
-    """Units without which an answer that is not first is gained."""
-    gained = each[each["verdict"] == GAINED].sort_values("p_after", ascending=False).head(1)
-    return [
-        f"Without {_units(found, row['parts'])} it is gained: its probability rises from {percent(row['p_before'])} to "
-        f"{percent(row['p_after'])}{_bound(row)}."
-        for _, row in gained.iterrows()
     ]
 
 
@@ -318,9 +312,8 @@ def _instead(row: pd.Series, short: bool = False) -> str:
 
 def _smaller(row: pd.Series, what: str) -> str:
     """Of a set of several parts: whether all smaller ones were run."""
-    if "+" not in row["parts"]:
-        return ""
-    return f"; no smaller set {what}" if row["smallest"] else f"; a smaller set that {what} was not found"
+    said = f"; no smaller set {what}" if row["smallest"] else f"; a smaller set that {what} was not found"
+    return said if "+" in row["parts"] else ""
 
 
 def _bound(row: pd.Series) -> str:

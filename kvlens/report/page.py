@@ -131,8 +131,7 @@ def _about_heads(report: Report) -> str:
     return (
         f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when only this head reads the prompt without the "
         f"{by}{'s' if found.cause[1:] else ''} {texts}, and everything else reads all of it. {alone[0].upper()}{alone[1:]}: "
-        "its probability when only this head reads the whole prompt. In a set: whether the head belongs to a breaking set, "
-        f"which loses the answer when it is exchanged, or to a keeping set, which keeps it alone. –: was not run. {ablation}"
+        f"its probability when only this head reads the whole prompt. In a set: breaking or keeping. –: not run. {ablation}"
     )
 
 
