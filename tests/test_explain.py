@@ -141,7 +141,8 @@ def test_page_and_terminal_define_their_words_alike(rival, capsys):
         assert f"{word}: {meaning}." in printed
         assert f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}.</dd>" in page
     said = dict(words)
-    assert {"lost", "kept", "changed", "without, removed", "knocked out", "exchanged", "effect"} <= {*said}
+    assert {"lost", "kept", "changed", "without, removed", "knocked out", "effect"} <= {*said}
+    assert ("exchanged" in said) == bool(found.cause)
     assert (math.exp(HALF), math.exp(OVERTAKEN), TIE) == pytest.approx((2, 4, 0.001))  # as the words have it
     score = "log p('donkey')" + (f" - log p({rival.strip()!r})" if rival else "")
     assert said["effect"].startswith(f"{score} with the whole prompt, minus") and found.score == score
@@ -150,7 +151,7 @@ def test_page_and_terminal_define_their_words_alike(rival, capsys):
     ratio = row["p_before"] / row["p_after"]
     ratio *= row["p_reference_after"] / row["p_reference_before"] if rival else 1
     assert found.units["total_effect"][at] == pytest.approx(math.log(ratio), abs=1e-6) and ratio > 1
-    assert f"raises {html_text(score)} by {number(math.log(ratio))} nats; without it the answer is lost" in page
+    assert f"raises {html_text(score)} by {number(math.log(ratio))} nats; without it the answer is {row['verdict']}" in page
 
 
 def test_an_answer_that_is_behind_has_words_of_its_own():

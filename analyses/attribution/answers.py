@@ -84,14 +84,13 @@ class Question:
         gone[:, : self.n_always_there] = False
         return self.rows(gone)
 
-    def scores(self, prompts: Counterfactuals, rows_per_pass: int | None = None) -> Float[Tensor, " row"]:
+    def scores(self, prompts: Counterfactuals) -> Float[Tensor, " row"]:
         """log p(answer), less log p(rival), after each counterfactual prompt, in nats, everything recomputed."""
-        return self._score(self.reads_after(prompts, rows_per_pass))
+        return self._score(self.reads_after(prompts))
 
-    def reads_after(self, prompts: Counterfactuals, rows_per_pass: int | None = None) -> Read:
+    def reads_after(self, prompts: Counterfactuals) -> Read:
         """Reads a text after each counterfactual prompt, everything recomputed."""
-        options: dict[str, Any] = dict(rows_per_pass=rows_per_pass, on_tokens=self.account.count)
-        return lambda text, n: logits_after(self.model, prompts, text, n, **options)
+        return lambda text, n: logits_after(self.model, prompts, text, n, on_tokens=self.account.count)
 
     def scores_under(self, biases: KVBias) -> Float[Tensor, " row"]:
         """The same with each bias of a batch in the prompt's place: the text alone is read."""

@@ -181,7 +181,7 @@ def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
     """Where it matters whether what follows a removed unit moves up."""
     named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"When the tokens behind {_units(found, row['parts'])} move up into its place, the answer is {row['verdict']} instead "
+        f"When the tokens behind {_units(found, row['parts'])} move up into {'their' if '+' in row['parts'] else 'its'} place, the answer is {row['verdict']} instead "
         f"({percent(row['p_after'])})."
         for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
@@ -354,7 +354,7 @@ def print_explanation(found: Any, by: str) -> None:
     units["unit_text"] = [x if len(x) <= LONGEST_IN_TABLE else f"{x[: LONGEST_IN_TABLE - 1]}…" for x in texts]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
     answer = visible(repr(found.answer))
-    console.print(f"p({answer}) without each {by}; effects of removing it and of knocking it out, in nats", style="bold")
+    console.print(f"p({answer}) without each {by}; effects in nats", style="bold")
     columns = {"unit_text": by, "p": "without", "verdict": "answer", "says": "instead", "total_effect": "removed"}
     console.print(_table(shown, {**columns, "knockout_effect": "knocked out"}))
     if len(units) > len(shown):

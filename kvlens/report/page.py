@@ -218,7 +218,7 @@ def _conversion(summary: dict[str, Any]) -> Piece:
         if held_out is None
         else [
             ("error of the logits, held out", percent(held_out["logits_error"], least=0.0), "on continuations of the prompt"),
-            ("share of the prompt's effect lost", percent(held_out["lost_share"], least=0.0), "on the same"),
+            ("share of the prompt's effect that is missing", percent(held_out["lost_share"], least=0.0), "on the same"),
         ]
     )
     rows += [
