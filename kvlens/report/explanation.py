@@ -181,7 +181,7 @@ def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
     """Where it matters whether what follows a removed unit moves up."""
     named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"When the tokens behind {_units(found, row['parts'])} move up into {'their' if '+' in row['parts'] else 'its'} place, the answer is {row['verdict']} instead "
+        f"When the tokens behind {_units(found, row['parts'])} move up to close the gap, the answer is {row['verdict']} instead "
         f"({percent(row['p_after'])})."
         for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
