@@ -159,7 +159,12 @@ def test_an_answer_that_is_behind_has_words_of_its_own():
     found = explain(model, STORY, QUESTION, answer=" goat")
     said = dict(definitions(found, "sentence"))
     assert found.reference == "donkey" and not found.rival_given and "changed" not in said
-    assert "q = " not in said["lost"] and said["lost"].startswith("q, p(answer) / (p(answer) + p('donkey')), is below half")
+    assert said["lost"].startswith("q, the answer's share p(answer) / (p(answer) + p('donkey')), is below half")
+    rows = found.statements.query("about == 'units' and role == 'each'")
+    whole, gone = rows["p_before"].iloc[0], rows["p_after"].min()
+    shares = [p / (p + r) for p, r in zip(rows["p_after"], rows["p_reference_after"], strict=True)]
+    text = in_a_paragraph(found, "sentence")
+    assert percent(whole) in text and any(percent(share) in text for share in shares) and gone < whole
     assert "overtakes 'donkey'" in said["gained"] and found.score == "log p('goat')"
 
 

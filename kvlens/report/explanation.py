@@ -1,6 +1,7 @@
 """An explanation in words, each sentence written from statements, and in the terminal with the tables behind it."""
 
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -39,7 +40,7 @@ def definitions(found: Any, by: str) -> list[tuple[str, str]]:
     other, first, behind = "another token", "first at each of its tokens" if several else "the most probable token", False
     if found.reference is not None:
         other = repr(found.reference)
-        p, value, first = "q", f"p(answer) / (p(answer) + p({other}))", f"more probable than {other}"
+        p, value, first = "q", f"the answer's share p(answer) / (p(answer) + p({other}))", f"more probable than {other}"
         behind = row["p_before"] <= row["p_reference_before"]
     half, odds = "half of its value with the whole prompt", "by at least ln 4 (a factor of 4)"
     lost = f"{p}, {value}, is below {half}"
@@ -94,6 +95,12 @@ _OF_NO_HEAD = {
 
 def paragraphs(found: Any, by: str) -> list[list[str]]:
     """Sentences: on units, then heads, then positions, then what was not searched; each from rows of ``found.statements``."""
+    if found.reference is not None:  # verdicts are on the answer's share of both, and so are the percentages
+        rows, named = found.statements, {}
+        for when in ("before", "after"):
+            p, reference = rows[f"p_{when}"], rows[f"p_reference_{when}"]
+            named[f"p_{when}"] = p / (p + reference)
+        found = replace(found, statements=rows.assign(**named, p_answer=rows["p_before"]))
     every = (_of_units(found, by), _of_parts(found, by, "heads"), _of_parts(found, by, "positions"), _not_searched(found, by))
     return [each for each in every if each]
 
@@ -112,18 +119,18 @@ def _of_units(found: Any, by: str) -> list[str]:
     said = []
     if found.reference is not None:
         which = "its rival" if found.rival_given else "which the model says"
-        numbers = f"{before} and {percent(nothing['p_reference_before'])}"
+        numbers = f"{percent(nothing['p_answer'])} and {percent(nothing['p_reference_before'])}"
         said.append(
             f"The answer {answer} is compared with {found.reference!r}, {which}: with the whole prompt their probabilities are "
-            f"{numbers}."
+            f"{numbers}. The answer's percentages below are its share of both, {before} with the whole prompt."
         )
     if not breaking:
         said += _none_breaks(found, by, each, nothing)
     else:
         first, *more = breaking
         said.append(
-            f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: its probability falls "
-            f"from {before} to {percent(first['p_after'])}{_instead(first)}{_bound(first)}."
+            f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: its "
+            f"{_measured(found)} falls from {before} to {percent(first['p_after'])}{_instead(first)}{_bound(first)}."
         )
         if "+" in first["parts"]:
             alone = [each.iloc[int(unit)] for unit in first["parts"].split("+")]
@@ -145,8 +152,8 @@ def _of_units(found: Any, by: str) -> list[str]:
             for row in _each(rows, "again")[:1]
         ]
     said += [
-        f"Without {_units(found, row['parts'])} it is gained: its probability rises from {before} to {percent(row['p_after'])}"
-        f"{_bound(row)}."
+        f"Without {_units(found, row['parts'])} it is gained: its {_measured(found)} rises from {before} to "
+        f"{percent(row['p_after'])}{_bound(row)}."
         for _, row in each[each["verdict"] == GAINED].sort_values("p_after").tail(1).iterrows()
     ]
     if nothing["verdict"] == KEPT:
@@ -171,7 +178,7 @@ def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) ->
     listed = [_with_numbers(found, row) for _, row in changed.iterrows()]
     return [
         f"There is no single {by} without which the answer {found.answer!r} ({before}) is lost. The largest effect is that of "
-        f"{_units(found, largest['parts'])}: without it the answer's probability {moved} from {before} to "
+        f"{_units(found, largest['parts'])}: without it the answer's {_measured(found)} {moved} from {before} to "
         f"{percent(largest['p_after'])}, and the answer is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
         *([f"It is changed without {_listed(listed, 'or')}."] if listed else []),
     ]
@@ -181,8 +188,8 @@ def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
     """Where it matters whether what follows a removed unit moves up."""
     named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"When the tokens behind {_units(found, row['parts'])} move up to close the gap, the answer is {row['verdict']} instead "
-        f"({percent(row['p_after'])})."
+        f"When the tokens behind {_units(found, row['parts'])} move up to close the gap, the answer is {row['verdict']} "
+        f"instead ({percent(row['p_after'])})."
         for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
     ]
@@ -192,7 +199,7 @@ def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
     said: list[str] = []
     cause = "+".join(map(str, found.cause))
     for row in _each(rows, "keeping", "alone"):
-        which = _those(found, by) if row["parts"] == cause and not _several_break(found) else _units(found, row["parts"])
+        which = _those(found, by) if row["parts"] == cause and not _several_named(found) else _units(found, row["parts"])
         alone = f"With only {which} in the prompt it is kept{' too' if said else ''}"
         alone = f"{alone} ({percent(row['p_after'])}){_bound(row)}"
         worse = rows[(rows["role"] == "together") & (rows["way"] == row["way"])]
@@ -218,7 +225,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
     if rows.empty:
         return []
     said: list[str] = []
-    named = _units(found, "+".join(map(str, found.cause))) if _several_break(found) else _those(found, by)
+    named = _units(found, "+".join(map(str, found.cause))) if _several_named(found) else _those(found, by)
 
     def when(how: str, parts: list[str]) -> str:
         """``parts``: codes of one set, or several sets of one part each."""
@@ -233,7 +240,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
     if len(single) > 1:
         each = [f"{percent(row['p_after'])} with {_parts(found, about, row['parts'])}{_bound(row)}" for row in single]
         said.append(
-            f"When {when(lose, [row['parts'] for row in single])}, the answer is lost: its probability falls "
+            f"When {when(lose, [row['parts'] for row in single])}, the answer is lost: its {_measured(found)} falls "
             f"from {percent(single[0]['p_before'])} to {_listed(each, 'and')}; {_tried_alone(found, about)}."
         )
         breaking = [row for row in breaking if "+" in row["parts"]]
@@ -286,9 +293,15 @@ def _those(found: Any, by: str) -> str:
     return f"that {by}" if len(found.cause) == 1 else f"those {by}s"
 
 
-def _several_break(found: Any) -> bool:
-    """Whether "that sentence" might be any of several."""
-    return len({*map(tuple, found.sets("units", "breaking"))}) > 1
+def _measured(found: Any) -> str:
+    return "probability" if found.reference is None else "share"
+
+
+def _several_named(found: Any) -> bool:
+    """Whether "that sentence" might be another than that of the cause."""
+    rows = found.statements[found.statements["about"] == "units"]
+    rows = rows[~rows["role"].isin(["each", "none"]) | (rows["verdict"] == GAINED)]
+    return not {int(unit) for parts in rows["parts"] for unit in parts.split("+") if unit} <= {*found.cause}
 
 
 def _each(rows: pd.DataFrame, *roles: str) -> list[pd.Series]:
