@@ -359,7 +359,7 @@ def print_explanation(found: Any, by: str) -> None:
     """Print the sentences, the units, the heads and positions of the first breaking set, and what the words mean."""
     console = make_console()
     for sentences in paragraphs(found, by):
-        console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH), end="\n\n")
+        console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH, break_on_hyphens=False), end="\n\n")
     each = found.statements[(found.statements["about"] == "units") & (found.statements["role"] == "each")]
     units = found.units.assign(p=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist())
     units = units.assign(verdict=each["verdict"].tolist())
@@ -386,7 +386,7 @@ def print_explanation(found: Any, by: str) -> None:
         )
     console.print("\nWhat the words mean", style="bold")
     for word, meaning in definitions(found, by):
-        console.print(textwrap.fill(visible(f"{word}: {meaning}."), WIDTH, subsequent_indent="  "))
+        console.print(textwrap.fill(visible(f"{word}: {meaning}."), WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:

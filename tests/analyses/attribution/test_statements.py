@@ -216,6 +216,24 @@ def test_an_explanation_reads_no_more_than_its_cap(name, spans):
     assert expected.tokens == (len(spans) + 2 + CAP) * 17 and expected.seconds > 0
 
 
+def test_all_single_parts_that_were_run_and_lose_the_answer_are_breaking_sets(monkeypatch):
+    """Also where the cap leaves room for some of them only."""
+    n_run, n_named = set(), 0
+    for cap, seed in itertools.product((8, 12, 16, CAP), range(4)):
+        monkeypatch.setattr("kvlens.analyses.attribution.explain.CAP", cap)
+        found = explain(random_model(attention="softmax", kv_shift=None, seed=seed), PROMPT, TEXT, by=SPANS)
+        assert found.n_passes <= len(SPANS) + 2 + cap
+        if not found.cause:
+            continue
+        n_run.add(int(found.heads["p_exchanged"].notna().sum()))
+        for about in ("heads", "positions"):
+            parts = getattr(found, about)
+            lost = parts[parts["verdict_exchanged"] == "lost"].sort_values("p_exchanged")["code"].tolist()
+            assert [each for each in found.sets(about, "breaking") if len(each) == 1] == [[code] for code in lost]
+            n_named += len(lost)
+    assert n_named > 3 and max(n_run) == 8 > min(n_run)
+
+
 @pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])
 def test_a_fact_that_stands_twice_is_a_breaking_pair(name):
     model = HookedKVTransformer.from_zoo(name)
