@@ -251,7 +251,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
         said.append(f"{lost.format(when(lose, [row['parts']]))} ({numbers}){_bound(row)}.")
     alone = _each(rows[rows["way"] == 0], "alone")
     shown = {row["parts"] for row in alone}
-    kept = []
+    kept: list[str] = []
     for row in [*alone, *(row for row in _each(rows, "keeping") if row["parts"] not in shown)]:
         smaller = _smaller(row, "keeps it") if (row["role"], row["way"]) == ("keeping", 0) else ""
         which = (
