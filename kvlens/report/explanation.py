@@ -157,8 +157,8 @@ def _of_units(found: Any, by: str) -> list[str]:
         for _, row in each[each["verdict"] == GAINED].sort_values("p_after").tail(1).iterrows()
     ]
     if nothing["verdict"] == KEPT:
-        all_of_them = f"all {len(each)} {by}s" if len(each) > 1 else f"that {by}"
-        said.append(f"Even without {all_of_them} it is kept ({percent(nothing['p_after'])}){_bound(nothing)}.")
+        all_of_them = {1: f"that {by}", 2: f"both {by}s"}.get(len(each), f"all {len(each)} {by}s")
+        said.append(f"Even with {all_of_them} removed it is kept ({percent(nothing['p_after'])}){_bound(nothing)}.")
     elif len(each) > 1:
         said += _kept_alone(found, by, rows)
     if found.unrelated is not None:
