@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from kvlens.bridge.cache import take_earlier_names
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
@@ -117,6 +118,7 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
             # generate then takes Transformers' own cache, as for Qwen3.5; of OLMo-Hybrid, TransformerLens asks for a class of
             # caches that Transformers 5 no longer has, and cannot generate without a cache
             bridge.cfg.is_stateful = False
+        take_earlier_names(bridge.original_model)
         bridge.__class__ = cls
         bridge.__dict__.update(_parts=parts, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
         bridge.__dict__.update(_weights_then=None, _normalizers=None)

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvlens.bridge.cache import cache_of
+
 
 def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
     """Positions from 0 of the tokens that a Transformers model is called with: those given, or counted as the model would."""
@@ -19,9 +21,16 @@ def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
         return positions_under(mask)[:, -n:]
-    cache = kwargs.get("past_key_values")
-    past = 0 if cache is None else int(cache.get_seq_length())
+    past = _length(cache_of(kwargs))
     return torch.arange(past, past + n, device=tokens.device)[None]
+
+
+def _length(cache: Any) -> int:
+    """Tokens that a cache holds; 0 where it has recurrent states alone, which do not count them."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:
+        return 0
 
 
 def positions_under(mask: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.bridge.cache import cache_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
@@ -117,11 +118,11 @@ class RecurrentLayer(Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""
-        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        cache = cache_of(kwargs)
         states = getattr(cache, STATES, None) or {}
         asked = self.always_by_mixer or self._given or self.mixer._forward_hooks or self.mixer.is_hooked()
         if not asked and self.layer not in states:
-            is_native = cache is None and _is_out_of_date(self.component)
+            is_native = _is_left_to_transformers(self.component, cache)
             return (self.component._native_forward if is_native else self._forward_of_bridge)(*args, **kwargs)
         hidden = self.component.hook_in(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         state = states[self.layer] if self.layer in states else self._first_state(cache)
@@ -142,9 +143,11 @@ class RecurrentLayer(Part):
         return given
 
 
-def _is_out_of_date(component: Any) -> bool:
-    """Whether the component computes a pass without a cache by a function that Transformers 5 no longer keeps in the module."""
-    return hasattr(type(component), "_native_forward") and not hasattr(component.original_component, "causal_conv1d_fn")
+def _is_left_to_transformers(component: Any, cache: Any) -> bool:
+    """Whether a component that can compute a layer step by step must not: with a cache, whose new name it does not know, or
+    where it needs a function that Transformers 5 no longer keeps in the module."""
+    can = hasattr(type(component), "_native_forward")
+    return can and (cache is not None or not hasattr(component.original_component, "causal_conv1d_fn"))
 
 
 def _mask_of(mask: Tensor | None, hidden: Float[Tensor, "batch pos d_model"]) -> Tensor | None:

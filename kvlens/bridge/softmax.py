@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.bridge.cache import take_new_name
 from kvlens.bridge.native import POINTS, VALUES
 from kvlens.components import LayerBias, Normalizers
 from kvlens.kv_bias import KVBias
@@ -236,7 +237,7 @@ class SoftmaxLayer(Part):
 
 
 def put_right(attn: Any, points: Points) -> None:
-    """Let a component of the bridge round as Transformers does, in two places.
+    """Let a component of the bridge know its cache by any name, and round as Transformers does, in two places.
 
     Rotated queries and keys have the dtype of the model (OLMo's are rotated in float32), and a mask fits into float32, in which
     the softmax is computed: its lowest number is -inf there in a float64 model, and a row of padding NaN.
@@ -245,6 +246,8 @@ def put_right(attn: Any, points: Points) -> None:
         if name.startswith("hook_rot"):
             getattr(attn, name).register_forward_hook(partial(_in_dtype_of, attn.o))
     attn.register_forward_pre_hook(_with_mask_in_float32, with_kwargs=True)
+    if points is not HOOKED_BY_KVLENS:
+        take_new_name(attn)
 
 
 def _in_dtype_of(projection: nn.Module, module: nn.Module, args: Any, output: Tensor) -> Tensor:

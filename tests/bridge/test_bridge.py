@@ -126,7 +126,9 @@ def test_nothing_attached_changes_nothing(family, rounding):
     logits, cache = bridge.run_with_cache(text)
     ours, our_cache = model.run_with_cache(text)
     if model.recurrent_layers:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
-        assert largest(ours, logits) < rounding and set(cache) < set(our_cache)
+        # with Transformers 5.24 the plain bridge computes delta-rule layers itself, and shows more points inside of them
+        outside = {name for name in cache if ".linear_attn." not in name or name.endswith((".hook_in", ".hook_out"))}
+        assert largest(ours, logits) < rounding and outside < set(our_cache)
         ours = bridge(text)
     else:
         assert torch.equal(logits, ours) and set(cache) <= set(our_cache)  # a fused projection shows what it rotates too

@@ -127,14 +127,14 @@ def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_
     switch = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
     switch += """
         const figure = document.querySelector('[data-kvlens="opening"]'), select = figure.querySelector("select");
-        select.value = "hidden";
+        select.value = "knockout";
         select.dispatchEvent(new Event("change"));
         const shown = [...figure.querySelectorAll("[data-column]")].filter((text) => !text.hidden);
         document.body.dataset.shown = shown.map((text) => text.dataset.column);
     """
     (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), switch), encoding="utf-8")
     dom = visit(tmp_path / "page.html", tmp_path).dom
-    assert 'data-shown="hidden"' in dom
+    assert 'data-shown="knockout"' in dom
     assert f'data-numbers="{"|".join(map(number, values))}"' in dom
 
 
