@@ -98,7 +98,7 @@ D_X = dict(linear=11, trigonometric=6, exponential=5)
     heldout_sequences=(8, 256, 256),
     rates=([0.03, 0.1], [0.1, 0.3, 1.0, 2.0], [0.003, 0.005, 0.01, 0.03, 0.1]),
     unclaimed=(True, False, True),
-    seeds=([0, 1], list(range(8)), list(range(16))),
+    seeds=([0, 1], list(range(11, 19)), list(range(16))),
 )
 def dual_variants(settings: Settings, tell: Tell) -> Outcome:
     """Train every variant on every task, at its best learning rate."""
