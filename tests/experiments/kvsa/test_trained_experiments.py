@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.experiments import find_experiment
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, ngram
 from kvlens.experiments.shared import sweep
 from kvlens.experiments.shared.curves import steps_to
@@ -49,8 +50,8 @@ def depth_comparisons(**ends):
         ignore_index=True,
     )
     settings = dict(task=dict(vocab_size=16), training=dict(steps=500))
-    runs = Runs(settings, curves, measured=steps_to(curves, induction_depth.LEARNED))
-    return induction_depth.compare(runs, induction_depth.untrained(runs))
+    runs = Runs(settings, curves)
+    return induction_depth.compare(runs, steps_to(curves, induction_depth.LEARNED), induction_depth.untrained(runs))
 
 
 YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
@@ -103,7 +104,7 @@ def test_width_is_tested_at_each_width_seed_by_seed():
 
     shifted, plain = {8: near(0.6), 16: near(0.2), 32: near(0.9)}, {8: near(0.1), 16: near(0.4), 32: near(0.9)}
     rows = width_rows(shifted, plain)
-    by_width, size = induction_width.SWEEP.compare(rows, {}), induction_width.parameters(rows)
+    by_width, size = induction_width.compare(rows, {}), induction_width.parameters(rows)
     assert [c.holds for c in by_width] == [True, False, None]
     assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
     assert (size.ours, size.tested) == (1.5, False)
@@ -131,8 +132,7 @@ def test_ngram_tests_harm_at_the_end_and_gain_during_training(plain, shifted, ve
             for seed in SEEDS
         ]
     )
-    runs = Runs({}, curves, measured=curves)
-    end, way = ngram.SWEEP.compare(curves, ngram.untrained(runs))
+    end, way = ngram.compare(curves, ngram.untrained(curves))
     assert [end.verdict, way.verdict] == verdicts
     assert end.ours.startswith(f"{shifted[1] - plain[1]:+.3f} ± 0.000")
     assert way.ours.startswith(f"{sum(shifted) / 2 - sum(plain) / 2:+.3f} ± 0.000")
@@ -170,7 +170,7 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
     ],
 )
 def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
-    found = hops.SWEEP.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
+    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
     assert [c.holds for c in found] == holds
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
 
@@ -266,7 +266,7 @@ def test_arithmetic_compares_answers_scored_as_in_the_paper_unless_the_plain_mod
             for n_ops, way, accuracy in ((4, "some step", end), (4, "free", 0.0), (3, "some step", 1.1 - end))]  # fmt: skip
     names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
     answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
-    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, measured=answers)))
+    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, examined=answers)))
     assert plain.verdict == "not tested" and (shifted.untrained is None) is (chance == 0.2)
     assert (plain.paper, plain.ours, plain.tested) == (0.8154, pytest.approx(0.375), False)
     assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
@@ -285,7 +285,7 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 
     monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
-    settings = arithmetic.EXPERIMENT.scales["small"]
+    settings = arithmetic.arithmetic.scales["small"]
     runs = sweep.train_cells(arithmetic.cells(settings), settings, lambda text: None)
     (task, models), longer = seen[0], make_task("arithmetic", max_ops=2, test_ops=3)
     assert (task.max_ops, task.test_ops) == (2, 0)
@@ -297,8 +297,8 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])
-@pytest.mark.parametrize("module", [induction_depth, induction_width, ngram, hops, arithmetic])
-def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypatch):
+@pytest.mark.parametrize("name", ["induction-depth", "induction-width", "ngram", "hops", "arithmetic"])
+def test_the_larger_scales_are_sound_up_to_the_training(name, scale, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
     def pretend(task, models, training, seeds, tell, examine=None, rates=(), **_):
@@ -312,7 +312,8 @@ def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypat
 
     monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
-    outcome = module.EXPERIMENT.run(module.EXPERIMENT.scales[scale], lambda text: None)
+    experiment = find_experiment(name)
+    outcome = experiment.run(experiment.scales[scale], lambda text: None)
     assert isinstance(outcome.figure, Figure)
     assert all(len(table) > 0 for table in outcome.tables.values())
     ours = outcome.comparisons[0].ours
