@@ -88,25 +88,23 @@ def test_infinite_steps_are_described_in_words():
     assert induction_depth.in_words(math.inf, 800) == "more than 800"
 
 
-def width_rows(shifted, plain):
-    rows = [
-        (d_model, label, seed, size, accuracy)
-        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
-        for d_model, accuracies in by_width.items()
-        for seed, accuracy in enumerate(accuracies)
-    ]
-    return runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "accuracy"])
-
-
 def test_width_is_tested_at_each_width_seed_by_seed():
-    def near(accuracy):
-        return [accuracy + i / 1000 for i in SEEDS]
+    def near(steps):
+        return [steps + i for i in SEEDS]
 
-    shifted, plain = {8: near(0.6), 16: near(0.2), 32: near(0.9)}, {8: near(0.1), 16: near(0.4), 32: near(0.9)}
-    rows = width_rows(shifted, plain)
-    by_width, size = induction_width.compare(rows, {}), induction_width.parameters(rows)
-    assert [c.holds for c in by_width] == [True, False, None]
-    assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
+    shifted = {8: near(200), 16: near(400), 32: near(300), 64: [math.inf] * 6}
+    plain = {8: [math.inf] * 6, 16: near(100), 32: near(300), 64: [math.inf] * 6}
+    rows = [
+        (d_model, label, seed, size, steps)
+        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
+        for d_model, each in by_width.items()
+        for seed, steps in enumerate(each)
+    ]
+    table = runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "steps"])
+    by_width, size = induction_width.compare(table, 600), induction_width.parameters(table)
+    assert [c.holds for c in by_width] == [True, False, None, None]
+    assert by_width[0].sample.mean == pytest.approx(600 - 202.5)  # runs that have not learned count with what they had
+    assert "(means 600 and 202; a run that has not come so far counts with 600)" in by_width[0].what
     assert (size.ours, size.tested) == (1.5, False)
 
 
@@ -175,27 +173,23 @@ def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
 
 
-def test_too_narrow_and_too_shallow_are_distinguished_from_too_few_steps():
+def test_too_shallow_is_distinguished_from_too_few_steps():
     """A model that cannot learn is informative if a similar one has learned in as many steps, and its curve is flat."""
 
-    def why(of_module, easy, hard):
-        at = dict(d_model=(32, 8), n_layers=2, k=(1, 2))
+    def why(one_hop, two_hops):
         curves = [
-            course(
-                model, seed, ends, **{name: value[place] if isinstance(value, tuple) else value for name, value in at.items()}
-            )
-            for model in (induction_width.PLAIN_2, induction_width.SHIFT_1, "plain", "KV shift")
-            for place, ends in enumerate((easy, hard))
+            course(model, seed, ends, n_layers=2, k=k)
+            for model in ("plain", "KV shift")
+            for k, ends in ((1, one_hop), (2, two_hops))
             for seed in SEEDS
         ]
-        return of_module.untrained(Runs(dict(task=dict(vocab_size=4)), pd.concat(curves)))
+        return hops.untrained(Runs(dict(task=dict(vocab_size=4)), pd.concat(curves)))[2]
 
-    for module, key in ((induction_width, 8), (hops, 2)):
-        assert why(module, (0.9, 0.95), (0.25, 0.26))[key] is None
-        assert "has learned 0%" in why(module, (0.25, 0.25), (0.25, 0.25))[key]
-        assert "still improves: all of the gain" in why(module, (0.9, 0.95), (0.25, 0.75))[key]
-        # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
-        assert "still improves: 22% of the gain" in why(module, (0.9, 0.95), (0.53, 0.61))[key]
+    assert why((0.9, 0.95), (0.25, 0.26)) is None
+    assert "has learned 0%" in why((0.25, 0.25), (0.25, 0.25))
+    assert "still improves: all of the gain" in why((0.9, 0.95), (0.25, 0.75))
+    # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
+    assert "still improves: 22% of the gain" in why((0.9, 0.95), (0.53, 0.61))
 
 
 # --- arithmetic ---
