@@ -13,6 +13,7 @@ from kvlens.kv_bias import VirtualKeys
 NAMES = ("b_kv", "b_d", "b_keys")
 SHAPES = ("gpt2", "llama", "qwen3")
 ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
+FEW = dict(n_continuations=2, continuation_length=4, verbose=False)
 ROUNDING = 1e-12
 """float64. Without the keys the patches below are off by 1e-2 and more."""
 
@@ -152,7 +153,7 @@ KINDS = {
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
     model = small_model(n_heads=6, n_key_value_heads=3, dtype=torch.float64, **kind)
-    options = dict(method=method, n_features=3, verbose=False) if method == "landmark" else {}
+    options = dict(method=method, n_features=3, **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
     if method == "landmark":
@@ -165,7 +166,7 @@ def test_where_scores_depend_on_more_than_the_key(kind, method):
 def test_features_without_keys_are_exchanged_by_two_hooks(method):
     model = small_model(dtype=torch.float64, positional_embedding_type="rotary")
     options = dict(n_features=9) if method == "random" else {}
-    one, other = (convert_prompt(model, prompt, method=method, verbose=False, **options) for prompt in (ONE, OTHER))
+    one, other = (convert_prompt(model, prompt, method=method, **FEW, **options) for prompt in (ONE, OTHER))
     assert not torch.allclose(one.log_scale, other.log_scale)
     given = shown(model, other, 1, NAMES[:2])
     expected = logits(model, exchanged(model, one, other, 1, 3))
