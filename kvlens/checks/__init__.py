@@ -13,7 +13,7 @@ match. Everything is declared by annotations::
     ): ...
 
 A package checks at its door: ``doors(__name__)`` in its ``__init__`` checks the functions that users import from there.
-The modules that define them hold them unchecked, and kvlens' own code imports them from there.
+The modules that define them hold them unchecked, and most of kvlens' own code imports them from there.
 
 Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that have passed are cached, so that a check of an op's
 arguments takes a microsecond or two.
