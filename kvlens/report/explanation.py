@@ -254,7 +254,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
         )
         breaking = [row for row in breaking if "+" in row["parts"]]
     for row in breaking:
-        smaller = _smaller(row, "loses it") if "+" in row["parts"] else f"; {_tried_alone(found, about)}"
+        smaller = _smaller(row, "loses it") or f"; {_tried_alone(found, about)}"
         numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{smaller * (not said)}"
         lost = "It is also lost when {}" if said else "When {}, the answer is lost"
         said.append(f"{lost.format(when(lose, [row['parts']]))} ({numbers}){_bound(row)}.")
