@@ -227,3 +227,17 @@ def test_a_linear_model_has_no_keys_to_show():
     with model.kv_bias(convert_prompt(model, ONE)):
         _, cache = model.run_with_cache(TEXT)
     assert not [name for name in cache if name.endswith("b_keys")]
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_may_differ_at_some_of_the_points_alone(model, form, gradients):
+    bias, factors = convert_prompt(model, ONE), torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    with model.using_softmax_form(form), torch.set_grad_enabled(gradients):
+        for names in (("b_kv",), ("b_d",), ("b_keys",), ("b_kv", "b_keys"), ("b_kv", "b_d")):
+            points = [f"blocks.0.attn.hook_{name}" for name in names]
+            rows = [(point, lambda b, hook: factors.view(-1, 1, *[1] * (b.dim() - 2)) * b) for point in points]
+            together = logits(model, bias, rows, TEXT[:1].expand(3, -1))
+            for row, factor in enumerate(factors):
+                alone = [(point, lambda b, hook, factor=factor: factor * b) for point in points]
+                assert relative_error(together[row], logits(model, bias, alone, TEXT[:1])[0]) < ROUNDING
