@@ -24,13 +24,15 @@ _EXCHANGED = {
     "heads": (
         "{parts} {reads} the prompt {those}, and everything else reads the whole prompt",
         "only {parts} {reads} the whole prompt, and everything else reads it {those}",
+        "only {parts} {reads} the whole prompt",
     ),
     "positions": (
         "the text reads {parts} as in the prompt {those}, and everything else as in the whole prompt",
         "the text reads only {parts} as in the whole prompt, and everything else as in the prompt {those}",
+        "it reads only {parts} as in the whole prompt",
     ),
 }
-"""A set exchanged, and everything but a set."""
+"""A set exchanged; everything but a set; the same once more, in short."""
 
 
 def definitions(found: Any, by: str) -> list[tuple[str, str]]:
@@ -243,7 +245,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
         names = names if not parts[1:] else f"{'any one' if parts[2:] else 'either'} of {names} alone"
         return how.format(parts=names, reads="reads" if one else "read", those=those)
 
-    lose, keep = _EXCHANGED[about]
+    lose, keep, keep_too = _EXCHANGED[about]
     breaking = _each(rows, "breaking")
     single = [row for row in breaking if "+" not in row["parts"]]
     if len(single) > 1:
@@ -263,9 +265,7 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
     kept: list[str] = []
     for row in [*alone, *(row for row in _each(rows, "keeping") if row["parts"] not in shown)]:
         smaller = _smaller(row, "keeps it") if (row["role"], row["way"]) == ("keeping", 0) else ""
-        which = (
-            f"with only {_parts(found, about, row['parts'])} it" if kept else f"When {when(keep, [row['parts']])}, the answer"
-        )
+        which = f"when {when(keep_too, [row['parts']])}, it" if kept else f"When {when(keep, [row['parts']])}, the answer"
         kept.append(f"{which} is {row['verdict']} ({percent(row['p_after'])}{smaller}){_bound(row)}")
     return [*said, *(["; ".join(kept) + "."] if kept else [])]
 
@@ -381,7 +381,7 @@ def print_explanation(found: Any, by: str) -> None:
     """Print the sentences, the units, the heads and positions of the first breaking set, and what the words mean."""
     console = make_console()
     for sentences in paragraphs(found, by):
-        console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH, break_on_hyphens=False), end="\n\n")
+        console.print(_wrapped(" ".join(sentences)), end="\n\n")
     statements = _with_shares(found).statements
     each = statements[(statements["about"] == "units") & (statements["role"] == "each")]
     units = found.units.assign(p=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist())
@@ -410,7 +410,13 @@ def print_explanation(found: Any, by: str) -> None:
         )
     console.print("\nWhat the words mean", style="bold")
     for word, meaning in definitions(found, by):
-        console.print(textwrap.fill(visible(f"{word}: {meaning}."), WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        console.print(_wrapped(f"{word}: {meaning}.", indent="  "))
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Lines of the terminal's width; a number and its percent sign stay together."""
+    together = visible(text).replace(" %", "\N{NO-BREAK SPACE}%")
+    return textwrap.fill(together, WIDTH, subsequent_indent=indent, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}%", " %")
 
 
 def _print_parts(console: Any, title: str, rows: pd.DataFrame, columns: dict[str, str]) -> None:
