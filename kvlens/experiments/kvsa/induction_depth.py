@@ -92,7 +92,8 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The figure's statements, tested seed by seed; ``why`` is that of `untrained`.
 
     A run that has not learned by the last step counts with that many steps, and so with fewer than it needs: a model that
-    learned in time is then ahead of it by less than it is. Two such runs count as equal.
+    learned in time is then ahead of it by less than it is. Two such runs count as equal, and where all are such there is no
+    verdict.
     """
     limit = runs.settings["training"]["steps"]
     last = last_heldout(runs.curves).set_index("model")["accuracy"]
@@ -101,6 +102,9 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
     median = steps.groupby("model")["steps"].median()
     late = {label: int((rows["steps"] > limit).sum()) for label, rows in steps.groupby("model")}
     n_seeds = len(shifted)
+
+    def neither(one: str, other: str) -> str | None:
+        return f"no run of either learned within {limit} steps" if late[one] == late[other] == n_seeds else None
 
     def in_steps(label: str) -> str:
         not_yet = f" ({late[label]} of {n_seeds} runs count with {limit} steps, not having learned)" if late[label] else ""
@@ -121,14 +125,14 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
             f"{in_steps(SHIFT_1)} against {in_steps(PLAIN_2)}",
             "one layer with KV shift learns induction in fewer steps than two layers without",
             differences_by_seed(censored, PLAIN_2, SHIFT_1, "steps"),
-        ),
+        ).unless(neither(PLAIN_2, SHIFT_1)),
         Comparison.tested_on(
             f"steps to {LEARNED:.0%}, median over seeds: four plain layers, against two",
             None,
             f"{in_steps(PLAIN_4)} against {in_steps(PLAIN_2)}",
             "four plain layers do not learn induction faster than two",
             differences_by_seed(censored, PLAIN_4, PLAIN_2, "steps"),
-        ),
+        ).unless(neither(PLAIN_4, PLAIN_2)),
         Comparison.tested_on(
             "largest held-out accuracy of one plain layer, over seeds",
             None,
