@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
+    from kvlens.model.fingerprint import weights_unchanged
 
 _HOMES = {
     "Counterfactuals": "kvlens.conversion",
@@ -41,6 +42,7 @@ _HOMES = {
     "counterfactuals": "kvlens.conversion",
     "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
+    "weights_unchanged": "kvlens.model.fingerprint",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "counterfactuals",
     "logits_after",
     "run_in_segments",
+    "weights_unchanged",
 ]
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import KVBias, KVModel, convert_prompt
+from kvlens import KVBias, KVModel, convert_prompt, weights_unchanged
 from kvlens.checks import checked
 
 from ..bias.interventions import Interventions, intervened
@@ -56,6 +56,7 @@ WHOLE_PROMPT = -1
 )
 @checked
 @torch.no_grad()
+@weights_unchanged()
 def attribution_by_head(
     model: KVModel,
     prompt: PromptTokens,

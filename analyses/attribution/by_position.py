@@ -16,24 +16,22 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, convert_prompt
+from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, convert_prompt, weights_unchanged
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, recurrent_layers, tensors_of, with_tensors
+from ..bias.parts import RECURRENT, has_shift_state, recurrent_layers, tensors_of, with_tensors
 from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Read, Rival
 from .by_head import rows_at_once
-from .terms import carriers, factors, state_terms, with_states, written
+from .terms import SHIFT_STATES, carriers, factors, state_terms, with_states, written
 from .units import BY, Spans, Unit, positions_of, units_of
 
 ALL = -1
 """In place of a layer: every one; in place of a position: the shift state, which has none."""
-
-SHIFT_STATES = {*OF_SHIFT_STATE, RECURRENT + "conv"}
 
 Rows = Callable[[Bool[Tensor, "row pos"], int, bool], KVBias]
 """(chosen positions, layer, onto the other prompt) -> a batch of biases, of the prompt or of the other prompt, with the chosen
@@ -64,6 +62,7 @@ COLUMNS = Columns(
 )
 @checked
 @torch.no_grad()
+@weights_unchanged()
 def attribution_by_position(
     model: KVModel,
     prompt: PromptTokens,
@@ -268,7 +267,7 @@ def with_shift_states(bias: KVBias, here: KVBias, there: KVBias, exchanged: Bool
     attention, recurrent = torch.tensor(here.attention_layers), torch.tensor(recurrent_layers(here))
     own, others = tensors_of(here), tensors_of(there)
     mixed = {}
-    for name in SHIFT_STATES & own.keys():
+    for name in own.keys() & set(SHIFT_STATES):
         numbers = recurrent if name.startswith(RECURRENT) else attention
         meant = ((numbers == layer) | (layer == ALL))[:, None] & exchanged[None]
         tensor = own[name][:, None]

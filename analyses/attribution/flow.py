@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVModel, convert_prompt
+from kvlens import KVBias, KVModel, convert_prompt, weights_unchanged
 from kvlens.checks import checked
 
 from ..declaration import Columns
@@ -67,6 +67,7 @@ class State(NamedTuple):
 @COLUMNS.document
 @checked
 @torch.no_grad()
+@weights_unchanged()
 def answer_flow(
     model: KVModel, prompt: PromptTokens, text: TextTokens, found: Explained, *, rival: Rival = None
 ) -> pd.DataFrame:

@@ -47,33 +47,16 @@ class Account:
         return self.n_tokens / self.n_tokens_per_pass
 
 
+@dataclass
 class Kept:
-    """The readings in a file, in order; new ones are appended.
+    """A file of an explanation's readings, in order, and how many of them were recalled."""
 
-    Args:
-        file: of this explanation.
-    """
-
-    def __init__(self, file: Unfinished):
-        self.file = file
-        self.n_recalled = 0
-
-    def recall(self, take: Callable[[], Float[Tensor, "row answer"]], account: Account) -> Float[Tensor, "row answer"]:
-        """The next reading: from the file, or taken now and appended. Its tokens are counted either way."""
-        if self.n_recalled < len(self.file.results):
-            n_tokens, shape, values = self.file.results[self.n_recalled]
-            found = torch.tensor(values, dtype=torch.float64).reshape(shape)
-            account.count(n_tokens)
-        else:
-            before = account.n_tokens
-            found = take()
-            self.file.append([account.n_tokens - before, list(found.shape), found.flatten().tolist()])
-        self.n_recalled += 1
-        return found
+    file: Unfinished
+    n_recalled: int = 0
 
 
 @contextmanager
-def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[Kept | None]:
+def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[None]:
     """Inside, every reading of an answer's probability is kept in the file, or comes from it; with None nothing is.
 
     Args:
@@ -86,7 +69,7 @@ def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[Kept | None]:
             attached to the model that a file cannot name: a bias, or a hook.
     """
     if keep is None:
-        yield _kept.get()
+        yield
         return
     _check_nothing_attached(model)
     versions = {"kvlens": kvlens.__version__, "torch": torch.__version__}
@@ -95,7 +78,7 @@ def keeping(keep: Keep, model: KVModel, **of: Any) -> Iterator[Kept | None]:
         file.begin({**{name: _in_full(value) for name, value in of.items()}, **versions, **computed})
         token = _kept.set(Kept(file))
         try:
-            yield _kept.get()
+            yield
         finally:
             _kept.reset(token)
 
@@ -129,6 +112,15 @@ def _in_full(value: Any) -> Any:
 
 
 def recalled(take: Callable[[], Float[Tensor, "row answer"]], account: Account) -> Float[Tensor, "row answer"]:
-    """What ``take`` reads and ``account`` counts; from the file where it is there."""
+    """What ``take`` reads: from the file where it is there, else taken now and appended. Its tokens are counted either way."""
     kept = _kept.get()
-    return take() if kept is None else kept.recall(take, account)
+    if kept is None:
+        return take()
+    kept.n_recalled += 1
+    if kept.n_recalled <= len(kept.file.results):
+        n_tokens, shape, values = kept.file.results[kept.n_recalled - 1]
+        account.count(n_tokens)
+        return torch.tensor(values, dtype=torch.float64).reshape(shape)
+    before, found = account.n_tokens, take()
+    kept.file.append([account.n_tokens - before, list(found.shape), found.flatten().tolist()])
+    return found

@@ -133,9 +133,12 @@ class InteractionFit:
         def predict(rows: Tensor) -> Tensor:
             return of_score(rows) if question.rival is not None else torch.nn.functional.logsigmoid(of_score(rows))
 
-        whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
-        effects = predict(whole) - predict(~torch.eye(n, dtype=torch.bool))
-        return Explanation(effects, predict, float(scores[0]))
+        return Explanation(_effects(predict, len(units)), predict, float(scores[0]))
+
+
+def _effects(predict: Predict, n_units: int) -> Float[Tensor, " unit"]:
+    """Predicted: of the whole, less that without each unit."""
+    return predict(torch.ones(1, n_units, dtype=torch.bool)) - predict(~torch.eye(n_units, dtype=torch.bool))
 
 
 def fitted(kept: Bool[Tensor, "row unit"], scores: Float[Tensor, " row"]) -> Predict:
@@ -221,8 +224,7 @@ class ContextCite:
         def predict(rows: Tensor) -> Tensor:
             return torch.nn.functional.logsigmoid(intercept + rows.double() @ weights)
 
-        whole, n = torch.ones(1, len(units), dtype=torch.bool), len(units)
-        return Explanation(predict(whole) - predict(~torch.eye(n, dtype=torch.bool)), predict)
+        return Explanation(_effects(predict, len(units)), predict)
 
 
 def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float) -> tuple[Tensor, Float[Tensor, " unit"]]:

@@ -21,6 +21,8 @@ from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KV
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
 from ..layers import stack_layers
 
+SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
+"""Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 BYTES_AT_ONCE = 2**27
 """Of biases that are read together, and of features of chosen positions that are added up together."""
 
@@ -47,8 +49,8 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
     states = None if bias.recurrent is None else state_terms(model, prompt)
     for rows in units.split(max(1, BYTES_AT_ONCE // max(1, bias.b_KV.numel() * bias.b_KV.element_size()))):
         gone, tensors = carriers(bias, rows), tensors_of(bias.repeat(len(rows)))
-        shift_states = [name for name in (*OF_SHIFT_STATE, RECURRENT + "conv") if name in tensors]
-        whole = with_tensors(bias.repeat(len(rows)), {name: _without_rows(tensors[name], rows) for name in shift_states})
+        shift_states = {name: _without_rows(tensors[name], rows) for name in SHIFT_STATES if name in tensors}
+        whole = with_tensors(bias.repeat(len(rows)), shift_states)
         if read is not None:
             taken = written(model, read, gone)
             yield replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
@@ -39,15 +38,13 @@ from ..predictions import (
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
-from .interventions import Interventions, donors_of, logits_under
+from .interventions import ALL, Interventions, donors_of, kept, logits_under
 from .one_space import singles, with_others, with_references
-from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution, most_heads
+from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution
 
 METHODS = ("zero", "mean", "resample", "baseline")
 PARTS = ("bias", "shift_state", "both")
 UNITS = ("head", "layer", "model")
-ALL = -1
-"""Every layer, or every head."""
 
 
 class Ablation(NamedTuple):
@@ -255,18 +252,8 @@ def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBi
     first = {"zero": 0, "mean": 1, "resample": 2, "baseline": donors.b_KV.shape[1] - 1}
     donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
     return Interventions(
-        keep_bias=_kept(bias, ablations, ("bias", "both")),
-        keep_shift_state=_kept(bias, ablations, ("shift_state", "both")),
+        keep_bias=kept(bias, [[] if one.part == "shift_state" else [(one.layer, one.head)] for one in ablations]),
+        keep_shift_state=kept(bias, [[] if one.part == "bias" else [(one.layer, one.head)] for one in ablations]),
         donor=torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device),
         donors=donors,
     )
-
-
-def _kept(bias: KVBias, ablations: Sequence[Ablation], parts: Sequence[str]) -> Float[Tensor, "row layer head"]:
-    """0 where an ablation removes one of ``parts``, else 1."""
-    taken = torch.tensor([a.part in parts for a in ablations], dtype=torch.bool)
-    layer, head = (torch.tensor([getattr(a, name) for a in ablations], dtype=torch.long)[:, None] for name in ("layer", "head"))
-    layers = (layer == ALL) | (layer == torch.arange(bias.n_layers))
-    heads = (head == ALL) | (head == torch.arange(most_heads(bias)))
-    removed = taken[:, None, None] & layers[:, :, None] & heads[:, None, :]
-    return (~removed).to(bias.b_KV)

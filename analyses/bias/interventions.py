@@ -6,8 +6,8 @@ head: with grouped queries, ablating one query head's shift state ablates that o
 of a recurrent layer's convolution are ablated if the shift state of any of the layer's heads is.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,12 @@ from torch import Tensor
 from kvlens import KVBias, KVModel
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
-from .parts import RECURRENT, kv_heads_read, tensors_of, with_tensors
+from .parts import RECURRENT, kv_heads_read, most_heads, tensors_of, with_tensors
+
+ALL = -1
+"""Every layer, or every head."""
+Units = Sequence[tuple[int, int | slice]]
+"""(layer, head) of what is replaced together; `ALL` or a slice for several."""
 
 
 class Interventions(NamedTuple):
@@ -33,6 +38,15 @@ class Interventions(NamedTuple):
     def some(self, rows: slice) -> "Interventions":
         """Those of ``rows``."""
         return Interventions(self.keep_bias[rows], self.keep_shift_state[rows], self.donor[rows], self.donors)
+
+
+def kept(bias: KVBias, units: Sequence[Units]) -> Float[Tensor, "row layer head"]:
+    """0 at what each row replaces, else 1."""
+    keep = bias.b_KV.new_ones(len(units), bias.n_layers, most_heads(bias))
+    for row, unit in zip(keep, units, strict=True):
+        for layer, head in unit:
+            row[slice(None) if layer == ALL else layer, slice(None) if head == ALL else head] = 0
+    return keep
 
 
 def donors_of(bias: KVBias, references: KVBias | None = None, n_in_mean: int | None = None) -> KVBias:
@@ -61,6 +75,7 @@ def logits_under(
     *,
     batch_size: int | None = None,
     on_progress: Callable[[float], None] | None = None,
+    hooks_of: Callable[[slice], list[Any]] = lambda rows: [],
 ) -> Iterator[Float[Tensor, "row pos d_vocab"]]:
     """Yield the logits on ``text`` [pos] under each intervention, in order, one forward pass at a time.
 
@@ -71,6 +86,7 @@ def logits_under(
         rows: the interventions.
         batch_size: interventions per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
+        hooks_of: hooks on the activations of some of the rows.
 
     Raises:
         KVLensError: a batch size below 1, a bias of another model.
@@ -79,8 +95,9 @@ def logits_under(
     rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, bias, len(text)))
     n_rows = len(rows.donor)
     for first in range(0, n_rows, rows_per_pass):
-        chunk = rows.some(slice(first, first + rows_per_pass))
-        with model.kv_bias(intervened(bias, chunk)):
+        of_pass = slice(first, first + rows_per_pass)
+        chunk = rows.some(of_pass)
+        with model.kv_bias(intervened(bias, chunk)), model.hooks(fwd_hooks=hooks_of(of_pass)):
             batch = text[None].expand(len(chunk.donor), -1)
             yield model(batch, attention_mask=torch.ones_like(batch))
         if on_progress is not None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from kvlens import KVBias, combine
 
@@ -49,9 +48,14 @@ def singles(references: KVBias) -> list[KVBias]:
 def with_others(bias: KVBias, others: Sequence[KVBias]) -> tuple[KVBias, KVBias]:
     """A bias, and others of single prompts as a batch, in a common feature space."""
     own, *others = in_one_space(bias, *others)
-    of_others = [tensors_of(b) for b in others]
-    stacked = {name: torch.stack([tensors[name] for tensors in of_others], dim=1) for name in of_others[0]}
-    return own, with_tensors(others[0].repeat(len(others)), stacked)
+    return own, stacked(others)
+
+
+def stacked(biases: Sequence[KVBias]) -> KVBias:
+    """Biases of single prompts as a batch."""
+    tensors = [tensors_of(bias) for bias in biases]
+    together = {name: torch.stack([of_one[name] for of_one in tensors], dim=1) for name in tensors[0]}
+    return with_tensors(biases[0].repeat(len(biases)), together)
 
 
 def _with_own_shift_state(bias: KVBias, own: KVBias) -> KVBias:
@@ -71,25 +75,14 @@ def pair_token_by_token(a: KVBias, b: KVBias) -> bool:
     )
 
 
-def keys_and_values(clean: KVBias, corrupted: KVBias) -> dict[tuple[str, int], Tensor]:
-    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order.
-
-    Returns:
-        (source of :mod:`kvlens.analyses.bias.patches`, layer) -> b_KV or b_D [1, head, ...].
-    """
-    if clean.fingerprint.heads is not None:
-        layers = [keys_and_values(clean.of_layer(l), corrupted.of_layer(l)) for l in range(clean.n_layers)]
-        return {(name, l): tensor for l, of_layer in enumerate(layers) for (name, _), tensor in of_layer.items()}
+def halves(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
+    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order."""
     r = clean.d_phi // 2
-    weights = {"clean": clean.b_D[..., :r, None], "corrupted": corrupted.b_D[..., r:, None]}
-    values = {
-        "clean": clean.b_KV[..., :r, :] / weights["clean"],
-        "corrupted": corrupted.b_KV[..., r:, :] / weights["corrupted"],
+    kv, d = clean.b_KV[..., :r, :], clean.b_D[..., :r, None]
+    other_kv, other_d = corrupted.b_KV[..., r:, :], corrupted.b_D[..., r:, None]
+    values, others = ((x / weights).nan_to_num(0.0) for x, weights in ((kv, d), (other_kv, other_d)))  # 0 / 0: no such head
+    nothing = torch.zeros_like(values)
+    return {
+        "keys": replace(clean, b_KV=torch.cat([d * others, nothing], dim=-2)),
+        "values": replace(corrupted, b_KV=torch.cat([nothing, other_d * values], dim=-2)),
     }
-    nothing = torch.zeros_like(values["clean"])
-    made = {
-        "keys.b_kv": torch.cat([weights["clean"] * values["corrupted"], nothing], dim=-2),
-        "keys.b_d": clean.b_D,
-        "values.b_kv": torch.cat([nothing, weights["corrupted"] * values["clean"]], dim=-2),
-    }
-    return {(name, layer): tensor[layer][None] for name, tensor in made.items() for layer in range(clean.n_layers)}

@@ -28,7 +28,9 @@ Shift coefficients are parameters and the same under both prompts. They are patc
 identity (1, 0, ...): what if this head did not shift the text? The prompt remains converted with its shift.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -43,20 +45,19 @@ from kvlens.errors import brief, nearest
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..passes import MEMORY_PER_PASS, check_batch_size
+from ..passes import check_batch_size
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
-from .one_space import in_one_space, keys_and_values, pair_token_by_token
+from .interventions import logits_under
+from .one_space import halves, in_one_space, pair_token_by_token
 from .patches import (
-    HEAD_AXIS,
     POINTS,
-    Patch,
+    as_interventions,
     available_points,
-    available_sources,
     has_batch_axis,
-    hook_of,
     patch_hooks,
     patches_of,
+    shifted,
 )
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
@@ -144,32 +145,35 @@ def activation_patching(
     metric = _default_metric(model, text, answer, rival) if metric is None else metric
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
     sources = _given_coefficients(model, coefficients or {})
-    paired = pair_token_by_token(clean, corrupted)
-    clean, corrupted = in_one_space(clean, corrupted)
-    if paired:
-        sources |= keys_and_values(clean, corrupted)
+    donors = _donors(clean, corrupted)
+    clean, corrupted = donors["prompt"], donors["corrupted"]
     if on_start is not None:
         on_start(len(patches))
     clean_metric, of_clean = _clean_run(model, clean, text, metric)
     sources |= of_clean
-    rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, corrupted, len(text)))
-    values: list[float] = []
     with model.kv_bias(corrupted):
-        corrupted_metric = _run(model, text, metric, [], rows=1)[0]
-        for chunk in _passes(patches, rows_per_pass):
-            values += _run(model, text, metric, patch_hooks(model, chunk, sources), len(chunk))
+        corrupted_metric = _values(metric, model(text[None], attention_mask=torch.ones_like(text[None])))[0]
+    order, values = list[int](), list[float]()
+    for batched, size in ((True, batch_size), (False, 1)):
+        chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
+        order += chosen
+        of_chosen = [patches[number] for number in chosen]
+        rows, hooks_of = as_interventions(corrupted, of_chosen, donors), partial(patch_hooks, of_chosen, sources)
+        for logits in logits_under(model, text, corrupted, rows, batch_size=size, hooks_of=hooks_of):
+            values += _values(metric, logits)
             if on_progress is not None:
                 on_progress(len(values) / len(patches))
+    metrics = pd.Series(values, index=order, dtype=float).sort_index()
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(
         {
             "point": [patch.point for patch in patches],
             "layer": [patch.layer for patch in patches],
             "head": [patch.head for patch in patches],
-            "metric": values,
+            "metric": metrics,
             "clean_metric": clean_metric,
             "corrupted_metric": corrupted_metric,
-            "recovered": [(value - corrupted_metric) / (gap or float("nan")) for value in values],
+            "recovered": (metrics - corrupted_metric) / (gap or float("nan")),
         }
     )
 
@@ -217,15 +221,24 @@ def _points_of(
     return [name for name in known if name not in halves]
 
 
+def _donors(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
+    """What replaces the corrupted prompt at each point, and that prompt, all in one feature space."""
+    paired = pair_token_by_token(clean, corrupted)
+    clean, corrupted = in_one_space(clean, corrupted)
+    donors = dict.fromkeys(("bias", "shift_state", "prompt"), clean) | {"corrupted": corrupted}
+    donors |= {"b_kv": replace(corrupted, b_KV=clean.b_KV), "b_d": replace(corrupted, b_D=clean.b_D)}
+    return donors | (halves(clean, corrupted) if paired else {})
+
+
 def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
     """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
     cfg = model.cfg
-    shifted = [hook[0] for hook in available_sources(model) if hook.endswith("_shift_coef")]
+    known = shifted(model)
     for x in given:
-        if x not in shifted:
-            raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(shifted) or 'none'}")
+        if x not in known:
+            raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(known) or 'none'}")
     sources: dict[tuple[str, int], Tensor] = {}
-    for x in shifted:
+    for x in known:
         full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
         n_heads = [of.n_heads if x == "q" else of.n_kv_heads for of in map(cfg.of_layer, range(cfg.n_layers))]
         coef = numbers_of(f"coefficients: {x!r}", given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
@@ -238,37 +251,11 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) ->
 def _clean_run(
     model: HookedKVTransformer, clean: KVBias, text: Tensor, metric: Metric
 ) -> tuple[float, dict[tuple[str, int], Tensor]]:
-    """The metric under the clean prompt, and all tensors that can be patched in from it."""
-    names = [source for source in available_sources(model) if source == hook_of(source) and HEAD_AXIS[source]]
-    where = {f"blocks.{layer}.attn.hook_{name}": (name, layer) for layer in range(model.cfg.n_layers) for name in names}
+    """The metric under the clean prompt, and z_bias of every layer."""
+    where = {f"blocks.{layer}.attn.hook_z_bias": ("z_bias", layer) for layer in range(model.cfg.n_layers)}
     with model.kv_bias(clean):
         logits, cache = model.run_with_cache(text[None], attention_mask=torch.ones_like(text[None]), names_filter=list(where))
     return _values(metric, logits)[0], {source: cache[name] for name, source in where.items()}
-
-
-def _bytes_per_row(model: HookedKVTransformer, bias: KVBias, pos: int) -> int:
-    """Bytes of one layer's bias, twice; the logits and what a metric may compute from them; the widest activations."""
-    widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
-    return 16 * (bias.b_KV.numel() + bias.b_D.numel()) // bias.n_layers + pos * (24 * model.cfg.d_vocab_out + 32 * widest)
-
-
-def _passes(patches: Sequence[Patch], rows_per_pass: int) -> Iterator[Sequence[Patch]]:
-    """Consecutive patches that share a forward pass."""
-    chunk: list[Patch] = []
-    for patch in patches:
-        if chunk and (len(chunk) == rows_per_pass or not has_batch_axis(patch) or not has_batch_axis(chunk[-1])):
-            yield chunk
-            chunk = []
-        chunk.append(patch)
-    if chunk:
-        yield chunk
-
-
-def _run(
-    model: HookedKVTransformer, text: Tensor, metric: Metric, hooks: Sequence[tuple[str, Callable[..., Tensor]]], rows: int
-) -> list[float]:
-    tokens = text[None].expand(rows, -1)
-    return _values(metric, model.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), fwd_hooks=list(hooks)))
 
 
 def _values(metric: Metric, logits: Tensor) -> list[float]:

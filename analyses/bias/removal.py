@@ -4,7 +4,8 @@ Removing a head's bias sets its b_KV and b_D to zero; the shift state and the po
 one forward pass, each as a row of a batch of biases.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -20,9 +21,9 @@ from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_text_bia
 from ..stream.logit_attribution import logit_target
 from .baseline import baseline_of, has_baseline
 from .effects import measured_effects
-from .interventions import Interventions, donors_of
+from .interventions import Interventions, donors_of, kept
 from .one_space import with_references
-from .parts import most_heads, recurrent_layers
+from .parts import recurrent_layers
 
 Heads = Sequence[tuple[int, int]]
 
@@ -66,15 +67,17 @@ def bias_ablation(
         KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
-    keep, _ = _kept_heads(bias, removals)
-    no_donor = torch.zeros(len(keep), dtype=torch.long, device=keep.device)
-    rows = Interventions(keep, torch.ones_like(keep), no_donor, donors_of(bias))
-    target = logit_target(model, text)
-    effects = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
-    return _frame(keep, effects)
+    keep = _kept_heads(bias, removals)
+    options: dict[str, Any] = dict(batch_size=batch_size, on_progress=on_progress)
+    return _effects(model, text, bias, keep, torch.ones_like(keep), donors_of(bias), **options)
 
 
-def _frame(keep: Float[Tensor, "removal layer head"], effects: Mapping[str, list[float]]) -> pd.DataFrame:
+def _effects(
+    model: KVModel, text: Tensor, bias: KVBias, keep: Tensor, keep_shift_state: Tensor, donors: KVBias, **options: Any
+) -> pd.DataFrame:
+    """The table of what is not kept being replaced by the first of ``donors``."""
+    rows = Interventions(keep, keep_shift_state, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
+    effects = measured_effects(model, text, bias, rows, logit_target(model, text), **options)
     removed = {"removal": range(len(keep)), "n_heads": (1 - keep).sum(dim=(1, 2)).long()}
     return COLUMNS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 
@@ -122,18 +125,17 @@ def baseline_ablation(
         )
     own, donors = with_references(bias, baseline) if has_baseline(bias) else (bias, donors_of(bias))
     assert donors is not None
-    keep, keep_shift_state = _kept_heads(own, removals)
-    rows = Interventions(keep, keep_shift_state, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
-    target = logit_target(model, text)
-    effects = measured_effects(model, text, own, rows, target, batch_size=batch_size, on_progress=on_progress)
-    return _frame(keep, effects)
+    keep = _kept_heads(own, removals)
+    keep_shift_state = keep.clone()
+    for layer in [layer for layer in recurrent_layers(own) if own.n_heads_of(layer)]:
+        first = own.first_state_head(layer)
+        keep_shift_state[:, layer, first:] = keep[:, layer, first : own.n_heads_of(layer)].amax(dim=-1, keepdim=True)
+    options: dict[str, Any] = dict(batch_size=batch_size, on_progress=on_progress)
+    return _effects(model, text, own, keep, keep_shift_state, donors, **options)
 
 
-def _kept_heads(
-    bias: KVBias, removals: Sequence[Heads]
-) -> tuple[Float[Tensor, "removal layer head"], Float[Tensor, "removal layer head"]]:
-    """0 at what each removal takes: of the bias, and of the shift state."""
-    keep = bias.b_KV.new_ones(len(removals), bias.n_layers, most_heads(bias))
+def _kept_heads(bias: KVBias, removals: Sequence[Heads]) -> Float[Tensor, "removal layer head"]:
+    """0 at the heads that each removal takes."""
     for row, removal in enumerate(removals):
         for layer, head in removal:
             if not (0 <= layer < bias.n_layers and 0 <= head < bias.n_heads_of(layer)):
@@ -142,9 +144,4 @@ def _kept_heads(
                     f"bias_ablation: removal {row} names layer {layer}, head {head}; there are {bias.n_layers} layers "
                     f"of {' or '.join(map(str, heads))} heads, counted from 0"
                 )
-            keep[row, layer, head] = 0
-    keep_shift_state = keep.clone()
-    for layer in [layer for layer in recurrent_layers(bias) if bias.n_heads_of(layer)]:
-        first = bias.first_state_head(layer)
-        keep_shift_state[:, layer, first:] = keep[:, layer, first : bias.n_heads_of(layer)].amax(dim=-1, keepdim=True)
-    return keep, keep_shift_state
+    return kept(bias, removals)

@@ -31,6 +31,7 @@ class TransformerBlock(nn.Module):
         self.cfg = cfg = HookedTransformerConfig.of_layer(cfg, block_index)
         kind = cfg.normalization_type
         behind = cfg.use_normalization_before_and_after
+        self.norms_follow = cfg.original_architecture in POST_NORM_ARCHITECTURES  # ln1 and ln2 are behind, not before (OLMo 2)
         for name in ("ln1",) if cfg.attn_only else ("ln1", "ln2"):
             setattr(self, name, nn.Identity() if kind is None else Norm(cfg, kind))
             if behind:  # those keep their weights: nothing follows that could absorb them
@@ -54,11 +55,6 @@ class TransformerBlock(nn.Module):
     def build_mlp(self, cfg: Any) -> nn.Module:
         """The MLP of this layer."""
         return build_mlp(cfg)
-
-    @property
-    def norms_follow(self) -> bool:
-        """Whether ln1 and ln2 stand behind attention and MLP, not before (OLMo 2 and 3)."""
-        return self.cfg.original_architecture in POST_NORM_ARCHITECTURES
 
     def forward(
         self,

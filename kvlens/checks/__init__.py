@@ -12,7 +12,7 @@ match. Everything is declared by annotations::
         n_landmarks: Annotated[int, Within(1, 4096)] | None = None,
     ): ...
 
-A package of ops checks at its door: ``doors(__name__)`` in its ``__init__`` checks the functions that users import from there.
+A package checks at its door: ``doors(__name__)`` in its ``__init__`` checks the functions that users import from there.
 The modules that define them hold them unchecked, and most of kvlens' own code imports them from there.
 
 Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that have passed are cached, so that a check of an op's

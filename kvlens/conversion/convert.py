@@ -32,14 +32,16 @@ from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
 from kvlens.conversion.own_pass import convert_by_own_pass
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
-from kvlens.conversion.softmax import ConversionMethod, Exact, convert_softmax_prompt, is_option, method_of, unknown_option
+from kvlens.conversion.softmax.convert import convert_softmax_prompt
+from kvlens.conversion.softmax.method import ConversionMethod, Exact
+from kvlens.conversion.softmax.methods import is_option, method_of
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.fingerprint import of_weights
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
 
@@ -122,9 +124,11 @@ def convert_prompt(
 
     Source: ICLCA sec. 4, alg. 1; the shift state and padding are kvlens'.
     """
-    hooked = _checked_front_end(model)
-    way = method_of(method, options, _own_arguments()) if hooked is None else _checked_method(hooked, method, options)
-    is_softmax = hooked is None or hooked.cfg.attention == "softmax"
+    hooked = model if isinstance(model, HookedKVTransformer) else None
+    if hooked is not None:
+        _check_convertible(hooked)
+    is_softmax = model.cfg.attention != "linear"
+    way = _checked_method(is_softmax, method, options)
     if is_softmax and segment_length is not None:
         raise KVLensError(
             "convert_prompt: segment_length is for linear attention, whose state does not grow; leave it out: all keys of a "
@@ -191,22 +195,8 @@ def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
         warn(note)
 
 
-def _checked_front_end(model: KVModel) -> HookedKVTransformer | None:
-    """The model if it is a HookedKVTransformer whose prompts have a bias; None if it reads prompts itself."""
-    if isinstance(model, ReadsPrompts):
-        return None
-    _check_convertible(model)
-    assert isinstance(model, HookedKVTransformer)
-    return model
-
-
-def _check_convertible(model: Any) -> None:
+def _check_convertible(model: HookedKVTransformer) -> None:
     """Raise KVLensError if the model's prompts cannot be converted to a bias."""
-    if not isinstance(model, HookedKVTransformer):
-        raise KVLensError(
-            f"convert_prompt: expected a HookedKVTransformer or a KVTransformerBridge, got {type(model).__name__}; convert a "
-            "HookedTransformer with HookedKVTransformer.from_hooked_transformer, a bridge with KVTransformerBridge.of"
-        )
     reason = why_no_kv_bias(model.cfg.attention_variant)
     if reason is not None:
         raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
@@ -225,14 +215,10 @@ def _own_arguments() -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(convert_prompt).parameters if name != "options")
 
 
-def _checked_method(model: HookedKVTransformer, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
+def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
     """The method; linear attention has only the exact one."""
-    others = _own_arguments()
-    if model.cfg.attention == "softmax":
-        return method_of(method, options, others)
-    unknown = next((name for name in options if not is_option(name)), None)
-    if unknown is not None:
-        raise unknown_option(unknown, others, None)
+    if is_softmax or not all(map(is_option, options)):
+        return method_of(method, options, _own_arguments())
     asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
     if asked:
         raise KVLensError(
@@ -319,11 +305,4 @@ def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
     broken = of_weights(model, "not finite", lambda: _not_finite(model))
     if broken:
         raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}")
-    bad = (~bias.b_KV.isfinite()).flatten(1).any(dim=1) | (~bias.b_D.isfinite()).flatten(1).any(dim=1)
-    if bool(bad.any()):
-        layer = int(bad.nonzero()[0])
-        cause = "holds NaN" if bool(bias.b_KV[layer].isnan().any() | bias.b_D[layer].isnan().any()) else "overflows"
-        raise KVLensError(
-            f"convert_prompt: the bias of layer {layer} {cause} ({bias.b_KV.dtype}): features or values in the prompt's pass "
-            "are too large there (a wider dtype may help), or a hook changed them"
-        )
+    bias.check_finite("convert_prompt")

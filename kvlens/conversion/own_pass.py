@@ -16,7 +16,8 @@ def convert_by_own_pass(
     model: KVModel, prompt: PromptTokens, old: KVBias | None, fingerprint: Fingerprint, method: ConversionMethod, fwd_hooks: Any
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and what it continues from."""
-    assert isinstance(model, ReadsPrompts)
+    if not isinstance(model, ReadsPrompts):
+        raise KVLensError(f"convert_prompt: {type(model).__name__} has no read_prompt, which runs a prompt")
     if not isinstance(method, Exact):
         raise KVLensError(
             f'convert_prompt: method="{method.name}" needs the attention of a HookedKVTransformer; a '

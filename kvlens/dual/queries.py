@@ -14,12 +14,11 @@ from kvlens.checks import checked
 from kvlens.dual.reading import LayerReading, TextTokens, read_layers
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.ragged import padded
+from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
 
 PerQuery = Float[Tensor, "*layer head query"]
-MEMORY = 2**28
-"""Memory in bytes for the square matrices of the heads that are computed together."""
 N_MATRICES = 16
 """The largest number of square matrices per head that are held at once."""
 
@@ -66,9 +65,9 @@ def dual_figures(
 
 
 def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *, cosines: bool = True) -> QueryFigures:
-    """The measures of one layer [head, query], for as many heads at a time as :data:`MEMORY` allows."""
+    """The measures of one layer [head, query], for as many heads at a time as :data:`~kvlens.memory.NUMBERS_AT_ONCE` allows."""
     n_heads, pos = reading.log_normalizer.shape
-    together = max(1, MEMORY // (N_MATRICES * 8 * pos * pos))
+    together = max(1, 2 * NUMBERS_AT_ONCE // (N_MATRICES * pos * pos))
     parts = [
         _figures(_heads(reading, slice(first, first + together)), n_demonstrations, cosines)
         for first in range(0, n_heads, together)

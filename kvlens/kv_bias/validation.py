@@ -72,8 +72,8 @@ def check_numbers(bias: Any, what: str) -> None:
             in_state = bias.recurrent is not None and name.startswith("recurrent.")
             layer = bias.recurrent.layers[row] if in_state else bias.attention_layers[row]
             raise KVLensError(
-                f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): convert the prompt again, with the model in "
-                "a wider dtype if its numbers overflowed"
+                f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): numbers overflowed in the prompt's pass "
+                "(convert it with the model in a wider dtype), or a hook changed them"
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvlens.base.config import HEADS
 from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
+from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
 NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEADS)}
@@ -26,8 +27,6 @@ WITHOUT_EFFECT = {
     *("load_in_4bit", "quantization_method", "train_seq_length"),
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
-HASHED_AT_ONCE = 2**22
-"""Numbers that are copied to float32 at once for hashing, 16 MiB."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 _FOUND: ContextVar[dict[tuple[int, str], tuple[Any, Any]] | None] = ContextVar("weights_unchanged", default=None)
 
@@ -156,7 +155,7 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
     for name in sorted(name for name in state if is_weight(name) and not name.endswith(_TRAINED_BIAS)):
         values = state[name].detach()
         hasher.update(f"{name}{list(values.shape)}".encode())
-        for part in values.flatten().split(HASHED_AT_ONCE):
+        for part in values.flatten().split(BLOCK_NUMBERS):
             hasher.update(part.to("cpu", torch.float32).numpy().data)
     return hasher.hexdigest()
 

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache
@@ -82,19 +81,6 @@ def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
             f"attach_kv_bias: the text after this bias would start at position {offset}, but the model has positions 0 to "
             f"{cfg.n_ctx - 1} (n_ctx={cfg.n_ctx}); convert a shorter prompt"
         )
-
-
-def check_length(
-    cfg: HookedKVTransformerConfig,
-    n_positions: int,
-    attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None,
-) -> None:
-    """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
-    if not cfg.has_position_limit or n_positions <= cfg.n_ctx:
-        return
-    longest = n_positions if attention_mask is None else int(attention_mask.sum(dim=1).max())
-    if longest > cfg.n_ctx:
-        raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={cfg.n_ctx}: shorten it")
 
 
 def bos_under_bias(prepend_bos: Any, attached: bool) -> Any:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.checks.values import CALLED
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
@@ -315,6 +316,12 @@ class KVModel(Protocol):
             kept: True at the tokens that are read; None where all are. The others leave nothing.
             keeps_positions: whether the others take positions all the same.
         """
+
+
+CALLED[KVModel] = (
+    "a HookedKVTransformer (HookedKVTransformer.from_hooked_transformer makes one) or a KVTransformerBridge "
+    "(KVTransformerBridge.of makes one)"
+)
 
 
 class PromptKeysAndValues(NamedTuple):

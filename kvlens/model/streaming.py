@@ -22,18 +22,15 @@ from kvlens.base import Output
 from kvlens.checks import Count, checked, ensure
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
 from kvlens.errors import KVLensError, brief
+from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU
 from kvlens.model.attention_variant import why_no_kv_bias
 
-WIDEST_ON_CPU, WIDEST_ELSEWHERE = 2**21, 2**28
-"""Size of the widest activation of a segment: 8 MiB in float32 on a CPU; enough parallel work on an accelerator."""
-WIDEST_LOOKED_AT = 2**24
-"""The same for segments with hooks, which hold several activations at a time."""
 MULTIPLE = 64
 """Segments consist of whole chunks of the chunked form."""
 
 
 def default_segment_length(model: Any, batch: int) -> int:
-    """Tokens per row and segment such that the widest activation has about the size given by the constants above."""
+    """Tokens per row and segment such that the widest activation has about the size of :mod:`kvlens.memory`."""
     return _length_for(model, batch, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
 
 
@@ -210,7 +207,7 @@ def run_in_segments(
         if on_progress is not None:
             on_progress(1.0)
         return
-    length = segment_length or min(default_segment_length(model, 1), _length_for(model, 1, WIDEST_LOOKED_AT))
+    length = segment_length or min(default_segment_length(model, 1), _length_for(model, 1, NUMBERS_AT_ONCE))
     options: dict[str, Any] = dict(segment_length=length, stop_at_layer=stop_at_layer, on_progress=on_progress)
     with model.hooks(fwd_hooks=list(fwd_hooks)):
         for _ in segments(model, rows, mask, return_type=None, **options):

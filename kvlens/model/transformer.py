@@ -35,7 +35,6 @@ from kvlens.model.inputs import (
     as_kv_config,
     bos_under_bias,
     check_input,
-    check_length,
     check_room,
     check_text,
     check_tokens,
@@ -279,7 +278,12 @@ class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHoo
 
     def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
-        check_length(self.cfg, n_positions, counted_by(attention_mask))
+        cfg, mask = self.cfg, counted_by(attention_mask)
+        if not cfg.has_position_limit or n_positions <= cfg.n_ctx:
+            return
+        longest = n_positions if mask is None else int(mask.sum(dim=1).max())
+        if longest > cfg.n_ctx:
+            raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={cfg.n_ctx}: shorten it")
 
     def to_tokens(
         self,

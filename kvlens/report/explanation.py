@@ -56,9 +56,10 @@ def definitions(found: Any, by: str) -> list[tuple[str, str]]:
         (
             "exchanged",
             f"a head reads the prompt without {those}: its keys and values of the prompt are replaced by those of a run "
-            f"without {those}, and the text is run again. A position: the same in all layers and heads; removed tokens have no "
-            "keys and values",
+            f"without {those}, and the text is run again. For a position, the same in all layers and heads; removed tokens "
+            "have no keys and values",
         ),
+        ("L0H1", "head 1 of layer 0, both counted from 0; KV1: key-value head 1"),
         *((kind.replace("_", " "), _OF_NO_HEAD[kind]) for kind in _OF_NO_HEAD if kind in set(found.heads.get("part", ()))),
         (
             "breaking set, keeping set",
@@ -95,14 +96,22 @@ _OF_NO_HEAD = {
 
 def paragraphs(found: Any, by: str) -> list[list[str]]:
     """Sentences: on units, then heads, then positions, then what was not searched; each from rows of ``found.statements``."""
-    if found.reference is not None:  # verdicts are on the answer's share of both, and so are the percentages
-        rows, named = found.statements, {}
-        for when in ("before", "after"):
-            p, reference = rows[f"p_{when}"], rows[f"p_reference_{when}"]
-            named[f"p_{when}"] = p / (p + reference)
-        found = replace(found, statements=rows.assign(**named, p_answer=rows["p_before"]))
+    found = _with_shares(found)
     every = (_of_units(found, by), _of_parts(found, by, "heads"), _of_parts(found, by, "positions"), _not_searched(found, by))
     return [each for each in every if each]
+
+
+def _with_shares(found: Any) -> Any:
+    """Against a reference, verdicts are on the answer's share of both, and so are the percentages; a reference that was ahead
+    of the answer all along is not what the model says "instead"."""
+    if found.reference is None:
+        return found
+    rows, named = found.statements, {}
+    for when in ("before", "after"):
+        p, reference = rows[f"p_{when}"], rows[f"p_reference_{when}"]
+        named[f"p_{when}"] = p / (p + reference)
+    behind = (rows["p_before"] <= rows["p_reference_before"]) & (rows["says"] == found.reference)
+    return replace(found, statements=rows.assign(**named, p_answer=rows["p_before"], says=rows["says"].mask(behind)))
 
 
 def in_a_paragraph(found: Any, by: str) -> str:
@@ -122,7 +131,8 @@ def _of_units(found: Any, by: str) -> list[str]:
         numbers = f"{percent(nothing['p_answer'])} and {percent(nothing['p_reference_before'])}"
         said.append(
             f"The answer {answer} is compared with {found.reference!r}, {which}: with the whole prompt their probabilities are "
-            f"{numbers}. The answer's percentages below are its share of both, {before} with the whole prompt."
+            f"{numbers}. Below, the answer's percentages are its share of both ({before} with the whole prompt), which decides "
+            "whether it is lost or kept."
         )
     if not breaking:
         said += _none_breaks(found, by, each, nothing)
@@ -130,7 +140,7 @@ def _of_units(found: Any, by: str) -> list[str]:
         first, *more = breaking
         said.append(
             f"Without {_units(found, first['parts'])}{_together(first)} the answer {answer} is lost: its "
-            f"{_measured(found)} falls from {before} to {percent(first['p_after'])}{_instead(first)}{_bound(first)}."
+            f"{_measured(found)} falls {_from_to(first)}{_instead(first)}{_bound(first)}."
         )
         if "+" in first["parts"]:
             alone = [each.iloc[int(unit)] for unit in first["parts"].split("+")]
@@ -152,8 +162,7 @@ def _of_units(found: Any, by: str) -> list[str]:
             for row in _each(rows, "again")[:1]
         ]
     said += [
-        f"Without {_units(found, row['parts'])} it is gained: its {_measured(found)} rises from {before} to "
-        f"{percent(row['p_after'])}{_bound(row)}."
+        f"Without {_units(found, row['parts'])} it is gained: its {_measured(found)} rises {_from_to(row)}{_bound(row)}."
         for _, row in each[each["verdict"] == GAINED].sort_values("p_after").tail(1).iterrows()
     ]
     if nothing["verdict"] == KEPT:
@@ -178,8 +187,8 @@ def _none_breaks(found: Any, by: str, each: pd.DataFrame, nothing: pd.Series) ->
     listed = [_with_numbers(found, row) for _, row in changed.iterrows()]
     return [
         f"There is no single {by} without which the answer {found.answer!r} ({before}) is lost. The largest effect is that of "
-        f"{_units(found, largest['parts'])}: without it the answer's {_measured(found)} {moved} from {before} to "
-        f"{percent(largest['p_after'])}, and the answer is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
+        f"{_units(found, largest['parts'])}: without it the answer's {_measured(found)} {moved} {_from_to(largest)}, and the "
+        f"answer is {largest['verdict']}{_instead(largest)}{_bound(largest)}.",
         *([f"It is changed without {_listed(listed, 'or')}."] if listed else []),
     ]
 
@@ -188,7 +197,7 @@ def _closed(found: Any, breaking: list[pd.Series]) -> list[str]:
     """Where it matters whether what follows a removed unit moves up."""
     named = {row["parts"]: row["verdict"] for row in breaking}
     return [
-        f"When the tokens behind {_units(found, row['parts'])} move up to close the gap, the answer is {row['verdict']} "
+        f"When the tokens after {_units(found, row['parts'])} move up to close the gap, the answer is {row['verdict']} "
         f"instead ({percent(row['p_after'])})."
         for row in _each(found.statements[found.statements["positions"] == "closed"], "breaking")
         if row["verdict"] != named[row["parts"]]
@@ -206,7 +215,7 @@ def _kept_alone(found: Any, by: str, rows: pd.DataFrame) -> list[str]:
         if row["role"] == "keeping":
             whole = len(row["parts"].split("+")) == len(found.units)
             none = f"It is kept with no set of fewer {by}s"
-            none = none if row["smallest"] else f"A set of fewer {by}s with which it is kept was not found"
+            none = none if row["smallest"] else f"No set of fewer {by}s that was tried keeps it, but not all were tried"
             said.append(f"{none}." if whole else f"{alone}, also when any one other {by} is added.")
         elif worse.empty:
             said.append(f"{alone}; with other {by}s added it was not run.")
@@ -240,12 +249,12 @@ def _of_parts(found: Any, by: str, about: str) -> list[str]:
     if len(single) > 1:
         each = [f"{percent(row['p_after'])} with {_parts(found, about, row['parts'])}{_bound(row)}" for row in single]
         said.append(
-            f"When {when(lose, [row['parts'] for row in single])}, the answer is lost: its {_measured(found)} falls "
-            f"from {percent(single[0]['p_before'])} to {_listed(each, 'and')}; {_tried_alone(found, about)}."
+            f"When {when(lose, [row['parts'] for row in single])}, the answer is lost: its {_measured(found)} falls from "
+            f"{percent(single[0]['p_before'])} to {_listed(each, 'and')}; {_tried_alone(found, about)}."
         )
         breaking = [row for row in breaking if "+" in row["parts"]]
     for row in breaking:
-        smaller = _smaller(row, "loses it") if "+" in row["parts"] else f"; {_tried_alone(found, about)}"
+        smaller = _smaller(row, "loses it") or f"; {_tried_alone(found, about)}"
         numbers = f"{percent(row['p_after'])}{_instead(row, short=True)}{smaller * (not said)}"
         lost = "It is also lost when {}" if said else "When {}, the answer is lost"
         said.append(f"{lost.format(when(lose, [row['parts']]))} ({numbers}){_bound(row)}.")
@@ -276,7 +285,8 @@ def _parts(found: Any, about: str, parts: str) -> str:
     if about == "heads":
         return _listed([Part.of_code(code).name for code in codes], "and")
     tokens = found.positions.set_index("code")["token"]
-    return _listed(["the shift state" if c == SHIFT_STATE else f"{stripped(tokens[c])!r} at {c}" for c in codes], "and")
+    named = {code: f"{stripped(tokens[code])!r} at position {code}" for code in codes if code != SHIFT_STATE}
+    return _listed([named.get(code, "the shift state") for code in codes], "and")
 
 
 def _not_searched(found: Any, by: str) -> list[str]:
@@ -317,15 +327,27 @@ def _together(row: pd.Series) -> str:
     return " together" if "+" in row["parts"] else ""
 
 
+def _from_to(row: pd.Series) -> str:
+    """Two probabilities, with as many digits as tell them apart."""
+    p = row["p_before"], row["p_after"]
+    shown = [percent(x) for x in p]
+    digits = 2
+    while shown[0] == shown[1] and digits < 15:
+        shown, digits = [f"{100 * x:.{digits}g} %" for x in p], digits + 1
+    return f"from {shown[0]} to {shown[1]}"
+
+
 def _instead(row: pd.Series, short: bool = False) -> str:
     if pd.isna(row["says"]):
-        return "" if short or row["verdict"] != LOST else ", although it stays first"
-    return f", instead {row['says']!r}" if short else f", and the model says {row['says']!r} ({percent(row['p_says'])})"
+        return ", although it stays first" if row["verdict"] == LOST and not short and "p_answer" not in row else ""
+    if short:
+        return f"; the model says {row['says']!r}"
+    return f", {'although' if row['verdict'] == KEPT else 'and'} the model says {row['says']!r} ({percent(row['p_says'])})"
 
 
 def _smaller(row: pd.Series, what: str) -> str:
     """Of a set of several parts: whether all smaller ones were run."""
-    said = f"; no smaller set {what}" if row["smallest"] else f"; a smaller set that {what} was not found"
+    said = f"; no smaller set {what}" if row["smallest"] else f"; no smaller set that was tried {what}, but not all were tried"
     return said if "+" in row["parts"] else ""
 
 
@@ -360,14 +382,16 @@ def print_explanation(found: Any, by: str) -> None:
     console = make_console()
     for sentences in paragraphs(found, by):
         console.print(textwrap.fill(visible(" ".join(sentences)), WIDTH, break_on_hyphens=False), end="\n\n")
-    each = found.statements[(found.statements["about"] == "units") & (found.statements["role"] == "each")]
+    statements = _with_shares(found).statements
+    each = statements[(statements["about"] == "units") & (statements["role"] == "each")]
     units = found.units.assign(p=[percent(p) for p in each["p_after"]], says=each["says"].fillna("").tolist())
     units = units.assign(verdict=each["verdict"].tolist())
     texts = [stripped(text) for text in units["unit_text"]]
     units["unit_text"] = [x if len(x) <= LONGEST_IN_TABLE else f"{x[: LONGEST_IN_TABLE - 1]}…" for x in texts]
     shown = units.sort_values("total_effect", ascending=False, key=abs).head(MOST_ROWS).sort_values("start")
     answer = visible(repr(found.answer))
-    console.print(f"p({answer}) without each {by}; effects in nats", style="bold")
+    of = f"p({answer})" if found.reference is None else f"share of {answer} against {visible(repr(found.reference))}"
+    console.print(f"{of} without each {by}; effects in nats", style="bold")
     columns = {"unit_text": by, "p": "without", "verdict": "answer", "says": "instead", "total_effect": "removed"}
     console.print(_table(shown, {**columns, "knockout_effect": "knocked out"}))
     if len(units) > len(shown):

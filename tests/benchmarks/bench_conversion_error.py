@@ -15,7 +15,7 @@ from timing import verdict
 from kvlens import HookedKVTransformer, KVShiftConfig, convert_prompt
 from kvlens.experiments.iclca.conversion_error import (
     D_VOCAB,
-    conversion_error,
+    error_of_conversion,
     float64_logits,
     random_model,
     random_pairs,
@@ -46,7 +46,7 @@ def fifty_and_fifty(n_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
 def mean_errors(model: HookedKVTransformer, n_pairs: int) -> tuple[float, float]:
     """Mean relative error of (the conversion, the float32 forward pass itself)."""
     prompt, text = fifty_and_fifty(n_pairs)
-    conversion, old = conversion_error(model, prompt, text)
+    conversion, old = error_of_conversion(model, prompt, text)
     own = relative_error(old, float64_logits(model, torch.cat([prompt, text], dim=1))[:, 50:])
     return float(conversion.mean()), float(own.mean())
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     conversion, own = mean_errors(random_model(**SIZE), args.pairs)
     print(f"float32: conversion {conversion:.2e}, float32 forward itself {own:.2e}")
     print(verdict("conversion over the forward's own error", conversion / own, 2.0))
-    exact, _ = conversion_error(random_model(**SIZE, dtype=torch.float64), *fifty_and_fifty(args.pairs))
+    exact, _ = error_of_conversion(random_model(**SIZE, dtype=torch.float64), *fifty_and_fifty(args.pairs))
     print(verdict("float64", float(exact.mean()), 1e-13))
     print(f"20 prompts one after another, float32: {chain_error(random_model(**SIZE), 20):.2e}")
     for name, changes in VARIANTS.items() if args.variants else ():

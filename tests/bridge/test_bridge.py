@@ -123,7 +123,10 @@ def test_nothing_attached_changes_nothing(family, rounding):
     bridge = build_bridge_from_module(plain, type(plain).__name__, hf_config=plain.config)
     model = KVTransformerBridge.boot_transformers(twin)
     assert isinstance(model, TransformerBridge)
-    logits, cache = bridge.run_with_cache(text)
+    try:
+        logits, cache = bridge.run_with_cache(text)
+    except AttributeError as error:  # delta-rule layers on TransformerLens 3.9 with Transformers 5.24
+        pytest.skip(f"TransformerLens' own bridge cannot run it: {error}")
     ours, our_cache = model.run_with_cache(text)
     if model.recurrent_layers:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
         # with Transformers 5.24 the plain bridge computes delta-rule layers itself, and shows more points inside of them

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig
-from kvlens._tl import TransformerLensKeyValueCache
 
 VARIANTS = {
     "learned": {},
@@ -83,22 +82,6 @@ def test_gradients_agree(name):
     assert eager.keys() == fused.keys()
     for key, gradient in eager.items():
         torch.testing.assert_close(fused[key], gradient, rtol=1e-10, atol=1e-12)
-
-
-# ungrouped: TransformerLens' own cache has room for the key-value heads only, eager or fused
-NOT_DECODED = ("bidirectional", "shortformer", "log-n", "ungrouped gqa")
-
-
-@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in NOT_DECODED])
-@torch.no_grad()
-def test_decoding_in_pieces_agrees_with_the_whole(name):
-    model, x = build(**VARIANTS[name], softmax_form="fused"), tokens(2, 9)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    cuts = [(0, 3), (3, 7), (7, 8), (8, 9)]
-    pieces = [model(x[:, a:b], past_kv_cache=cache, attention_mask=mask[:, a:b]) for a, b in cuts]
-    model.set_softmax_form("eager")
-    torch.testing.assert_close(torch.cat(pieces, dim=1), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_a_hooked_layer_runs_eagerly_and_the_others_stay_fused(fused_calls):

@@ -4,19 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import linear_model, model_of, relative_error, small_model, tokens
 
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import carry_bias
-
-VARIANTS = {
-    "rope after": {},
-    "rope before": dict(rotary_placement="before"),
-    "decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
-    "learned": dict(positional_embedding_type="standard"),
-    "no shift": dict(kv_shift=None),
-    "keys only": dict(kv_shift=KVShiftConfig(values=False)),
-}
 
 
 def silenced(model, prompt, bias):
@@ -28,9 +19,9 @@ def silenced(model, prompt, bias):
 
 
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["rope after", "rope before", "gqa decay", "learned", "no shift", "keys only"])
 def test_equals_the_conversion_of_a_prompt_without_values(name, batch):
-    model = linear_model(**VARIANTS[name]).requires_grad_(False)
+    model = model_of("linear", name)
     first, second = (tokens(batch or 1, n, seed=n) for n in (5, 7))
     if batch is None:
         first, second = first[0], second[0]

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import small_models
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import LINEAR, linear_model, relative_error, small_model, tokens
 from tokenizers import normalizers
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
@@ -13,57 +14,14 @@ from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
 
-VARIANTS = {
-    "rope after": {},
-    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
-    "rope before": dict(rotary_placement="before"),
-    "hedgehog": dict(feature_map="hedgehog"),
-    "taylor none": dict(feature_map="taylor", normalizer="none"),
-    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
-    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
-    "learned": dict(positional_embedding_type="standard"),
-    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
-    "no positions": dict(positional_embedding_type="none"),
-    "keys only": dict(kv_shift=KVShiftConfig(values=False)),
-}
-
 
 def model_of(name, **more):
-    return linear_model(**{**VARIANTS[name], **more}).requires_grad_(False)
+    return small_models.model_of("linear", name, **more)
 
 
 def logits_under(model, bias, text):
     with model.kv_bias(bias):
         return model(text)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_bias_replaces_the_prompt(name):
-    model, prompt, text = model_of(name), tokens(3, 7, seed=1), tokens(3, 9)
-    bias = convert_prompt(model, prompt)
-    whole = model(torch.cat([prompt, text], dim=1))[:, 7:]
-    assert relative_error(logits_under(model, bias, text), whole) < ROUNDING
-    assert bias.b_KV.shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
-    assert bias.n_prompt_tokens == 7
-    assert bias.position_offset == (0 if model.cfg.rotates_after else 7)
-    assert relative_error(model(text), whole) > 1e-3  # the prompt matters
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_converting_on_top_equals_converting_the_concatenation(name):
-    model = model_of(name)
-    pieces = [tokens(1, n, seed=n)[0] for n in (4, 1, 2, 3)]
-    whole = convert_prompt(model, torch.cat(pieces))
-    step = None
-    for piece in pieces:
-        step = convert_prompt(model, piece, initial=step)
-    for field in ("b_KV", "b_D", "last_k", "last_v", "last_q"):
-        a, b = getattr(step, field), getattr(whole, field)
-        assert a.shape == b.shape
-        if b.numel() and b.norm() > 0:
-            assert relative_error(a, b) < ROUNDING
-    assert step.n_prompt_tokens == 10
-    assert step.position_offset == whole.position_offset
 
 
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned"])
@@ -97,7 +55,7 @@ def test_a_trained_bias_is_continued_and_then_replaced():
 
 def test_prompts_of_unequal_length_have_their_own_length_and_offset():
     for name in ("rope after", "learned", "gqa decay", "rope before"):
-        model, text = tokenized_model(**VARIANTS[name]), tokens(3, 6)
+        model, text = tokenized_model(**LINEAR[name]), tokens(3, 6)
         texts = ["the cat", "the dog ran to the man and sat", "a"]
         batch = convert_prompt(model, texts)
         singles = [convert_prompt(model, t) for t in texts]

@@ -44,7 +44,7 @@ def in_little_memory(monkeypatch) -> list[int]:
         lengths.append(whole(*of))
         return lengths[-1]
 
-    monkeypatch.setattr(prompt_pass, "SCORES_AT_ONCE", 3000)
+    monkeypatch.setattr(prompt_pass, "NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr(prompt_pass, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
     return lengths

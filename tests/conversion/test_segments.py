@@ -2,23 +2,16 @@
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, tokens
+from small_models import linear_model, model_of, relative_error, tokens
 
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens import KVLensError, convert_prompt
 from kvlens.corpus import train_bpe_tokenizer
 from kvlens.model import streaming
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
 FIELDS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 POS = 23
-VARIANTS = {
-    "rope after": {},
-    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
-    "rope before": dict(rotary_placement="before"),
-    "taylor none": dict(feature_map="taylor", normalizer="none"),
-    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
-    "learned": dict(positional_embedding_type="standard"),
-}
+NAMES = ["rope after", "window 3 with queries", "rope before", "taylor", "gqa decay", "learned"]
 
 
 def assert_same_bias(one, two):
@@ -32,10 +25,10 @@ def assert_same_bias(one, two):
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [*((name, 5) for name in VARIANTS), *((name, 1) for name in list(VARIANTS)[::2]), ("learned", POS + 4)]
+    ("name", "length"), [*((name, 5) for name in NAMES), *((name, 1) for name in NAMES[::2]), ("learned", POS + 4)]
 )
 def test_in_segments_equals_in_one_pass(name, length):
-    model, prompt = linear_model(**VARIANTS[name]).requires_grad_(False), tokens(2, POS)
+    model, prompt = model_of("linear", name), tokens(2, POS)
     first = convert_prompt(model, tokens(2, 6, seed=1))
     for initial in (None, first):
         whole = convert_prompt(model, prompt, initial=initial)

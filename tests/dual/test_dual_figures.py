@@ -112,7 +112,7 @@ def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
     model = model_of("rotary, gqa, shift")
     tokens = text_for(model, 9)
     whole = dual_losses(model, tokens)
-    monkeypatch.setattr(queries_module, "MEMORY", queries_module.N_MATRICES * 8 * 81 * 2)
+    monkeypatch.setattr(queries_module, "NUMBERS_AT_ONCE", queries_module.N_MATRICES * 81)
     pd.testing.assert_frame_equal(dual_losses(model, tokens), whole, rtol=1e-12, atol=1e-13)
 
 

@@ -23,7 +23,7 @@ def every_claim_holds(found, told):
 
 
 def every_construction_and_setting_has_a_row(found, told):
-    tiny, table = dict(induction_exact.EXPERIMENT.scales["tiny"]), found.tables["error"]
+    tiny, table = dict(induction_exact.induction_exact.scales["tiny"]), found.tables["error"]
     assert len(table) == 2 * len(tiny["sigmas"]) * len(tiny["slopes"]) * (1 + 2 * len(tiny["p1"]))
     shifted = table[table["construction"] == induction_exact.SHIFTED]
     assert set(shifted["d_model"]) == {tiny["d"]} and set(table["d_model"]) == {tiny["d"], 2 * tiny["d"]}
@@ -93,6 +93,23 @@ def test_every_experiment_names_its_source_scales_and_cost(name):
     assert set(experiment.scales) == set(experiment.cost) == {"tiny", "small", "paper"}
 
 
+def test_a_tuple_is_the_values_of_a_setting_at_the_three_scales():
+    more = dict(model={"d": (1, 2, 3), "act": "relu", "late": (..., ..., 0.1)}, sizes=({"a": 1}, {"b": 2}, None), seeds=[0])
+
+    @outcome.experiment("KVSA", "?", cost=("now", "soon", "late"), **more)
+    def a_name(settings, tell):
+        tell(str(settings))
+
+    assert (a_name.name, a_name.cost) == ("a-name", {"tiny": "now", "small": "soon", "paper": "late"})
+    assert a_name.scales == {
+        "tiny": dict(model={"d": 1, "act": "relu"}, sizes={"a": 1}, seeds=[0]),
+        "small": dict(model={"d": 2, "act": "relu"}, sizes={"b": 2}, seeds=[0]),
+        "paper": dict(model={"d": 3, "act": "relu", "late": 0.1}, sizes=None, seeds=[0]),
+    }
+    with pytest.raises(ValueError, match="unpack"):
+        outcome.experiment("KVSA", "?", cost=("now", "soon", "late"), seeds=(0, 1))(lambda settings, tell: None)
+
+
 def test_an_outcome_is_not_replaced_unasked_and_other_folders_never(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["reproduce", "ngram", "--scale", "tiny", "--out", "o"]
@@ -112,9 +129,9 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
     from kvlens.experiments.kvsa import variants
 
     again = replace(
-        variants.EXPERIMENT, name="again", scales={"tiny": {**variants.EXPERIMENT.scales["tiny"], "variants": ["gate"]}}
+        variants.variants, name="again", scales={"tiny": {**variants.variants.scales["tiny"], "variants": ["gate"]}}
     )
-    chosen, whole = [find_experiment("ngram"), variants.EXPERIMENT, again], TextTask.sample
+    chosen, whole = [find_experiment("ngram"), variants.variants, again], TextTask.sample
     monkeypatch.setattr("kvlens.experiments.all_experiments", lambda: [replace(it, cost={"tiny": "x"}) for it in chosen])
     monkeypatch.chdir(tmp_path)
     drawn = []

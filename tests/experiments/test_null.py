@@ -89,7 +89,7 @@ def stacked(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 def hops_runs(runs):
-    return hops.SWEEP.compare(
+    return hops.compare(
         stacked(runs.table(v, model=m, n_layers=2, k=k, chance=0.25) for m, v in pair(runs).items() for k in (1, 2)), {}
     )
 
@@ -97,7 +97,7 @@ def hops_runs(runs):
 def ngram_runs(runs):
     by_step = ((m, v, step) for m, v in pair(runs).items() for step in (10, 20))
     rows = stacked(runs.table(v, model=m, size="s", chance=0.01, step=s, split="heldout") for m, v, s in by_step)
-    return ngram.SWEEP.compare(rows, {})
+    return ngram.compare(rows, {})
 
 
 def arithmetic_runs(runs):
@@ -108,9 +108,9 @@ def arithmetic_runs(runs):
 
 
 def width_runs(runs):
-    values = {induction_width.PLAIN_2: runs(), induction_width.SHIFT_1: runs(lead=1)}
+    values = {induction_width.SHIFT_1: runs(), induction_width.PLAIN_2: runs(lead=1)}
     rows = stacked(runs.table(v, model=m, d_model=8) for m, v in values.items())
-    return induction_width.SWEEP.compare(rows, {})
+    return induction_width.compare(rows.assign(steps=rows["accuracy"]), 10**6)
 
 
 def depth_runs(runs):
@@ -127,11 +127,11 @@ def depth_runs(runs):
     steps = stacked(
         runs.table(runs(lead), model=m).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead in fast.items()
     )
-    return induction_depth.compare(SweepRuns(dict(training=dict(steps=10_000)), curves, measured=steps), {})
+    return induction_depth.compare(SweepRuns(dict(training=dict(steps=10_000)), curves), steps, {})
 
 
 def compare_rates(runs):
-    return [*learning_rate.SWEEP.compare(runs, {}), *learning_rate.compare_rates(runs, {})]
+    return [*learning_rate.compare(runs, {}), *learning_rate.compare_rates(runs, {})]
 
 
 def rate_runs(runs):
@@ -174,7 +174,7 @@ def compare_scaling(runs, leads):
         runs.table(v, model=m, size="a", non_embedding=9, step=steps[at], split="heldout", loss=v)
         for (m, at), v in losses.items()
     )
-    return [*scaling.SWEEP.compare(finals, {}), *scaling.compare_sizes(finals, {}), scaling.compare_course(course, {})]
+    return [*scaling.compare(finals, {}), *scaling.compare_sizes(finals, {}), scaling.compare_course(course, {})]
 
 
 def variants_runs(runs):
@@ -184,7 +184,7 @@ def variants_runs(runs):
 
 def bias_runs(runs):
     values = {trainable_bias.WITHOUT: runs(), trainable_bias.WITH: runs(lead=1)}
-    return trainable_bias.SWEEP.compare(stacked(runs.table(v, model=m, mean_loss=-v) for m, v in values.items()), {})
+    return trainable_bias.compare(stacked(runs.table(v, model=m, mean_loss=-v) for m, v in values.items()), {})
 
 
 def dual_variants_runs(runs):
@@ -411,7 +411,7 @@ def test_real_runs_of_one_model_under_two_names():
     assert len(set(accuracy)) > 6
     draws = np.random.default_rng(0).permuted(np.tile(accuracy, (N_DRAWS, 1)), axis=1)
     shared = {"plain": draws[:, :6].ravel(), "KV shift": draws[:, 6:12].ravel()}
-    case = Case("hops", lambda runs: hops.SWEEP.compare(stacked(
+    case = Case("hops", lambda runs: hops.compare(stacked(
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
     ), {}))  # fmt: skip
     assert ((verdicts_on(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()

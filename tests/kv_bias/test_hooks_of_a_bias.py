@@ -13,6 +13,7 @@ from kvlens.kv_bias import VirtualKeys
 NAMES = ("b_kv", "b_d", "b_keys")
 SHAPES = ("gpt2", "llama", "qwen3")
 ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
+FEW = dict(n_continuations=2, continuation_length=4, verbose=False)
 ROUNDING = 1e-12
 """float64. Without the keys the patches below are off by 1e-2 and more."""
 
@@ -152,7 +153,7 @@ KINDS = {
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
     model = small_model(n_heads=6, n_key_value_heads=3, dtype=torch.float64, **kind)
-    options = dict(method=method, n_features=3, verbose=False) if method == "landmark" else {}
+    options = dict(method=method, n_features=3, **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
     if method == "landmark":
@@ -165,7 +166,7 @@ def test_where_scores_depend_on_more_than_the_key(kind, method):
 def test_features_without_keys_are_exchanged_by_two_hooks(method):
     model = small_model(dtype=torch.float64, positional_embedding_type="rotary")
     options = dict(n_features=9) if method == "random" else {}
-    one, other = (convert_prompt(model, prompt, method=method, verbose=False, **options) for prompt in (ONE, OTHER))
+    one, other = (convert_prompt(model, prompt, method=method, **FEW, **options) for prompt in (ONE, OTHER))
     assert not torch.allclose(one.log_scale, other.log_scale)
     given = shown(model, other, 1, NAMES[:2])
     expected = logits(model, exchanged(model, one, other, 1, 3))
@@ -226,3 +227,17 @@ def test_a_linear_model_has_no_keys_to_show():
     with model.kv_bias(convert_prompt(model, ONE)):
         _, cache = model.run_with_cache(TEXT)
     assert not [name for name in cache if name.endswith("b_keys")]
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_may_differ_at_some_of_the_points_alone(model, form, gradients):
+    bias, factors = convert_prompt(model, ONE), torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    with model.using_softmax_form(form), torch.set_grad_enabled(gradients):
+        for names in (("b_kv",), ("b_d",), ("b_keys",), ("b_kv", "b_keys"), ("b_kv", "b_d")):
+            points = [f"blocks.0.attn.hook_{name}" for name in names]
+            rows = [(point, lambda b, hook: factors.view(-1, 1, *[1] * (b.dim() - 2)) * b) for point in points]
+            together = logits(model, bias, rows, TEXT[:1].expand(3, -1))
+            for row, factor in enumerate(factors):
+                alone = [(point, lambda b, hook, factor=factor: factor * b) for point in points]
+                assert relative_error(together[row], logits(model, bias, alone, TEXT[:1])[0]) < ROUNDING

@@ -7,8 +7,68 @@ import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.model import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", device="cpu", seed=3)
+GROUPED = dict(n_heads=6, d_model=36, n_key_value_heads=2)
+LINEAR: dict[str, dict[str, Any]] = {
+    "rope after": {},
+    "rope before": dict(rotary_placement="before", rotary_dim=4),
+    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
+    "keys only": dict(kv_shift=KVShiftConfig(values=False)),
+    "no shift": dict(kv_shift=None),
+    "hedgehog": dict(feature_map="hedgehog"),
+    "taylor": dict(feature_map="taylor", normalizer="none"),
+    "random": dict(feature_map="random", n_random_features=7),
+    "gqa": GROUPED,
+    "gqa decay": dict(GROUPED, normalizer="none", decay="retnet"),
+    "decay": dict(normalizer="none", decay=[0.9, 0.8, 0.7, 0.6, 1.0], feature_map="identity"),
+    "learned": dict(positional_embedding_type="standard"),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    "split": dict(use_split_qkv_input=True, use_attn_result=True),
+    "attn in": dict(use_attn_in=True),
+    "trained bias": dict(trainable_kv_bias=True),
+}
+SOFTMAX: dict[str, dict[str, Any]] = {
+    "learned": {},
+    "rotary": dict(positional_embedding_type="rotary", rotary_dim=4),
+    "adjacent rotary": dict(positional_embedding_type="rotary", rotary_adjacent_pairs=True),
+    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
+    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
+    "no positions": dict(positional_embedding_type="none"),
+    # powers of two: TransformerLens rounds slope times distance to float32, differently in tables of different sizes
+    "alibi": dict(positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.0, 1.0, 2.0)),
+    "alibi, grouped": dict(positional_embedding_type="alibi", n_heads=6, n_key_value_heads=2),
+    "shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2, queries=True)),
+    "shifted, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, kv_shift=KVShiftConfig()),
+    "soft-capped": dict(attn_scores_soft_cap=0.8),
+    "local": dict(use_local_attn=True, window_size=5, attn_types=["local", "global"]),
+    "sinks": dict(use_attention_sinks=True),
+    "clamped": dict(clip_qkv=0.05),
+    "qk norm": dict(use_qk_norm=True),
+    "norms over all heads": dict(positional_embedding_type="rotary", original_architecture="Olmo2ForCausalLM", kv_shift=True),
+    "scaled by layer": dict(scale_attn_by_inverse_layer_idx=True),
+    "split": dict(use_split_qkv_input=True, use_attn_result=True),
+}
+PARALLEL = Augmented(keys=True, values=True, depth=2, parallel=0.5)
+ATTENTION_VARIANTS = {
+    "self-attention form": AttentionVariantConfig(regularised=Regularised(0.3)),
+    "normalised, negative alpha": AttentionVariantConfig(regularised=Regularised(-0.7, form="normalised")),
+    "one step": AttentionVariantConfig(regularised=Regularised(0.3, form="one_step")),
+    "augmented keys": AttentionVariantConfig(augmented=Augmented(keys=True)),
+    "augmented in parallel": AttentionVariantConfig(augmented=PARALLEL),
+    "negative per query": AttentionVariantConfig(negative=Negative(k=3, beta=0.4)),
+    "negative per label": AttentionVariantConfig(negative=Negative(k=0.3, beta=0.4, per="label")),
+    "ridge": AttentionVariantConfig(ridge=Ridge(0.5)),
+    "all but ridge": AttentionVariantConfig(
+        regularised=Regularised(0.2), augmented=Augmented(values=True, depth=2), negative=Negative(k=2, beta=0.1)
+    ),
+    "regularised, augmented": AttentionVariantConfig(regularised=Regularised(0.2, form="one_step"), augmented=PARALLEL),
+    "regularised, negative": AttentionVariantConfig(regularised=Regularised(-0.5), negative=Negative(k=2, beta=0.3)),
+    "ridge, augmented": AttentionVariantConfig(ridge=Ridge(0.5), augmented=Augmented(keys=True, activation="relu")),
+}
+WITHOUT_BIAS = [name for name, variant in ATTENTION_VARIANTS.items() if variant.negative or variant.ridge]
 
 
 def small_model(**changes: Any) -> HookedKVTransformer:
@@ -23,6 +83,25 @@ def linear_model(**changes: Any) -> HookedKVTransformer:
         attention="linear", positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2), dtype=torch.float64
     )
     return small_model(**{**defaults, **changes})
+
+
+def model_of(attention: str, name: str, **changes: Any) -> HookedKVTransformer:
+    """A model of one of the tables above in float64, without gradients; what starts at 0, which hides mistakes, is drawn."""
+    tables = {"linear": (linear_model, LINEAR), "softmax": (small_model, SOFTMAX)}
+    build, table = tables[attention]
+    shift = dict(kv_shift=KVShiftConfig(), positional_embedding_type="rotary")
+    chosen = table[name] if name in table else {**GROUPED, **shift, "attention_variant": ATTENTION_VARIANTS.get(name)}
+    model = build(**{"dtype": torch.float64, **chosen, **changes}).requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for path, parameter in model.named_parameters():
+        leaf = path.rsplit(".", 1)[-1]
+        if leaf in ("b_KV", "b_D"):
+            parameter.uniform_(leaf == "b_D", 1 + (leaf == "b_D"), generator=generator)
+        elif leaf == "sinks":
+            parameter.normal_(generator=generator)
+        elif ".augment_" in path:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * parameter.shape[1] ** -0.5)
+    return model
 
 
 def plain_model(**changes: Any) -> HookedTransformer:

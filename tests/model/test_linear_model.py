@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import Shared, linear_model, relative_error, small_model, tokens
+from small_models import linear_model, model_of, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -14,92 +14,10 @@ from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64 sums of at most a few hundred terms of one sign: n * 2.2e-16, n < 50 on the way through 2 layers
 
-VARIANTS = {
-    "rope after": {},
-    "rope before": dict(rotary_placement="before", rotary_dim=4),
-    "hedgehog": dict(feature_map="hedgehog"),
-    "taylor": dict(feature_map="taylor", normalizer="none"),
-    "random": dict(feature_map="random", n_random_features=7),
-    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
-    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
-    "decay": dict(normalizer="none", decay=[0.9, 0.8, 0.7, 0.6, 1.0], feature_map="identity"),
-    "learned": dict(positional_embedding_type="standard"),
-    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
-    "no positions": dict(positional_embedding_type="none"),
-    "no shift": dict(kv_shift=None),
-    "split": dict(use_split_qkv_input=True, use_attn_result=True),
-    "attn in": dict(use_attn_in=True),
-    "trained bias": dict(trainable_kv_bias=True),
-}
-
-
-def model_of(name):
-    model = linear_model(**VARIANTS[name])
-    if name == "trained bias":
-        for block in model.blocks:
-            torch.nn.init.uniform_(block.attn.b_KV, 0, 1, generator=torch.Generator().manual_seed(1))
-            torch.nn.init.uniform_(block.attn.b_D, 1, 2, generator=torch.Generator().manual_seed(2))
-    return model.requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    models = Shared(model_of)
-    yield models
-    models.assert_untouched()
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_equals_the_full_forward_pass(name, shared):
-    model, x = shared(name), tokens(3, 11)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
-    pieces = [model(x[:, :1], past_kv_cache=cache), model(x[:, 1:7], past_kv_cache=cache)]
-    pieces += [model(x[:, i : i + 1], past_kv_cache=cache) for i in range(7, 11)]
-    assert relative_error(torch.cat(pieces, dim=1), model(x)) < ROUNDING
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_converted_prompt_serves_decoding_as_it_serves_a_forward_pass(name, shared):
-    model, prompt, x = shared(name), tokens(3, 7, seed=4), tokens(3, 9)
-    whole = model(torch.cat([prompt, x], dim=1))[:, 7:]
-    with model.kv_bias(convert_prompt(model, prompt)):
-        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
-        pieces = [model(x[:, :4], past_kv_cache=cache)]
-        pieces += [model(x[:, i : i + 1], past_kv_cache=cache) for i in range(4, 9)]
-    assert relative_error(torch.cat(pieces, dim=1), whole) < ROUNDING
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_all_forms_and_the_hooked_pattern_give_the_same_logits(name, shared):
-    model, x = shared(name), tokens(2, 9)
-    expected = model(x)
-    for form in ("parallel", "chunked", "recurrent"):
-        model.cfg.linear_attention_form = form
-        assert relative_error(model(x), expected) < ROUNDING
-    model.cfg.linear_attention_form = "auto"
-    hooked, cache = model.run_with_cache(x)
-    assert relative_error(hooked, expected) < ROUNDING
-    pattern, values = cache["pattern", 1], cache["v_shifted" if model.cfg.kv_shift else "v", 1, "attn"]
-    if name != "trained bias":
-        values = values.repeat_interleave(model.cfg.n_heads // values.shape[2], dim=2)
-        z = torch.einsum("bhqk,bkhd->bqhd", pattern, values)
-        assert relative_error(z, cache["z", 1]) < ROUNDING
-    assert bool((pattern.triu(diagonal=1) == 0).all())
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_left_and_right_padding_change_nothing(name, shared):
-    model, x = shared(name), tokens(1, 7)
-    expected, junk = model(x), tokens(1, 4, seed=9)
-    left = torch.tensor([[0] * 4 + [1] * 7])
-    assert relative_error(model(torch.cat([junk, x], 1), attention_mask=left)[:, 4:], expected) < ROUNDING
-    right = left.flip(1)
-    assert relative_error(model(torch.cat([x, junk], 1), attention_mask=right)[:, :7], expected) < ROUNDING
-
 
 @pytest.mark.parametrize("name", ["rope after", "learned", "gqa decay", "sinusoidal"])
-def test_decoding_after_left_padding_equals_the_unpadded_rows(name, shared):
-    model = shared(name)
+def test_decoding_after_left_padding_equals_the_unpadded_rows(name):
+    model = model_of("linear", name)
     short, long = tokens(1, 3, seed=1), tokens(1, 7, seed=2)
     more = tokens(2, 4, seed=3)
     batch = torch.cat([torch.cat([tokens(1, 4, seed=8), short], dim=1), long])

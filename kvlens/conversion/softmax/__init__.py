@@ -1,5 +1,6 @@
 """Converting a softmax model's prompt: exactly with all its keys, or approximately with a known error (ICLCA sec. 5, ICLAA)."""
 
+from kvlens.checks import doors
 from kvlens.conversion.softmax.attention_matching import AttentionMatching
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.expected_attention import ExpectedAttention
@@ -9,7 +10,7 @@ from kvlens.conversion.softmax.kept_keys import KeptKeys
 from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
-from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, option_names, unknown_option
+from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, option_names
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.snapkv import SnapKV
 from kvlens.conversion.softmax.streaming_llm import StreamingLLM
@@ -37,5 +38,6 @@ __all__ = [
     "is_option",
     "method_of",
     "option_names",
-    "unknown_option",
 ]
+
+doors(__name__)

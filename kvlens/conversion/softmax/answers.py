@@ -10,10 +10,11 @@ from torch import Tensor
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, attached, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
+from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import HookedKVTransformer
 
-ROWS_AT_ONCE, LOGITS_AT_ONCE = 32, 2**22
-"""Limits on the texts and logits of one pass: three passes over them and their logarithms are held at once, in float64."""
+ROWS_AT_ONCE = 32
+"""Texts in one pass. The logits of three passes over them are held at once, and their logarithms, in float64."""
 
 
 class Without(NamedTuple):
@@ -52,7 +53,7 @@ def answer_errors(
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     batch, n_texts, n_positions = texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
-    most = min(ROWS_AT_ONCE, max(1, LOGITS_AT_ONCE // (n_positions * model.cfg.d_vocab_out)))
+    most = min(ROWS_AT_ONCE, max(1, NUMBERS_AT_ONCE // (4 * n_positions * model.cfg.d_vocab_out)))
     at_once = rows_at_once(model, whole, n_positions, most)
     found = []
     for part in torch.arange(len(rows)).split(at_once):

@@ -7,7 +7,7 @@ import torch
 
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, continued, convert_exactly
+from kvlens.conversion.softmax.prompt_pass import as_batch, continued, convert_exactly
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -32,10 +32,10 @@ def convert_softmax_prompt(
             'use method="exact"'
         )
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
-    _check_finite(exact)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
+        bias.check_finite("convert_prompt")
         wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # bfloat16 is too coarse for a fit
         exact = exact._replace(bias=bias.to(wide))
         teacher = Teacher(model, prompt, exact, None if old is None else old.to(wide), method, verbose)
@@ -75,12 +75,3 @@ def _check_fitted(method: Approximation, bias: Any, teacher: Teacher) -> None:
     if bias.fingerprint != whole.fingerprint:
         raise KVLensError(f"{say} must return a bias with the fingerprint of the exact one; change that one by replace(...)")
     bias.check_finite(say)
-
-
-def _check_finite(exact: ConvertedExactly) -> None:
-    bad = ~exact.bias.b_KV.isfinite()
-    if bool(bad.any()):
-        layer = int(bad.flatten(1).any(dim=1).nonzero()[0])
-        raise KVLensError(
-            f"convert_prompt: the values of layer {layer} are not finite: activations overflow in the prompt's pass"
-        )

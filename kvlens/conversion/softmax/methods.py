@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvlens.checks import checked, ensure, one_of
+from kvlens.checks import ensure, one_of
 from kvlens.conversion.softmax.method import ConversionMethod, check_class
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError, WrongArguments, nearest
@@ -24,7 +24,6 @@ METHODS: dict[str, type[ConversionMethod]] = {name: _class(name, home) for name,
 """The methods by name: the classes listed in :data:`kvlens.conversion_methods.CONVERSION_METHODS`."""
 
 
-@checked
 def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:
     """The method given as an object, or by name and options.
 
@@ -84,7 +83,6 @@ def _all_names(methods: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for method in methods for name in option_names(METHODS[method])))
 
 
-@checked
 def option_names(kind: type[ConversionMethod]) -> list[str]:
     """The options of a method, with their shorthand."""
     return [*(field.name for field in fields(kind)), *kind.shorthand]  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ The exact bias keeps every key (r = M, weight 1), so attention over it is softma
 approximate it, and it replaces the prompt while reference text is read.
 
 In the eager form a pass over N tokens holds heads x N x N scores. A long prompt is therefore read in segments, each through all
-layers before the next, so that at most :data:`SCORES_AT_ONCE` scores are held; so are long texts that are read after a prompt.
+layers before the next, so that at most :data:`NUMBERS_AT_ONCE` scores are held; so are long texts that are read after a prompt.
 """
 
 import contextlib
@@ -22,14 +22,12 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
 from kvlens.kv_bias.ragged import padded
+from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import HookedKVTransformer
 from kvlens.model.assembly import spread_bias
 from kvlens.model.protocol import KVModel
 from kvlens.model.streaming import has_hooks, wants_gradients
 from kvlens.ops.landmarks import PromptKeys
-
-SCORES_AT_ONCE = 2**24
-"""Attention scores of one layer that are held at once: 64 MiB in float32, in each of the few tensors that attention makes."""
 
 
 class ConvertedExactly(NamedTuple):
@@ -114,12 +112,12 @@ def _segment_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBia
 
 def tokens_at_once(model: HookedKVTransformer, batch: int, n_pos: int, n_keys: int) -> int:
     """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
-    return min(n_pos, max(1, SCORES_AT_ONCE // (batch * model.cfg.n_heads * (n_keys + n_pos))))
+    return min(n_pos, max(1, NUMBERS_AT_ONCE // (batch * model.cfg.n_heads * (n_keys + n_pos))))
 
 
 def rows_at_once(model: HookedKVTransformer, bias: KVBias, n_pos: int, most: int) -> int:
     """How many texts of ``n_pos`` tokens can be read at once after ``bias``, at least one."""
-    return min(most, max(1, SCORES_AT_ONCE // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
+    return min(most, max(1, NUMBERS_AT_ONCE // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
 
 
 def every_key_kept(

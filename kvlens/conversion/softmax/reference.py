@@ -16,12 +16,11 @@ from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, ob
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
+from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
-KEY_NUMBERS_AT_ONCE = 2**25
-"""Numbers in one layer's keys, which a decoding step copies for each text that is sampled."""
 HELD_OUT = 8
 """One in this many reference texts is held out for measuring the heads' errors."""
 APART = 2_654_435_769
@@ -99,7 +98,7 @@ def sample_continuations(
     logits = model(exact.last_residual, start_at_layer=model.cfg.n_layers)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
-    at_once = min(ROWS_AT_ONCE, max(1, KEY_NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
+    at_once = min(ROWS_AT_ONCE, max(1, 2 * NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
     return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(at_once)]).view(
         batch, n, length
     )

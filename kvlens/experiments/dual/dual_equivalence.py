@@ -5,9 +5,6 @@ and predicts. The kernel is the paper's (positive random features, 100 d of them
 computed with the same kernel. As a control, a dual model with shuffled labels is shown as well.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -16,7 +13,7 @@ from torch import Tensor
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, train_layer
 from kvlens.experiments.shared.curves import line_style
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.ops import dual
 from kvlens.ops.feature_maps.projections import draw_projections
 
@@ -25,7 +22,20 @@ LARGEST = 1e-10
 """Rounding of float64 sums, with a margin for features that nearly cancel."""
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "DUAL th. 3.1, figs. 3, 11, 12 (left)",
+    "Is attention one gradient step of its dual model?",
+    cost=("seconds", "about a minute on one core", "about an hour on one core (not run here)"),
+    d_x=dict(linear=11, trigonometric=6, exponential=5),
+    n_demonstrations=15,
+    batch_size=8,
+    steps=(4, 300, 5000),
+    heldout_sequences=64,
+    test_sequences=(2, 8, 64),
+    learning_rate=0.05,
+    seeds=([0], [0, 1, 2], list(range(10))),
+)
+def dual_equivalence(settings: Settings, tell: Tell) -> Outcome:
     """Train one layer per task and seed, and compare on test sequences."""
     rows = []
     for task, d_x in settings["d_x"].items():
@@ -129,26 +139,3 @@ def draw(errors: pd.DataFrame) -> Figure:
     axes.set_title("One step of the dual model against the attention layer's output", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
     return figure
-
-
-def _scale(seeds: list[int], steps: int, tests: int) -> dict[str, Any]:
-    return dict(
-        d_x=dict(linear=11, trigonometric=6, exponential=5),
-        n_demonstrations=15,
-        batch_size=8,
-        steps=steps,
-        heldout_sequences=64,
-        test_sequences=tests,
-        learning_rate=0.05,
-        seeds=seeds,
-    )
-
-
-EXPERIMENT = Experiment(
-    name="dual-equivalence",
-    source="DUAL th. 3.1, figs. 3, 11, 12 (left)",
-    question="Is attention one gradient step of its dual model?",
-    run=run,
-    scales={"tiny": _scale([0], 4, 2), "small": _scale([0, 1, 2], 300, 8), "paper": _scale(list(range(10)), 5000, 64)},
-    cost={"tiny": "seconds", "small": "about a minute on one core", "paper": "about an hour on one core (not run here)"},
-)

@@ -16,7 +16,6 @@ always as extreme).
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from kvlens.dual import dual_figures
 from kvlens.experiments.shared.curves import line_style
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import make_task
@@ -43,7 +42,29 @@ OTHERS = {
 LEVEL = SIGNIFICANCE.level
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+def _induction(vocab_size: int, length: int) -> dict[str, Any]:
+    return dict(name="induction", settings=dict(vocab_size=vocab_size, length=length))
+
+
+_MODELS: dict[str, Any] = {
+    "induction-shift-1l": _induction(512, 64),
+    "induction-plain-2l": _induction(512, 64),
+    "bigram-linear": dict(name="bigrams", settings=dict(n_letters=52, n_triggers=5, length=64, trigger_rate=0.5)),
+    "facts-linear": dict(name="facts", settings=dict(min_facts=2, max_facts=10, length=144, whole_share=0.125)),
+    "docs-linear": _induction(1024, 64),
+    "docs-shift": _induction(1024, 64),
+}
+
+
+@experiment(
+    "DUAL th. 3.1 (the question is ours)",
+    "Are heads with a large decrease of the dual model's loss responsible for in-context learning?",
+    cost=("seconds", "about two minutes on one core", "ten minutes on one core"),
+    models=({"induction-plain-2l": _induction(512, 32)}, _MODELS, _MODELS),
+    n_sequences=(2, 12, 64),
+    n_bootstrap=(20, 1000, 10_000),
+)
+def dual_heads(settings: Settings, tell: Tell) -> Outcome:
     """Measure every head of every model, and correlate."""
     heads = []
     for name, task in settings["models"].items():
@@ -198,30 +219,3 @@ def draw(table: pd.DataFrame) -> Figure:
         fontsize=11,
     )
     return figure
-
-
-def _induction(vocab_size: int, length: int) -> dict[str, Any]:
-    return dict(name="induction", settings=dict(vocab_size=vocab_size, length=length))
-
-
-_MODELS: dict[str, Any] = {
-    "induction-shift-1l": _induction(512, 64),
-    "induction-plain-2l": _induction(512, 64),
-    "bigram-linear": dict(name="bigrams", settings=dict(n_letters=52, n_triggers=5, length=64, trigger_rate=0.5)),
-    "facts-linear": dict(name="facts", settings=dict(min_facts=2, max_facts=10, length=144, whole_share=0.125)),
-    "docs-linear": _induction(1024, 64),
-    "docs-shift": _induction(1024, 64),
-}
-
-EXPERIMENT = Experiment(
-    name="dual-heads",
-    source="DUAL th. 3.1 (the question is ours)",
-    question="Are heads with a large decrease of the dual model's loss responsible for in-context learning?",
-    run=run,
-    scales={
-        "tiny": dict(models={"induction-plain-2l": _induction(512, 32)}, n_sequences=2, n_bootstrap=20),
-        "small": dict(models=_MODELS, n_sequences=12, n_bootstrap=1000),
-        "paper": dict(models=_MODELS, n_sequences=64, n_bootstrap=10_000),
-    },
-    cost={"tiny": "seconds", "small": "about two minutes on one core", "paper": "ten minutes on one core"},
-)

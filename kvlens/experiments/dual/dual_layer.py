@@ -9,9 +9,6 @@ the dual model uses the tangent at the query, where it is exact, and the table g
 tangent attributes to its constant term (0 for ReLU).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -19,7 +16,7 @@ from matplotlib.figure import Figure
 from kvlens.dual import DualLayer
 from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.shared.curves import PALETTE
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
 
@@ -30,7 +27,19 @@ TEXTS = {
 }
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "DUAL th. B.1, fig. 14",
+    "Is a whole transformer layer one gradient step, and what is the rank of its labels?",
+    cost=("seconds", "under a minute on one core", "minutes on one core"),
+    seeds=([0, 1], list(range(8)), list(range(8))),
+    d_model=(6, 12, 12),
+    d_mlp=([4, 24], [6, 12, 24, 48, 96], [6, 12, 16, 24, 32, 48, 64, 96]),
+    n_tokens=16,
+    n_inputs=(3, 64, 1024),
+    models=(["facts-gpt2"], list(TEXTS), list(TEXTS)),
+    n_queries=(1, 3, 8),
+)
+def dual_layer(settings: Settings, tell: Tell) -> Outcome:
     """Random layers of every width and seed."""
     rows = []
     for seed in settings["seeds"]:
@@ -76,7 +85,7 @@ def trained_blocks(name: str, n_queries: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _one_layer(settings: Mapping[str, Any], d_mlp: int, seed: int) -> dict[str, float]:
+def _one_layer(settings: Settings, d_mlp: int, seed: int) -> dict[str, float]:
     d, n = settings["d_model"], settings["n_tokens"]
     generator = torch.Generator().manual_seed(1000 * seed + d_mlp)
 
@@ -175,29 +184,3 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     axes.set_title("Rank of the labels after a ReLU MLP", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
-
-
-def _scale(seeds: int, d_model: int, widths: list[int], inputs: int, models: list[str], queries: int) -> dict[str, Any]:
-    return dict(
-        seeds=list(range(seeds)),
-        d_model=d_model,
-        d_mlp=widths,
-        n_tokens=16,
-        n_inputs=inputs,
-        models=models,
-        n_queries=queries,
-    )
-
-
-EXPERIMENT = Experiment(
-    name="dual-layer",
-    source="DUAL th. B.1, fig. 14",
-    question="Is a whole transformer layer one gradient step, and what is the rank of its labels?",
-    run=run,
-    scales={
-        "tiny": _scale(2, 6, [4, 24], 3, ["facts-gpt2"], 1),
-        "small": _scale(8, 12, [6, 12, 24, 48, 96], 64, list(TEXTS), 3),
-        "paper": _scale(8, 12, [6, 12, 16, 24, 32, 48, 64, 96], 1024, list(TEXTS), 8),
-    },
-    cost={"tiny": "seconds", "small": "under a minute on one core", "paper": "minutes on one core"},
-)

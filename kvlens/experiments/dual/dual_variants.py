@@ -6,8 +6,8 @@ training, depending on the paper's claim. There is no verdict if plain attention
 or if an error is still falling. A second plain layer with another initialization is a control for the significance test.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,7 @@ from kvlens.errors import KVLensError
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.experiments.shared.curves import draw_curves
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import mean_and_spread
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 
@@ -80,8 +80,27 @@ GOAL = Goal(chance=1.0, y="loss", in_logs=True)
 N_TUNING = 3
 """The number of seeds from which each variant's learning rate is chosen, different from those that are compared."""
 
+D_X = dict(linear=11, trigonometric=6, exponential=5)
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+
+@experiment(
+    "DUAL sec. 4 and 5, figs. 3, 10 to 13",
+    "Do regularised, augmented and negative attention train better than plain attention?",
+    cost=(
+        "seconds",
+        "about a quarter of an hour on one core",
+        "hours on one core: the paper's updates, one sequence each (not run here)",
+    ),
+    d_x=(dict(linear=11, exponential=5), D_X, D_X),
+    n_demonstrations=15,
+    batch_size=(2, 8, 1),
+    steps=(dict(linear=2, exponential=2), dict.fromkeys(D_X, 10_000), dict.fromkeys(D_X, 80_000)),
+    heldout_sequences=(8, 256, 256),
+    rates=([0.03, 0.1], [0.1, 0.3, 1.0, 2.0], [0.003, 0.005, 0.01, 0.03, 0.1]),
+    unclaimed=(True, False, True),
+    seeds=([0, 1], list(range(11, 19)), list(range(16))),
+)
+def dual_variants(settings: Settings, tell: Tell) -> Outcome:
     """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
     if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
@@ -114,9 +133,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def train_variant(
-    label: str, task: str, settings: Mapping[str, Any], seeds: Sequence[int], rates: Sequence[float]
-) -> pd.DataFrame:
+def train_variant(label: str, task: str, settings: Settings, seeds: Sequence[int], rates: Sequence[float]) -> pd.DataFrame:
     """Held-out errors over the labels' variance: seed, step, loss; one run for each of ``seeds``, which may repeat."""
     rows, d_x = list(seeds), settings["d_x"][task]
     layer = draw_layer(rows, d_x + 1, VARIANTS[label], stream=5 if label == AGAIN else 2)
@@ -127,7 +144,7 @@ def train_variant(
     )
 
 
-def best_rate(label: str, task: str, settings: Mapping[str, Any]) -> float:
+def best_rate(label: str, task: str, settings: Settings) -> float:
     """The learning rate at which the last error is lowest (mean of its logarithm) on seeds that are not compared."""
     rates, first = settings["rates"], max(settings["seeds"]) + 1
     if len(rates) == 1:
@@ -203,52 +220,3 @@ def draw(curves: pd.DataFrame) -> Figure:
         top.set_title(f"{task} task", loc="left", fontsize=11)
         bottom.set_xlabel("step")
     return figure
-
-
-STEPS = dict(linear=10_000, trigonometric=10_000, exponential=10_000)
-
-
-def _scale(seeds: list[int], **changes: Any) -> dict[str, Any]:
-    usual = dict(
-        d_x=dict(linear=11, trigonometric=6, exponential=5),
-        n_demonstrations=15,
-        batch_size=8,
-        steps=STEPS,
-        heldout_sequences=256,
-        rates=[0.1, 0.3, 1.0, 2.0],
-        unclaimed=False,
-        seeds=seeds,
-    )
-    return {**usual, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="dual-variants",
-    source="DUAL sec. 4 and 5, figs. 3, 10 to 13",
-    question="Do regularised, augmented and negative attention train better than plain attention?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            [0, 1],
-            d_x=dict(linear=11, exponential=5),
-            batch_size=2,
-            steps=dict(linear=2, exponential=2),
-            heldout_sequences=8,
-            rates=[0.03, 0.1],
-            unclaimed=True,
-        ),
-        "small": _scale(list(range(8))),
-        "paper": _scale(
-            list(range(16)),
-            unclaimed=True,
-            batch_size=1,
-            steps={task: 8 * steps for task, steps in STEPS.items()},
-            rates=[0.003, 0.005, 0.01, 0.03, 0.1],
-        ),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "about a quarter of an hour on one core",
-        "paper": "hours on one core: the paper's updates, one sequence each (not run here)",
-    },
-)

@@ -6,22 +6,29 @@ the mean squared error of the demonstrations. It is the dual model of that layer
 whose labels are the residuals W_0 x_j - y_j (eq. 37): one layer with two interpretations.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.experiments.shared.curves import line_style
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.ops import dual
 
 LARGEST = 1e-12
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "DUAL app. F, eq. 35 to 38",
+    "Are von Oswald et al.'s weights both a gradient step of regression and one of the dual model?",
+    cost=("seconds", "seconds", "seconds"),
+    seeds=([0, 1], list(range(50)), list(range(1000))),
+    learning_rates=[0.1, 0.5],
+    d_x=7,
+    d_y=3,
+    n=23,
+)
+def gradient_descent(settings: Settings, tell: Tell) -> Outcome:
     """Random tasks, inner models and learning rates."""
     rows = []
     for seed in settings["seeds"]:
@@ -37,7 +44,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def _one_task(settings: Mapping[str, Any], seed: int, eta: float) -> dict[str, float]:
+def _one_task(settings: Settings, seed: int, eta: float) -> dict[str, float]:
     d_x, d_y, n = settings["d_x"], settings["d_y"], settings["n"]
     generator = torch.Generator().manual_seed(seed)
 
@@ -106,17 +113,3 @@ def draw(tasks: pd.DataFrame) -> Figure:
     axes.set_title("Error before and after one linear attention layer; a dot per task", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
-
-
-def _scale(seeds: int) -> dict[str, Any]:
-    return dict(seeds=list(range(seeds)), learning_rates=[0.1, 0.5], d_x=7, d_y=3, n=23)
-
-
-EXPERIMENT = Experiment(
-    name="gradient-descent",
-    source="DUAL app. F, eq. 35 to 38",
-    question="Are von Oswald et al.'s weights both a gradient step of regression and one of the dual model?",
-    run=run,
-    scales={"tiny": _scale(2), "small": _scale(50), "paper": _scale(1000)},
-    cost={"tiny": "seconds", "small": "seconds", "paper": "seconds"},
-)

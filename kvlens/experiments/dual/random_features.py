@@ -6,8 +6,6 @@ queries, keys and values.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pandas as pd
 import torch
@@ -16,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.experiments.shared.curves import draw_curves
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.ops import dual
 from kvlens.ops.feature_maps.projections import draw_projections
 
@@ -43,7 +41,17 @@ def _projection(kind: str, m: int, d: int, draws: torch.Generator) -> Float[Tens
     return draw_projections(1, m, d, "iid" if kind == "iid" else "orthogonal", draws).double()
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "DUAL app. E.1, figs. 6 to 9",
+    "How many random features approximate the softmax kernel well, and which kind is best?",
+    cost=("seconds", "under a minute on one core", "minutes on one core"),
+    seeds=([0, 1], list(range(20)), list(range(100))),
+    size=0.5,
+    d_head=(4, 12, 12),
+    n_tokens=(6, 16, 16),
+    n_features=([8, 32], [12, 48, 192, 768, 3072], [12, 48, 192, 768, 1200, 3072, 12288]),
+)
+def random_features(settings: Settings, tell: Tell) -> Outcome:
     """Errors of attention and output for every kind, number and seed."""
     d, n, rows = settings["d_head"], settings["n_tokens"], []
     for seed in settings["seeds"]:
@@ -119,21 +127,3 @@ def draw(errors: pd.DataFrame) -> Figure:
         axes.set_title(f"{what}: thick: mean over seeds, thin: each seed", loc="left", fontsize=9)
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     return figure
-
-
-def _scale(seeds: int, d_head: int, n_tokens: int, n_features: list[int]) -> dict[str, Any]:
-    return dict(seeds=list(range(seeds)), size=0.5, d_head=d_head, n_tokens=n_tokens, n_features=n_features)
-
-
-EXPERIMENT = Experiment(
-    name="random-features",
-    source="DUAL app. E.1, figs. 6 to 9",
-    question="How many random features approximate the softmax kernel well, and which kind is best?",
-    run=run,
-    scales={
-        "tiny": _scale(2, 4, 6, [8, 32]),
-        "small": _scale(20, 12, 16, [12, 48, 192, 768, 3072]),
-        "paper": _scale(100, 12, 16, [12, 48, 192, 768, 1200, 3072, 12288]),
-    },
-    cost={"tiny": "seconds", "small": "under a minute on one core", "paper": "minutes on one core"},
-)

@@ -22,7 +22,7 @@ are kvlens' own. Changes of the weights: token patches (Dherin et al. 2025,
 distillation (Askell et al. 2021, 2112.00861; Snell et al. 2022, 2209.15189) with low rank (Hu et al. 2021, 2106.09685).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ from kvlens.experiments.iclca.compaction_ways import (
     kept_keys,
 )
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import prompted_logits
 from kvlens.model import HookedKVTransformer
 
@@ -54,7 +54,33 @@ LEAST = 1e-12
 """Errors below this are rounding."""
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "ICLCA sec. 6.4, with methods of KV-cache compression and prompts as changes of the weights",
+    "How well can few numbers replace a softmax prompt, by each published method?",
+    cost=("seconds", "about twenty minutes on two cores", "hours on two cores"),
+    model=("facts-gpt2", "docs-gpt2", "docs-gpt2"),
+    tokenizer=None,
+    keys=([3], [4, 16], [8, 16, 32]),
+    n_contexts=(1, 6, 8),
+    prompt_lengths=([10], [64, 128, 256], [64, 128, 256]),
+    n_text=(4, 32, 64),
+    n_texts=(2, 4, 8),
+    n_continuations=(9, 16, 24),
+    n_generated=(3, 32, 64),
+    distillation=dict(
+        n_texts=(9, 32, 96),
+        steps=(2, 50, 400),
+        ranks=([1], [1], [1, 8]),
+        rates=([1e-3], [1e-2], [3e-3, 1e-2]),
+        rates_of_all_entries=([1e-3], None, [3e-4, 1e-3]),
+    ),
+    facts_model="facts-gpt2",
+    facts_ratio=0.25,
+    n_stories=(2, 64, 112),
+    n_stories_of_weights=(1, 8, 32),
+    facts_reference=dict(n_continuations=(4, 24, 24), continuation_length=(6, 48, 48)),
+)
+def compaction(settings: Settings, tell: Tell) -> Outcome:
     """Store every context in every way, and measure."""
     model = writing_model(settings)
     longest = max(settings["prompt_lengths"]) + settings["n_text"]
@@ -93,9 +119,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def measured(
-    model: HookedKVTransformer, settings: Mapping[str, Any], context: int, length: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(model: HookedKVTransformer, settings: Settings, context: int, length: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with the names of their tables: one per way to store the prompt, and for each its heads and positions."""
     prompt, texts = context_of(model, {**settings, "n_prompt": length}, seed=context)
     exact, bos = convert_prompt(model, prompt), bos_alone(model, prompt)
@@ -206,30 +230,3 @@ def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
     for row in () if table is None else table.itertuples():
         what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
         yield Comparison.stated(what, None, float(row.share_kept), "answers about the story stay right")
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    sizes = dict(n_contexts=6, prompt_lengths=[64, 128, 256], n_text=32, n_texts=4, n_continuations=16, n_generated=32)
-    weights = dict(n_texts=32, steps=50, ranks=[1], rates=[1e-2], rates_of_all_entries=None)
-    asked = dict(facts_model="facts-gpt2", facts_ratio=0.25, n_stories=64, n_stories_of_weights=8)
-    asked |= dict(facts_reference=dict(n_continuations=24, continuation_length=48))
-    return {"model": "docs-gpt2", "tokenizer": None, "keys": [4, 16], **sizes, "distillation": weights, **asked, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="compaction",
-    source="ICLCA sec. 6.4, with methods of KV-cache compression and prompts as changes of the weights",
-    question="How well can few numbers replace a softmax prompt, by each published method?",
-    run=run,
-    scales={
-        "tiny": _scale(model="facts-gpt2", prompt_lengths=[10], n_text=4, n_texts=2, n_contexts=1, keys=[3], n_generated=3)
-        | dict(n_continuations=9, n_stories=2, facts_reference=dict(n_continuations=4, continuation_length=6))
-        | dict(distillation=dict(n_texts=9, steps=2, ranks=[1], rates=[1e-3], rates_of_all_entries=[1e-3]))
-        | dict(n_stories_of_weights=1),
-        "small": _scale(),
-        "paper": _scale(n_contexts=8, n_text=64, n_texts=8, n_continuations=24, n_generated=64, keys=[8, 16, 32])
-        | dict(distillation=dict(n_texts=96, steps=400, ranks=[1, 8], rates=[3e-3, 1e-2], rates_of_all_entries=[3e-4, 1e-3]))
-        | dict(n_stories=112, n_stories_of_weights=32),
-    },
-    cost={"tiny": "seconds", "small": "about twenty minutes on two cores", "paper": "hours on two cores"},
-)

@@ -18,7 +18,7 @@ The shipped model ``bigram-linear`` has the paper's size: 12 layers of width 128
 another one, or be None: then a model is trained with the settings ``training``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
 from kvlens.experiments.shared.intervals import share_interval
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVTransformer
@@ -53,8 +53,30 @@ NEAR_CHANCE = 0.01
 PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
 """Table 2: in-context accuracy."""
 
+_TASK = dict(find_recipe("bigram-linear").task_settings)
+_TINY_TRAINING = dict(
+    model=dict(n_layers=1, d_model=32, d_head=16, attention="linear", kv_shift=True, attn_only=True),
+    settings=dict(steps=30, batch_size=16, learning_rate=1e-2, eval_every=15, eval_sequences=16, stop_at_accuracy=1.0),
+)
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+
+@experiment(
+    "ICLCA table 2 and sec. 6.2",
+    "Does a model make the same predictions with a converted prompt as with the prompt itself?",
+    cost=(
+        "a few seconds, including the training of a small model",
+        "about two and a half minutes on one core, with the shipped model",
+        "about forty minutes on one core, with the shipped model, which has the paper's size; more sequences",
+    ),
+    model=(None, "bigram-linear", "bigram-linear"),
+    training=(_TINY_TRAINING, None, None),
+    task=(dict(n_letters=13, n_triggers=3, length=24, trigger_rate=0.5), _TASK, _TASK),
+    prompt_length=(11, 32, 32),
+    n_sequences=(40, 4096, 65536),
+    batch_size=(16, 128, 128),
+    seed=0,
+)
+def conversion_accuracy(settings: Settings, tell: Tell) -> Outcome:
     """Measure the three conditions on the sequences given by ``settings``."""
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
@@ -73,7 +95,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def obtain_model(settings: Mapping[str, Any], task: BigramTask, tell: Callable[[str], None]) -> HookedKVTransformer:
+def obtain_model(settings: Settings, task: BigramTask, tell: Tell) -> HookedKVTransformer:
     """Load the model named in ``settings``, or train one.
 
     Raises:
@@ -106,9 +128,7 @@ def chance(task: BigramTask) -> float:
 # --- measuring ---
 
 
-def measure(
-    model: HookedKVTransformer, task: BigramTask, settings: Mapping[str, Any], tell: Callable[[str], None]
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure(model: HookedKVTransformer, task: BigramTask, settings: Settings, tell: Tell) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Run the three conditions on ``n_sequences`` sequences.
 
     Returns:
@@ -302,7 +322,7 @@ def _counts(predictions: pd.DataFrame, condition: str) -> str:
     return f"{right:,} of {of:,} right"
 
 
-def _differences(model: HookedKVTransformer, task: BigramTask, settings: Mapping[str, Any]) -> Iterator[str]:
+def _differences(model: HookedKVTransformer, task: BigramTask, settings: Settings) -> Iterator[str]:
     cfg = model.cfg
     if settings["model"] is None:
         yield f"A model of {cfg.n_layers} layers and width {cfg.d_model}, trained here, not the paper's 12 layers of 128."
@@ -364,46 +384,3 @@ def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
     axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
     axes.set_title("Margin of each prediction, and its change by conversion", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    small = dict(
-        model="bigram-linear",
-        training=None,
-        task=dict(find_recipe("bigram-linear").task_settings),
-        prompt_length=32,
-        n_sequences=4096,
-        batch_size=128,
-        seed=0,
-    )
-    return {**small, **changes}
-
-
-_TINY_TRAINING = dict(
-    model=dict(n_layers=1, d_model=32, d_head=16, attention="linear", kv_shift=True, attn_only=True),
-    settings=dict(steps=30, batch_size=16, learning_rate=1e-2, eval_every=15, eval_sequences=16, stop_at_accuracy=1.0),
-)
-
-EXPERIMENT = Experiment(
-    name="conversion-accuracy",
-    source="ICLCA table 2 and sec. 6.2",
-    question="Does a model make the same predictions with a converted prompt as with the prompt itself?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            model=None,
-            training=_TINY_TRAINING,
-            task=dict(n_letters=13, n_triggers=3, length=24, trigger_rate=0.5),
-            prompt_length=11,
-            n_sequences=40,
-            batch_size=16,
-        ),
-        "small": _scale(),
-        "paper": _scale(n_sequences=65536),
-    },
-    cost={
-        "tiny": "a few seconds, including the training of a small model",
-        "small": "about two and a half minutes on one core, with the shipped model",
-        "paper": "about forty minutes on one core, with the shipped model, which has the paper's size; more sequences",
-    },
-)

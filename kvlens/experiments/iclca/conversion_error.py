@@ -11,7 +11,7 @@ Each is measured twice, with the features, states and sums of linear attention i
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.conversion import convert_prompt
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig
 
 PRINTED = {"205K": 2.9e-7, "1.99M": 4.4e-7, "19.8M": 8.3e-7, "198M": 1.7e-6, "1.98B": 4.3e-6}
@@ -32,7 +32,33 @@ ACCUMULATIONS = ("float32", "float64")
 D_VOCAB = 60
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+def _size(name: str, n_layers: int, d_model: int, d_head: int, pairs: int, batch: int) -> dict[str, Any]:
+    return dict(name=name, n_layers=n_layers, d_model=d_model, d_head=d_head, pairs=pairs, batch=batch)
+
+
+_TINY = [_size("8.6K", 2, 16, 8, pairs=5, batch=3), _size("205K", 4, 64, 16, pairs=5, batch=5)]
+_SMALL = [
+    _size("205K", 4, 64, 16, pairs=100, batch=100),
+    _size("1.99M", 10, 128, 32, pairs=100, batch=100),
+    _size("19.8M", 11, 384, 64, pairs=100, batch=50),
+]
+_LARGE = [_size("198M", 28, 768, 64, pairs=10, batch=10), _size("1.98B", 39, 2048, 128, pairs=2, batch=2)]
+
+
+@experiment(
+    "ICLCA table 1",
+    "How much does converting a prompt change the logits, compared with float32 rounding?",
+    cost=(
+        "a second",
+        "about a minute on one core",
+        "about five minutes on two cores, and 10 GB of memory (all sizes of table 1; fewer pairs of the largest two)",
+    ),
+    sizes=(_TINY, _SMALL, [*_SMALL, *_LARGE]),
+    n_prompt=(11, 50, 50),
+    n_text=(7, 50, 50),
+    seed=0,
+)
+def conversion_error(settings: Settings, tell: Tell) -> Outcome:
     """Measure models of every size of ``settings``."""
     parts = []
     for size in settings["sizes"]:
@@ -77,7 +103,7 @@ def random_pairs(
         yield both[:, :n_prompt], both[:, n_prompt:]
 
 
-def conversion_error(
+def error_of_conversion(
     model: HookedKVTransformer, prompt: Int[Tensor, "pair prompt_pos"], text: Int[Tensor, "pair text_pos"]
 ) -> tuple[Float[Tensor, "pair"], Float[Tensor, "pair text_pos d_vocab"]]:
     """Relative error of every pair's converted logits, and the reference: the logits with the prompt in context."""
@@ -124,7 +150,7 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> pd.Dat
     parts = []
     for accumulation in ACCUMULATIONS:
         model.cfg.accumulation_dtype = accumulation
-        converted, old = conversion_error(model, prompt, text)
+        converted, old = error_of_conversion(model, prompt, text)
         for measure, error in ((CONVERSION, converted), (FORWARD, relative_error(old, exact))):
             parts.append(pd.DataFrame(dict(measure=measure, accumulation=accumulation, relative_error=error.numpy())))
     return pd.concat(parts, ignore_index=True)
@@ -229,37 +255,3 @@ def _note_float64(axes: Axes, summary: pd.DataFrame) -> None:
     value = "0, to the last bit, in every pair" if wide == 0 else f"at most {wide:.1e}"
     words = f"conversion, sums of linear attention in float64: {value}"
     axes.annotate(words, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=9, color="#009E73")
-
-
-def _size(name: str, n_layers: int, d_model: int, d_head: int, pairs: int, batch: int) -> dict[str, Any]:
-    return dict(name=name, n_layers=n_layers, d_model=d_model, d_head=d_head, pairs=pairs, batch=batch)
-
-
-def _scale(*sizes: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    return {"sizes": list(sizes), "n_prompt": 50, "n_text": 50, "seed": 0, **changes}
-
-
-_TINY = (_size("8.6K", 2, 16, 8, pairs=5, batch=3), _size("205K", 4, 64, 16, pairs=5, batch=5))
-_SMALL = (
-    _size("205K", 4, 64, 16, pairs=100, batch=100),
-    _size("1.99M", 10, 128, 32, pairs=100, batch=100),
-    _size("19.8M", 11, 384, 64, pairs=100, batch=50),
-)
-_LARGE = (_size("198M", 28, 768, 64, pairs=10, batch=10), _size("1.98B", 39, 2048, 128, pairs=2, batch=2))
-
-EXPERIMENT = Experiment(
-    name="conversion-error",
-    source="ICLCA table 1",
-    question="How much does converting a prompt change the logits, compared with float32 rounding?",
-    run=run,
-    scales={
-        "tiny": _scale(*_TINY, n_prompt=11, n_text=7),
-        "small": _scale(*_SMALL),
-        "paper": _scale(*_SMALL, *_LARGE),
-    },
-    cost={
-        "tiny": "a second",
-        "small": "about a minute on one core",
-        "paper": "about five minutes on two cores, and 10 GB of memory (all sizes of table 1; fewer pairs of the largest two)",
-    },
-)

@@ -18,7 +18,7 @@ Source: ICLCA sec. 5 and 6.4, for the approximate conversion of softmax attentio
 kvlens' own, the fitted keys follow Attention Matching (Zweiger et al. 2026, arXiv 2602.16284; see :mod:`kvlens.ops.landmarks`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -29,7 +29,7 @@ from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.intervals import share_interval
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story, right_after_story, right_with_bias, right_without_story
@@ -57,7 +57,24 @@ class Way(NamedTuple):
     ratio: float
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "ICLCA sec. 5, on answers instead of logits",
+    "How many virtual keys per head does a softmax model need to remember a story?",
+    cost=(
+        "a few seconds, with the shipped model",
+        "about twenty minutes on one core, with the shipped model",
+        "about two and a half hours on one core, with the shipped model; more stories",
+    ),
+    model="facts-gpt2",
+    n_facts=4,
+    n_stories=(4, 128, 1024),
+    batch_size=(2, 32, 32),
+    ratios=([0.25], [0.0625, 0.125, 0.25, 0.5], [0.0625, 0.125, 0.25, 0.5]),
+    reference=dict(n_continuations=(4, 24, 24), continuation_length=(8, 48, 48)),
+    polish=dict(polish_steps=(2, 400, 400), texts_per_step=(..., 4, 4), n_continuations=(..., 64, 64)),
+    seed=0,
+)
+def facts_recall(settings: Settings, tell: Tell) -> Outcome:
     """Convert stories in every way, and ask about their facts."""
     model = HookedKVTransformer.load(zoo.folder_of(settings["model"])).eval().requires_grad_(False)
     stories = stories_for(model, settings)
@@ -76,7 +93,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def stories_for(model: HookedKVTransformer, settings: Mapping[str, Any]) -> list[Story]:
+def stories_for(model: HookedKVTransformer, settings: Settings) -> list[Story]:
     """Held-out stories of ``n_facts`` facts, with room for the longest questions behind the longest of them."""
     n_facts = settings["n_facts"]
     task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=model.cfg.n_ctx - SPREAD * n_facts)
@@ -115,7 +132,7 @@ def measure(
     return pd.concat(frames, ignore_index=True)
 
 
-def ways(settings: Mapping[str, Any]) -> Iterator[tuple[Way, ConversionMethod]]:
+def ways(settings: Settings) -> Iterator[tuple[Way, ConversionMethod]]:
     """Yield every way, with its method."""
     yield Way(EXACT, 1.0), Exact()
     for ratio in settings["ratios"]:
@@ -214,7 +231,7 @@ def _not(verdict: bool | None) -> bool | None:
     return None if verdict is None else not verdict
 
 
-def _differences(model: HookedKVTransformer, settings: Mapping[str, Any]) -> Iterator[str]:
+def _differences(model: HookedKVTransformer, settings: Settings) -> Iterator[str]:
     yield (
         f"The paper converts GPT-2 with Performer features and measures the error of the logits; here a model of "
         f"{model.cfg.n_layers} layers answers questions about stories of {settings['n_facts']} facts."
@@ -250,41 +267,3 @@ def draw(kept: pd.DataFrame) -> Figure:
     axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    small = dict(
-        model="facts-gpt2",
-        n_facts=4,
-        n_stories=128,
-        batch_size=32,
-        ratios=[0.0625, 0.125, 0.25, 0.5],
-        reference=dict(n_continuations=24, continuation_length=48),
-        polish=dict(polish_steps=400, texts_per_step=4, n_continuations=64),
-        seed=0,
-    )
-    return {**small, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="facts-recall",
-    source="ICLCA sec. 5, on answers instead of logits",
-    question="How many virtual keys per head does a softmax model need to remember a story?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            n_stories=4,
-            batch_size=2,
-            ratios=[0.25],
-            reference=dict(n_continuations=4, continuation_length=8),
-            polish=dict(polish_steps=2),
-        ),
-        "small": _scale(),
-        "paper": _scale(n_stories=1024),
-    },
-    cost={
-        "tiny": "a few seconds, with the shipped model",
-        "small": "about twenty minutes on one core, with the shipped model",
-        "paper": "about two and a half hours on one core, with the shipped model; more stories",
-    },
-)

@@ -12,7 +12,7 @@ Face's format. Without ``--model`` a shipped model is used instead. The prompts 
 for llama2.c checkpoints, help pages for shipped models; ``--set texts=facts`` chooses.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvlens import zoo
 from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
 
@@ -41,7 +41,25 @@ ROUNDING = 1e-4
 UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "ICLCA sec. 6.4, tables 3 to 5",
+    "What does a softmax model generate with a prompt, without it, and with the prompt converted?",
+    cost=(
+        "seconds",
+        "a minute on one core; with GPT-2 (--model FOLDER) about half an hour",
+        "minutes on two cores; more reference text and features",
+    ),
+    model="docs-gpt2",
+    tokenizer=None,
+    texts=None,
+    n_pairs=(2, 12, 12),
+    n_new=(4, 40, 40),
+    ratio=0.5,
+    random=(16, 256, 4096),
+    seed=0,
+    reference=dict(n_continuations=(9, 24, 96), continuation_length=(8, 48, 64)),
+)
+def gpt2_text(settings: Settings, tell: Tell) -> Outcome:
     """Read every pair in every way."""
     source = zoo.source_of(settings["model"])
     kind = settings["texts"] or (
@@ -78,7 +96,7 @@ def _check(model: HookedKVTransformer) -> None:
         raise KVLensError("gpt2-text: this model has no tokenizer, so it cannot read the prompts or write text")
 
 
-def read(model: HookedKVTransformer, pair: Pair, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def read(model: HookedKVTransformer, pair: Pair, settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield a row for each way: the generated text, and the error of its logits relative to those with the prompt.
 
     The converted model reads the text without a BOS, since the prompt had one; the model without the prompt gets a BOS.
@@ -99,9 +117,7 @@ def read(model: HookedKVTransformer, pair: Pair, settings: Mapping[str, Any]) ->
             yield _row(model, way, generated(model, text, n), written, _last_logits(model, read_on, len(read_on)), old)
 
 
-def biases(
-    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, KVBias]]:
+def biases(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], settings: Settings) -> Iterator[tuple[str, KVBias]]:
     """The prompt converted: exactly, with a share of its keys, and with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
     fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0}
@@ -211,26 +227,3 @@ def draw(texts: pd.DataFrame) -> Figure:
     axes.set_title("Error relative to the logits with the prompt; dots: prompts, bars: means", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    common = dict(model="docs-gpt2", tokenizer=None, texts=None, n_pairs=12, n_new=40, ratio=0.5, random=256, seed=0)
-    return {**common, "reference": dict(n_continuations=24, continuation_length=48), **changes}
-
-
-EXPERIMENT = Experiment(
-    name="gpt2-text",
-    source="ICLCA sec. 6.4, tables 3 to 5",
-    question="What does a softmax model generate with a prompt, without it, and with the prompt converted?",
-    run=run,
-    scales={
-        "tiny": _scale(n_pairs=2, n_new=4, random=16, reference=dict(n_continuations=9, continuation_length=8)),
-        "small": _scale(),
-        "paper": _scale(random=4096, reference=dict(n_continuations=96, continuation_length=64)),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "a minute on one core; with GPT-2 (--model FOLDER) about half an hour",
-        "paper": "minutes on two cores; more reference text and features",
-    },
-)

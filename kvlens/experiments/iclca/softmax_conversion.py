@@ -8,7 +8,7 @@ window with attention sinks (the first and the last keys), and a copy of the mod
 (:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProject
 from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
 from kvlens.experiments.shared.curves import line_style
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import prompted_logits, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer, load_source
@@ -50,7 +50,29 @@ class Way(NamedTuple):
     conversion: ConversionMethod | None = None
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "ICLCA sec. 6.4, app. D.1",
+    "How accurate are approximate conversions of a softmax prompt, by method and size?",
+    cost=("seconds", "minutes on two cores", "an hour on two cores: 400 steps of polishing for each of 48 conversions"),
+    model="facts-gpt2",
+    tokenizer=None,
+    first_context=0,
+    n_contexts=(1, 8, 8),
+    n_prompt=(8, 64, 128),
+    n_text=(4, 32, 64),
+    n_texts=(2, 8, 8),
+    continuations=([9, 10], [24], [24, 96]),
+    polish_steps=(2, 0, 400),
+    polished_budgets=["equal", "greedy"],
+    keys=([4], [4, 8, 16, 32], [8, 16, 32]),
+    random=([16], [64, 1024], [64, 4096]),
+    taylor=True,
+    learned=[64],
+    distil_texts=(10, 96, 384),
+    distil_steps=(2, 200, 800),
+    distil_rates=([3e-4, 1e-3], [3e-4, 1e-3], [1e-3, 3e-3]),
+)
+def softmax_conversion(settings: Settings, tell: Tell) -> Outcome:
     """Convert every context by every method, and measure."""
     model = writing_model(settings)
     rows: list[dict[str, Any]] = []
@@ -85,7 +107,7 @@ def _progress(rows: list[dict[str, Any]]) -> str:
     return ", ".join(f"{row['method']}, {row['keys_per_head']} keys: {row['relative_error']:.2%}" for row in last)
 
 
-def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
+def writing_model(settings: Settings) -> HookedKVTransformer:
     """Load a softmax model that can write its own prompts."""
     model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
@@ -96,7 +118,7 @@ def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
     return model.eval().requires_grad_(False)
 
 
-def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
+def context_of(model: HookedKVTransformer, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     """A prompt [pos] that the model wrote from its BOS, and continuations [text, pos] of it."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
@@ -105,7 +127,7 @@ def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: in
     return prompt[0], texts[:, prompt.shape[1] :]
 
 
-def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
+def ways(settings: Settings, seed: int) -> Iterator[Way]:
     """Yield every approximation; the polished ones, which read the most continuations, come last."""
     least, most = min(settings["continuations"]), max(settings["continuations"])
 
@@ -132,7 +154,7 @@ def ways(settings: Mapping[str, Any], seed: int) -> Iterator[Way]:
                 yield Way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, Landmark(budget=budget, **polished))
 
 
-def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[Way, KVBias]]:
+def _biases(model: HookedKVTransformer, prompt: Tensor, settings: Settings, seed: int) -> Iterator[tuple[Way, KVBias]]:
     exact = convert_prompt(model, prompt)
     yield Way(DROPPED, 0, 0), exact.zero_like()
     for r in settings["keys"]:
@@ -162,7 +184,7 @@ def _window(exact: KVBias, r: int) -> KVBias:
 
 
 def _distilled(
-    model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Mapping[str, Any], seed: int
+    model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Settings, seed: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each way to fine-tune a copy of the model on the prompt, with the continuations it reads and its cost."""
     n = settings["distil_texts"]
@@ -200,7 +222,7 @@ def logit_errors(old: Tensor, new: Tensor) -> dict[str, float]:
     }
 
 
-def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
+def compare(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
     """The paper's numbers next to ours, and the gain of each step, tested over contexts."""
     error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
     dropped = error[DROPPED, 0, 0]
@@ -236,7 +258,7 @@ def compare(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Com
             )
 
 
-def compare_with_distillation(contexts: pd.DataFrame, settings: Mapping[str, Any]) -> Iterator[Comparison]:
+def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
     """The naive conversion against the fewest fitted keys, by the divergence, which distillation minimizes."""
     kl = contexts.set_index([*SIZE, "context"])["kl"].sort_index()
     r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
@@ -269,41 +291,3 @@ def draw(table: pd.DataFrame) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return figure
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    sizes = dict(
-        first_context=0,
-        n_contexts=8,
-        n_prompt=64,
-        n_text=32,
-        n_texts=8,
-        continuations=[24],
-        polish_steps=0,
-        polished_budgets=["equal", "greedy"],
-    )
-    methods = dict(keys=[4, 8, 16, 32], random=[64, 1024], taylor=True, learned=[64])
-    methods |= dict(distil_texts=96, distil_steps=200, distil_rates=[3e-4, 1e-3])
-    return {"model": "facts-gpt2", "tokenizer": None, **sizes, **methods, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="softmax-conversion",
-    source="ICLCA sec. 6.4, app. D.1",
-    question="How accurate are approximate conversions of a softmax prompt, by method and size?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            n_prompt=8, n_text=4, n_texts=2, continuations=[9, 10], n_contexts=1, keys=[4], random=[16], polish_steps=2
-        )
-        | dict(distil_texts=10, distil_steps=2),
-        "small": _scale(),
-        "paper": _scale(n_prompt=128, n_text=64, keys=[8, 16, 32], random=[64, 4096], continuations=[24, 96], polish_steps=400)
-        | dict(distil_texts=384, distil_steps=800, distil_rates=[1e-3, 3e-3]),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "minutes on two cores",
-        "paper": "an hour on two cores: 400 steps of polishing for each of 48 conversions",
-    },
-)

@@ -19,7 +19,7 @@ change and its imitation are both learned from ``n_texts`` of them, and with mor
 applied to changes whose sign is drawn at random for each text.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -36,7 +36,7 @@ from kvlens.conversion.softmax.prompt_pass import as_batch, attached
 from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.experiments.shared.curves import MARKERS
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import sampled
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, load_source
@@ -50,7 +50,26 @@ SHOWN = 10
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "ICLCA, slides, from delta-W to a prompt",
+    "How much of a given change of the weights can virtual keys reproduce?",
+    cost=(
+        "seconds",
+        "about a quarter of an hour on two cores",
+        "hours on two cores: ten times the steps on twice the texts",
+    ),
+    model="facts-gpt2",
+    tokenizer=None,
+    n_changes=(1, 6, 8),
+    n_prompt=(4, 48, 48),
+    n_texts=(2, 96, 192),
+    n_text=(5, 32, 32),
+    n_candidates=(4, 256, 1024),
+    keys=([2], [1, 4, 16, 64], [1, 4, 16, 64, 256]),
+    free_steps=(2, 100, 1000),
+    distil=dict(steps=(2, 100, 100), learning_rate=(1e-3, 5e-4, 5e-4)),
+)
+def weights_to_prompt(settings: Settings, tell: Tell) -> Outcome:
     """Imitate several weight changes with every number of keys."""
     model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
     model.eval().requires_grad_(False)
@@ -75,7 +94,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: int) -> Iterator[dict[str, Any]]:
     """A row for each way and number of keys, for one change of the weights."""
     generator = torch.Generator().manual_seed(1_000 * seed)
     prompt, learned = _prompt_and_texts(model, settings, generator)
@@ -109,7 +128,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Mapping[str, Any],
 
 
 def _prompt_and_texts(
-    model: HookedKVTransformer, settings: Mapping[str, Any], generator: torch.Generator
+    model: HookedKVTransformer, settings: Settings, generator: torch.Generator
 ) -> tuple[Int[Tensor, " prompt"], Int[Tensor, "text pos"]]:
     """A prompt sampled from the model, and texts for fine-tuning its weights on it."""
     bos = torch.tensor([[model.tokenizer.bos_token_id]])
@@ -228,36 +247,3 @@ def draw(table: pd.DataFrame) -> Figure:
         ha="left",
     )
     return figure
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    learning = dict(steps=100, learning_rate=5e-4)
-    common = dict(model="facts-gpt2", tokenizer=None, n_changes=6, n_prompt=48, n_texts=96, n_text=32, n_candidates=256)
-    return {**common, "keys": [1, 4, 16, 64], "free_steps": 100, "distil": learning, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="weights-to-prompt",
-    source="ICLCA, slides, from delta-W to a prompt",
-    question="How much of a given change of the weights can virtual keys reproduce?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            n_changes=1,
-            n_prompt=4,
-            n_texts=2,
-            n_text=5,
-            n_candidates=4,
-            keys=[2],
-            free_steps=2,
-            distil=dict(steps=2, learning_rate=1e-3),
-        ),
-        "small": _scale(),
-        "paper": _scale(n_changes=8, n_texts=192, keys=[1, 4, 16, 64, 256], n_candidates=1024, free_steps=1000),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "about a quarter of an hour on two cores",
-        "paper": "hours on two cores: ten times the steps on twice the texts",
-    },
-)

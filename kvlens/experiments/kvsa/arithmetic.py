@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.shared.curves import of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
-from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, Settings, Sweep, draw_panels
+from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, draw_panels, train_cells
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import ArithmeticTask
 from kvlens.tasks.arithmetic import STEP_LENGTH
@@ -36,6 +36,52 @@ PRINTED = {
 """Table 7: accuracy, scored by "some step"."""
 SOME_STEP = "some step"
 COLUMNS = ["model", "seed", "n_ops", "way", "accuracy", "row", "stands_for", "max_ops", "test_ops", "chance"]
+
+
+@experiment(
+    "KVSA table 7, app. I",
+    "Does KV shift help to solve longer chains of arithmetic than a model was trained on?",
+    cost=(
+        "a few seconds",
+        "twenty minutes on one core",
+        "weeks on one GPU (the paper's numbers of operations, on the simpler problems; not run here)",
+    ),
+    task=dict(modulus=(3, 5, 23), n_names=(4, 6, 52)),
+    rows=(
+        [dict(max_ops=1, test_ops=2, stands_for="Tr12-Te15")],
+        [dict(max_ops=2, test_ops=3, stands_for="Tr12-Te15")],
+        [dict(max_ops=12, test_ops=15, stands_for="Tr12-Te15"), dict(max_ops=21, test_ops=24, stands_for="Tr21-Te24")],
+    ),
+    model=dict(n_layers=(1, 3, 12), d_model=(16, 64, 768), d_head=(8, 16, 64)),
+    n_problems=(8, 256, 4096),
+    seeds=([0], [11, 12, 13, 14, 15, 16], [0, 1, 2, 3, 4, 5]),
+    rates=([1e-2], [2e-3, 4e-3], [3e-4, 1e-3]),
+    training=dict(
+        steps=(6, 1200, 100_000),
+        batch_size=(8, 32, 256),
+        eval_every=(3, 100, 2000),
+        eval_sequences=(8, 128, 512),
+        precision=(..., ..., "bfloat16"),
+    ),
+)
+def arithmetic(settings: Settings, tell: Tell) -> Outcome:
+    """Train both models for every row of the paper's table, and let them solve longer problems."""
+    runs = train_cells(cells(settings), settings, tell)
+    answers = runs.examined[COLUMNS]
+    return Outcome(
+        tables={"curves": runs.curves, "answers": answers},
+        figure=draw(answers),
+        comparisons=compare(answers, untrained(runs)),
+        differences=[
+            f"Problems are bare equations modulo {settings['task']['modulus']}: none of iGSM's sentences, hierarchy and "
+            f"equations that do not matter. Rows here: {', '.join(sorted(set(answers['row'])))}.",
+            f"{settings['model']['n_layers']} layers of width {settings['model']['d_model']}, seeds {settings['seeds']}, "
+            f"{settings['training']['steps']} steps: chosen for a small machine, not the paper's.",
+            "As in the paper an answer is correct if any step of the solution that the model writes gives the requested value; "
+            "there is room for one more step than needed. The table also has the accuracy at the answer's own position, after "
+            "the model's solution and after the correct one.",
+        ],
+    )
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -104,7 +150,7 @@ def _share(is_right: torch.Tensor) -> float:
 def untrained(runs: Runs) -> Reasons:
     """By row: the plain model must solve the longest training problems, and the curves of both models must be flat."""
     found = {}
-    for name, rows in _scored(runs.measured).groupby("row", sort=False):
+    for name, rows in _scored(runs.examined).groupby("row", sort=False):
         goal = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy")
         solved = rows[(rows["n_ops"] == rows["max_ops"]) & (rows["model"] == PLAIN)].assign(step=0)
         course = of_heldout(runs.curves[runs.curves["row"] == name])
@@ -165,9 +211,9 @@ def _lead(rows: pd.DataFrame) -> list[float]:
     return differences_by_seed(rows, SHIFTED, PLAIN, "accuracy")
 
 
-def draw(runs: Runs) -> Figure:
+def draw(answers: pd.DataFrame) -> Figure:
     """Accuracy against the number of operations, with the paper's; numbers that were not trained on are shaded."""
-    scored = _scored(runs.measured)
+    scored = _scored(answers)
     figure = draw_panels(
         scored,
         "n_ops",
@@ -185,105 +231,3 @@ def draw(runs: Runs) -> Figure:
             axes.annotate("paper (iGSM)", place, xytext=(-8, -3), textcoords="offset points", ha="right", fontsize=8)
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
     return figure
-
-
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    settings = runs.settings
-    return [
-        f"Problems are bare equations modulo {settings['task']['modulus']}: none of iGSM's sentences, hierarchy and "
-        f"equations that do not matter. Rows here: {', '.join(sorted(set(runs.measured['row'])))}.",
-        f"{settings['model']['n_layers']} layers of width {settings['model']['d_model']}, seeds {settings['seeds']}, "
-        f"{settings['training']['steps']} steps: chosen for a small machine, not the paper's.",
-        "As in the paper an answer is correct if any step of the solution that the model writes gives the requested value; "
-        "there is room for one more step than needed. The table also has the accuracy at the answer's own position, after the "
-        "model's solution and after the correct one.",
-    ]
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=lambda runs: runs.examined[COLUMNS],
-    untrained=untrained,
-    more=lambda runs, why: compare(runs.measured, why),
-    differences=differences,
-    draw=draw,
-    tables=lambda runs: {"curves": runs.curves, "answers": runs.measured},
-)
-
-
-def _scale(
-    rows: list[tuple[int, int, str]],
-    model: dict[str, Any],
-    *,
-    modulus: int,
-    n_names: int,
-    n_problems: int,
-    seeds: list[int],
-    rates: list[float],
-    **training: Any,
-) -> dict[str, Any]:
-    return dict(
-        task=dict(modulus=modulus, n_names=n_names),
-        rows=[dict(max_ops=most, test_ops=exactly, stands_for=printed) for most, exactly, printed in rows],
-        model=model,
-        n_problems=n_problems,
-        seeds=seeds,
-        rates=rates,
-        training=training,
-    )
-
-
-EXPERIMENT = Experiment(
-    name="arithmetic",
-    source="KVSA table 7, app. I",
-    question="Does KV shift help to solve longer chains of arithmetic than a model was trained on?",
-    run=SWEEP.run,
-    scales={
-        "tiny": _scale(
-            [(1, 2, "Tr12-Te15")],
-            dict(n_layers=1, d_model=16, d_head=8),
-            modulus=3,
-            n_names=4,
-            n_problems=8,
-            seeds=[0],
-            rates=[1e-2],
-            steps=6,
-            batch_size=8,
-            eval_every=3,
-            eval_sequences=8,
-        ),
-        "small": _scale(
-            [(2, 3, "Tr12-Te15")],
-            dict(n_layers=3, d_model=64, d_head=16),
-            modulus=5,
-            n_names=6,
-            n_problems=256,
-            seeds=[11, 12, 13, 14, 15, 16],
-            rates=[2e-3, 4e-3],
-            steps=1200,
-            batch_size=32,
-            eval_every=100,
-            eval_sequences=128,
-        ),
-        "paper": _scale(
-            [(12, 15, "Tr12-Te15"), (21, 24, "Tr21-Te24")],
-            dict(n_layers=12, d_model=768, d_head=64),
-            modulus=23,
-            n_names=52,
-            n_problems=4096,
-            seeds=[0, 1, 2, 3, 4, 5],
-            rates=[3e-4, 1e-3],
-            steps=100_000,
-            batch_size=256,
-            eval_every=2000,
-            eval_sequences=512,
-            precision="bfloat16",
-        ),
-    },
-    cost={
-        "tiny": "a few seconds",
-        "small": "twenty minutes on one core",
-        "paper": "weeks on one GPU (the paper's numbers of operations, on the simpler problems; not run here)",
-    },
-)

@@ -15,7 +15,7 @@ the last one of that course.
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -34,7 +34,7 @@ from kvlens.experiments.kvsa.text_scales import (
     TINY_TEXT,
 )
 from kvlens.experiments.shared.curves import train_and_compare
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
@@ -66,7 +66,35 @@ class Source(NamedTuple):
     seed: int = 0
 
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+@experiment(
+    "KVSA table 4",
+    "Do trained shifted heads prefer the current or the previous token, and do coefficients leave [0, 1]?",
+    cost=(
+        "seconds",
+        "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
+        "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
+        "(HookedKVTransformer.from_pretrained and save); not run here",
+    ),
+    models=([], ["docs-shift", "docs-linear"], ["KV_shifting_2.9B"]),
+    train=(
+        dict(
+            task=TINY_TEXT,
+            model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
+            training=dict(steps=6, batch_size=4, eval_every=2, eval_sequences=4),
+            rates=[3e-2],
+            seeds=[0, 1],
+        ),
+        dict(
+            task=SMALL_TEXT,
+            model={**SMALL_MODEL, "kv_shift": True},
+            training=SMALL_TRAINING,
+            rates=SMALL_RATES,
+            seeds=[*SMALL_SEEDS, *MORE_SEEDS],
+        ),
+        None,
+    ),
+)
+def coefficients(settings: Settings, tell: Tell) -> Outcome:
     """Read the coefficients of every model of ``settings["models"]``, and of those trained here if ``settings["train"]``."""
     sources = [read_source(name) for name in settings["models"]]
     if settings["train"] is not None:
@@ -122,7 +150,7 @@ def train_sources(
     training: Mapping[str, Any],
     rates: Sequence[float],
     seeds: Sequence[int],
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> list[Source]:
     """Train a model on text with every seed; kept runs of the free form of ``variants`` are the same runs."""
     sources: list[Source] = []
@@ -321,40 +349,3 @@ def describe(source: Source) -> str:
     cfg = source.model.cfg
     n_parameters = sum(p.numel() for p in source.model.parameters())
     return f"{source.name} has {cfg.n_layers} x {cfg.n_kv_heads} and {n_parameters:,} parameters ({cfg.attention} attention)"
-
-
-EXPERIMENT = Experiment(
-    name="coefficients",
-    source="KVSA table 4",
-    question="Do trained shifted heads prefer the current or the previous token, and do coefficients leave [0, 1]?",
-    run=run,
-    scales={
-        "tiny": dict(
-            models=[],
-            train=dict(
-                task=TINY_TEXT,
-                model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
-                training=dict(steps=6, batch_size=4, eval_every=2, eval_sequences=4),
-                rates=[3e-2],
-                seeds=[0, 1],
-            ),
-        ),
-        "small": dict(
-            models=["docs-shift", "docs-linear"],
-            train=dict(
-                task=SMALL_TEXT,
-                model={**SMALL_MODEL, "kv_shift": True},
-                training=SMALL_TRAINING,
-                rates=SMALL_RATES,
-                seeds=[*SMALL_SEEDS, *MORE_SEEDS],
-            ),
-        ),
-        "paper": dict(models=["KV_shifting_2.9B"], train=None),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
-        "paper": "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
-        "(HookedKVTransformer.from_pretrained and save); not run here",
-    },
-)

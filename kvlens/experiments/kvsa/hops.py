@@ -15,12 +15,58 @@ import pandas as pd
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.shared.curves import last_heldout, of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Experiment
-from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep, draw_panels
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, draw_panels, train_cells
 from kvlens.tasks import make_task
 
 LEARNED = 0.9
 """The accuracy from which a run counts as having learned k hops completely."""
+
+
+@experiment(
+    "KVSA fig. 9, app. H",
+    "Does a model of the same depth learn more hops of induction with KV shift?",
+    cost=(
+        "a few seconds",
+        "forty minutes on one core",
+        "a week on one GPU (vocabulary, depths and hops chosen here; not run)",
+    ),
+    task=dict(vocab_size=(3, 4, 16), length=(10, 32, 256)),
+    model=dict(d_model=(8, 64, 128), d_head=(4, 16, 32), attn_only=True),
+    depths=([1, 2], [2], [2, 3, 4]),
+    hops=([1], [1, 2, 3], [1, 2, 4, 8, 16]),
+    seeds=([0], [11, 12, 13, 14, 15, 16], [0, 1, 2, 3, 4, 5]),
+    rates=([1e-2], [2e-3, 4e-3], [3e-4, 1e-3]),
+    training=dict(
+        batch_size=32,
+        stop_at_accuracy=0.99,
+        steps=(6, 2000, 100_000),
+        eval_every=(3, 100, 1000),
+        eval_sequences=(16, 128, 256),
+    ),
+)
+def hops(settings: Settings, tell: Tell) -> Outcome:
+    """Train both models at every depth on every number of hops, and compare them at each depth."""
+    runs = train_cells(cells(settings), settings, tell)
+    final = last_heldout(runs.curves, by=("n_layers", "k", "model", "seed"))
+    final = final.assign(chance=1 / settings["task"]["vocab_size"])
+    figure = draw_panels(
+        final,
+        "k",
+        by="n_layers",
+        xlabel="hops k",
+        ylabel="held-out accuracy after training",
+        colors=COLORS,
+        title=lambda rows: layers(rows["n_layers"].iloc[0]),
+        ticks=True,
+    )
+    differences = [
+        f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
+        f"{settings['model']['d_model']}, depths {settings['depths']}, k in {settings['hops']}, at most "
+        f"{settings['training']['steps']} steps, seeds {settings['seeds']}: chosen for a small machine, not the paper's.",
+        "Each model is trained on one k; positions at which a hop does not exist are not scored.",
+    ]
+    return Outcome({"curves": runs.curves, "final": final}, figure, compare(final, untrained(runs)), differences)
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -35,12 +81,6 @@ def cells(settings: Settings) -> Iterator[Cell]:
 def layers(n_layers: object) -> str:
     """``"1 layer"``, ``"2 layers"``."""
     return f"{n_layers} layer{'' if n_layers == 1 else 's'}"
-
-
-def final(runs: Runs) -> pd.DataFrame:
-    """One row per run: the last evaluation, and the accuracy of guessing."""
-    last = last_heldout(runs.curves, by=("n_layers", "k", "model", "seed"))
-    return last.assign(chance=1 / runs.settings["task"]["vocab_size"])
 
 
 def hops_made(final: pd.DataFrame) -> pd.DataFrame:
@@ -74,23 +114,11 @@ def untrained(runs: Runs) -> Reasons:
     return found
 
 
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    s = runs.settings
-    return [
-        f"Vocabulary {s['task']['vocab_size']}, length {s['task']['length']}, width {s['model']['d_model']}, depths "
-        f"{s['depths']}, k in {s['hops']}, at most {s['training']['steps']} steps, seeds {s['seeds']}: chosen for a small "
-        "machine, not the paper's.",
-        "Each model is trained on one k; positions at which a hop does not exist are not scored.",
-    ]
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=final,
-    by="n_layers",
-    name=layers,
-    leads=[
+def compare(final: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """Hops made and accuracy at each depth; ``final`` has one row per run."""
+    return compare_leads(
+        final,
+        why,
         Lead(
             f"hops made by {{group}}, one learned in part counting as that part ({LEARNED:.0%} accuracy is all), mean over "
             "seeds: KV shift against plain",
@@ -108,82 +136,6 @@ SWEEP = Sweep(
             PLAIN,
             "accuracy",
         ),
-    ],
-    untrained=untrained,
-    differences=differences,
-    draw=lambda runs: draw_panels(
-        runs.measured,
-        "k",
         by="n_layers",
-        xlabel="hops k",
-        ylabel="held-out accuracy after training",
-        colors=COLORS,
-        title=lambda rows: layers(rows["n_layers"].iloc[0]),
-        ticks=True,
-    ),
-)
-
-
-def _scale(
-    vocab_size: int,
-    length: int,
-    d_model: int,
-    d_head: int,
-    *,
-    depths: list[int],
-    hops: list[int],
-    seeds: list[int],
-    rates: list[float],
-    **training: Any,
-) -> dict[str, Any]:
-    return dict(
-        task=dict(vocab_size=vocab_size, length=length),
-        model=dict(d_model=d_model, d_head=d_head, attn_only=True),
-        depths=depths,
-        hops=hops,
-        seeds=seeds,
-        rates=rates,
-        training=dict(batch_size=32, stop_at_accuracy=0.99, **training),
+        name=layers,
     )
-
-
-EXPERIMENT = Experiment(
-    name="hops",
-    source="KVSA fig. 9, app. H",
-    question="Does a model of the same depth learn more hops of induction with KV shift?",
-    run=SWEEP.run,
-    scales={
-        "tiny": _scale(3, 10, 8, 4, depths=[1, 2], hops=[1], seeds=[0], rates=[1e-2], steps=6, eval_every=3, eval_sequences=16),
-        "small": _scale(
-            4,
-            32,
-            64,
-            16,
-            depths=[2],
-            hops=[1, 2, 3],
-            seeds=[11, 12, 13, 14, 15, 16],
-            rates=[2e-3, 4e-3],
-            steps=2000,
-            eval_every=100,
-            eval_sequences=128,
-        ),
-        "paper": _scale(
-            16,
-            256,
-            128,
-            32,
-            depths=[2, 3, 4],
-            hops=[1, 2, 4, 8, 16],
-            seeds=[0, 1, 2, 3, 4, 5],
-            rates=[3e-4, 1e-3],
-            steps=100_000,
-            eval_every=1000,
-            eval_sequences=256,
-        ),
-    },
-    cost={
-        "tiny": "a few seconds",
-        "small": "forty minutes on one core",
-        "paper": "a week on one GPU (vocabulary, depths and hops chosen here; not run)",
-    },
-)

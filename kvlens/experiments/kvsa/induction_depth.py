@@ -8,17 +8,17 @@ of sequences (app. D: random tokens, scored at the first repeat); positions are 
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import LLAMA_BLOCKS, steps_in_words
 from kvlens.experiments.shared.curves import PLAIN, SHIFTED, last_heldout, of_heldout, steps_to
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed
-from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, Settings, Sweep, draw_panels
+from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, draw_panels, train_cells
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_1, PLAIN_2, PLAIN_4 = "1 layer, KV shift", "1 layer, plain", "2 layers, plain", "4 layers, plain"
@@ -33,10 +33,47 @@ LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
 
 
-def cells(settings: Settings) -> Iterator[Cell]:
-    """The four models."""
+@experiment(
+    "KVSA fig. 1a",
+    "Does one layer with KV shift learn induction, for which plain attention needs two?",
+    cost=(
+        "a few seconds",
+        "an hour on one core",
+        "hours on one GPU (the paper's vocabulary and length; not run here)",
+    ),
+    task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),
+    model=dict(d_model=(16, 64, 1024), d_head=(8, 16, 64), **LLAMA_BLOCKS),
+    training=dict(
+        batch_size=(16, 128, 128),
+        schedule="constant",
+        stop_at_accuracy=0.999,
+        warmup_fraction=(..., ..., 0.05),  # 1,000 steps
+        steps=(6, 1000, 20_000),
+        eval_every=(3, 25, 100),
+        eval_sequences=(16, 256, 512),
+    ),
+    seeds=([0], [11, 12, 13, 14, 15, 16], [0, 1, 2, 3, 4, 5]),
+    rates=([5e-3], [1e-3, 3e-3], [1e-4, 2e-4, 6e-4]),
+)
+def induction_depth(settings: Settings, tell: Tell) -> Outcome:
+    """Train the four models, and compare the steps that they need."""
     models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
-    yield Cell(make_task("induction", **settings["task"]), models)
+    runs, task = train_cells([Cell(make_task("induction", **settings["task"]), models)], settings, tell), settings["task"]
+    steps = steps_to(runs.curves, LEARNED)
+    return Outcome(
+        tables={"curves": runs.curves, "steps": steps},
+        figure=draw(runs, steps),
+        comparisons=compare(runs, steps, untrained(runs)),
+        differences=[
+            f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "
+            "tokens from a pool of as many as it is long, as the paper's script does.",
+            f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {settings['training']['steps']} steps; "
+            "the paper's width is 1,024, with 20 million parameters outside the embeddings. A run ends when its held-out "
+            "accuracy is nearly perfect.",
+            steps_in_words(settings),
+            "The loss is taken only at the scored position; the paper does not say which other positions it trains on.",
+        ],
+    )
 
 
 def untrained(runs: Runs) -> Reasons:
@@ -51,13 +88,13 @@ def untrained(runs: Runs) -> Reasons:
     return {PLAIN_1: goal.why_not_learned(by_model[SHIFT_1], SHIFT_1) or still}
 
 
-def compare(runs: Runs, why: Reasons) -> list[Comparison]:
+def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The figure's statements, tested seed by seed; ``why`` is that of `untrained`.
 
     A run that has not learned by the last step counts with that many steps, and so with fewer than it needs: a model that
     learned in time is then ahead of it by less than it is. Two such runs count as equal.
     """
-    steps, limit = runs.measured, runs.settings["training"]["steps"]
+    limit = runs.settings["training"]["steps"]
     last = last_heldout(runs.curves).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
     censored = steps.assign(steps=steps["steps"].clip(upper=limit))
@@ -109,7 +146,7 @@ def in_words(steps: float, limit: int) -> str:
     return f"{steps:g}" if steps < math.inf else f"more than {limit}"
 
 
-def draw(runs: Runs) -> Figure:
+def draw(runs: Runs, steps: pd.DataFrame) -> Figure:
     """Plot accuracy against step, with a dot where each run has learned induction."""
     heldout = of_heldout(runs.curves)
     figure = draw_panels(
@@ -121,73 +158,7 @@ def draw(runs: Runs) -> Figure:
         title=f"Induction: one layer with KV shift, two layers without; dot: a run reaches {LEARNED:.0%}",
     )
     axes = figure.axes[0]
-    for label, rows in runs.measured[runs.measured["steps"] < math.inf].groupby("model", sort=False):
+    for label, rows in steps[steps["steps"] < math.inf].groupby("model", sort=False):
         axes.plot(rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8)
     axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
     return figure
-
-
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    task, settings = runs.settings["task"], runs.settings
-    return [
-        f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "
-        "tokens from a pool of as many as it is long, as the paper's script does.",
-        f"Width {settings['model']['d_model']}, seeds {settings['seeds']}, at most {settings['training']['steps']} steps; the "
-        "paper's width is 1,024, with 20 million parameters outside the embeddings. A run ends when its held-out accuracy is "
-        "nearly perfect.",
-        steps_in_words(settings),
-        "The loss is taken only at the scored position; the paper does not say which other positions it trains on.",
-    ]
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=lambda runs: steps_to(runs.curves, LEARNED),
-    untrained=untrained,
-    more=compare,
-    differences=differences,
-    draw=draw,
-    tables=lambda runs: {"curves": runs.curves, "steps": runs.measured},
-)
-
-
-def _scale(
-    vocab_size: int, length: int, d_model: int, d_head: int, seeds: list[int], rates: list[float], **training: Any
-) -> dict[str, Any]:
-    return dict(
-        task=dict(vocab_size=vocab_size, length=length, law="first_repeat"),
-        model=dict(d_model=d_model, d_head=d_head, **LLAMA_BLOCKS),
-        training={"batch_size": 128, "schedule": "constant", "stop_at_accuracy": 0.999, **training},
-        seeds=seeds,
-        rates=rates,
-    )
-
-
-EXPERIMENT = Experiment(
-    name="induction-depth",
-    source="KVSA fig. 1a",
-    question="Does one layer with KV shift learn induction, for which plain attention needs two?",
-    run=SWEEP.run,
-    scales={
-        "tiny": _scale(16, 16, 16, 8, [0], [5e-3], steps=6, eval_every=3, eval_sequences=16, batch_size=16),
-        "small": _scale(64, 32, 64, 16, [11, 12, 13, 14, 15, 16], [1e-3, 3e-3], steps=1000, eval_every=25, eval_sequences=256),
-        "paper": _scale(
-            8000,
-            512,
-            1024,
-            64,
-            [0, 1, 2, 3, 4, 5],
-            [1e-4, 2e-4, 6e-4],
-            warmup_fraction=0.05,  # 1,000 steps
-            steps=20_000,
-            eval_every=100,
-            eval_sequences=512,
-        ),
-    },
-    cost={
-        "tiny": "a few seconds",
-        "small": "an hour on one core",
-        "paper": "hours on one GPU (the paper's vocabulary and length; not run here)",
-    },
-)

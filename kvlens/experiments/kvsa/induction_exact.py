@@ -10,7 +10,7 @@ Three constructions are built as real models, run on random tokens, and compared
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import matplotlib
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvlens.experiments.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
 from kvlens.experiments.shared.curves import PALETTE
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction.induction_head import induction_head
 
@@ -34,8 +34,23 @@ DTYPES = (torch.float64, torch.float32)
 SILENT = 0
 """The token whose embedding is 0, which stands for nothing before a text."""
 
+P1 = [float(p) for p in range(1, 40, 2)]
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+
+@experiment(
+    "KVSA th. 1 and 2",
+    "Can one layer with KV shift be an induction head exactly, where two layers without it only come close?",
+    cost=("a second", "half a minute on two cores", "seven minutes on two busy cores (the theorems name no size)"),
+    d=(5, 32, 128),
+    d_vocab=(11, 50, 1000),
+    length=(17, 128, 512),
+    batch=(2, 4, 4),
+    sigmas=([0.5], [0.25, 1.0], [0.25, 1.0]),
+    slopes=([0.1], [0.02, 0.0], [0.02, 0.0]),
+    p1=([1.0, 4.0, 6.0, 8.0, 10.0, 18.0, 38.0], P1, P1),
+    seed=0,
+)
+def induction_exact(settings: Settings, tell: Tell) -> Outcome:
     """Measure every construction at every p1, temperature, slope and precision of ``settings``."""
     embeddings, tokens = draw_text(settings)
     errors = pd.DataFrame(_measure_all(embeddings, tokens, settings, tell))
@@ -54,7 +69,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
     )
 
 
-def draw_text(settings: Mapping[str, Any]) -> tuple[Float[Tensor, "token d"], Int[Tensor, "batch pos"]]:
+def draw_text(settings: Settings) -> tuple[Float[Tensor, "token d"], Int[Tensor, "batch pos"]]:
     """Random embeddings of about unit norm, one of them 0, and random tokens that start with that one."""
     generator = torch.Generator().manual_seed(settings["seed"])
     d, n_tokens = settings["d"], settings["d_vocab"]
@@ -65,9 +80,7 @@ def draw_text(settings: Mapping[str, Any]) -> tuple[Float[Tensor, "token d"], In
     return embeddings, tokens
 
 
-def _measure_all(
-    embeddings: Tensor, tokens: Tensor, settings: Mapping[str, Any], tell: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def _measure_all(embeddings: Tensor, tokens: Tensor, settings: Settings, tell: Tell) -> Iterator[dict[str, Any]]:
     for dtype in DTYPES:
         rounded = embeddings.to(dtype)  # the reference reads the same rounded rows
         for sigma in settings["sigmas"]:
@@ -253,37 +266,3 @@ def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
     axes.set_ylabel("query (the current token)")
     axes.set_title("Attention of the shifted layer", loc="left", fontsize=11)
     axes.figure.colorbar(image, ax=axes, shrink=0.8, label="share of attention", ticks=[0, 0.5, 1]).outline.set_visible(False)
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    small = dict(
-        d=32,
-        d_vocab=50,
-        length=128,
-        batch=4,
-        sigmas=[0.25, 1.0],
-        slopes=[0.02, 0.0],
-        p1=[float(p) for p in range(1, 40, 2)],
-        seed=0,
-    )
-    return {**small, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="induction-exact",
-    source="KVSA th. 1 and 2",
-    question="Can one layer with KV shift be an induction head exactly, where two layers without it only come close?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            d=5, d_vocab=11, length=17, batch=2, sigmas=[0.5], slopes=[0.1], p1=[1.0, 4.0, 6.0, 8.0, 10.0, 18.0, 38.0]
-        ),
-        "small": _scale(),
-        "paper": _scale(d=128, d_vocab=1000, length=512),
-    },
-    cost={
-        "tiny": "a second",
-        "small": "half a minute on two cores",
-        "paper": "seven minutes on two busy cores (the theorems name no size)",
-    },
-)

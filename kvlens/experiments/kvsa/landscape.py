@@ -12,7 +12,7 @@ the number of irrelevant tokens) is small, it is not monotone everywhere.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -25,15 +25,34 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvlens.experiments.kvsa.constructed_models import landscape_model, set_shift
-from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction.landscape import landscape_loss
 
 INDUCTION_HEAD = (0.0, 1.0)
 """(alpha_1, beta_1)."""
 
+STARTS = [[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]]
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+
+@experiment(
+    "KVSA th. 3 and fig. 2",
+    "Does gradient descent turn one layer with KV shift into an induction head, and how direct is the path?",
+    cost=(
+        "a second",
+        "a minute on two cores",
+        "about a quarter of an hour on two cores (the figure's own sizes of T; finer steps than small)",
+    ),
+    T=([4, 14], [4, 14, 104], [4, 14, 104]),
+    grid=(13, 61, 201),
+    arrows=(6, 12, 12),
+    n_texts=(2, 2, 8),
+    step_per_token=(0.08, 0.01, 0.002),
+    max_steps=(400, 4000, 20_000),
+    seed=0,
+    starts=([[0.95, 0.9], [0.05, 0.03]], STARTS, STARTS),
+)
+def landscape(settings: Settings, tell: Tell) -> Outcome:
     """Compute the plane for every T of ``settings``, and let the model descend on it from every start."""
     planes, paths = [], []
     for T in settings["T"]:
@@ -290,35 +309,3 @@ def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    small = dict(
-        T=[4, 14, 104],
-        grid=61,
-        arrows=12,
-        n_texts=2,
-        step_per_token=0.01,
-        max_steps=4000,
-        seed=0,
-        starts=[[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]],
-    )
-    return {**small, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="landscape",
-    source="KVSA th. 3 and fig. 2",
-    question="Does gradient descent turn one layer with KV shift into an induction head, and how direct is the path?",
-    run=run,
-    scales={
-        "tiny": _scale(T=[4, 14], grid=13, arrows=6, step_per_token=0.08, max_steps=400, starts=[[0.95, 0.9], [0.05, 0.03]]),
-        "small": _scale(),
-        "paper": _scale(grid=201, n_texts=8, step_per_token=0.002, max_steps=20000),
-    },
-    cost={
-        "tiny": "a second",
-        "small": "a minute on two cores",
-        "paper": "about a quarter of an hour on two cores (the figure's own sizes of T; finer steps than small)",
-    },
-)

@@ -14,25 +14,49 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.kvsa.text_scales import (
-    PAPER_TEXT,
-    PAPER_TRAINING,
-    SMALL_MODEL,
-    SMALL_RATES,
-    SMALL_SEEDS,
-    SMALL_TEXT,
-    SMALL_TRAINING,
-    TINY_TEXT,
-    text_goal,
-)
+from kvlens.experiments.kvsa.text_scales import MODEL, PAPER_TRAINING, SMALL_RATES, SMALL_SEEDS, SMALL_TRAINING, TEXT, text_goal
 from kvlens.experiments.shared.curves import MARKERS, of_heldout
 from kvlens.experiments.shared.learned import Goal
-from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
-from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
 from kvlens.tasks.text import TextTask
 
 PAPER_RATE = 1e-2
+
+
+@experiment(
+    "KVSA fig. 5",
+    "Does KV shift help for every seed and learning rate, and is it stable at larger learning rates?",
+    cost=(
+        "seconds",
+        "forty minutes on one core, twenty after `variants`",
+        "months on one large GPU (48 runs of about 1.5 billion parameters and 10 billion tokens), and a folder "
+        "pretraining-text with that much text in .txt files; not run here",
+    ),
+    task=TEXT,
+    model=MODEL,
+    training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
+    rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2], [1e-4, 2e-4, 1e-3, 1e-2]),
+    seeds=([0, 1], SMALL_SEEDS, [0, 1, 2, 3, 4, 5]),
+)
+def learning_rate(settings: Settings, tell: Tell) -> Outcome:
+    """Train both models at every learning rate, and compare their losses and their divergence."""
+    runs = train_cells(cells(settings), settings, tell)
+    measured, no_context = measure(runs), goal_of(runs).chance
+    why, (plain, shifted) = untrained(runs, measured), (best_rate(measured, label) for label in MODELS)
+    return Outcome(
+        tables={"course": runs.curves, "runs": measured},
+        figure=draw(measured, no_context),
+        comparisons=[*compare(measured, why), *compare_rates(measured, why)],
+        differences=[
+            f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "
+            "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
+            f"{plain:g}, the shifted one at {shifted:g}.",
+            "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
+            f"frequencies ({no_context:.3f} nats).",
+        ],
+    )
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -62,16 +86,29 @@ def goal_of(runs: Runs) -> Goal:
     return text_goal(TextTask(**runs.settings["task"]))
 
 
-def untrained(runs: Runs) -> Reasons:
+def untrained(runs: Runs, measured: pd.DataFrame) -> Reasons:
     """The same for every learning rate: the plain model must have learned, and be flat, at the one that is best for it.
 
     At other rates the models are compared as they are: how well they train at a rate that is too high or too low is the claim.
     """
-    best, heldout = best_rate(runs.measured, PLAIN), of_heldout(runs.curves)
+    best, heldout = best_rate(measured, PLAIN), of_heldout(runs.curves)
     rows = heldout[(heldout["learning_rate"] == best) & (heldout["model"] == PLAIN)]
     why = goal_of(runs).why_untrained(rows, PLAIN)
     reason = None if why is None else f"at {best:g}, its best learning rate: {why}"
     return dict.fromkeys((*heldout["learning_rate"].unique().tolist(), None), reason)
+
+
+def compare(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """The losses at each learning rate."""
+    lead = Lead(
+        "held-out loss of the plain model above the shifted one's at learning rate {group:g}, nats",
+        "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the "
+        "token frequencies)",
+        PLAIN,
+        SHIFTED,
+        "counted",
+    )
+    return compare_leads(runs, why, lead, by="learning_rate")
 
 
 def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
@@ -134,21 +171,8 @@ DIVERGES = Lead(
 )
 
 
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    plain, shifted = (best_rate(runs.measured, label) for label in MODELS)
-    return [
-        f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(runs.settings):,} tokens of "
-        "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
-        f"{plain:g}, the shifted one at {shifted:g}.",
-        "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
-        f"frequencies ({goal_of(runs).chance:.3f} nats).",
-    ]
-
-
-def draw(found: Runs) -> Figure:
+def draw(runs: pd.DataFrame, no_context: float) -> Figure:
     """Plot the final held-out loss against the learning rate; a dot per seed, a line through the means."""
-    runs, no_context = found.measured, goal_of(found).chance
     figure = Figure(figsize=(7.6, 5), layout="constrained")
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
@@ -176,61 +200,3 @@ def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str, marker: 
     axes.plot(runs["learning_rate"], runs["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
     mean = runs.groupby("learning_rate")["shown"].mean()
     axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=measure,
-    by="learning_rate",
-    leads=[
-        Lead(
-            "held-out loss of the plain model above the shifted one's at learning rate {group:g}, nats",
-            "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the "
-            "token frequencies)",
-            PLAIN,
-            SHIFTED,
-            "counted",
-        )
-    ],
-    more=lambda runs, why: compare_rates(runs.measured, why),
-    untrained=untrained,
-    differences=differences,
-    draw=draw,
-    tables=lambda runs: {"course": runs.curves, "runs": runs.measured},
-)
-
-EXPERIMENT = Experiment(
-    name="learning-rate",
-    source="KVSA fig. 5",
-    question="Does KV shift help for every seed and learning rate, and is it stable at larger learning rates?",
-    run=SWEEP.run,
-    scales={
-        "tiny": dict(
-            task=TINY_TEXT,
-            model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
-            training=dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4),
-            rates=[3e-2, 3.0],
-            seeds=[0, 1],
-        ),
-        "small": dict(
-            task=SMALL_TEXT,
-            model=SMALL_MODEL,
-            training=SMALL_TRAINING,
-            rates=[1e-3, *SMALL_RATES, 3e-2],
-            seeds=SMALL_SEEDS,
-        ),
-        "paper": dict(
-            task=PAPER_TEXT,
-            model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
-            training=PAPER_TRAINING,
-            rates=[1e-4, 2e-4, 1e-3, 1e-2],
-            seeds=[0, 1, 2, 3, 4, 5],
-        ),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "forty minutes on one core, twenty after `variants`",
-        "paper": "months on one large GPU (48 runs of about 1.5 billion parameters and 10 billion tokens), and a folder "
-        "pretraining-text with that much text in .txt files; not run here",
-    },
-)

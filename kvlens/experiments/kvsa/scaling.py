@@ -18,24 +18,65 @@ from torch import nn
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import (
-    PAPER_TEXT,
+    PAPER_MODEL,
     PAPER_TRAINING,
     SMALL_MODEL,
     SMALL_RATES,
     SMALL_SEEDS,
-    SMALL_TEXT,
     SMALL_TRAINING,
-    TINY_TEXT,
+    TEXT,
     text_goal,
 )
 from kvlens.experiments.shared.curves import MARKERS, mean_course, of_heldout
-from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
-from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
 from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
 
-RUN = ("model", "size", "seed")
+
+@experiment(
+    "KVSA figs. 4, 6 and 7",
+    "Does KV shift lower a language model's loss at every size, and does the gain persist as models grow?",
+    cost=(
+        "seconds",
+        "seventy minutes on one core, fifty-five after `variants`",
+        "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
+        "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
+    ),
+    task=TEXT,
+    sizes=(
+        {"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
+        {
+            "d 32": dict(n_layers=2, d_model=32, d_head=16),
+            "d 64": SMALL_MODEL,
+            "d 128": dict(n_layers=2, d_model=128, d_head=32, rates=[3e-3, 5e-3]),
+        },
+        {
+            f"d {width}": {**PAPER_MODEL, "n_layers": layers, "d_model": width}
+            for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
+        },
+    ),
+    training=(dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
+    rates=([1e-2], SMALL_RATES, [1e-4, 3e-4, 1e-3]),
+    seeds=([0, 1], SMALL_SEEDS, [0]),
+)
+def scaling(settings: Settings, tell: Tell) -> Outcome:
+    """Train both models at every size, and compare their losses and how these fall with size."""
+    runs = train_cells(cells(settings), settings, tell)
+    sizes = runs.curves[["model", "size", "non_embedding"]].drop_duplicates()
+    finals = final_losses(runs.curves, by=("model", "size", "seed")).merge(sizes, on=["model", "size"])
+    why = untrained(runs)
+    return Outcome(
+        tables={"course": runs.curves, "scaling": finals},
+        figure=draw(runs.curves, finals),
+        comparisons=[*compare(finals, why), *compare_sizes(finals, why), compare_course(runs.curves, why)],
+        differences=[
+            "The paper's models have up to billions of parameters and tokens to match; here the largest has "
+            f"{runs.curves['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} "
+            f"tokens, each at the learning rate of {settings['rates']} that suits it best on other seeds.",
+        ],
+    )
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -49,12 +90,6 @@ def cells(settings: Settings) -> Iterator[Cell]:
         yield Cell(
             task, {label: model}, columns, rates=rates, title=f"{size}, {label}: {count:,} parameters outside the embeddings"
         )
-
-
-def measure(runs: Runs) -> pd.DataFrame:
-    """One row per run: the losses at the end."""
-    sizes = runs.curves[["model", "size", "non_embedding"]].drop_duplicates()
-    return final_losses(runs.curves, by=RUN).merge(sizes, on=["model", "size"])
 
 
 def non_embedding_parameters(model: nn.Module) -> int:
@@ -77,6 +112,18 @@ def untrained(runs: Runs) -> Reasons:
     """By size: the plain model must have learned."""
     goal = text_goal(TextTask(**runs.settings["task"]))
     return {size: goal.why_untrained(rows, PLAIN) for size, rows in of_heldout(runs.curves).groupby("size", sort=False)}
+
+
+def compare(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
+    """The losses at each size."""
+    lead = Lead(
+        "held-out loss of the plain model above the shifted one's, {group}, nats",
+        "KV shift has the lower loss at every size (figs. 4 and 6)",
+        PLAIN,
+        SHIFTED,
+        "heldout_loss",
+    )
+    return compare_leads(finals, why, lead, by="size")
 
 
 def compare_sizes(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
@@ -134,23 +181,13 @@ def compare_course(course: pd.DataFrame, why: Reasons) -> Comparison:
     ).unless(why.get(str(largest)))
 
 
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    settings = runs.settings
-    return [
-        "The paper's models have up to billions of parameters and tokens to match; here the largest has "
-        f"{runs.curves['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} "
-        f"tokens, each at the learning rate of {settings['rates']} that suits it best on other seeds.",
-    ]
-
-
-def draw(runs: Runs) -> Figure:
+def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     """Plot, left, held-out loss against step at each size; right, final loss against parameters outside the embeddings."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_courses(left, of_heldout(runs.curves))
+    _draw_courses(left, of_heldout(curves))
     for marker, (kind, color) in zip(MARKERS, COLORS.items(), strict=False):
-        _draw_scaling(right, runs.measured[runs.measured["model"] == kind], kind, color, marker)
+        _draw_scaling(right, finals[finals["model"] == kind], kind, color, marker)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
     right.set_title("Dots: seeds, lines: power laws fitted to the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
@@ -180,74 +217,3 @@ def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str, marke
     exponent, factor = (float(part) for part in power_law(means.index, means))
     n = np.array([means.index.min(), means.index.max()], dtype=float)
     axes.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=measure,
-    by="size",
-    leads=[
-        Lead(
-            "held-out loss of the plain model above the shifted one's, {group}, nats",
-            "KV shift has the lower loss at every size (figs. 4 and 6)",
-            PLAIN,
-            SHIFTED,
-            "heldout_loss",
-        )
-    ],
-    more=lambda runs, why: [*compare_sizes(runs.measured, why), compare_course(runs.curves, why)],
-    untrained=untrained,
-    differences=differences,
-    draw=draw,
-    tables=lambda runs: {"course": runs.curves, "scaling": runs.measured},
-)
-
-EXPERIMENT = Experiment(
-    name="scaling",
-    source="KVSA figs. 4, 6 and 7",
-    question="Does KV shift lower a language model's loss at every size, and does the gain persist as models grow?",
-    run=SWEEP.run,
-    scales={
-        "tiny": dict(
-            task=TINY_TEXT,
-            sizes={"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
-            training=dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4),
-            rates=[1e-2],
-            seeds=[0, 1],
-        ),
-        "small": dict(
-            task=SMALL_TEXT,
-            sizes={
-                "d 32": dict(n_layers=2, d_model=32, d_head=16),
-                "d 64": SMALL_MODEL,
-                "d 128": dict(n_layers=2, d_model=128, d_head=32, rates=[3e-3, 5e-3]),
-            },
-            training=SMALL_TRAINING,
-            rates=SMALL_RATES,
-            seeds=SMALL_SEEDS,
-        ),
-        "paper": dict(
-            task=PAPER_TEXT,
-            sizes={
-                f"d {width}": dict(
-                    n_layers=layers,
-                    d_model=width,
-                    d_head=128,
-                    act_fn="silu",
-                    gated_mlp=True,
-                    normalization_type="RMS",
-                )
-                for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
-            },
-            training=PAPER_TRAINING,
-            rates=[1e-4, 3e-4, 1e-3],
-            seeds=[0],
-        ),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "seventy minutes on one core, fifty-five after `variants`",
-        "paper": "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
-        "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
-    },
-)

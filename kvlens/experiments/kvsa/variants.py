@@ -15,21 +15,19 @@ from matplotlib.figure import Figure
 
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.kvsa.text_scales import (
+    MODEL,
     MORE_SEEDS,
-    PAPER_TEXT,
     PAPER_TRAINING,
-    SMALL_MODEL,
     SMALL_RATES,
     SMALL_SEEDS,
-    SMALL_TEXT,
     SMALL_TRAINING,
-    TINY_TEXT,
+    TEXT,
     text_goal,
 )
 from kvlens.experiments.shared.curves import SHIFTED, line_style, mean_course, of_heldout
-from kvlens.experiments.shared.outcome import Comparison, Experiment
+from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
-from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, Settings, Sweep
+from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, train_cells
 from kvlens.tasks.text import TextTask
 
 FREE = "keys + values (free)"
@@ -63,6 +61,43 @@ CLEAR = (NONE, "window 2")
 """Variants whose difference from the free form is large next to the spread of seeds, so that fewer seeds will do."""
 
 LOOKS = {label: line_style(number) for number, label in enumerate(VARIANTS)}
+
+
+@experiment(
+    "KVSA fig. 8, app. J",
+    "Which form of KV shift trains a language model best: which projections, which window, bounded or free?",
+    cost=(
+        "seconds",
+        "two hours on one core (132 runs)",
+        "weeks on one large GPU (nine models of about 1.5 billion parameters, 10 billion tokens each), and a folder "
+        "pretraining-text with that much text in .txt files; not run here",
+    ),
+    task=TEXT,
+    model=MODEL,
+    variants=list(CLAIMS),
+    training=(dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
+    rates=([1e-2], SMALL_RATES, [1e-4, 3e-4, 1e-3]),
+    seeds=([0, 1], [*SMALL_SEEDS, *MORE_SEEDS], [0]),
+    n_seeds_of_clear=(1, 6, 1),
+)
+def variants(settings: Settings, tell: Tell) -> Outcome:
+    """Train every variant on the same batches, and compare its held-out loss with the free form's."""
+    runs = train_cells(cells(settings), settings, tell)
+    finals = final_losses(runs.curves)
+    return Outcome(
+        tables={"course": runs.curves, "variants": summarize(finals)},
+        figure=draw(runs.curves, finals),
+        comparisons=compare(finals, untrained(runs)),
+        differences=[
+            "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
+            f"{runs.curves['n_parameters'].max():,} and each sees {tokens_seen(settings):,} tokens of another corpus.",
+            "Held-out losses are compared, seed by seed on equal batches, each variant at the best of a few rates; the paper "
+            "shows the training loss of one run of each variant. Where the paper finds losses similar, no test can show that "
+            "they are: beside an inconclusive verdict stands the difference that would have been found.",
+            "App. J compares queries at 19 billion parameters, and finds its benchmarks worse at a similar loss; there are no "
+            "benchmarks here.",
+        ],
+    )
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
@@ -115,25 +150,12 @@ def compare(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
     return [lead.compare(finals).unless(why.get(label)) for label, lead in leads.items()]
 
 
-def differences(runs: Runs) -> list[str]:
-    """From the paper."""
-    return [
-        "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
-        f"{runs.curves['n_parameters'].max():,} and each sees {tokens_seen(runs.settings):,} tokens of another corpus.",
-        "Held-out losses are compared, seed by seed on equal batches, each variant at the best of a few rates; the paper shows "
-        "the training loss of one run of each variant. Where the paper finds losses similar, no test can show that they are: "
-        "beside an inconclusive verdict stands the difference that would have been found.",
-        "App. J compares queries at 19 billion parameters, and finds its benchmarks worse at a similar loss; there are no "
-        "benchmarks here.",
-    ]
-
-
-def draw(runs: Runs) -> Figure:
+def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     """Plot, left, held-out loss against step; right, each variant's held-out loss at the end minus the free form's."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_courses(left, of_heldout(runs.curves))
-    _draw_differences(right, runs.measured)
+    _draw_courses(left, of_heldout(curves))
+    _draw_differences(right, finals)
     return figure
 
 
@@ -164,56 +186,3 @@ def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-SWEEP = Sweep(
-    cells=cells,
-    measure=lambda runs: final_losses(runs.curves),
-    more=lambda runs, why: compare(runs.measured, why),
-    untrained=untrained,
-    differences=differences,
-    draw=draw,
-    tables=lambda runs: {"course": runs.curves, "variants": summarize(runs.measured)},
-)
-
-EXPERIMENT = Experiment(
-    name="variants",
-    source="KVSA fig. 8, app. J",
-    question="Which form of KV shift trains a language model best: which projections, which window, bounded or free?",
-    run=SWEEP.run,
-    scales={
-        "tiny": dict(
-            task=TINY_TEXT,
-            model=dict(n_layers=1, d_model=16, d_head=8, attn_only=True),
-            variants=list(CLAIMS),
-            training=dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4),
-            rates=[1e-2],
-            seeds=[0, 1],
-            n_seeds_of_clear=1,
-        ),
-        "small": dict(
-            task=SMALL_TEXT,
-            model=SMALL_MODEL,
-            variants=list(CLAIMS),
-            training=SMALL_TRAINING,
-            rates=SMALL_RATES,
-            seeds=[*SMALL_SEEDS, *MORE_SEEDS],
-            n_seeds_of_clear=6,
-        ),
-        "paper": dict(
-            task=PAPER_TEXT,
-            model=dict(n_layers=24, d_model=2048, d_head=128, act_fn="silu", gated_mlp=True, normalization_type="RMS"),
-            variants=list(CLAIMS),
-            training=PAPER_TRAINING,
-            rates=[1e-4, 3e-4, 1e-3],
-            seeds=[0],
-            n_seeds_of_clear=1,
-        ),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "two hours on one core (132 runs)",
-        "paper": "weeks on one large GPU (nine models of about 1.5 billion parameters, 10 billion tokens each), and a folder "
-        "pretraining-text with that much text in .txt files; not run here",
-    },
-)

@@ -13,7 +13,7 @@ models with learned and with sinusoidal positions perform on prompts longer than
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvlens.experiments.lecture.equivariance import equivariance_table
 from kvlens.experiments.lecture.function_class_claims import compare
 from kvlens.experiments.lecture.function_class_figure import draw
 from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
-from kvlens.experiments.shared.outcome import Experiment, Outcome
+from kvlens.experiments.shared.outcome import Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVRegressor
 from kvlens.tasks import Batch, RegressionTask
@@ -35,8 +35,49 @@ from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
 
 PROMPTS_AT_ONCE = 256
 
+OTHERS = ("trigonometric", "exponential", "decision_tree", "two_layer_relu")
 
-def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
+
+@experiment(
+    "LECTURE; Garg et al. 2022",
+    "Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
+    cost=(
+        "seconds",
+        "about 12 minutes on one core",
+        "about two days on one GPU by estimate (7 models, 500,000 steps each); not run here",
+    ),
+    task=dict(dimensions=(4, 3, 20), n_points=(5, 10, 41)),
+    model=dict(
+        act_fn="gelu",
+        normalization_type="LN",
+        positional_embedding_type="standard",
+        n_layers=(1, 3, 12),
+        d_model=(12, 64, 256),
+        d_head=(6, 16, 32),
+    ),
+    training=dict(
+        batch_size=(8, 32, 64),
+        learning_rate=(1e-3, 1e-3, 1e-4),
+        eval_every=(2, 200, 5000),
+        eval_sequences=(16, 512, 512),
+        weight_decay=0.0,
+    ),
+    classes=(
+        dict(linear=dict(steps=6, n_seeds=2), sparse_linear=dict(steps=4, n_seeds=1)),
+        dict(
+            linear=dict(steps=8000, n_seeds=2),
+            **{name: dict(steps=1200, n_seeds=1) for name in OTHERS if name != "decision_tree"},
+            decision_tree=dict(steps=6000, n_seeds=1),  # after 1,200 its error still falls
+        ),
+        {name: dict(steps=500_000, n_seeds=1) for name in ("linear", "sparse_linear", *OTHERS)},
+    ),
+    n_neighbors=3,
+    n_prompts=(64, 2048, 1280),
+    prompt_seed=1000,
+    longest=(7, 16, 61),
+    n_fresh_models=3,
+)
+def function_classes(settings: Settings, tell: Tell) -> Outcome:
     """Train the models of ``settings``, test them on every distribution, and test their use of the input's order."""
     courses, curves, linear = [], [], {}
     for functions, how in settings["classes"].items():
@@ -66,7 +107,7 @@ def run(settings: Mapping[str, Any], tell: Callable[[str], None]) -> Outcome:
 
 
 def train_one(
-    task: RegressionTask, settings: Mapping[str, Any], steps: int, seed: int, **changes: Any
+    task: RegressionTask, settings: Settings, steps: int, seed: int, **changes: Any
 ) -> tuple[HookedKVRegressor, pd.DataFrame]:
     """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
     training = {**settings["training"], "steps": steps, "seed": seed}
@@ -79,7 +120,7 @@ def train_one(
 # --- error against the number of examples ---
 
 
-def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings: Mapping[str, Any]) -> pd.DataFrame:
+def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings: Settings) -> pd.DataFrame:
     """Squared error of every predictor on held-out prompts of ``task``, for every number of examples that it scores.
 
     Args:
@@ -113,9 +154,7 @@ def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
         yield replace(task, n_points=n_points)
 
 
-def untrained_predictions(
-    task: RegressionTask, batch: Batch, settings: Mapping[str, Any]
-) -> dict[str, Float[Tensor, "prompt point"]]:
+def untrained_predictions(task: RegressionTask, batch: Batch, settings: Settings) -> dict[str, Float[Tensor, "prompt point"]]:
     """Predictions of least squares, ridge regression and nearest neighbors at each point, in float64."""
     x, y = (part.double() for part in task.points_and_values(batch.inputs))
     return {
@@ -159,9 +198,7 @@ def errors_by_examples(
 # --- prompts longer than in training ---
 
 
-def measure_lengths(
-    learned: HookedKVRegressor, settings: Mapping[str, Any], tell: Callable[[str], None]
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def measure_lengths(learned: HookedKVRegressor, settings: Settings, tell: Tell) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test a model with learned and one with sinusoidal positions, trained alike, on prompts longer than in training.
 
     Args:
@@ -197,7 +234,7 @@ def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt po
         return torch.cat([read, unread], dim=1)
 
 
-def differences(settings: Mapping[str, Any]) -> list[str]:
+def differences(settings: Settings) -> list[str]:
     """The known differences from Garg et al. 2022."""
     task, model = settings["task"], settings["model"]
     return [
@@ -215,68 +252,3 @@ def differences(settings: Mapping[str, Any]) -> list[str]:
         "for the variation between trainings.",
         "T(pi X) = pi T(X) is a property of the architecture, measured on random weights, not on a trained model.",
     ]
-
-
-def _model(**sizes: int) -> dict[str, Any]:
-    return dict(act_fn="gelu", normalization_type="LN", positional_embedding_type="standard", **sizes)
-
-
-def _training(**changes: Any) -> dict[str, Any]:
-    return {**dict(batch_size=32, learning_rate=1e-3, eval_every=200, eval_sequences=512, weight_decay=0.0), **changes}
-
-
-def _scale(**changes: Any) -> dict[str, Any]:
-    other = dict(steps=1200, n_seeds=1)
-    small = dict(
-        task=dict(dimensions=3, n_points=10),
-        model=_model(n_layers=3, d_model=64, d_head=16),
-        training=_training(),
-        classes=dict(
-            linear=dict(steps=8000, n_seeds=2),
-            trigonometric=other,
-            exponential=other,
-            decision_tree=other,
-            two_layer_relu=other,
-        ),
-        n_neighbors=3,
-        n_prompts=2048,
-        prompt_seed=1000,
-        longest=16,
-        n_fresh_models=3,
-    )
-    return {**small, **changes}
-
-
-EXPERIMENT = Experiment(
-    name="function-classes",
-    source="LECTURE; Garg et al. 2022",
-    question="Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
-    run=run,
-    scales={
-        "tiny": _scale(
-            task=dict(dimensions=4, n_points=5),
-            model=_model(n_layers=1, d_model=12, d_head=6),
-            training=_training(batch_size=8, eval_every=2, eval_sequences=16),
-            classes=dict(linear=dict(steps=6, n_seeds=2), sparse_linear=dict(steps=4, n_seeds=1)),
-            n_prompts=64,
-            longest=7,
-        ),
-        "small": _scale(),
-        "paper": _scale(
-            task=dict(dimensions=20, n_points=41),
-            model=_model(n_layers=12, d_model=256, d_head=32),
-            training=_training(batch_size=64, learning_rate=1e-4, eval_every=5000),
-            classes={
-                name: dict(steps=500_000, n_seeds=1)
-                for name in ("linear", "sparse_linear", "trigonometric", "exponential", "decision_tree", "two_layer_relu")
-            },
-            n_prompts=1280,
-            longest=61,
-        ),
-    },
-    cost={
-        "tiny": "seconds",
-        "small": "about 12 minutes on one core",
-        "paper": "about two days on one GPU by estimate (7 models, 500,000 steps each); not run here",
-    },
-)

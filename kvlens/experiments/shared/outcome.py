@@ -1,8 +1,8 @@
 """The results of an experiment: tables, a figure, and our numbers next to the paper's, in one folder.
 
-An experiment is a function of its settings that returns an `Outcome`. `write_outcome` writes a folder with one Parquet file per
-table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the comparisons: what was measured, the paper's number (null
-if it prints none), our number, the paper's claim, and whether it held here.
+An `experiment` is a function of its settings that returns an `Outcome`. `write_outcome` writes a folder with one Parquet file
+per table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the comparisons: what was measured, the paper's number
+(null if it prints none), our number, the paper's claim, and whether it held here.
 """
 
 import json
@@ -28,6 +28,10 @@ FORMAT = "kvlens.experiment"
 SUMMARY = "summary.json"
 MARGIN = 0.1
 """Inches around a figure, and below the line over it that says how it was made."""
+SCALES = ("tiny", "small", "paper")
+Settings = Mapping[str, Any]
+Tell = Callable[[str], None]
+"""Reports progress in a sentence."""
 OUTCOME_FOLDER = FolderKind("an experiment", listed_in(SUMMARY, FORMAT, "files"))
 
 
@@ -160,9 +164,38 @@ class Experiment:
     name: str
     source: str
     question: str
-    run: Callable[[Mapping[str, Any], Callable[[str], None]], Outcome]
-    scales: Mapping[str, Mapping[str, Any]]
+    run: Callable[[Settings, Tell], Outcome]
+    scales: Mapping[str, Settings]
     cost: Mapping[str, str]
+
+
+def experiment(
+    source: str, question: str, *, cost: tuple[str, str, str], **settings: Any
+) -> Callable[[Callable[[Settings, Tell], Outcome]], Experiment]:
+    """Decorator that declares a function of settings and ``tell`` as the experiment of its name.
+
+    Args:
+        source, question: as in `Experiment`.
+        cost: at the scales tiny, small and paper.
+        settings: by name, one value for all scales or a tuple of the values at the three, in dictionaries too; ``...`` where a
+            scale does not have the setting.
+    """
+
+    def declare(run: Callable[[Settings, Tell], Outcome]) -> Experiment:
+        scales = {scale: _at(number, settings) for number, scale in enumerate(SCALES)}
+        return Experiment(run.__name__.replace("_", "-"), source, question, run, scales, dict(zip(SCALES, cost, strict=True)))
+
+    return declare
+
+
+def _at(scale: int, value: Any) -> Any:
+    """The value at a scale, by its number."""
+    if isinstance(value, tuple):
+        tiny, small, paper = value
+        return (tiny, small, paper)[scale]
+    if not isinstance(value, dict):
+        return value
+    return {name: own for name, entry in value.items() if (own := _at(scale, entry)) is not ...}
 
 
 def how_made(experiment: Experiment, scale: str) -> str:

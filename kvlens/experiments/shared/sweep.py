@@ -1,8 +1,7 @@
-"""Sweeps: models trained on one or more tasks, with several seeds, and compared seed by seed; declared rather than programmed.
+"""Sweeps: models trained on one or more tasks, with several seeds, and compared seed by seed.
 
-A `Sweep` states what is varied (`Cell`), what is measured on the finished runs, which claims are tested (`Lead`), when the
-models have learned too little to test them, and what the figure shows (often `draw_panels`). `Sweep.run` trains, tests and
-draws.
+`train_cells` trains what is varied (`Cell`), `compare_leads` tests claims (`Lead`) where the models have learned enough, and
+`draw_panels` draws.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +12,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared.curves import count_runs, draw_curves, train_and_compare
-from kvlens.experiments.shared.outcome import Comparison, Outcome
+from kvlens.experiments.shared.outcome import Comparison, Settings, Tell
 from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
 from kvlens.experiments.shared.trials import Progress
 from kvlens.tasks import Task
 from kvlens.training import TrainSettings
 
-Settings = Mapping[str, Any]
 Reasons = Mapping[Any, str | None]
 """Group of runs -> why its models have learned too little for a verdict; None where they have learned enough."""
 
@@ -58,16 +56,14 @@ class Runs(NamedTuple):
         settings: of the sweep.
         curves: rows of :func:`~kvlens.experiments.shared.curves.train_and_compare`, with the columns of the cells.
         examined: rows of `Cell.examine`, with the columns of the cells; empty where there is none.
-        measured: the table that claims are tested on (`Sweep.measure`); empty before.
     """
 
     settings: Settings
     curves: pd.DataFrame
     examined: pd.DataFrame = pd.DataFrame()
-    measured: pd.DataFrame = pd.DataFrame()
 
 
-def train_cells(cells: Iterable[Cell], settings: Settings, tell: Callable[[str], None]) -> Runs:
+def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> Runs:
     """Train every model of every cell with every seed."""
     cells = list(cells)
     rates = [settings["rates"] if cell.rates is None else cell.rates for cell in cells]
@@ -131,6 +127,26 @@ class Lead:
         return Comparison.tested_on(self.what.format(**words), self.paper, ours, self.claim, values, below=self.denied)
 
 
+def compare_leads(
+    measured: pd.DataFrame,
+    why: Reasons,
+    *leads: Lead,
+    by: str | None = None,
+    name: Callable[[Any], object] = lambda group: group,
+) -> list[Comparison]:
+    """Every claim, in every group of runs.
+
+    Args:
+        measured: what claims are tested on: columns model, seed and those of the leads.
+        why: why a group has learned too little for a verdict; its key is None where all runs are one group.
+        leads: the claims.
+        by: the column whose values are the groups; None: all runs are one.
+        name: a group's name in the text of a claim.
+    """
+    groups: Iterable[tuple[Any, pd.DataFrame]] = [(None, measured)] if by is None else measured.groupby(by, sort=False)
+    return [lead.compare(rows, name(group)).unless(why.get(group)) for group, rows in groups for lead in leads]
+
+
 def draw_panels(
     table: pd.DataFrame,
     x: str,
@@ -176,47 +192,3 @@ def draw_panels(
     )
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", **words)
     return figure
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What is trained, measured, claimed and shown.
-
-    Attributes:
-        cells: settings -> the cells; raises KVLensError where the settings do not fit together.
-        measure: runs -> the table that claims are tested on, with columns model and seed.
-        untrained: runs -> why a group has learned too little for a verdict; its key is None where all runs are one group.
-        differences: runs -> sentences that say where this differs from the paper.
-        draw: runs -> the figure.
-        leads: the claims, each tested in every group.
-        by: the column whose values are the groups; None: all runs are one.
-        name: a group's name in the text of a claim.
-        more: (runs, reasons) -> further comparisons.
-        tables: runs -> what is kept.
-    """
-
-    cells: Callable[[Settings], Iterable[Cell]]
-    measure: Callable[[Runs], pd.DataFrame]
-    untrained: Callable[[Runs], Reasons]
-    differences: Callable[[Runs], list[str]]
-    draw: Callable[[Runs], Figure]
-    leads: Sequence[Lead] = ()
-    by: str | None = None
-    name: Callable[[Any], object] = lambda group: group
-    more: Callable[[Runs, Reasons], list[Comparison]] = lambda runs, why: []
-    tables: Callable[[Runs], Mapping[str, pd.DataFrame]] = lambda runs: {"curves": runs.curves, "final": runs.measured}
-
-    def run(self, settings: Settings, tell: Callable[[str], None]) -> Outcome:
-        """Train, test and draw."""
-        runs = train_cells(self.cells(settings), settings, tell)
-        runs = runs._replace(measured=self.measure(runs))
-        why = self.untrained(runs)
-        comparisons = [*self.compare(runs.measured, why), *self.more(runs, why)]
-        return Outcome(self.tables(runs), self.draw(runs), comparisons, self.differences(runs))
-
-    def compare(self, measured: pd.DataFrame, why: Reasons) -> list[Comparison]:
-        """Every claim, in every group of runs."""
-        groups: Iterable[tuple[Any, pd.DataFrame]] = [(None, measured)]
-        if self.by is not None:
-            groups = measured.groupby(self.by, sort=False)
-        return [lead.compare(rows, self.name(group)).unless(why.get(group)) for group, rows in groups for lead in self.leads]

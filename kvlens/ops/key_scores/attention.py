@@ -4,11 +4,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.memory import BLOCK_NUMBERS
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
-
-BLOCK_NUMBERS = 2**20
-"""Attention weights held at once."""
 
 
 def attention_received(

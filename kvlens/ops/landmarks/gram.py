@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-NUMBERS_AT_ONCE = 2**24
-"""Numbers of the Gram matrices or rows that are held at once; beyond that, keys are chosen for one head at a time."""
+from kvlens.memory import NUMBERS_AT_ONCE
+
 T = TypeVar("T", bound=tuple)
 
 
@@ -68,7 +68,7 @@ def as_rows(n_rows: int, n_keys: int) -> bool:
 
 
 def by_cell(cells: int, n_rows: int, n_keys: int) -> bool:
-    """Whether the cells have to be treated one at a time to stay within :data:`NUMBERS_AT_ONCE`."""
+    """Whether the Gram matrices or rows of all cells are more than :data:`NUMBERS_AT_ONCE`: then one cell at a time."""
     return cells * n_keys * min(n_rows, n_keys) > NUMBERS_AT_ONCE
 
 

@@ -21,12 +21,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.memory import BLOCK_NUMBERS
 from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import grouped_key_scores
 
-BLOCK_NUMBERS = 2**20
-"""Shares held at once: 4 MiB in float32."""
 GRAM_COLUMNS = 128
 """Columns of a Gram matrix that are computed at once; entries above the diagonal are copied by symmetry."""
 

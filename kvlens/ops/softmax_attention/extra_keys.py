@@ -47,7 +47,9 @@ class ExtraKeys(NamedTuple):
             return None
         weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, even if it is masked
         log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
-        return cls(keys, log_weights, b_kv / weights[..., None])
+        values = b_kv / weights[..., None]
+        n = max(len(keys), len(values), len(log_weights))  # a hook may have made one of the three differ from row to row
+        return cls(*(x.expand(n, *x.shape[1:]) for x in (keys, log_weights, values)))
 
     def added(self, n_heads: int) -> Float[Tensor, "#batch head #query r"]:
         """What is added to the scores of ``n_heads`` query heads: log w_r and the distance term."""

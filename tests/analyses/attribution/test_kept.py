@@ -88,8 +88,8 @@ def test_a_file_of_another_explanation_is_refused_or_overwritten(model, whole, t
         (HookedKVTransformer.from_zoo("facts-gpt2"), torch.arange(1, 4), "model differs"),
     ]:
         path.unlink()
-        with kept.keeping(path, model, prompt=torch.arange(1, 4)) as begun:
-            begun.recall(lambda: torch.zeros(1, 1), kept.Account(1))
+        with kept.keeping(path, model, prompt=torch.arange(1, 4)):
+            kept.recalled(lambda: torch.zeros(1, 1), kept.Account(1))
         with pytest.raises(KVLensError, match=differing), kept.keeping(path, other, prompt=prompt):
             pass
 

@@ -7,7 +7,7 @@ from analysis_models import random_model, tokens
 from kvlens.analyses.bias.patching import activation_patching
 from kvlens.analyses.declaration import Record
 
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
 ANSWER, RIVAL = 3, 11
@@ -50,6 +50,15 @@ def test_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     assert frame["corrupted_metric"].iloc[0] == pytest.approx(corrupted, rel=1e-10)
     itself = patching(model, corrupted=CLEAN, points=["bias", "keys", "values", "z_bias"])
     np.testing.assert_allclose(itself["metric"], clean, rtol=1e-10)
+
+
+def test_values_are_the_same_alone_and_in_any_batch():
+    """They replace b_KV in each row, and leave b_D as it is."""
+    model = HookedKVTransformer.from_zoo("docs-gpt2")
+    whole = patching(model, points=["keys", "values"]).query("point == 'values'")["metric"]
+    for size in (None, 7):
+        alone = patching(model, points="values", batch_size=size)["metric"]
+        np.testing.assert_allclose(alone, whole, rtol=0, atol=1e-4)  # logits of about 10, some 80 float32 sums
 
 
 @pytest.mark.parametrize("name", ["learned positions", "rotary, grouped", "alibi"])

@@ -9,7 +9,7 @@ from kvlens import convert_prompt
 from kvlens.experiments.iclca import compaction, compaction_facts, compaction_figure, compaction_ways
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 
-TINY = {**compaction.EXPERIMENT.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
+TINY = {**compaction.compaction.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
 KEPT, CHANGED = [*compaction_ways.METHODS], compaction_ways.weight_methods(TINY)
 
 
@@ -124,7 +124,7 @@ def test_facts_are_counted_by_hand():
 
 
 def test_every_method_of_the_picture_looks_its_own():
-    weights = compaction_ways.weight_methods(compaction.EXPERIMENT.scales["paper"])
+    weights = compaction_ways.weight_methods(compaction.compaction.scales["paper"])
     paper = [name for name in weights if name != compaction_ways.TOKENS]  # drawn at the lower edge
     styles = compaction_figure.styles_of([*KEPT, *paper])
     looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]

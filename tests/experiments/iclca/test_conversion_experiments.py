@@ -61,13 +61,13 @@ def test_random_pairs_are_one_draw_however_they_are_batched():
 def test_conversion_error_is_rounding_in_float64_and_seen_where_a_bias_is_wrong(monkeypatch):
     model = tiny_model(dtype=torch.float64)
     prompt, text = next(conversion_error.random_pairs(4, 11, 6, batch_size=4, seed=1))
-    error, old = conversion_error.conversion_error(model, prompt, text)
+    error, old = conversion_error.error_of_conversion(model, prompt, text)
     assert old.shape == (4, 6, conversion_error.D_VOCAB)
     assert torch.equal(old, model(torch.cat([prompt, text], dim=1))[:, 11:])
     assert error.shape == (4,) and error.max() < 1e-13
     right = conversion_error.convert_prompt
     monkeypatch.setattr(conversion_error, "convert_prompt", lambda model, prompt: 0.9 * right(model, prompt))
-    assert conversion_error.conversion_error(model, prompt, text)[0].min() > 1e-4
+    assert conversion_error.error_of_conversion(model, prompt, text)[0].min() > 1e-4
 
 
 def errors_table(conversion, own, wide, size="205K"):
@@ -207,9 +207,9 @@ def test_the_papers_table_is_shown_next_to_ours_and_the_identity_is_tested():
 
 
 def test_a_model_that_is_not_there_says_how_to_train_it():
-    settings = {**conversion_accuracy.EXPERIMENT.scales["small"], "model": "no-such-model"}
+    settings = {**conversion_accuracy.conversion_accuracy.scales["small"], "model": "no-such-model"}
     with pytest.raises(KVLensError, match=r"'no-such-model' is neither .* `kvlens train bigram-linear --out RUN`"):
-        conversion_accuracy.run(settings, lambda text: None)
+        conversion_accuracy.conversion_accuracy.run(settings, lambda text: None)
 
 
 def test_a_folder_names_a_model(tmp_path):
@@ -249,7 +249,7 @@ def test_runs_are_compared_seed_by_seed():
     by_seed = measured(runs_table([(0.6, 0.2), (0.4, 0.1)], [(0.8, 0.3), (0.8, 0.5)]))
     first = by_seed[(by_seed["model"] == trainable_bias.WITH) & (by_seed["seed"] == 0)].iloc[0]
     assert (first["mean_loss"], first["loss"], first["accuracy"]) == (pytest.approx(0.4), 0.2, 0.8)
-    saved, better = trainable_bias.SWEEP.compare(by_seed, {})
+    saved, better = trainable_bias.compare(by_seed, {})
     assert saved.ours == "+0.275 ± 0.177 (2 seeds)"  # 0.15 and 0.4
     assert better.ours == "+0.250 ± 0.212 (2 seeds)"  # 0.1 and 0.4
 
@@ -266,18 +266,18 @@ def test_runs_are_compared_seed_by_seed():
 )
 def test_a_difference_is_significant_where_every_seed_has_it(with_bias, expected):
     by_seed = measured(runs_table(with_bias, [(0.8, 0.4)] * 6))
-    assert [comparison.holds for comparison in trainable_bias.SWEEP.compare(by_seed, {})] == expected
+    assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == expected
 
 
 def test_a_single_seed_is_inconclusive():
     by_seed = measured(runs_table([(0.1, 0.1)], [(0.8, 0.4)]))
-    assert [comparison.holds for comparison in trainable_bias.SWEEP.compare(by_seed, {})] == [None, None]
+    assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == [None, None]
 
 
 def test_with_and_without_bias_a_seed_starts_from_the_same_function():
-    tiny = trainable_bias.EXPERIMENT.scales["tiny"]
+    tiny = trainable_bias.trainable_bias.scales["tiny"]
     settings = {**tiny, "training": {**tiny["training"], "steps": 6, "eval_every": 3}}
-    curves = trainable_bias.SWEEP.run(settings, lambda text: None).tables["curves"]
+    curves = trainable_bias.trainable_bias.run(settings, lambda text: None).tables["curves"]
     losses = curves.pivot_table(index=["split", "step", "seed"], columns="model", values="loss")
     first, last = losses.loc["train", 1], losses.loc["heldout", 6]
     assert first[trainable_bias.WITH].tolist() == first[trainable_bias.WITHOUT].tolist()

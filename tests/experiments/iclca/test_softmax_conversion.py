@@ -8,10 +8,10 @@ import torch
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.experiments.iclca import softmax_conversion
-from kvlens.experiments.iclca.softmax_conversion import DISTILLED, DROPPED, EXPERIMENT, GREEDY, POLISHED, SIZE, WINDOW, ways
+from kvlens.experiments.iclca.softmax_conversion import DISTILLED, DROPPED, GREEDY, POLISHED, SIZE, WINDOW, ways
 from kvlens.model import HookedKVTransformer
 
-TINY = EXPERIMENT.scales["tiny"]
+TINY = softmax_conversion.softmax_conversion.scales["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,14 @@ def test_a_window_keeps_the_first_keys_and_the_last_ones(model):
 
 
 def test_no_two_rows_have_one_name():
-    for settings in EXPERIMENT.scales.values():
+    for settings in softmax_conversion.softmax_conversion.scales.values():
         names = [(way.method, way.size, way.n_continuations) for way in ways(settings, seed=0)]
         assert len(set(names)) == len(names)
 
 
 def made_table(factor: float, contexts: int = 6) -> pd.DataFrame:
     """Every step multiplies the error by ``factor`` in every context; random features halve it."""
-    settings, rows = EXPERIMENT.scales["tiny"], []
+    settings, rows = softmax_conversion.softmax_conversion.scales["tiny"], []
     order = [(DROPPED, 0, 0), *((way.method, way.size, way.n_continuations) for way in ways(settings, 0))]
     steps = [name for name in order if name[0] in (softmax_conversion.TOP, softmax_conversion.EQUAL, GREEDY, POLISHED)]
     errors = {steps[0]: factor}

@@ -6,7 +6,7 @@ import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError
 from kvlens.experiments.iclca import imitation, weights_to_prompt
-from kvlens.experiments.iclca.weights_to_prompt import EXPERIMENT, FREE, GIVEN, NULL, PROMPT
+from kvlens.experiments.iclca.weights_to_prompt import FREE, GIVEN, NULL, PROMPT
 
 HEADS, KV_HEADS, ROWS, R, D_HEAD, D_MODEL = 6, 3, 71, 4, 5, 13
 
@@ -218,4 +218,4 @@ def test_noise_is_significant_in_at_most_one_of_twenty_cases():
 
 
 def test_settings_of_every_scale_agree():
-    assert len({frozenset(settings) for settings in EXPERIMENT.scales.values()}) == 1
+    assert len({frozenset(settings) for settings in weights_to_prompt.weights_to_prompt.scales.values()}) == 1

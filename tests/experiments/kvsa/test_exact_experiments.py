@@ -12,7 +12,7 @@ from kvlens.ops.induction import landscape_loss, naive_induction_head
 
 BATCH, POS, D, VOCAB = 3, 13, 5, 7
 SIGMA, SLOPE = 0.6, 0.15
-EXPERIMENTS = [induction_exact.EXPERIMENT, landscape.EXPERIMENT]
+EXPERIMENTS = [induction_exact.induction_exact, landscape.landscape]
 
 
 def embeddings_and_tokens(dtype=torch.float64, seed=0):

@@ -115,12 +115,12 @@ def test_variants_are_compared_by_their_heldout_loss():
         for model, loss in ((variants.FREE, 3.0), ("gate", 3.5))
         for seed in range(6)
     )
-    (gate,) = variants.compare(variants.SWEEP.measure(sweep.Runs({}, course)), {})
+    (gate,) = variants.compare(seeds.final_losses(course), {})
     assert gate.holds is True and gate.sample.mean == pytest.approx(0.5)
 
 
 def test_variants_are_chosen_by_name_and_clear_ones_take_fewer_seeds():
-    settings = {**variants.EXPERIMENT.scales["small"], "variants": ["gate", "no shift"], "n_seeds_of_clear": 2}
+    settings = {**variants.variants.scales["small"], "variants": ["gate", "no shift"], "n_seeds_of_clear": 2}
     few, all_seeds = variants.cells(settings)
     assert (list(few.models), few.seeds) == (["no shift"], settings["seeds"][:2])
     assert (list(all_seeds.models), all_seeds.seeds) == ([variants.FREE, "gate"], None)
@@ -130,8 +130,8 @@ def test_variants_are_chosen_by_name_and_clear_ones_take_fewer_seeds():
 
 def test_experiments_on_text_share_their_runs():
     """The same task, model, training, rates and seeds at the small scale; what differs is added."""
-    scales = {e.name: e.scales["small"] for e in (variants.EXPERIMENT, learning_rate.EXPERIMENT, scaling.EXPERIMENT)}
-    trained = coefficients.EXPERIMENT.scales["small"]["train"]
+    scales = {e.name: e.scales["small"] for e in (variants.variants, learning_rate.learning_rate, scaling.scaling)}
+    trained = coefficients.coefficients.scales["small"]["train"]
     first = scales["variants"]
     for other in (*scales.values(), trained):
         assert (other["task"], other["training"]) == (first["task"], first["training"])
@@ -167,7 +167,7 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
 )
 def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
     runs = made_up_runs(plain, shifted)
-    by_rate = learning_rate.SWEEP.compare(runs, {})
+    by_rate = learning_rate.compare(runs, {})
     paper, stable = learning_rate.compare_rates(runs, {})
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
@@ -191,10 +191,10 @@ def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not(
 
 def test_a_run_whose_loss_is_not_finite_counts_as_diverged_and_the_experiment_continues():
     """Adam moves a weight by about the learning rate, and a float32 of 1e30 squared is infinite."""
-    tiny = learning_rate.EXPERIMENT.scales["tiny"]
+    tiny = learning_rate.learning_rate.scales["tiny"]
     settings = {**tiny, "rates": [3e-2, 1e30], "seeds": [0], "training": {**tiny["training"], "steps": 6}}
     told = []
-    outcome = learning_rate.EXPERIMENT.run(settings, told.append)
+    outcome = learning_rate.learning_rate.run(settings, told.append)
     runs = outcome.tables["runs"]
     huge = runs[runs["learning_rate"] == 1e30]
     assert len(huge) == 2 and huge["diverged"].all() and (huge["heldout_loss"] == math.inf).all()
@@ -215,7 +215,7 @@ def test_the_plain_model_must_have_learned_at_its_best_rate_only():
         ]
         course = pd.DataFrame(rows)
         runs = sweep.Runs({}, course)
-        return learning_rate.untrained(runs._replace(measured=learning_rate.measure(runs)))
+        return learning_rate.untrained(runs, learning_rate.measure(runs))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning_rate, "goal_of", lambda runs: Goal(5.0, share=0.2))
@@ -257,7 +257,7 @@ def made_up_sizes(plain, shifted):
 
 
 def claims_about_sizes(finals):
-    return [c.holds for c in (*scaling.SWEEP.compare(finals, {}), *scaling.compare_sizes(finals, {}))]
+    return [c.holds for c in (*scaling.compare(finals, {}), *scaling.compare_sizes(finals, {}))]
 
 
 def test_claims_about_sizes_can_fail():
@@ -378,7 +378,7 @@ def test_a_saved_model_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
 
 
 def test_a_shipped_model_is_read_without_a_course():
-    outcome = coefficients.run({"models": ["docs-linear"], "train": None}, **SILENT)
+    outcome = coefficients.coefficients.run({"models": ["docs-linear"], "train": None}, **SILENT)
     assert len(outcome.tables["coefficients"]) == 4 * 6 * 4
     assert outcome.tables["counts"]["count"].sum() == 4 * 6
     assert set(outcome.tables) == {"coefficients", "counts"}
@@ -395,7 +395,7 @@ def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
 
 
 def test_models_trained_here_are_tested_run_by_run():
-    tiny = coefficients.EXPERIMENT.scales["tiny"]["train"]
+    tiny = coefficients.coefficients.scales["tiny"]["train"]
     training = {**tiny["training"], "steps": 2}
     first, second = coefficients.train_sources(**{**tiny, "training": training}, **SILENT)
     assert (first.seed, second.seed) == (0, 1) and first.name == second.name == "trained here"
@@ -413,7 +413,7 @@ def test_models_trained_here_are_tested_run_by_run():
 
 @pytest.mark.parametrize(
     "experiment",
-    [variants.EXPERIMENT, learning_rate.EXPERIMENT, scaling.EXPERIMENT, coefficients.EXPERIMENT],
+    [variants.variants, learning_rate.learning_rate, scaling.scaling, coefficients.coefficients],
     ids=lambda e: e.name,
 )
 def test_all_scales_have_the_same_settings_and_a_cost(experiment):

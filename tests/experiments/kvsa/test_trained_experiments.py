@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.experiments import find_experiment
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, ngram
 from kvlens.experiments.shared import sweep
 from kvlens.experiments.shared.curves import steps_to
@@ -49,8 +50,8 @@ def depth_comparisons(**ends):
         ignore_index=True,
     )
     settings = dict(task=dict(vocab_size=16), training=dict(steps=500))
-    runs = Runs(settings, curves, measured=steps_to(curves, induction_depth.LEARNED))
-    return induction_depth.compare(runs, induction_depth.untrained(runs))
+    runs = Runs(settings, curves)
+    return induction_depth.compare(runs, steps_to(curves, induction_depth.LEARNED), induction_depth.untrained(runs))
 
 
 YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
@@ -87,25 +88,23 @@ def test_infinite_steps_are_described_in_words():
     assert induction_depth.in_words(math.inf, 800) == "more than 800"
 
 
-def width_rows(shifted, plain):
-    rows = [
-        (d_model, label, seed, size, accuracy)
-        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
-        for d_model, accuracies in by_width.items()
-        for seed, accuracy in enumerate(accuracies)
-    ]
-    return runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "accuracy"])
-
-
 def test_width_is_tested_at_each_width_seed_by_seed():
-    def near(accuracy):
-        return [accuracy + i / 1000 for i in SEEDS]
+    def near(steps):
+        return [steps + i for i in SEEDS]
 
-    shifted, plain = {8: near(0.6), 16: near(0.2), 32: near(0.9)}, {8: near(0.1), 16: near(0.4), 32: near(0.9)}
-    rows = width_rows(shifted, plain)
-    by_width, size = induction_width.SWEEP.compare(rows, {}), induction_width.parameters(rows)
-    assert [c.holds for c in by_width] == [True, False, None]
-    assert by_width[0].ours == "+0.500 ± 0.000 (6 seeds)"
+    shifted = {8: near(200), 16: near(400), 32: near(300), 64: [math.inf] * 6}
+    plain = {8: [math.inf] * 6, 16: near(100), 32: near(300), 64: [math.inf] * 6}
+    rows = [
+        (d_model, label, seed, size, steps)
+        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
+        for d_model, each in by_width.items()
+        for seed, steps in enumerate(each)
+    ]
+    table = runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "steps"])
+    by_width, size = induction_width.compare(table, 600), induction_width.parameters(table)
+    assert [c.holds for c in by_width] == [True, False, None, None]
+    assert by_width[0].sample.mean == pytest.approx(600 - 202.5)  # runs that have not learned count with what they had
+    assert "(means 600 and 202; a run that has not come so far counts with 600)" in by_width[0].what
     assert (size.ours, size.tested) == (1.5, False)
 
 
@@ -131,8 +130,7 @@ def test_ngram_tests_harm_at_the_end_and_gain_during_training(plain, shifted, ve
             for seed in SEEDS
         ]
     )
-    runs = Runs({}, curves, measured=curves)
-    end, way = ngram.SWEEP.compare(curves, ngram.untrained(runs))
+    end, way = ngram.compare(curves, ngram.untrained(curves))
     assert [end.verdict, way.verdict] == verdicts
     assert end.ours.startswith(f"{shifted[1] - plain[1]:+.3f} ± 0.000")
     assert way.ours.startswith(f"{sum(shifted) / 2 - sum(plain) / 2:+.3f} ± 0.000")
@@ -170,32 +168,28 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
     ],
 )
 def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
-    found = hops.SWEEP.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
+    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
     assert [c.holds for c in found] == holds
     assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
 
 
-def test_too_narrow_and_too_shallow_are_distinguished_from_too_few_steps():
+def test_too_shallow_is_distinguished_from_too_few_steps():
     """A model that cannot learn is informative if a similar one has learned in as many steps, and its curve is flat."""
 
-    def why(of_module, easy, hard):
-        at = dict(d_model=(32, 8), n_layers=2, k=(1, 2))
+    def why(one_hop, two_hops):
         curves = [
-            course(
-                model, seed, ends, **{name: value[place] if isinstance(value, tuple) else value for name, value in at.items()}
-            )
-            for model in (induction_width.PLAIN_2, induction_width.SHIFT_1, "plain", "KV shift")
-            for place, ends in enumerate((easy, hard))
+            course(model, seed, ends, n_layers=2, k=k)
+            for model in ("plain", "KV shift")
+            for k, ends in ((1, one_hop), (2, two_hops))
             for seed in SEEDS
         ]
-        return of_module.untrained(Runs(dict(task=dict(vocab_size=4)), pd.concat(curves)))
+        return hops.untrained(Runs(dict(task=dict(vocab_size=4)), pd.concat(curves)))[2]
 
-    for module, key in ((induction_width, 8), (hops, 2)):
-        assert why(module, (0.9, 0.95), (0.25, 0.26))[key] is None
-        assert "has learned 0%" in why(module, (0.25, 0.25), (0.25, 0.25))[key]
-        assert "still improves: all of the gain" in why(module, (0.9, 0.95), (0.25, 0.75))[key]
-        # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
-        assert "still improves: 22% of the gain" in why(module, (0.9, 0.95), (0.53, 0.61))[key]
+    assert why((0.9, 0.95), (0.25, 0.26)) is None
+    assert "has learned 0%" in why((0.25, 0.25), (0.25, 0.25))
+    assert "still improves: all of the gain" in why((0.9, 0.95), (0.25, 0.75))
+    # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
+    assert "still improves: 22% of the gain" in why((0.9, 0.95), (0.53, 0.61))
 
 
 # --- arithmetic ---
@@ -266,7 +260,7 @@ def test_arithmetic_compares_answers_scored_as_in_the_paper_unless_the_plain_mod
             for n_ops, way, accuracy in ((4, "some step", end), (4, "free", 0.0), (3, "some step", 1.1 - end))]  # fmt: skip
     names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
     answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
-    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, measured=answers)))
+    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(Runs({}, flat, examined=answers)))
     assert plain.verdict == "not tested" and (shifted.untrained is None) is (chance == 0.2)
     assert (plain.paper, plain.ours, plain.tested) == (0.8154, pytest.approx(0.375), False)
     assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
@@ -285,7 +279,7 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 
     monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
-    settings = arithmetic.EXPERIMENT.scales["small"]
+    settings = arithmetic.arithmetic.scales["small"]
     runs = sweep.train_cells(arithmetic.cells(settings), settings, lambda text: None)
     (task, models), longer = seen[0], make_task("arithmetic", max_ops=2, test_ops=3)
     assert (task.max_ops, task.test_ops) == (2, 0)
@@ -297,8 +291,8 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])
-@pytest.mark.parametrize("module", [induction_depth, induction_width, ngram, hops, arithmetic])
-def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypatch):
+@pytest.mark.parametrize("name", ["induction-depth", "induction-width", "ngram", "hops", "arithmetic"])
+def test_the_larger_scales_are_sound_up_to_the_training(name, scale, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
     def pretend(task, models, training, seeds, tell, examine=None, rates=(), **_):
@@ -312,7 +306,8 @@ def test_the_larger_scales_are_sound_up_to_the_training(module, scale, monkeypat
 
     monkeypatch.setattr(sweep, "train_and_compare", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
-    outcome = module.EXPERIMENT.run(module.EXPERIMENT.scales[scale], lambda text: None)
+    experiment = find_experiment(name)
+    outcome = experiment.run(experiment.scales[scale], lambda text: None)
     assert isinstance(outcome.figure, Figure)
     assert all(len(table) > 0 for table in outcome.tables.values())
     ours = outcome.comparisons[0].ours

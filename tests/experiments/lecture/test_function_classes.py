@@ -132,7 +132,7 @@ def test_bad_settings_of_the_baselines_are_refused():
 
 # --- errors against the number of examples ---
 
-TINY = function_classes.EXPERIMENT.scales["tiny"]
+TINY = function_classes.function_classes.scales["tiny"]
 
 
 class Oracle(torch.nn.Module):
@@ -185,7 +185,7 @@ def test_errors_by_examples_by_a_pencil():
 
 def test_prompts_of_evaluation_are_not_those_that_choose_the_best_weights():
     task = RegressionTask(dimensions=2, n_points=3)
-    seeds = range(max(how["n_seeds"] for how in function_classes.EXPERIMENT.scales["small"]["classes"].values()))
+    seeds = range(max(how["n_seeds"] for how in function_classes.function_classes.scales["small"]["classes"].values()))
     assert TINY["prompt_seed"] not in seeds
     assert not torch.equal(task.heldout(2, TINY["prompt_seed"]).inputs, task.heldout(2, 0).inputs)
 
@@ -311,7 +311,7 @@ def test_claims_about_length_can_fail(beyond, learned, holds):
 
 
 def test_paper_scale_is_the_papers_and_all_scales_have_the_same_settings():
-    scales = function_classes.EXPERIMENT.scales
+    scales = function_classes.function_classes.scales
     assert len({tuple(sorted(settings)) for settings in scales.values()}) == 1
     assert scales["paper"]["task"] == dict(dimensions=20, n_points=41)
     assert set(scales["paper"]["classes"]) == set(FUNCTION_CLASSES)
