@@ -1,7 +1,7 @@
 """KVTransformerBridge: a TransformerBridge, TransformerLens 3.9 or 4, whose attention reads a converted prompt.
 
-The bridge's own forward pass runs unchanged. While a bias is attached, each pass gets positions after the prompt and, for its
-duration, torch hooks on the bridge's hook points (:mod:`kvlens.bridge.softmax`); without a bias there are none.
+The bridge's own forward pass runs unchanged. While a bias is attached, each pass gets positions after the prompt, and softmax
+attention finds the bias's keys behind the text's (:mod:`kvlens.bridge.softmax`).
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from torch import nn
 
 ATTENTION = "past_key_values"
 """What attention calls it in earlier releases."""
-EARLIER = (ATTENTION, "cache_params")
+EARLIER = (ATTENTION, "layer_past", "cache_params")
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
@@ -26,19 +26,11 @@ def take_earlier_names(model: nn.Module) -> None:
         model.register_forward_pre_hook(_by_new_name, with_kwargs=True)
 
 
-def take_new_name(attn: nn.Module) -> None:
-    """Let a component in which TransformerLens computes attention find the ``cache`` that its layer calls it with."""
-    attn.register_forward_pre_hook(_by_earlier_name, with_kwargs=True)
+def with_cache(kwargs: Mapping[str, Any], cache: Any, name: str = ATTENTION) -> dict[str, Any]:
+    """The keywords of a part, with another cache, by the name that TransformerLens looks for."""
+    others = {key: given for key, given in kwargs.items() if key not in ("cache", *EARLIER)}
+    return others if cache is None else {**others, name: cache}
 
 
-def _by_new_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    cache = cache_of(kwargs)
-    return None if cache is None else (args, {**_without_cache(kwargs), "cache": cache})
-
-
-def _by_earlier_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    return (args, {**_without_cache(kwargs), ATTENTION: kwargs["cache"]}) if "cache" in kwargs else None
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: given for name, given in kwargs.items() if name not in ("cache", *EARLIER)}
+def _by_new_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, with_cache(kwargs, cache_of(kwargs), "cache")

@@ -5,9 +5,11 @@ A component of another class raises an error; what one of these classes computes
 Transformers finds (:mod:`kvlens.bridge.comparison`).
 """
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointQKVAttentionBridge,
     JointQKVPositionEmbeddingsAttentionBridge,
@@ -15,20 +17,16 @@ from transformer_lens.model_bridge.generalized_components import (
     PositionEmbeddingsAttentionBridge,
 )
 
-from kvlens.bridge.fused import show_rotated
 from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.parts import Part
 from kvlens.bridge.recurrent import RecurrentLayer
-from kvlens.bridge.softmax import HOOKED_BY_KVLENS, HeadSizes, Points, SoftmaxLayer, put_right
+from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import NAMES
 from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
-from kvlens.ops.softmax_features import ScoreRule
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 
-UNROTATED = Points("q.hook_out", "k.hook_out")
-LATENT = Points("hook_q", "hook_k", "hook_v")
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
 RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
@@ -90,8 +88,7 @@ def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[Part]:
 
 def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, recurrent: Any) -> SoftmaxLayer:
     """The attention of a layer, ``attn``; or, in the place of it, ``recurrent``, for which there is no mixer."""
-    points = _points(attn)
-    if points is None:
+    if not _is_shown(attn):
         if recurrent is not None:
             held = type(recurrent.original_component).__name__
             raise _no_way(family, f"kvlens has no mixer for layer {layer} ({held})")
@@ -106,38 +103,40 @@ def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, rec
     if getattr(attn, "hook_gate", None) is not None:
         raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
     cfg = bridge.cfg
-    if points is LATENT:
+    n_kv_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    if isinstance(attn, MLAAttentionBridge):
         _settle_latent(bridge, attn)
-    n_kv_heads = cfg.n_heads if points is LATENT else getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        n_kv_heads = cfg.n_heads
     d_head = int(getattr(module, "v_head_dim", getattr(module, "head_dim", cfg.d_head)))
     if d_head != cfg.d_head:
         raise _no_way(family, f"layer {layer} has heads of {d_head} dimensions, the configuration of {cfg.d_head}")
-    scaling = getattr(module, "scaling", None)
-    d_key = int(getattr(module, "qk_head_dim", d_head))
-    scale = d_key**0.5 if scaling is None else 1.0 / float(scaling)
-    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and scaling is None:
-        scale *= layer + 1
-    rule = ScoreRule(scale, getattr(module, "attn_logit_softcapping", None), None, _window(family, config, layer))
-    put_right(attn, points)
-    name = "mixer" if attn is recurrent else "attn"
-    return SoftmaxLayer(attn, layer, HeadSizes(cfg.n_heads, n_kv_heads, d_head, d_key), rule, points, name)
+    sizes = HeadSizes(cfg.n_heads, n_kv_heads, d_head, int(getattr(module, "qk_head_dim", d_head)))
+    return SoftmaxLayer(attn, layer, sizes, _window(family, config, layer), "mixer" if attn is recurrent else "attn")
 
 
-def _points(attn: Any) -> Points | None:
-    """Where a component shows queries, keys and values, some of them opened up for it; None where it does not."""
+def _is_shown(attn: Any) -> bool:
+    """Whether a component shows its scores and pattern, some of them opened up for it."""
     if attn is None:
-        return None
+        return False
     if type(attn.original_component).__name__ in NATIVE:
         add_hook_points(attn)
-        return HOOKED_BY_KVLENS
-    if isinstance(attn, MLAAttentionBridge):
-        return LATENT
-    if isinstance(attn, JointQKVPositionEmbeddingsAttentionBridge):
+    elif isinstance(attn, JointQKVPositionEmbeddingsAttentionBridge):
         show_rotated(attn)
-        return Points()
-    if isinstance(attn, PositionEmbeddingsAttentionBridge):
-        return Points() if hasattr(attn, "hook_rot_q") else UNROTATED  # Granite 4 may have no rotary positions
-    return UNROTATED if type(attn) is JointQKVAttentionBridge else None
+    else:
+        return type(attn) is JointQKVAttentionBridge or isinstance(attn, PositionEmbeddingsAttentionBridge | MLAAttentionBridge)
+    return True
+
+
+def show_rotated(attn: Any) -> None:
+    """Give rotary attention with one projection for queries, keys and values (GPT-NeoX, Phi-3) ``hook_rot_q`` and
+    ``hook_rot_k``, [batch, head or kv_head, pos, d_head], which TransformerLens' component lacks."""
+    attn.hook_rot_q, attn.hook_rot_k = HookPoint(), HookPoint()
+    attn.__dict__["_apply_rotary_pos_emb"] = partial(_rotated, attn)
+
+
+def _rotated(attn: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = type(attn)._apply_rotary_pos_emb(attn, *given)
+    return attn.hook_rot_q(q), attn.hook_rot_k(k)
 
 
 def _settle_latent(bridge: Any, attn: Any) -> None:

@@ -1,7 +1,7 @@
 """Softmax attention that the bridge leaves to Transformers, made to show its queries, keys, scores and pattern.
 
-While something is hooked to one of these, the module's call of Transformers' attention interface comes here, and is computed
-step by step as Transformers' eager attention does; else nothing changes.
+While something is hooked to one of these, or a bias is read, the module's call of Transformers' attention interface comes
+here, and is computed step by step as Transformers' eager attention does; else nothing changes.
 
 | hook point | shape |
 |---|---|
@@ -19,13 +19,13 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformers import AttentionInterface
 
-from kvlens.components import is_hooked
 from kvlens.errors import KVLensError
 
 NAME = "kvlens_hooked"
 VALUES = "hook_values"
 POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
-OWNER = "_kvlens_component"
+OWNER = "_kvlens_layer"
+"""The attribute of a Transformers module that holds its :class:`kvlens.bridge.softmax.SoftmaxLayer`."""
 WITHOUT_EFFECT = {"cache_position", "output_attentions", "position_ids", "use_cache"}
 """Keywords that reach Transformers' attention functions and change nothing in them."""
 
@@ -45,27 +45,6 @@ def add_hook_points(component: nn.Module) -> None:
     for name in POINTS:
         if not isinstance(getattr(held, name, None), HookPoint):
             setattr(held, name, HookPoint())
-    held.original_component.__dict__[OWNER] = held
-    # a component hands attributes that it does not know on to the module; a bound method follows when the model is copied
-    held.__dict__["forward"] = _HookedForward(held).forward
-
-
-class _HookedForward:
-    """The forward pass of a component that :func:`add_hook_points` was given."""
-
-    def __init__(self, component: Any):
-        self.component, self.forward_of_bridge = component, component.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_hooked(*(getattr(self.component, name) for name in POINTS)):
-            return self.forward_of_bridge(*args, **kwargs)
-        config = self.component.original_component.config
-        before = config._attn_implementation
-        config._attn_implementation = NAME
-        try:
-            return self.forward_of_bridge(*args, **kwargs)
-        finally:
-            config._attn_implementation = before
 
 
 def hooked_attention(
@@ -89,25 +68,17 @@ def hooked_attention(
             f"{type(module).__name__} calls its attention with {', '.join(unknown)}, which kvlens' hooked attention does not "
             "understand; use a configuration without it"
         )
-    held = module.__dict__[OWNER]
-    n, group = query.shape[2], query.shape[1] // key.shape[1]
-    query, new, new_value = held.hook_rot_q(query), held.hook_rot_k(key[:, :, -n:]), held.hook_values(value[:, :, -n:])
-    key = torch.cat([key[:, :, :-n], new], dim=2).repeat_interleave(group, dim=1)
-    value = torch.cat([value[:, :, :-n], new_value], dim=2)
-    scores = _masked(query @ key.transpose(2, 3) * scaling, attention_mask)
+    layer, n, group = module.__dict__[OWNER], query.shape[2], query.shape[1] // key.shape[1]
+    held = layer.attn
+    query = held.hook_rot_q(query)
+    new = layer.keys(held.hook_rot_k(key[:, :, -n:])), layer.values(value[:, :, -n:])
+    key, value = (torch.cat([x[:, :, :-n], of_pass], dim=2) for x, of_pass in zip((key, value), new, strict=True))
+    key, value = (x.repeat_interleave(group, dim=1) for x in layer.extended(key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if attention_mask is None else scores + attention_mask
     pattern = held.hook_attn_scores(scores).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     pattern = held.hook_pattern(nn.functional.dropout(pattern, dropout, module.training))
-    return (pattern @ value.repeat_interleave(group, dim=1)).transpose(1, 2).contiguous(), None
-
-
-def _masked(scores: Float[Tensor, "batch head pos key"], mask: Tensor | None) -> Float[Tensor, "batch head pos key"]:
-    """Scores under a mask as Transformers' eager or fused attention gets it: to be added, True where seen, or none."""
-    if mask is None:
-        n, n_keys = scores.shape[-2:]
-        mask = torch.ones(n, n_keys, dtype=torch.bool, device=scores.device).tril(n_keys - n)
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores + mask
+    return (pattern @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, hooked_attention)

@@ -1,12 +1,20 @@
-"""A softmax layer of the bridge with a KV bias, implemented entirely through the layer's hook points.
+"""A softmax layer of the bridge with a KV bias: the keys of the bias stand behind the text's, as if a cache had brought them.
+
+    z = sum of p_j v_j + sum of p_r u_r          p = softmax of the scores of the text's keys j and of s_r + log w_r
+
+The component scores the keys of the bias itself, as it scores any other: it gets them from what it takes for its cache, and
+log w_r through its mask. What is hooked to scores, pattern or the summands of z sees the text alone, and weights may be
+negative: then the columns of the bias are taken out of the scores again, and the two sides are joined in log space,
 
     z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
 
-q comes from the hook point at which it is scored (:class:`Points`) and Z_c from ``hook_attn_scores``, both as other hooks leave
-them; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is added at ``hook_z``, both before other hooks see them.
+with Z_c from ``hook_attn_scores`` as other hooks leave it; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is
+added at ``hook_z``, both before other hooks see them.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,31 +25,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
-from kvlens.bridge.cache import take_new_name
-from kvlens.bridge.native import POINTS, VALUES
-from kvlens.components import LayerBias, Normalizers
-from kvlens.kv_bias import KVBias
+from kvlens.bridge.cache import cache_of, with_cache
+from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
+from kvlens.components import LayerBias, Normalizers, is_hooked
+from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.protocol import HeadMatrices
 from kvlens.model.reading import Form, Part
-from kvlens.ops.softmax_attention import ScaledMass, join_bias
+from kvlens.ops.softmax_attention import ExtraKeys, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
+from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp
 
 HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_context", "hook_z_bias")
-
-
-class Points(NamedTuple):
-    """Where an attention component shows queries and keys as they are scored, and values: its hook points or a projection's.
-
-    A projection's ``hook_out`` holds [batch, pos, head * d]; the component's own hold heads first, [batch, head, pos, d].
-    """
-
-    q: str = "hook_rot_q"
-    k: str = "hook_rot_k"
-    v: str = "v.hook_out"
-
-
-HOOKED_BY_KVLENS = Points(v=VALUES)
-"""Of a component that :func:`kvlens.bridge.native.add_hook_points` was given."""
+BETWEEN = ("hook_attn_scores", "hook_pattern", *HOOKS[3:])
+"""What is seen here belongs to the text alone, or to the bias alone."""
 
 
 class HeadSizes(NamedTuple):
@@ -53,37 +49,47 @@ class HeadSizes(NamedTuple):
     d_key: int
 
 
+class Columns(NamedTuple):
+    """The bias of a layer in a pass, as hooks leave it: its keys by key-value head, and what is added to their scores.
+
+    ``values`` is None where they are read apart from the text's.
+    """
+
+    bias: LayerBias
+    keys: Float[Tensor, "#batch kv_head column d_key"]
+    values: Float[Tensor, "#batch kv_head column d_head"] | None
+    added: Float[Tensor, "#batch #head #pos column"]
+
+
 class SoftmaxLayer(Part):
     """One softmax layer, or the attention of a layer that has a recurrent state too.
 
     Args:
-        attn: the bridge's attention component; it gets the hook points of :data:`HOOKS`.
+        attn: the bridge's attention component; it gets the hook points of :data:`HOOKS`, and :meth:`forward`.
         layer: its number.
         sizes: of its heads.
-        rule: how it scores a key.
-        points: where its queries, keys and values are seen.
+        window: how many tokens a query sees, including its own; None for all.
         component_name: what its block calls the component.
     """
 
-    def __init__(
-        self,
-        attn: nn.Module,
-        layer: int,
-        sizes: HeadSizes,
-        rule: ScoreRule,
-        points: Points = HOOKED_BY_KVLENS,
-        component_name: str = "attn",
-    ):
+    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, window: int | None = None, component_name: str = "attn"):
         self.attn: Any = attn
-        self.layer, self.sizes, self.rule, self.points = layer, sizes, rule, points
+        self.component = self.attn
+        self.layer, self.sizes, self.rule = layer, sizes, ScoreRule(1.0, window=window)
         self.component_name = component_name
         self.is_unread = False
         self.normalizers: Normalizers | None = None
+        self.is_native = hasattr(attn, VALUES)
+        self.keys = HookPoint()
+        self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
+        self._given: OrderedDict[int, tuple[LayerBias, Tensor]] = OrderedDict()
+        self._columns: Columns | None = None
         for name in HOOKS:
-            if not isinstance(getattr(attn, name, None), HookPoint):
-                point = HookPoint()
-                point.name = f"blocks.{layer}.attn.{name}"
-                setattr(attn, name, point)
+            setattr(attn, name, HookPoint())
+            getattr(attn, name).name = f"blocks.{layer}.attn.{name}"
+        self._forward_of_bridge = self.attn.forward
+        self.attn.__dict__["forward"] = self.forward  # as of a recurrent layer
+        self.attn.original_component.__dict__[OWNER] = self
 
     @property
     def n_heads(self) -> int:
@@ -95,19 +101,122 @@ class SoftmaxLayer(Part):
         if self.component_name == "attn":
             return {}
         names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
-        return {f"blocks.{self.layer}.attn.{name}": self._point(name) for name in names}
+        return {f"blocks.{self.layer}.attn.{name}": attrgetter(name)(self.attn) for name in names}
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
-        bias = LayerBias.of(whole, self.layer, positions.device)
-        seen: dict[str, Tensor] = {}
+        handle = RemovableHandle(self._given)
+        self._given[handle.id] = LayerBias.of(whole, self.layer, positions.device), positions
         self.is_unread = True
+        return [handle]
 
-        def see_q(q: Tensor) -> None:
-            seen["q"] = self._heads(q, self.points.q)
+    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
+        """Let the next pass put keys as scored, and values, [batch, kv_head, pos, d_head], into ``seen`` by layer and name."""
+
+        def put(name: str, x: Tensor) -> None:
+            seen[self.layer, name] = x
+
+        return [_at(self.keys, partial(put, "k")), _at(self.values, partial(put, "v"))]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The component's forward pass."""
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        given, cache = next(reversed(self._given.values()), None), cache_of(kwargs)
+        self._columns = columns = None if given is None else self._read(*given, hidden)
+        points = (getattr(self.attn, name) for name in POINTS if self.is_native)
+        wanted = columns is not None or is_hooked(self.keys, self.values, *points)
+        by_mask = columns is not None or (wanted and self.is_native)
+        kwargs["attention_mask"] = self._mask(kwargs.get("attention_mask"), hidden, cache, by_mask)
+        with ExitStack() as stack:
+            if self.is_native and wanted:
+                config = self.attn.original_component.config
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = NAME
+            elif not self.is_native:
+                kwargs = with_cache(kwargs, _Cache(self, cache) if wanted else cache)
+            for name in ("hook_rot_q", "hook_rot_k"):  # OLMo's are rotated in float32, and rounded as in Transformers
+                if hidden.dtype.itemsize < 4 and hasattr(self.attn, name):
+                    stack.callback(_at(getattr(self.attn, name), lambda x: x.to(hidden.dtype), first=True).remove)
+            if columns is not None and columns.values is None:
+                for handle in self._apart(columns):
+                    stack.callback(handle.remove)
+            try:
+                return self._forward_of_bridge(*args, **kwargs)
+            finally:
+                self._columns = None
+
+    def extended(
+        self, k: Float[Tensor, "batch kv_head key d_key"], v: Float[Tensor, "batch kv_head key d_head"]
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values of the text, with those of the bias behind them."""
+        if self._columns is None:
+            return k, v
+        keys, values = self._columns.keys, self._columns.values
+        k = torch.cat([k, keys.to(k).expand(len(k), -1, -1, -1)], dim=2)
+        if values is None:
+            return k, v
+        self.is_unread = False
+        return k, torch.cat([v, values.to(v).expand(len(v), -1, -1, -1)], dim=2)
+
+    def _read(self, bias: LayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]) -> Columns:
+        """What is read of a bias in this pass."""
+        wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
+        bias, _ = bias.through_hooks(self.attn, self.n_heads, hidden.device, wide).in_window(self.rule, positions)
+        assert isinstance(bias.features, VirtualKeys)
+        assert bias.log_scale is not None
+        by_prompt = bias.features.keys.dim() == 5
+        held = (x[bias.layer].to(hidden.device) for x in (bias.features.keys, bias.features.distance))
+        # where a hook made the keys of a group's heads differ, each head has columns of its own
+        keys, distance = ((x if by_prompt else x[None]).unflatten(1, (n, -1)).flatten(2, 3) for x in held)
+        added = keys.new_zeros(1, 1, 1, keys.shape[2])
+        if self.rule.needs_distance:
+            added = distance_scores(self.rule, distance, positions, n)
+        if is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]:
+            values = None
+        elif not (bias.b_d.requires_grad or bool((bias.b_d != 1).any()) or bool(bias.log_scale.any())):
+            values = bias.b_kv  # a prompt's own; to divide each by its weight takes as long as the scores of a token
+        else:
+            extra = ExtraKeys.of(keys, bias.b_kv, bias.b_d, bias.log_scale)
+            # the logarithm of a weight is too coarse in half precision
+            values = None
+            if extra is not None and wide == hidden.dtype:
+                values, added = extra.values, added + extra.log_weights[:, :, None]
+        if values is not None and self.normalizers is not None:
+            self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
+        is_shared = bool((added == added[:, :1]).all())
+        added = added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // n, dim=1)
+        return Columns(bias, keys, values, added)
+
+    def _mask(self, mask: Tensor | None, hidden: Float[Tensor, "batch pos d"], cache: Any, wanted: bool) -> Tensor | None:
+        """The mask, to be added to scores if that is wanted, with what is added to those of the bias behind it."""
+        columns, lowest = self._columns, _lowest(hidden.dtype)
+        is_whole = isinstance(mask, Tensor) and mask.dim() == 4
+        if not wanted and not (is_whole and hidden.dtype == torch.float64):
+            return mask
+        if not is_whole:
+            n = hidden.shape[1]
+            n_keys = n if cache is None else cache.get_mask_sizes(n, self.layer)[0]
+            causal = torch.ones(1, 1, n, n_keys, dtype=torch.bool, device=hidden.device).tril(n_keys - n)
+            mask = causal if mask is None else causal & mask[:, None, None, -n_keys:].bool()
+        assert mask is not None
+        mask = hidden.new_zeros(()).where(mask, lowest) if mask.dtype == torch.bool else mask.clamp(min=lowest)
+        if columns is None:
+            return mask
+        added = columns.added.to(mask).clamp(min=lowest)
+        shape = torch.broadcast_shapes(mask.shape[:-1], added.shape[:-1])
+        return torch.cat([mask.expand(*shape, -1), added.expand(*shape, -1)], dim=-1)
+
+    def _apart(self, columns: Columns) -> list[RemovableHandle]:
+        """Read the values of the bias apart from the text's in this pass. Remove the handles after it."""
+        seen: dict[str, Tensor] = {}
+        n = columns.keys.shape[2]
+
+        def split(scores: Tensor) -> Tensor:
+            seen["virtual"] = scores[..., -n:]
+            return scores[..., :-n]
 
         def see_scores(scores: Tensor) -> None:
-            seen["share"], seen["z_bias"] = self._joined(seen.pop("q"), scores, bias, positions)
+            seen["share"], seen["z_bias"] = self._joined(columns.bias, seen.pop("virtual"), scores)
 
         def scale_pattern(pattern: Tensor) -> Tensor:
             return pattern * seen.pop("share").transpose(1, 2).to(pattern.dtype)
@@ -124,7 +233,7 @@ class SoftmaxLayer(Part):
             return (self.attn.hook_z_context(z.reshape(z_bias.shape)) + z_bias).reshape(z.shape)
 
         handles = [
-            _at(self._point(self.points.q), see_q),
+            _at(self.attn.hook_attn_scores, split, first=True),
             _at(self.attn.hook_attn_scores, see_scores),
             _at(self.attn.hook_pattern, scale_pattern, first=True),
             _at(self.attn.o.hook_in, add_bias, first=True),
@@ -132,37 +241,21 @@ class SoftmaxLayer(Part):
         gate = getattr(self.attn, "hook_q_gate", None)
         return handles if gate is None else [*handles, _at(gate, see_gate)]
 
-    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
-        """Let the next pass put keys as scored, and values, [batch, kv_head, pos, d_head], into ``seen`` by layer and name."""
-
-        def see(name: str, point: str) -> RemovableHandle:
-            def put(x: Tensor) -> None:
-                seen[self.layer, name] = self._heads(x, point).transpose(1, 2)
-
-            return _at(self._point(point), put)
-
-        return [see("k", self.points.k), see("v", self.points.v)]
-
     def attention_points(self) -> dict[str, tuple[nn.Module, Form]]:
         """See :meth:`kvlens.model.reading.Part.attention_points`."""
 
         def heads(x: Tensor) -> Tensor:
-            return self._heads(x, "o.hook_in")
+            return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
 
         points: dict[str, tuple[nn.Module, Form]] = {
             "pattern": (self.attn.hook_pattern, None),
-            "v": (self._point(self.points.v), lambda x: self._heads(x, self.points.v)),
+            "v": (self.values, lambda x: x.transpose(1, 2)),
             "z": (self.attn.o.hook_in, heads),
             "z_context": (self.attn.hook_z_context, heads),
             "z_bias": (self.attn.hook_z_bias, heads),
         }
         gate = getattr(self.attn, "hook_q_gate", None)
         return points if gate is None else {**points, "gate": (gate, lambda x: heads(x.sigmoid()))}
-
-    @property
-    def component(self) -> Any:
-        """The bridge's attention component."""
-        return self.attn
 
     @property
     def output(self) -> nn.Module:
@@ -177,7 +270,8 @@ class SoftmaxLayer(Part):
 
     def matrices(self) -> HeadMatrices | None:
         """The weights by query head; None where heads are not linear maps, or the bridge does not show the weights."""
-        if "gate" in self.attention_points() or self.sizes.d_key != self.sizes.d_head or self._is_latent():
+        is_latent = hasattr(self.attn.original_component, "kv_a_proj_with_mqa")
+        if "gate" in self.attention_points() or self.sizes.d_key != self.sizes.d_head or is_latent:
             return None
         found: list[Any] = [getattr(self.attn, name, None) for name in ("W_Q", "W_K", "W_V")]
         if any(weight is None for weight in found):
@@ -185,84 +279,54 @@ class SoftmaxLayer(Part):
         w_q, w_k, w_v = (weight.repeat_interleave(self.n_heads // len(weight), dim=0) for weight in found)
         return HeadMatrices(w_q, w_k, w_v, self.output_weights())
 
-    def _is_latent(self) -> bool:
-        return hasattr(self.attn.original_component, "kv_a_proj_with_mqa")
-
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""
         weights: Any = self.output.weight
         by_output: Tensor = weights.T if type(self.output).__name__ != "Conv1D" else weights
         return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
-    def _point(self, name: str) -> HookPoint:
-        point: HookPoint = attrgetter(name)(self.attn)
-        return point
-
-    def _heads(self, x: Tensor, point: str) -> Float[Tensor, "batch pos some_head d_head"]:
-        """``x`` as it passes a hook point: see :class:`Points`."""
-        if not point.endswith((".hook_out", ".hook_in")):
-            return x.transpose(1, 2)
-        return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
-
     def _joined(
-        self,
-        q: Float[Tensor, "batch pos head d_key"],
-        scores: Float[Tensor, "batch head pos key"],
-        bias: LayerBias,
-        positions: Int[Tensor, "#batch pos"],
+        self, bias: LayerBias, virtual: Float[Tensor, "batch head pos column"], scores: Float[Tensor, "batch head pos key"]
     ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
         """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        bias, _ = bias.through_hooks(self.attn, self.sizes.n_heads, q.device, wide).in_window(self.rule, positions)
-        phi = bias.phi(q.to(wide), self.rule, positions if self.rule.needs_distance else None, bias.b_kv, bias.b_d)
-        ones = torch.ones((), device=q.device, dtype=wide).expand(*q.shape[:-1], 1)
-        joined = join_bias(ones, self._mass(scores.to(wide)), phi, bias.b_kv, bias.b_d)
+        assert bias.log_scale is not None
+        n_heads, wide = self.n_heads, bias.b_d.dtype
+        logs = virtual.to(wide).masked_fill(virtual < _lowest(virtual.dtype) / 2, -torch.inf)
+        if logs.shape[-1] != bias.b_d.shape[-1]:  # a head's own columns among those of its group
+            group = n_heads // self.sizes.n_kv_heads
+            of_group = logs.unflatten(1, (-1, group)).unflatten(-1, (group, -1))
+            logs = of_group.diagonal(dim1=2, dim2=4).movedim(-1, 2).flatten(1, 2)
+        used = ((bias.b_d != 0) | (bias.b_kv != 0).any(dim=-1)).repeat_interleave(n_heads // bias.b_d.shape[1], dim=1)
+        phi = scaled_exp(logs.transpose(1, 2), used)
+        log_scale = bias.log_scale.to(wide).repeat_interleave(n_heads // bias.log_scale.shape[1], dim=1)
+        phi = phi._replace(log_scale=phi.log_scale + log_scale[:, None])
+        mass = ScaledMass.of_scores(scores.to(wide), getattr(self.attn.original_component, "sinks", None))
+        ones = torch.ones((), device=scores.device, dtype=wide).expand(*phi.log_scale.shape, 1)
+        joined = join_bias(ones, mass, phi, bias.b_kv, bias.b_d)
         self.attn.hook_normalizer(joined.log_normalizer)
         if self.normalizers is not None:
             self.normalizers.see(joined.below_zero())
         return joined.z_context, joined.z_bias
 
-    def _mass(self, scores: Float[Tensor, "batch head pos key"]) -> ScaledMass:
-        """Z_c relative to its largest term."""
-        top = scores.detach().amax(dim=-1)
-        sinks = getattr(self.attn.original_component, "sinks", None)
-        if sinks is not None:
-            top = torch.maximum(top, sinks.detach()[:, None].to(top))
-        shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
-        # a term below e^-80 of the largest changes no digit; left at a mask's size it would take exp ten times as long
-        mass = (scores - shift[..., None]).clamp(min=-80).exp().sum(dim=-1)
-        if sinks is not None:
-            mass = mass + (sinks[:, None].to(mass) - shift).exp()
-        return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))
+
+class _Cache(NamedTuple):
+    """Takes the place of a cache, if there is one: the component finds all keys and values in it, those of the bias too."""
+
+    layer: SoftmaxLayer
+    cache: Any
+
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        k, v = self.layer.keys(k), self.layer.values(v)
+        k, v = (k, v) if self.cache is None else self.cache.update(k, v, *args, **kwargs)
+        return self.layer.extended(k, v)
 
 
-def put_right(attn: Any, points: Points) -> None:
-    """Let a component of the bridge know its cache by any name, and round as Transformers does, in two places.
+def _lowest(dtype: torch.dtype) -> float:
+    """What a mask adds to the score of an unseen key.
 
-    Rotated queries and keys have the dtype of the model (OLMo's are rotated in float32), and a mask fits into float32, in which
-    the softmax is computed: its lowest number is -inf there in a float64 model, and a row of padding NaN.
+    It fits into float32, in which softmax is computed: the lowest number of float64 is -inf there, and a row of padding NaN.
     """
-    for name in (points.q, points.k):
-        if name.startswith("hook_rot"):
-            getattr(attn, name).register_forward_hook(partial(_in_dtype_of, attn.o))
-    attn.register_forward_pre_hook(_with_mask_in_float32, with_kwargs=True)
-    if points is not HOOKED_BY_KVLENS:
-        take_new_name(attn)
-
-
-def _in_dtype_of(projection: nn.Module, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.to(next(projection.parameters()).dtype)
-
-
-def _with_mask_in_float32(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
-    mask, hidden = kwargs.get("attention_mask"), kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    if not isinstance(mask, Tensor) or mask.dim() < 4 or hidden.dtype != torch.float64:
-        return None
-    lowest = torch.finfo(torch.float32).min
-    mask = hidden.new_zeros(()).where(mask, lowest) if mask.dtype == torch.bool else mask.clamp(min=lowest)
-    return args, {**kwargs, "attention_mask": mask}
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
 
 
 def _at(point: nn.Module, function: Callable[[Tensor], Tensor | None], first: bool = False) -> RemovableHandle:

@@ -170,7 +170,8 @@ class SoftmaxHeads(Heads):
         else:
             scores = scores.to(bias.b_kv.dtype)
             ones = torch.ones((), device=self.q.device, dtype=scores.dtype).expand(*self.q.shape[:-1], 1)
-            share, z_bias, _ = self._joined(ones, self._mass(scores), bias)
+            mass = ScaledMass.of_scores(scores, attn.sinks if self.cfg.use_attention_sinks else None)
+            share, z_bias, _ = self._joined(ones, mass, bias)
             pattern = attn.hook_pattern(attn.pattern_of(scores) * share.transpose(1, 2))
         z = read_values(attn, pattern, scores, None, self.v, self.entry)
         return HeadOutputs(z, z_bias, self._own_share(pattern))
@@ -187,17 +188,6 @@ class SoftmaxHeads(Heads):
         mask = self.tokens.attention_mask
         mask = None if mask is None or bool(mask.all()) else mask.bool()
         return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
-
-    def _mass(self, scores: Tensor) -> ScaledMass:
-        """The context's normalizer relative to its largest term; its logarithm alone would lose precision for large scores."""
-        top = scores.detach().amax(dim=-1)
-        if self.cfg.use_attention_sinks:
-            top = torch.maximum(top, self.attn.sinks.detach()[:, None].to(top))
-        shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
-        mass = (scores - shift[..., None]).exp().sum(dim=-1)
-        if self.cfg.use_attention_sinks:
-            mass = mass + (self.attn.sinks[:, None].to(mass) - shift).exp()
-        return ScaledMass(mass.transpose(1, 2), top.transpose(1, 2))
 
     def _with_sink(self, z: Tensor, log_n: Tensor) -> tuple[Tensor, Tensor]:
         """z and log n with the sink's part in the normalizer."""

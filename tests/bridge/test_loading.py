@@ -173,7 +173,7 @@ def test_untested_families_that_pass_the_comparison_are_exact(make, tmp_path):
 def test_a_family_whose_heads_differ_from_what_its_hook_points_show_is_refused():
     """BitNet has a norm behind the heads, which the bridge does not show."""
     torch.manual_seed(0)
-    with pytest.raises(KVLensError, match="does not compute what BitNetForCausalLM computes: .* of a converted prompt differ"):
+    with pytest.raises(KVLensError, match="what BitNetForCausalLM computes: .* of a converted prompt with hooks differ"):
         KVTransformerBridge.boot_transformers(tf.BitNetForCausalLM(tf.BitNetConfig(**TWO_LAYERS)).eval())
 
 

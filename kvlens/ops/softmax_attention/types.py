@@ -54,6 +54,21 @@ class ScaledMass(NamedTuple):
         """The sum with this logarithm."""
         return cls(torch.ones_like(log_sum), log_sum)
 
+    @classmethod
+    def of_scores(
+        cls, scores: Float[Tensor, "batch head query key"], sinks: Float[Tensor, " head"] | None = None
+    ) -> "ScaledMass":
+        """The sum over a query's keys, and over its head's attention sink, relative to its largest term."""
+        top = scores.detach().amax(dim=-1)
+        if sinks is not None:
+            top = torch.maximum(top, sinks.detach()[:, None].to(top))
+        shift = top.masked_fill(top == -torch.inf, 0.0)  # inf - inf would be NaN
+        # a term below e^-80 of the largest changes no digit; left at a mask's size it would take exp ten times as long
+        mass = (scores - shift[..., None]).clamp(min=-80).exp().sum(dim=-1)
+        if sinks is not None:
+            mass = mass + (sinks[:, None].to(mass) - shift).exp()
+        return cls(mass.transpose(1, 2), top.transpose(1, 2))
+
 
 class JoinedBias(NamedTuple):
     """The two summands of z, and log n including the bias."""
