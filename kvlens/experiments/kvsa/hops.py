@@ -28,7 +28,7 @@ LEARNED = 0.9
     "Does a model of the same depth learn more hops of induction with KV shift?",
     cost=(
         "a few seconds",
-        "forty minutes on one core",
+        "22 minutes on one core",
         "a week on one GPU (vocabulary, depths and hops chosen here; not run)",
     ),
     task=dict(vocab_size=(3, 4, 16), length=(10, 32, 256)),

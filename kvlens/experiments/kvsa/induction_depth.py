@@ -38,7 +38,7 @@ LEARNED = 0.99
     "Does one layer with KV shift learn induction, for which plain attention needs two?",
     cost=(
         "a few seconds",
-        "an hour on one core",
+        "45 minutes on one core",
         "hours on one GPU (the paper's vocabulary and length; not run here)",
     ),
     task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),

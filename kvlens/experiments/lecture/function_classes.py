@@ -43,7 +43,7 @@ OTHERS = ("trigonometric", "exponential", "decision_tree", "two_layer_relu")
     "Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
     cost=(
         "seconds",
-        "about 12 minutes on one core",
+        "a quarter of an hour on one core",
         "about two days on one GPU by estimate (7 models, 500,000 steps each); not run here",
     ),
     task=dict(dimensions=(4, 3, 20), n_points=(5, 10, 41)),
