@@ -80,6 +80,9 @@ GOAL = Goal(chance=1.0, y="loss", in_logs=True)
 N_TUNING = 3
 """The number of seeds from which each variant's learning rate is chosen, different from those that are compared."""
 
+DRAWN = 100.0
+"""Errors up to this are drawn."""
+
 D_X = dict(linear=11, trigonometric=6, exponential=5)
 
 
@@ -205,8 +208,12 @@ def compare(ratios: pd.DataFrame, why: Mapping[tuple[str, str], str | None]) -> 
 
 
 def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out error against steps: a column per task, a row per family of variants, plain attention in each."""
+    """Held-out error against steps: a column per task, a row per family of variants, plain attention in each.
+
+    A run that diverges leaves the figure.
+    """
     tasks = list(curves["task"].unique())
+    curves = curves.assign(loss=curves["loss"].where(curves["loss"] < DRAWN))
     figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
     panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False, sharex=True)
     for row, members in zip(panels, FAMILIES.values(), strict=True):

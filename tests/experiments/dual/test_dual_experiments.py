@@ -1,5 +1,6 @@
 """What the experiments on the dual model are made of, and that their verdicts can come out either way."""
 
+import io
 import math
 
 import numpy as np
@@ -180,3 +181,18 @@ def test_a_head_that_does_nothing_has_no_effect():
     assert effects.max() > 0.1
     assert frame.groupby(["layer", "head"])["induction_score"].mean().max() > 0.3
     assert len(frame) == 2 * 2 * 4 and frame.notna().all().all()
+
+
+def test_runs_that_diverge_leave_the_figure_and_the_verdict():
+    """Errors of some seeds grow until they are infinite: the figure can be drawn, and nothing is concluded from the rest."""
+    losses = {dual_variants.PLAIN: [0.5, 0.1], "augmented keys, 1 layer": [1e308, math.inf]}
+    rows = [
+        dict(task="exponential", model=model, seed=seed, step=step, loss=loss if seed else 0.1)
+        for model, course in losses.items()
+        for seed in range(8)
+        for step, loss in zip((0, 1, 2), (1.0, *course), strict=True)
+    ]
+    curves = pd.DataFrame(rows)
+    dual_variants.draw(curves).savefig(io.BytesIO())
+    (found,) = dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))
+    assert found.holds is None and found.ours == "not finite for 7 of 8 seeds"
