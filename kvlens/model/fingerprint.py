@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kvlens.base.config import HEADS
+from kvlens.checks import checked
 from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
 from kvlens.memory import BLOCK_NUMBERS
@@ -31,6 +32,7 @@ _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
 _FOUND: ContextVar[dict[tuple[int, str], tuple[Any, Any]] | None] = ContextVar("weights_unchanged", default=None)
 
 
+@checked
 @contextlib.contextmanager
 def weights_unchanged() -> Iterator[None]:
     """Inside the block, in this thread, no weight of a model changes, so that each model's weights are hashed and checked once.
