@@ -11,19 +11,34 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.shared.outcome import Comparison, Experiment, Outcome, write_outcome
 
-_OF_PAPER = {
-    "kvsa": (
-        "induction-depth induction-width induction-exact landscape ngram hops arithmetic variants learning-rate scaling "
-        "coefficients"
-    ),
-    "iclca": (
-        "conversion-accuracy conversion-error trainable-bias facts-recall softmax-conversion compaction gpt2-text "
-        "weights-to-prompt"
-    ),
-    "lecture": "function-classes",
-    "dual": "dual-equivalence dual-variants random-features dual-layer gradient-descent dual-heads",
+EXPERIMENTS = {
+    "induction-depth": "kvsa",
+    "induction-width": "kvsa",
+    "induction-exact": "kvsa",
+    "landscape": "kvsa",
+    "ngram": "kvsa",
+    "hops": "kvsa",
+    "arithmetic": "kvsa",
+    "variants": "kvsa",
+    "learning-rate": "kvsa",
+    "scaling": "kvsa",
+    "coefficients": "kvsa",
+    "conversion-accuracy": "iclca",
+    "conversion-error": "iclca",
+    "trainable-bias": "iclca",
+    "facts-recall": "iclca",
+    "softmax-conversion": "iclca",
+    "compaction": "iclca",
+    "gpt2-text": "iclca",
+    "weights-to-prompt": "iclca",
+    "function-classes": "lecture",
+    "dual-equivalence": "dual",
+    "dual-variants": "dual",
+    "random-features": "dual",
+    "dual-layer": "dual",
+    "gradient-descent": "dual",
+    "dual-heads": "dual",
 }
-EXPERIMENTS = {name: paper for paper, of_paper in _OF_PAPER.items() for name in of_paper.split()}
 """Name -> the folder of the module of that name (with underscores), in the order of the papers."""
 
 __all__ = [
