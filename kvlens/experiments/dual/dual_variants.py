@@ -77,8 +77,11 @@ MEASURES = {
 }
 GOAL = Goal(chance=1.0, y="loss", in_logs=True)
 """Errors are relative to the variance of the labels; half of it must be explained."""
-N_TUNING = 3
-"""The number of seeds from which each variant's learning rate is chosen, different from those that are compared."""
+N_TUNING = 6
+"""The number of seeds from which each variant's learning rate is chosen, different from those that are compared.
+
+A rate at which one of them diverges is not chosen.
+"""
 
 DRAWN = 100.0
 """Errors up to this are drawn."""
@@ -99,9 +102,9 @@ D_X = dict(linear=11, trigonometric=6, exponential=5)
     batch_size=(2, 8, 1),
     steps=(dict(linear=2, exponential=2), dict.fromkeys(D_X, 10_000), dict.fromkeys(D_X, 80_000)),
     heldout_sequences=(8, 256, 256),
-    rates=([0.03, 0.1], [0.1, 0.3, 1.0, 2.0], [0.003, 0.005, 0.01, 0.03, 0.1]),
+    rates=([0.03, 0.1], [0.03, 0.1, 0.3, 1.0, 2.0], [0.003, 0.005, 0.01, 0.03, 0.1]),
     unclaimed=(True, False, True),
-    seeds=([0, 1], list(range(11, 19)), list(range(16))),
+    seeds=([0, 1], list(range(21, 29)), list(range(16))),
 )
 def dual_variants(settings: Settings, tell: Tell) -> Outcome:
     """Train every variant on every task, at its best learning rate."""
