@@ -11,8 +11,9 @@ An order of the parts comes from outside, the most promising first. Two searches
   what is fixed, until what is fixed holds by itself.
 
 Then smaller sets are run, by size and along the order, as far as the cap allows; where all of them were run, the set is a
-smallest one. No set that was run is smaller than the one that is named, also where a search ends at its cap. Neither search
-needs the property to be monotone: every answer is a run. (A superset of a breaking set may keep the answer again.)
+smallest one. If one that differs from it in a single part is stronger, that one takes its place. No set that was run is smaller
+than the one that is named, also where a search ends at its cap. Neither search needs the property to be monotone: every answer
+is a run. (A superset of a breaking set may keep the answer again.)
 
 Source: an order from gradients with exact confirmation is the use of attribution patching (Nanda 2023) and AtP* (Kramar et al.
 2024, arXiv 2403.00745); the second search is QuickXplain's (Junker 2004) without its halving. Here the order comes from
@@ -221,9 +222,21 @@ def _made_smallest(asked: Asked, parts: Set, order: Sequence[int]) -> FoundSet:
     for size in range(1, max(2, len(parts))):
         if math.comb(len(order), size) > asked.runs.left // 2:
             known = asked.smallest_run()
-            return known if known is not None and len(known.parts) < len(parts) else FoundSet(parts, len(parts) == 1)
+            if known is not None and len(known.parts) < len(parts):
+                return known
+            return FoundSet(_strongest_near(asked, parts, order), len(parts) == 1)
         sets = list(itertools.combinations(order, size))
         holding = [each for each, holds in zip(sets, asked.holds(sets), strict=True) if holds]
         if holding:
             return FoundSet(tuple(sorted(max(holding, key=asked.effect))), True)
-    return FoundSet(parts, True)
+    return FoundSet(_strongest_near(asked, parts, order), True)
+
+
+def _strongest_near(asked: Asked, parts: Set, order: Sequence[int]) -> Set:
+    """The strongest of ``parts`` and the sets with one other part in place of one of them; ``parts`` where the cap is near."""
+    others = [part for part in order if part not in parts]
+    sets = [tuple(sorted({*parts, new} - {old})) for old in parts for new in others]
+    if len(sets) > asked.runs.left // 2:
+        return parts
+    holding = [each for each, holds in zip(sets, asked.holds(sets), strict=True) if holds]
+    return tuple(sorted(_dropped(asked, max((parts, *holding), key=asked.effect))))

@@ -14,7 +14,7 @@ from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.cost import CAP, expected_cost
 from kvlens.analyses.attribution.explain import SHIFT_STATE, explain
 from kvlens.analyses.attribution.order import first_order, head_orders
-from kvlens.analyses.attribution.search import ONE_BY_ONE, Runs, sets_of
+from kvlens.analyses.attribution.search import ONE_BY_ONE, Asked, Runs, sets_of
 from kvlens.analyses.attribution.verdicts import Outcomes
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
@@ -159,8 +159,8 @@ def exhausted(runs, keeping) -> int | None:
 
 
 def test_sets_are_as_small_as_any():
-    """Eight heads of random models, whose answers rest on several heads: against all 256 sets."""
-    sizes = []
+    """Eight heads of random models, whose answers rest on several heads: against all 256 sets, and none near is stronger."""
+    sizes, weaker = [], 0
     for seed in range(12):
         model = random_model(attention="softmax" if seed % 2 else "linear", kv_shift=None, seed=seed)
         for span in SPANS:
@@ -178,7 +178,13 @@ def test_sets_are_as_small_as_any():
                     sizes.append((len(found[0].parts), expected))
                     assert not found[0].smallest or len(found[0].parts) == expected
                     assert all(not set(a.parts) & set(b.parts) for a, b in itertools.combinations(found, 2))
-    assert len(sizes) >= 20 and any(size > 1 for size, _ in sizes)
+                    named, asked = set(found[0].parts), Asked(everything, keeping, frozenset(range(n)))
+                    near = [(named | {new}) - {old} for old in named for new in set(range(n)) - named]
+                    _, *of_near = asked.holds([named, *near])
+                    holding = [each for each, holds in zip(near, of_near, strict=True) if holds]
+                    weaker += len(holding)
+                    assert all(asked.effect(each) <= asked.effect(named) + CLOSE for each in holding)
+    assert len(sizes) >= 20 and any(size > 1 for size, _ in sizes) and weaker
     assert sum(size == expected for size, expected in sizes) >= 0.98 * len(sizes)
 
 
