@@ -196,10 +196,11 @@ def _read_stream(
             _watch(stack, seen, "pos_embed", ends.positions)
         shown = kept if visit is None else (*kept, *ATTENTION)
         residual = _visit(model, text if text.dim() == 2 else text[None], keep, shown, ends.before)[:, -n_last:]
+    embeddings = {"embed": seen["embed"]}
     if ends.positions is not None:
-        seen["pos_embed"] = seen["pos_embed"][-1:]
-        seen["embed"] = seen["embed"] - seen["pos_embed"]
-    embeddings, scale = {name: cut(x) for name, x in seen.items()}, cut(ends.scale(residual.double()))
+        added = seen["pos_embed"][-1:]
+        embeddings = {"embed": seen["embed"] - added, "pos_embed": added}
+    embeddings, scale = {name: cut(x) for name, x in embeddings.items()}, cut(ends.scale(residual.double()))
     return StreamReading(embeddings, layers, cut(residual), scale)
 
 
@@ -271,7 +272,7 @@ def _adds_up(
     Rounding the stream to its dtype may change it as much as a layer does, but has nothing to do with what the layer adds: the
     coefficients of the outputs in the change are 1, within the noise that rounding has in them.
     """
-    eps, (before, after) = torch.finfo(after.dtype).eps, (x.double().flatten() for x in (before, after))
+    eps, (before, after) = torch.finfo(after.dtype).eps, (x.double().flatten() for x in (before.to(after.device), after))
     added = torch.stack([x.double().flatten() for x in outputs if bool(x.any())] or [torch.zeros_like(before)])
     change, rounding = after - before, eps * after.norm()
     left = change - added.sum(dim=0)
@@ -307,7 +308,7 @@ def _reading(parts: Sequence[Part], seen: Sequence[dict[str, Tensor]], other: di
 
 
 def _joined_factors(parts: Sequence[Part], factors: Sequence[Tensor | None]) -> Tensor | None:
-    """Likewise what multiplies the heads' outputs: 1 at heads of a part without a factor; None where no part has one."""
+    """What multiplies the outputs of a layer's heads: 1 at heads of a part without a factor; None where no part has one."""
     given = next((factor for factor in factors if factor is not None), None)
     if given is None:
         return None
