@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from kvlens import HookedKVTransformer, KVLensError, KVModel
+from kvlens.model import heads_per_layer, recurrent_layers
 
 from .registry import HOMES
 
@@ -63,7 +64,7 @@ def kind_of(model: KVModel) -> str:
     """Which of the kinds a model is."""
     if isinstance(model, HookedKVTransformer):
         return HOOKED
-    return RECURRENT if any(model.heads_per_layer[layer] for layer in model.recurrent_layers) else SOFTMAX
+    return RECURRENT if any(heads_per_layer(model)[layer] for layer in recurrent_layers(model)) else SOFTMAX
 
 
 def reason_against(name: str, model: KVModel) -> str | None:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
+from kvlens.model import heads_per_layer
 
 
 def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor, "layer *rest"]:
@@ -24,7 +25,7 @@ def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor
 
 def zeros_by_head(model: KVModel, *shape: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, "layer head *shape"]:
     """Zeros for every head of a model, on the CPU, and NaN for heads that a layer does not have."""
-    counts = model.heads_per_layer
+    counts = heads_per_layer(model)
     zeros = torch.full((len(counts), max(counts), *shape), torch.nan, dtype=dtype)
     for layer, count in enumerate(counts):
         zeros[layer, :count] = 0
@@ -33,7 +34,7 @@ def zeros_by_head(model: KVModel, *shape: int, dtype: torch.dtype = torch.float3
 
 def heads_of_model(model: KVModel) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
     """Layer and head of every head, in order: an index into tensors [layer, head, ...]."""
-    counts = torch.tensor(model.heads_per_layer)
+    counts = torch.tensor(heads_per_layer(model))
     exists = torch.arange(int(counts.max())) < counts[:, None]
     layer, head = exists.nonzero(as_tuple=True)
     return layer, head

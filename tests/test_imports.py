@@ -47,10 +47,10 @@ ORDER = [
     "reference",
     "cli",
 ]
-PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model.protocol"}
-"""In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what
-models return to analyses."""
-FOUNDATIONS = {"kvlens.bridge", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
+PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model"}
+"""In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what is
+read of a pass."""
+FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
 """And what else keeps its work in a file."""
@@ -210,9 +210,6 @@ def test_analyses_use_public_names_only():
         if package_of(module) == "analyses":
             allowed = PUBLIC | (FOUNDATIONS if module.startswith("kvlens.analyses.batch.") else IN_FILES.get(module, set()))
             others = {name for name in imported(module, all_sources) if package_of(name) not in (None, "analyses")}
-            named = {name for name in named_imports(module, *all_sources[module]) if name.startswith("kvlens.model.")}
-            if all(name.startswith("kvlens.model.protocol.") for name in named):
-                others.discard("kvlens.model")  # which Python runs on the way to the protocol
             assert not others - allowed, module
             assert not [n for n in named_imports(module, *all_sources[module]) if n.startswith("transformer_lens")], module
 

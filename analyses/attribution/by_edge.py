@@ -33,6 +33,7 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVLensError, KVModel
 from kvlens.checks import Within, checked, ensure
+from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
@@ -83,7 +84,7 @@ class Reading:
         model = self.model = question.model
         self.question, self.tokens = question, tokens
         self.n_prompt, self.n_tokens = len(question.prompt), len(question.prompt) + len(question.text) + len(tokens) - 1
-        self.heads = {layer: n for layer, n in enumerate(model.heads_per_layer) if n}
+        self.heads = {layer: n for layer, n in enumerate(heads_per_layer(model)) if n}
         widest = max(model.cfg.d_mlp or 0, 6 * model.cfg.d_model, 2 * max(self.heads.values()) * self.n_tokens)
         bytes_per_row = 16 * self.n_tokens * widest + 28 * model.cfg.d_vocab_out * len(tokens)
         self.at_once = max(1, min(64, MEMORY_PER_PASS // bytes_per_row))
@@ -287,7 +288,7 @@ def attribution_by_edge(
         effect = torch.full_like(estimate, torch.nan)
         effect[: len(run)] = sum(sign * reading.effects(run, change) for sign, reading, _, change in measured)
         layer, later, input_, sender, head = edges.T
-        n_heads = torch.tensor(model.heads_per_layer)[layer]
+        n_heads = torch.tensor(heads_per_layer(model))[layer]
         frames.append(
             COLUMNS.frame(
                 {
@@ -310,7 +311,7 @@ def attribution_by_edge(
 
 def _check_points(model: KVModel) -> None:
     """Raise KVLensError unless several layers have heads, whose queries, keys and values are shown."""
-    layers = [layer for layer, n in enumerate(model.heads_per_layer) if n]
+    layers = [layer for layer, n in enumerate(heads_per_layer(model)) if n]
     if len(layers) < 2:
         raise KVLensError(
             "attribution_by_edge: edges lead from one layer to a later one, and this model has a single layer with heads"

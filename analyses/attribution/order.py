@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVModel
+from kvlens.model import head_hooks
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.parts import CONVOLUTION_PART, HEAD_PART, Part, has_shift_state, most_heads, of_kv_head
@@ -81,7 +82,7 @@ def _products(outcomes: Outcomes, biases: KVBias, n_rows: int) -> list[Float[Ten
         z[name] = x
         return x  # where a hook is shown heads in a shape of their own, only what it returns is read on
 
-    of_layer = [model.head_hooks(layer, "hook_z") for layer in layers]
+    of_layer = [head_hooks(model, layer, "hook_z") for layer in layers]
     hooks: list[Any] = [(stream_point(model, layer), alike) for layer in layers]
     hooks += [(name, partial(keep, name=name)) for of in of_layer for name in of]
     with torch.enable_grad():

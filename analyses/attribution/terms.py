@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
+from kvlens.bridge import read_memory
+from kvlens.model import heads_per_layer
 
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
 from ..layers import stack_layers
@@ -113,9 +115,9 @@ class StateTerms(NamedTuple):
 def state_terms(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> StateTerms:
     """What each token of a prompt, or of a single counterfactual one, writes into the states."""
     if isinstance(prompt, Counterfactuals):
-        memories = model.read_memory(prompt.tokens[0], prompt.kept[0], prompt.positions == "kept")
+        memories = read_memory(model, prompt.tokens[0], prompt.kept[0], prompt.positions == "kept")
     else:
-        memories = model.read_memory(prompt)
+        memories = read_memory(model, prompt)
     return StateTerms(*(torch.stack([getattr(memory, name) for memory in memories]) for name in StateTerms._fields))
 
 
@@ -140,7 +142,7 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, bias = _features_and_values(model, prompt)
     steps = torch.arange(phi_k[0].shape[0], 0, -1, device=phi_k[0].device)
-    per_head = (x.repeat_interleave(n // x.shape[1], dim=1) for x, n in zip(phi_k, model.heads_per_layer, strict=True))
+    per_head = (x.repeat_interleave(n // x.shape[1], dim=1) for x, n in zip(phi_k, heads_per_layer(model), strict=True))
     carried = [block.attn.features_after(x, steps) for block, x in zip(model.blocks, per_head, strict=True)]
     return Factors(stack_layers(phi_k), stack_layers(carried), stack_layers(v), bias)
 

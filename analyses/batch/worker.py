@@ -7,11 +7,12 @@ loaded, the batch ends.
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from kvlens import KVLensError, KVModel
+from kvlens import HookedKVTransformer, KVLensError, KVModel
 
 from ..declaration import Analysis, Record
 from .models import ModelShelf
@@ -96,7 +97,8 @@ class Worker:
             KVLensError: the model cannot be loaded.
         """
         model = self.models[job.model]
-        with model.using_softmax_form():  # fused where possible, in layers whose pattern is not hooked
+        form = model.using_softmax_form() if isinstance(model, HookedKVTransformer) else nullcontext()
+        with form:  # fused where possible, in layers whose pattern is not hooked
             return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
 
     def _run_one(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:

@@ -13,8 +13,6 @@ of the same bias are separate analyses:
 One forward pass over the prompt, one over the text.
 """
 
-from typing import Any
-
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -22,12 +20,13 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
+from kvlens.model import HeadsRead, read_stream
 
 from ..declaration import Columns, analysis
 from ..predictions import OUTPUT_SHARE
 from ..sequences import PromptTokens, TextTokens, bias_and_text
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
-from .outputs import bias_outputs, share_by_size, share_probes
+from .outputs import share_by_size, share_probes
 from .parts import HEAD, heads_of
 from .spectrum import effective_rank, singular_values, sizes
 
@@ -80,11 +79,9 @@ def bias_decomposition(
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
     target = logit_target(model, text, answer, rival)
-    paths: list[Any] = []
-    outputs = bias_outputs(model, bias, text, lambda: paths.append(model.direct_path(text)))
-    (path,) = paths
-    layers = zip(outputs.of_bias, outputs.of_context, outputs.whole(), strict=True)
-    tables = [_of_layer(model, layer, *z, target, path) for layer, z in enumerate(layers)]
+    with model.kv_bias(bias):
+        stream = read_stream(model, text, len(text))
+    tables = [_of_layer(model, layer, read, target, stream.scale) for layer, read in enumerate(stream.layers)]
     spectra = singular_values(bias)
     norms, b_d_norms = torch.cat(sizes(bias, "b_KV")), torch.cat(sizes(bias, "b_D"))
     layer, head = torch.tensor(heads_of(bias)).T
@@ -104,18 +101,17 @@ def bias_decomposition(
 def _of_layer(
     model: KVModel,
     layer: int,
-    of_bias: Float[Tensor, "pos head d_head"],
-    of_context: Float[Tensor, "pos head d_head"],
-    z: Float[Tensor, "pos head d_head"],
+    read: HeadsRead,
     target: LogitTarget,
-    path: Any,
+    scale: Float[Tensor, "pos 1"],
 ) -> dict[str, Float[Tensor, " head"]]:
     """What the heads of a layer read from their bias; the target's logit is the mean over its positions."""
-    factor = path.factors[layer]
-    written = of_bias if factor is None else of_bias * factor
-    probes = target.probes(model, path.scale, layer).to(written)
+    assert read.z_bias is not None  # a bias is attached
+    of_bias, of_context = read.z_bias.double(), read.z_context.double()
+    written = of_bias if read.factor is None else of_bias * read.factor
+    probes = target.probes(model, scale, layer).to(written)
     return {
         "bias_share": share_by_size(of_bias.norm(dim=-1), of_context.norm(dim=-1)).mean(dim=0),
-        "output_share": (of_bias * share_probes(z, pooled=True)).sum(dim=(0, 2)),
+        "output_share": (of_bias * share_probes(of_bias + of_context, pooled=True)).sum(dim=(0, 2)),
         "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
     }

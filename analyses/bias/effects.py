@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
+from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Field, Option, analysis, read_tokens
 from ..predictions import (
@@ -84,7 +85,7 @@ def _read_references(model: KVModel, prompts: Any) -> KVBias:
 def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
     """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
     ``resample``."""
-    units = {"head": sum(model.heads_per_layer), "layer": model.cfg.n_layers, "model": 1}[by]
+    units = {"head": sum(heads_per_layer(model)), "layer": model.cfg.n_layers, "model": 1}[by]
     n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
     return units * n_parts * len(methods)
 

@@ -8,24 +8,23 @@ gate behind that, are held as in direct logit attribution.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
+from kvlens.model import direct_path, read_attention
 
 from .reads import Stretch, TextReads
 
 
 class OnePassReading:
-    """As :class:`kvlens.analyses.bias.reads.PromptReading`, from layers that the model hands over.
+    """As :class:`kvlens.analyses.bias.reads.PromptReading`, from one pass over both.
 
     Args:
         model: with what the prompt continues attached.
         prompt, text: tokens [pos].
-        layers: of :meth:`kvlens.KVModel.read_attention`.
         with_logits: whether logits will be attributed, for which heads must write to the residual stream directly.
 
     Raises:
@@ -37,17 +36,17 @@ class OnePassReading:
         model: KVModel,
         prompt: Int[Tensor, " prompt_pos"],
         text: Int[Tensor, " text_pos"],
-        layers: list[Any],
         with_logits: bool,
     ):
-        self.model, self.n_prompt, self.layers = model, len(prompt), layers
+        self.model, self.n_prompt, self.layers = model, len(prompt), read_attention(model, prompt, text)
         self.scale = torch.ones(len(text), 1, dtype=torch.float64, device=text.device)
         if with_logits:
-            self.scale = model.direct_path(torch.cat([prompt, text])).scale[self.n_prompt :]
+            self.scale = direct_path(model, torch.cat([prompt, text])).scale[self.n_prompt :]
 
     def text(self) -> tuple[list[TextReads], Float[Tensor, "text 1"]]:
         """The text's side of every layer, and the final norm's scale there."""
-        return [TextReads(of.pattern, of.z, of.z_bias, None, of.gate, of.factor) for of in self.layers], self.scale
+        layers = [(of.pattern.transpose(0, 1), of.z, of.z_bias, None, of.gate, of.factor) for of in self.layers]
+        return [TextReads(*of) for of in layers], self.scale
 
     def visit_prompt(self, visit: Callable[[int, Stretch], None]) -> None:
         """Hand every layer's values to ``visit(layer, stretch)``; a position's key is the position."""

@@ -7,17 +7,13 @@ does not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be o
 but it is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.model.protocol import joined_heads
-
-PARTS = ("hook_z_bias", "hook_z_context")
+from kvlens.model import HeadsRead, visit_heads
 
 
 class BiasOutputs(NamedTuple):
@@ -31,26 +27,18 @@ class BiasOutputs(NamedTuple):
         return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
 
 
-def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"], run: Callable[[], None] | None = None) -> BiasOutputs:
-    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text.
+def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
+    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
+    found = BiasOutputs([], [])
 
-    ``run`` reads the text in the place of a pass of its own, where the caller needs one for something else.
-    """
-    seen: dict[str, Tensor] = {}
+    def keep(layer: int, read: HeadsRead) -> None:
+        assert read.z_bias is not None  # a bias is attached
+        found.of_bias.append(read.z_bias[0].double().to(text.device))
+        found.of_context.append(read.z_context[0].double().to(text.device))
 
-    def see(z: Tensor, hook: Any) -> None:
-        seen[hook.name] = z[0].double().to(text.device)
-
-    hooks = [(name, see) for layer in range(bias.n_layers) for part in PARTS for name in model.head_hooks(layer, part)]
-    with model.kv_bias(bias), model.hooks(fwd_hooks=hooks):
-        model.logits_on(text[None], 1) if run is None else run()
-    none = torch.zeros(len(text), 0, 1, dtype=torch.float64, device=text.device)
-
-    def of(part: str) -> list[Tensor]:
-        names = [model.head_hooks(layer, part) for layer in range(bias.n_layers)]
-        return [joined_heads([seen[name] for name in of_layer]) if of_layer else none for of_layer in names]
-
-    return BiasOutputs(*map(of, PARTS))
+    with model.kv_bias(bias):
+        visit_heads(model, text[None], keep, ("z_context", "z_bias"))
+    return found
 
 
 def share_by_size(

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias
-from kvlens.model.protocol import joined_heads
+from kvlens.model import joined_heads
 
 OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of the attention layers in a bias, and those of the shift state that it carries."""

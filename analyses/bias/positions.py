@@ -126,11 +126,9 @@ def reading_of(
     with_logits: bool = True,
 ) -> PromptReading | OnePassReading:
     """The prompt and the text, read layer by layer."""
-    layers = model.read_attention(prompt, text)
-    if layers is not None:
-        return OnePassReading(model, prompt, text, layers, with_logits)
-    assert isinstance(model, HookedKVTransformer)
-    return PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=on_progress)
+    if isinstance(model, HookedKVTransformer):  # long linear texts in segments, and values behind a shift
+        return PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=on_progress)
+    return OnePassReading(model, prompt, text, with_logits)
 
 
 @torch.no_grad()

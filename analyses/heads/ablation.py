@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.model.protocol import joined_heads
+from kvlens.model import head_hooks, heads_per_layer, joined_heads
 
 from ..passes import MEMORY_PER_PASS, check_batch_size
 from .repeated_tokens import RepeatedTokens
@@ -59,7 +59,7 @@ def resampling_ablation(
     Raises:
         KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
     """
-    n_layers, n_heads, n_texts = model.cfg.n_layers, model.heads_per_layer, len(repeated.tokens)
+    n_layers, n_heads, n_texts = model.cfg.n_layers, heads_per_layer(model), len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
         raise KVLensError("ablations: shortformer adds positions inside every layer, so a pass cannot start at a later layer")
     check_batch_size("ablations", batch_size)
@@ -71,7 +71,7 @@ def resampling_ablation(
     ]
     if on_start is not None:
         on_start(sum(n_heads) * n_texts)
-    starts, names = residuals(model, repeated), [model.head_hooks(layer, "hook_z") for layer in range(n_layers)]
+    starts, names = residuals(model, repeated), [head_hooks(model, layer, "hook_z") for layer in range(n_layers)]
     seen = cached(model, donors.tokens, [name for of_layer in names for name in of_layer])
     others = [joined_heads([seen[name] for name in of_layer]) if of_layer else None for of_layer in names]
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
@@ -101,7 +101,7 @@ def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor,
 def rows_per_pass(model: KVModel, repeated: RepeatedTokens) -> int:
     """Texts that fit into :data:`MEMORY_PER_PASS`: logits and exponentials, pattern and scores, widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
-    most = max(model.heads_per_layer)
+    most = max(heads_per_layer(model))
     row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (most * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
     return max(1, MEMORY_PER_PASS // row)
 
@@ -129,7 +129,7 @@ def cached(model: KVModel, tokens: Tensor, names: list[str]) -> dict[str, Tensor
 def replace_heads(model: KVModel, layer: int, heads: Tensor, other: Tensor) -> list[tuple[str, Callable]]:
     """Hooks that set the output of head ``heads[i]`` in row i of a batch to ``other[i]`` [pos, d_head]."""
     hooks, first = list[tuple[str, Callable]](), 0
-    for name, n_heads in model.head_hooks(layer, "hook_z").items():
+    for name, n_heads in head_hooks(model, layer, "hook_z").items():
         rows = ((heads >= first) & (heads < first + n_heads)).nonzero()[:, 0]
 
         def replace(z: Tensor, hook: Any, rows: Tensor = rows, first: int = first) -> Tensor:

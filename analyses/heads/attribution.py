@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
-from kvlens.model.protocol import DirectPath, FrozenNorm
+from kvlens.model import Layer, StreamReading, output_weights
 
 from ..stream.logit_attribution import residual_directions
 from .weights import wide_dtype
@@ -27,7 +27,7 @@ from .weights import wide_dtype
 
 def head_logit_attribution(
     model: KVModel,
-    path: DirectPath,
+    path: StreamReading,
     outputs: Sequence[Float[Tensor, "batch pos _ _"]],
     positions: slice,
     targets: Int[Tensor, "batch position"],
@@ -36,7 +36,7 @@ def head_logit_attribution(
 
     Args:
         model: the model that was run.
-        path: what lay between its heads and its logits in that run.
+        path: what lay between its heads and its logits in that run (:func:`kvlens.model.direct_path`).
         outputs: z of every layer.
         positions: the positions whose logits are attributed.
         targets: the token at each position whose logit is attributed.
@@ -44,18 +44,18 @@ def head_logit_attribution(
     dtype = wide_dtype(model)
     direction = residual_directions(model, targets) / path.scale[:, positions].to(dtype)
     rows = []
-    for layer, (z, factor, norm) in enumerate(zip(outputs, path.factors, path.behind, strict=True)):
-        into_stream = direction if norm is None else _in_front_of(norm, direction, positions)
-        into_head = torch.einsum("bpm,hdm->bphd", into_stream, model.output_weights(layer).to(dtype))
+    for number, (layer, z, of) in enumerate(zip(model.layers(), outputs, path.layers, strict=True)):
+        into_stream = direction if of.scale is None else _in_front_of(layer, direction, of.scale[:, positions].to(dtype))
+        into_head = torch.einsum("bpm,hdm->bphd", into_stream, output_weights(model, number).to(dtype))
         written = z[:, positions].to(dtype)
-        written = written if factor is None else written * factor[:, positions].to(dtype)
+        written = written if of.factor is None else written * of.factor[:, positions].to(dtype)
         rows.append((written * into_head).sum(dim=-1).mean(dim=(0, 1)))
     return rows
 
 
-def _in_front_of(norm: FrozenNorm, direction: Tensor, positions: slice) -> Tensor:
-    """Pull ``direction`` back through a frozen norm, from its output to its input."""
+def _in_front_of(layer: Layer, direction: Tensor, scale: Tensor) -> Tensor:
+    """Pull ``direction`` back through the norm behind a layer's heads, with its scale frozen, from its output to its input."""
+    _, norm = layer.norms()
+    assert norm is not None
     direction = direction * norm.gain
-    if norm.centers:
-        direction = direction - direction.mean(dim=-1, keepdim=True)
-    return direction / norm.scale[:, positions].to(direction.dtype)
+    return (direction - direction.mean(dim=-1, keepdim=True) if norm.centers else direction) / scale

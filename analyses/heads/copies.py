@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvlens import KVModel
 from kvlens.checks import checked
+from kvlens.model import heads_per_layer
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, analysis
@@ -57,7 +58,7 @@ def prompt_copies(
     text = one_sequence(model, "text", text)
     pairs = repeated_pairs(prompt, text)
     queries, row = pairs[:, 0].unique(return_inverse=True)
-    n_pairs, counts = len(pairs), model.heads_per_layer
+    n_pairs, counts = len(pairs), heads_per_layer(model)
     attention = torch.zeros(len(counts), max(counts), n_pairs)
 
     def pick(layer: int, first: int, rows: Tensor) -> None:

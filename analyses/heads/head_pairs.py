@@ -17,6 +17,7 @@ import torch
 
 from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.model import head_matrices, heads_per_layer
 
 from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
@@ -61,12 +62,12 @@ def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> 
     """
     if not len(kinds) or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
         raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
-    with_heads = torch.tensor([layer for layer, n_heads in enumerate(model.heads_per_layer) if n_heads])
-    weights = [matrices for matrices in model.head_matrices() if matrices is not None]
+    with_heads = torch.tensor([layer for layer, n_heads in enumerate(heads_per_layer(model)) if n_heads])
+    weights = [matrices for matrices in head_matrices(model) if matrices is not None]
     if len(weights) < len(with_heads):
         raise KVLensError("composition: in this model queries, keys or values of heads are not linear in the residual stream")
     in_order = with_heads[:, None] < with_heads  # [layer, later_layer]
-    counts = torch.tensor(model.heads_per_layer)[with_heads]
+    counts = torch.tensor(heads_per_layer(model))[with_heads]
     exists = torch.arange(int(counts.max())) < counts[:, None] if len(counts) else in_order
     pairs = in_order[:, None, :, None] & exists[:, :, None, None] & exists
     layer, head, later_layer, later_head = pairs.nonzero().repeat(len(kinds), 1).T

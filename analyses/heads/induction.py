@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, checked, ensure
+from kvlens.model import heads_per_layer
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
@@ -165,7 +166,7 @@ def look_at_heads(
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)
-    unknown = torch.full((len(KINDS), model.cfg.n_layers, max(model.heads_per_layer)), torch.nan)
+    unknown = torch.full((len(KINDS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
@@ -216,7 +217,7 @@ ABLATIONS = Option("also measure the effect of resampling each head's output, an
 
 def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) -> int:
     """Number of runs that the ablations of one prompt take."""
-    return sum(model.heads_per_layer) * max(1, n_random) if ablations else 0
+    return sum(heads_per_layer(model)) * max(1, n_random) if ablations else 0
 
 
 @analysis(

@@ -4,7 +4,8 @@ Patterns are reduced to scores layer by layer, and never kept; direct attributio
 between the heads and the logits.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kvlens import KVModel
 from kvlens.errors import IndirectHeads
-from kvlens.model.protocol import DirectPath, HeadsRead
+from kvlens.model import HeadsRead, StreamReading, direct_path, heads_per_layer
 
 from ..layers import stack_layers
 from ..passes import MEMORY_PER_PASS
@@ -72,21 +73,15 @@ def _measure_part(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
 
     shifts = [f"blocks.{i}.attn.hook_{x}_shift_coef" for i in range(model.cfg.n_layers) for x in shifted_projections(model)]
     with model.hooks(fwd_hooks=[(name, keep) for name in shifts]):
-        path = _direct_path(model, repeated.tokens, lambda: model.visit_heads(repeated.tokens, score))
+        path: StreamReading | None = None
+        with contextlib.suppress(IndirectHeads):  # after all layers have been visited
+            path = direct_path(model, repeated.tokens, score)
     if path is None:
-        attribution = scores[0].raw.new_full((len(scores), max(model.heads_per_layer)), torch.nan)
+        attribution = scores[0].raw.new_full((len(scores), max(heads_per_layer(model))), torch.nan)
     else:
         positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
         attribution = stack_layers(head_logit_attribution(model, path, outputs, positions, repeated.next_tokens))
     return HeadMeasures(_stacked(scores), attribution, taps)
-
-
-def _direct_path(model: KVModel, tokens: Tensor, run: Callable[[], None]) -> DirectPath | None:
-    """What lies between the heads and the logits in the pass that ``run`` makes; None if the heads do not write directly."""
-    try:
-        return model.direct_path(tokens, run)
-    except IndirectHeads:
-        return None
 
 
 def _stacked(scores: Sequence[PatternScores]) -> PatternScores:

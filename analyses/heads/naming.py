@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.model import head_matrices, heads_per_layer
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis
@@ -157,11 +158,12 @@ def _frame(
     threshold: float,
 ) -> pd.DataFrame:
     measured, heads = found.measured, heads_of_model(model)
-    matrices = model.head_matrices()
+    matrices = head_matrices(model)
     linear = [of_layer for of_layer in matrices if of_layer is not None]
     scores = iter(copying_scores(model, linear))
     copying = [
-        torch.full((n,), torch.nan) if w is None else next(scores) for w, n in zip(matrices, model.heads_per_layer, strict=True)
+        torch.full((n,), torch.nan) if w is None else next(scores)
+        for w, n in zip(matrices, heads_per_layer(model), strict=True)
     ]
     of_heads = [verdicts[layer][head] for layer, head in zip(*(x.tolist() for x in heads), strict=True)]
     columns: dict[str, Any] = {

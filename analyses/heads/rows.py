@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVModel
-from kvlens.model.protocol import HeadsRead
+from kvlens.model import HeadsRead, visit_heads
 
 from ..layers import stack_layers
 from ..segments import Found, Looks, Progress, rows_at
@@ -75,7 +75,7 @@ def visit_patterns(
         if on_progress is not None:
             on_progress((layer + 1) / model.cfg.n_layers)
 
-    model.visit_heads(tokens[None], show)
+    visit_heads(model, tokens[None], show)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
+from kvlens.model import heads_per_layer
 
 
 class ShiftTaps(NamedTuple):
@@ -58,7 +59,7 @@ def layer_taps(model: KVModel, layer: int, used: dict[str, Tensor], dtype: torch
         used: the activations of ``hook_{k,v,q}_shift_coef``, [kv_head or head, taps], by "k", "v", "q"; shifted ones only.
         dtype: of the result.
     """
-    n_heads, window = model.heads_per_layer[layer], 0 if model.cfg.kv_shift is None else model.cfg.kv_shift.window
+    n_heads, window = heads_per_layer(model)[layer], 0 if model.cfg.kv_shift is None else model.cfg.kv_shift.window
     identity = torch.eye(1, window + 1, dtype=dtype, device=model.cfg.device).expand(n_heads, -1)
     taps = {x: coef.to(dtype).repeat_interleave(n_heads // coef.shape[0], dim=0) for x, coef in used.items()}
     return ShiftTaps(**{x: taps.get(x, identity) for x in "kvq"})

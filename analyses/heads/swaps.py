@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import KVModel
-from kvlens.model.protocol import HeadsRead
+from kvlens.model import HeadsRead, visit_heads
 
 from .ablation import losses_and_logits, replace_heads, residuals, rows_per_pass, standard_error
 from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
@@ -121,6 +121,6 @@ def _layers(model: KVModel, repeated: RepeatedTokens, donors: RepeatedTokens, ta
         ]
         layers.append(_Layer(read.z, torch.stack(edges), others[layer] - read.values, read.gate))
 
-    model.visit_heads(donors.tokens, keep)
-    model.visit_heads(repeated.tokens, reduce)
+    visit_heads(model, donors.tokens, keep)
+    visit_heads(model, repeated.tokens, reduce)
     return layers

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.model.protocol import HeadMatrices
+from kvlens.model import HeadMatrices
 
 COMPOSITION_KINDS = ("Q", "K", "V")
 
@@ -48,7 +48,7 @@ def copying_scores(model: KVModel, weights: Sequence[HeadMatrices]) -> list[Floa
     Raises:
         KVLensError: input and output vocabularies differ.
     """
-    W_E, way = model.W_E, model.unembedding()
+    W_E, way = model.W_E, model.ends()
     W_U = way.W_U
     if W_E.shape[0] != W_U.shape[1]:
         raise KVLensError(

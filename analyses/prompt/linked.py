@@ -20,6 +20,7 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 from kvlens.errors import brief
+from kvlens.model import heads_per_layer, output_weights
 
 from ..bias.positions import reading_of
 from ..bias.reads import Stretch, TextReads
@@ -148,7 +149,7 @@ def visit_shares(
     reading = reading_of(model, prompt, text, segment_length=segment_length, on_progress=on_progress, with_logits=False)
     layers, _ = reading.text()
     probes = _probes(model, layers)
-    at_once = max(1, MAX_AT_ONCE // (max(model.heads_per_layer) * len(text)))
+    at_once = max(1, MAX_AT_ONCE // (max(heads_per_layer(model)) * len(text)))
 
     def multiply(layer: int, stretch: Stretch) -> None:
         for start in range(0, len(stretch.keys), at_once):
@@ -166,7 +167,7 @@ def _probes(model: KVModel, layers: Sequence[TextReads]) -> list[Float[Tensor, "
     """
     backs, sizes = [], []
     for layer, reads in enumerate(layers):
-        w_o = model.output_weights(layer).to(reads.z)
+        w_o = output_weights(model, layer).to(reads.z)
         written = torch.einsum("thd,hdm->thm", reads.z if reads.factor is None else reads.z * reads.factor, w_o)
         back = torch.einsum("thm,hdm->thd", written, w_o)  # <v W_O, o> = <v, o W_O^T>
         for path in (reads.factor, reads.gate):

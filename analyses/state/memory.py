@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import KVModel, convert_prompt
+from kvlens.bridge import read_memory
 from kvlens.checks import checked
 
 from ..declaration import Columns, analysis, tokens_field
@@ -74,7 +75,7 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
     tokens = prompt_sequence(model, "prompt", prompt)
     n, texts = len(tokens), token_texts(model, tokens)
     frames = []
-    for memory in model.read_memory(tokens):
+    for memory in read_memory(model, tokens):
         terms = memory.carried_keys.norm(dim=-1) * memory.values.norm(dim=-1)
         state = torch.einsum("phk,phv->hkv", memory.carried_keys, memory.values)
         along = torch.einsum("phk,hkv,phv->ph", memory.carried_keys, state, memory.values)
@@ -106,7 +107,7 @@ def state_maps(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> 
         KVLensError: as :func:`state_memory`.
     """
     frames = []
-    for memory in model.read_memory(prompt_sequence(model, "prompt", prompt)):
+    for memory in read_memory(model, prompt_sequence(model, "prompt", prompt)):
         values = torch.linalg.svdvals(memory.state_map)
         head, index = torch.cartesian_prod(*(torch.arange(n) for n in values.shape)).T
         frames.append(MAPS.frame({"layer": memory.layer, "head": head, "index": index, "singular_value": values}))
@@ -143,7 +144,7 @@ def state_erasure(
     """
     before = convert_prompt(model, prompt_sequence(model, "earlier", earlier))
     with model.kv_bias(before):
-        memories = model.read_memory(prompt_sequence(model, "prompt", prompt))
+        memories = read_memory(model, prompt_sequence(model, "prompt", prompt))
     assert before.recurrent is not None
     frames = []
     for memory, old in zip(memories, before.recurrent.b_KV.to(torch.float64), strict=True):

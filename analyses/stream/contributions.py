@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
-from kvlens.model.protocol import StreamReading
+from kvlens.errors import IndirectHeads
+from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
 
 from ..declaration import Columns, Option, analysis
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
@@ -93,7 +94,7 @@ def layer_contributions(
         KVLensError: invalid tokens, a batch of biases, a bias of another model, nothing to split, a model that normalizes its
             attention's output, or one with contributions that are not in the table.
     """
-    check_heads_write_directly(model, "layer_contributions")
+    _check_model(model)
     bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
     text, before = _text_and_before(model, text, None if isinstance(prompt, KVBias) else prompt, bias)
     targets = _targets(model, text, next_token, tokens)
@@ -170,7 +171,7 @@ def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[To
 def _read(model: KVModel, tokens: Tensor, n_text: int, bias: KVBias | None) -> StreamReading:
     """The summands at the text's positions, in one pass."""
     with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
-        return model.read_stream(tokens, n_text)
+        return read_stream(model, tokens, n_text)
 
 
 def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_Part]:
@@ -183,12 +184,13 @@ def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_P
             if z is None:
                 continue
             z = z.to(torch.promote_types(z.dtype, torch.float32))
-            w_o, written = model.output_weights(layer).to(z), z if of.factor is None else z * of.factor.to(z)
+            w_o, written = output_weights(model, layer).to(z), z if of.factor is None else z * of.factor.to(z)
             summed = torch.einsum("phd,hdm->hpm" if per_head else "phd,hdm->pm", written, w_o)
             vectors.append(summed if per_head else summed[None])
             labels += [(component, layer, head) for head in heads]
         like = vectors[0][:1]
-        vectors.append(torch.zeros_like(like) if of.b_O is None else of.b_O.to(like).expand_as(like))
+        b_O = [part.output_bias for part in model.layers()[layer].parts if part.output_bias is not None]
+        vectors.append(torch.stack(b_O).sum(dim=0).to(like).expand_as(like) if b_O else torch.zeros_like(like))
         labels.append(("attention_b_O", layer, NO_HEAD))
         if of.mlp is not None:
             vectors.append(of.mlp[None].to(like))
@@ -246,6 +248,12 @@ def _frame(
 
 def _check_model(model: KVModel) -> None:
     check_heads_write_directly(model, "layer_contributions")
+    counts = heads_per_layer(model)
+    if 0 in counts:
+        raise IndirectHeads(
+            f"{model.cfg.architecture}: {counts.count(0)} of {len(counts)} layers have no heads, so what enters the residual "
+            "stream is not a sum over heads and MLPs; this needs a model whose layers all have heads"
+        )
 
 
 @analysis(

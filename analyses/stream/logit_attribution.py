@@ -27,6 +27,7 @@ from torch import Tensor
 from kvlens import KVLensError, KVModel
 from kvlens.arguments import check_characters
 from kvlens.errors import IndirectHeads
+from kvlens.model import output_weights
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -59,7 +60,7 @@ def residual_directions(
         tokens: the tokens whose logits are attributed.
         rival: tokens whose logits are subtracted; None subtracts the mean over the vocabulary.
     """
-    way = model.unembedding()
+    way = model.ends()
     weights = way.W_U.to(torch.promote_types(way.W_U.dtype, torch.float32)).T
     directions = weights[tokens] - (weights.mean(dim=0) if rival is None else weights[rival])
     if way.norm_weight is not None:
@@ -73,7 +74,7 @@ def constant_logits(
     model: KVModel, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position"]:
     """b . W_U[:, t] + b_U[t], the part that no summand adds. Arguments as for :func:`residual_directions`."""
-    way = model.unembedding()
+    way = model.ends()
     constant = way.b_U.to(torch.promote_types(way.b_U.dtype, torch.float32))
     if way.norm_bias is not None:
         constant = constant + way.norm_bias.to(constant.dtype) @ way.W_U.to(constant.dtype)
@@ -139,7 +140,7 @@ class LogitTarget:
 
     def probes(self, model: KVModel, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
         """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
-        w_o = model.output_weights(layer)
+        w_o = output_weights(model, layer)
         directions = residual_directions(model, self.tokens, self.rival)
         directions = directions / scale[self.positions].to(directions.device)
         w_o = w_o.to(directions)

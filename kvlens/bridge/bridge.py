@@ -21,25 +21,25 @@ from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
-from kvlens.bridge.memory import LayerMemory, read_memory
-from kvlens.bridge.parts import by_layer
-from kvlens.bridge.positions import positions_under, text_positions
+from kvlens.bridge.parts import layers_of
+from kvlens.bridge.positions import hidden, text_positions
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.bridge.weights import final_scale, norms_around, unembedding
+from kvlens.bridge.weights import ends_of
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
-from kvlens.model.protocol import PromptKeysAndValues, Unembedding
-from kvlens.model.reading import BlockPoints, LinearNorm, Part, ReadsHeads
+from kvlens.model.parts import Ends, Layer
+from kvlens.model.protocol import PromptKeysAndValues
+from kvlens.model.reading import recurrent_layers
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_bridge
 
 
-class KVTransformerBridge(TransformerBridge, ReadsHeads):
+class KVTransformerBridge(TransformerBridge):
     """A :class:`transformer_lens.model_bridge.TransformerBridge` in every respect, with a KV bias.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -135,22 +135,10 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         return self.__dict__["_attached"]
 
     @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state instead of keys, or next to them."""
-        return tuple(part.layer for part in self.__dict__["_parts"] if isinstance(part, RecurrentLayer))
-
-    @property
     def prepends_bos(self) -> bool:
         """Whether strings get a BOS by default when no bias is attached."""
         before = self.__dict__["_bos_unattached"]
         return bool(getattr(self.cfg, "default_prepend_bos", True) if before is None else before)
-
-    @contextlib.contextmanager
-    def using_softmax_form(self, form: str | None = None) -> Iterator["KVTransformerBridge"]:
-        """Nothing changes: the bridge has one form, that of its components."""
-        if form not in (None, "eager"):
-            raise KVLensError(f'using_softmax_form: the bridge computes softmax attention in the form "eager", got {form!r}')
-        yield self
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
@@ -288,14 +276,14 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
         seen: dict[tuple[int, str], Tensor] = {}
         parts = self.__dict__["_parts"]
-        options = {} if mask is None else _hidden(mask, keeps_positions)
+        options = {} if mask is None else hidden(mask, keeps_positions)
         handles = [handle for part in parts for handle in part.observe(seen)]
         try:
             self.read(tokens, **options)
         finally:
             for handle in handles:
                 handle.remove()
-        recurrent = self.recurrent_layers
+        recurrent = recurrent_layers(self)
 
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
@@ -310,15 +298,16 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
 
     def read(self, tokens: Int[Tensor, "batch pos"], **options: Any) -> None:
-        """A pass for what its hooks see: the vocabulary's logits are computed at the last position alone, unless hooked."""
-        handles = []
-        if not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
-            handles.append(self.unembed.hook_in.register_forward_hook(lambda module, args, output: output[:, -1:]))
-        try:
-            self(tokens, return_type=None, use_cache=False, **options)
-        finally:
-            for handle in handles:
-                handle.remove()
+        """A pass for what its hooks see."""
+        self(tokens, return_type=None, use_cache=False, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
+        with contextlib.ExitStack() as stack:
+            if kwargs.get("return_type", "") is None and not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
+                cut = self.unembed.hook_in.register_forward_hook(lambda module, args, output: output[:, -1:])
+                stack.callback(cut.remove)
+            return super().forward(*args, **kwargs)
 
     def logits_on(
         self,
@@ -334,7 +323,7 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         tokens = text if before is None else torch.cat([before, text], dim=1)
         options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)}
         if kept is not None and before is not None and not bool(kept.all()):
-            options = _hidden(torch.cat([kept, torch.ones_like(text, dtype=torch.bool)], dim=1), keeps_positions)
+            options = hidden(torch.cat([kept, torch.ones_like(text, dtype=torch.bool)], dim=1), keeps_positions)
         hooks = [("unembed.hook_in", lambda x, hook: x[:, -n_last:])]
         if residuals is not None:
             last = self.cfg.n_layers - 1
@@ -354,31 +343,13 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         with self.hooks(fwd_hooks=[(name, lambda x, hook: residual.to(x))]):
             return self.logits_on(anything, residual.shape[1] if n_last is None else n_last)
 
-    def unembedding(self) -> Unembedding:
-        """See :meth:`kvlens.KVModel.unembedding`."""
-        return unembedding(self)
+    def layers(self) -> list[Layer]:
+        """See :meth:`kvlens.KVModel.layers`."""
+        return layers_of(self)
 
-    # --- what ReadsHeads asks ----------------------------------------------------------------------------------------------
-
-    def parts(self) -> Sequence[Sequence[Part]]:
-        """The parts of every layer: one, or in Falcon-H1 attention and a state."""
-        return by_layer(self.__dict__["_parts"])
-
-    def _block_points(self, layer: int) -> BlockPoints:
-        block = self.blocks[layer]
-        return BlockPoints(block.hook_in, getattr(block, "mlp", None), block.hook_out)
-
-    def _norms_around(self, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
-        return norms_around(self, layer)
-
-    def _added_positions(self) -> Any:
-        return getattr(self, "pos_embed", None)
-
-    def _final_scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
-        return final_scale(self, x)
-
-    def _look(self, tokens: Int[Tensor, "batch pos"]) -> None:
-        self.logits_on(tokens, 1)
+    def ends(self) -> Ends:
+        """See :meth:`kvlens.KVModel.ends`."""
+        return ends_of(self)
 
     @contextlib.contextmanager
     def _by_mixers(self, wanted: bool) -> Iterator[None]:
@@ -391,24 +362,6 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         finally:
             for part in recurrent:
                 part.always_by_mixer = False
-
-    @torch.no_grad()
-    def read_memory(
-        self, tokens: Int[Tensor, " pos"], kept: Bool[Tensor, " pos"] | None = None, keeps_positions: bool = True
-    ) -> list[LayerMemory]:
-        """What each token of a prompt leaves in the states of the recurrent layers, after any attached bias.
-
-        Args:
-            tokens: of the prompt.
-            kept: True at the tokens that are read; None where all are. The others leave nothing.
-            keeps_positions: whether the others take positions all the same.
-
-        Raises:
-            KVLensError: a model without recurrent layers, or tokens outside the vocabulary.
-        """
-        mask = None if kept is None or bool(kept.all()) else kept[None].to(self.cfg.device)
-        options = {} if mask is None else _hidden(mask, keeps_positions)
-        return read_memory(self, self.__dict__["_parts"], tokens.to(self.cfg.device), mask, options)
 
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 
@@ -442,12 +395,6 @@ class KVTransformerBridge(TransformerBridge, ReadsHeads):
         for which in ("fwd_hooks", "bwd_hooks", "args"):
             names = [name for name, _ in given.get(which) or () if isinstance(name, str)]
             check_hook_names(names, self.hook_dict)
-
-
-def _hidden(mask: Bool[Tensor, "batch pos"], keeps_positions: bool) -> dict[str, Tensor]:
-    """The arguments of a pass that reads the tokens of ``mask`` alone."""
-    counted = torch.ones_like(mask) if keeps_positions else mask
-    return {"attention_mask": mask.long(), "position_ids": positions_under(counted)}
 
 
 def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

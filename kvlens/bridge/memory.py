@@ -1,14 +1,17 @@
 """What a prompt does to the states of a bridge's recurrent layers, token by token."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.bridge.bridge import KVTransformerBridge
+from kvlens.bridge.positions import hidden
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import MixerInputs
+from kvlens.model import KVModel
 
 WRITTEN = ("k", "v", "log_decay", "write_strength")
 
@@ -33,14 +36,31 @@ class LayerMemory(NamedTuple):
     decay: Float[Tensor, "head #d_k"]
 
 
+@torch.no_grad()
 def read_memory(
-    model: Any, layers: list[Any], tokens: Int[Tensor, " pos"], mask: Bool[Tensor, "1 pos"] | None, options: dict[str, Tensor]
+    model: KVModel, tokens: Int[Tensor, " pos"], kept: Bool[Tensor, " pos"] | None = None, keeps_positions: bool = True
 ) -> list[LayerMemory]:
-    """See :meth:`kvlens.KVTransformerBridge.read_memory`; ``options`` are those of the pass that hides what ``mask`` does."""
-    recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-    if not recurrent:
-        raise KVLensError(f"read_memory: no layer of {model.cfg.architecture} has a recurrent state")
+    """What each token of a prompt leaves in the states of the recurrent layers, after any attached bias.
+
+    Args:
+        model: a KVTransformerBridge with recurrent layers.
+        tokens: of the prompt.
+        kept: True at the tokens that are read; None where all are. The others leave nothing.
+        keeps_positions: whether the others take positions all the same.
+
+    Raises:
+        KVLensError: a model without recurrent layers, or tokens outside the vocabulary.
+    """
+    recurrent = [part for layer in model.layers() for part in layer.parts if isinstance(part, RecurrentLayer)]
+    if not recurrent or not isinstance(model, KVTransformerBridge):
+        raise KVLensError(
+            "read_memory: this is about the recurrent layers of Transformers' hybrid models, which KVTransformerBridge runs; "
+            f"{getattr(model.cfg, 'architecture', None) or 'this model'} has none (with linear attention, every token's term "
+            "is in b_KV: bias_positions)"
+        )
     model.check_tokens(tokens)
+    tokens = tokens.to(model.cfg.device)
+    mask = None if kept is None or bool(kept.all()) else kept[None].to(tokens.device)
     seen: dict[tuple[int, str], Tensor] = {}
     handles = [
         getattr(layer.mixer, f"hook_{name}").register_forward_hook(
@@ -50,7 +70,7 @@ def read_memory(
         for name in WRITTEN
     ]
     try:
-        model.read(tokens[None], **options)
+        model.read(tokens[None], **({} if mask is None else hidden(mask, keeps_positions)))
     finally:
         for handle in handles:
             handle.remove()

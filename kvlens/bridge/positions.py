@@ -36,3 +36,9 @@ def _length(cache: Any) -> int:
 def positions_under(mask: Bool[Tensor, "batch pos"] | Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
     """Positions from 0 of the real tokens of each row; padding in front has 0."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def hidden(mask: Bool[Tensor, "batch pos"], keeps_positions: bool) -> dict[str, Tensor]:
+    """The arguments of a pass that reads the tokens of ``mask`` alone."""
+    counted = torch.ones_like(mask) if keeps_positions else mask
+    return {"attention_mask": mask.long(), "position_ids": positions_under(counted)}

@@ -19,7 +19,7 @@ from kvlens.bridge.cache import cache_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
-from kvlens.model.reading import Form, Part
+from kvlens.model.parts import Part, Point
 
 STATES = "_kvlens_states"
 """The attribute of a Transformers cache in which mixers keep their states, by layer."""
@@ -33,6 +33,8 @@ class RecurrentLayer(Part):
         layer: its number.
         name: what its hook points are called after: ``attn``, unless the layer has attention too.
     """
+
+    keeps_state = True
 
     def __init__(self, component: nn.Module, layer: int, name: str = "attn"):
         held: Any = component
@@ -85,9 +87,10 @@ class RecurrentLayer(Part):
             self.mixer.register_forward_hook(see_state),
         ]
 
-    def attention_points(self) -> dict[str, tuple[nn.Module, Form]]:
-        """See :meth:`kvlens.model.reading.Part.attention_points`; the pattern is the effective attention of this pass."""
-        return {name: (getattr(self.mixer, f"hook_{name}"), None) for name in ("pattern", "v", "z", "z_context", "z_bias")}
+    def attention_points(self) -> dict[str, Point]:
+        """See :meth:`kvlens.model.Part.attention_points`; the pattern is the effective attention of this pass."""
+        points: dict[str, Point] = {"values": (self.mixer.hook_v, None)}
+        return points | {name: (getattr(self.mixer, f"hook_{name}"), None) for name in ("pattern", "z", "z_context", "z_bias")}
 
     @property
     def output(self) -> nn.Module:

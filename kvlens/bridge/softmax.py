@@ -29,8 +29,7 @@ from kvlens.bridge.cache import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
 from kvlens.components import LayerBias, Normalizers, is_hooked
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model.protocol import HeadMatrices
-from kvlens.model.reading import Form, Part
+from kvlens.model.parts import HeadMatrices, Part, Point
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp
@@ -241,15 +240,15 @@ class SoftmaxLayer(Part):
         gate = getattr(self.attn, "hook_q_gate", None)
         return handles if gate is None else [*handles, _at(gate, see_gate)]
 
-    def attention_points(self) -> dict[str, tuple[nn.Module, Form]]:
-        """See :meth:`kvlens.model.reading.Part.attention_points`."""
+    def attention_points(self) -> dict[str, Point]:
+        """See :meth:`kvlens.model.Part.attention_points`."""
 
         def heads(x: Tensor) -> Tensor:
             return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
 
-        points: dict[str, tuple[nn.Module, Form]] = {
+        points: dict[str, Point] = {
             "pattern": (self.attn.hook_pattern, None),
-            "v": (self.values, lambda x: x.transpose(1, 2)),
+            "values": (self.values, lambda x: x.transpose(1, 2)),
             "z": (self.attn.o.hook_in, heads),
             "z_context": (self.attn.hook_z_context, heads),
             "z_bias": (self.attn.hook_z_bias, heads),

@@ -7,7 +7,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.kv_bias import KVBias
-from kvlens.model.reading import Part
+from kvlens.model.parts import Part
 
 
 class TokenwiseLayer(Part):

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.model.protocol import Unembedding
-from kvlens.model.reading import LinearNorm
+from kvlens.model.parts import Ends, LinearNorm
 
 PROBE = 1e3
 """Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
@@ -53,15 +52,22 @@ def measured(module: nn.Module, like: Tensor) -> Norm:
     return Norm((there - back) / 2 * size / sign, (there + back) / 2, centers)
 
 
-def unembedding(model: Any) -> Unembedding:
-    """See :meth:`kvlens.KVModel.unembedding`."""
+def ends_of(model: Any) -> Ends:
+    """Those of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
     factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
     w_u = w_u if factor == 1 else w_u * factor
-    norm = measured(model.ln_final, w_u)
+    norm, module = measured(model.ln_final, w_u), model.ln_final.original_component
     b_u = torch.zeros(w_u.shape[1], device=w_u.device) if b_u is None else b_u
-    bias = norm.bias.to(w_u) if float(norm.bias.abs().max()) > 1e-6 else None
-    return Unembedding(w_u, b_u, norm.gain.to(w_u), bias, norm.centers)
+    weight, bias = norm.gain.to(w_u), norm.bias.to(w_u) if float(norm.bias.abs().max()) > 1e-6 else None
+
+    def scale(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        centered = x - x.mean(dim=-1, keepdim=True) if norm.centers else x
+        y = module(x.to(next(module.parameters(), w_u))).double()
+        y = y if bias is None else y - bias.double()
+        return (centered * weight.double()).norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True)
+
+    return Ends(model.blocks[0].hook_in, getattr(model, "pos_embed", None), w_u, b_u, weight, bias, norm.centers, scale)
 
 
 def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
@@ -70,18 +76,6 @@ def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm 
     of = [None if norm is None else measured(norm, like) for norm in found]
     before, behind = (None if norm is None else LinearNorm(norm.gain.to(like), norm.centers) for norm in of)
     return before, behind
-
-
-def final_scale(model: Any, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
-    """s, from what the final norm makes of x."""
-    norm = unembedding(model)
-    centered = x - x.mean(dim=-1, keepdim=True) if norm.centers else x
-    module = model.ln_final.original_component
-    weights = next(module.parameters(), model.W_U)
-    y = module(x.to(weights)).double()
-    y = y if norm.norm_bias is None else y - norm.norm_bias.double()
-    weight = torch.ones_like(x[..., :1]) if norm.norm_weight is None else norm.norm_weight.double()
-    return (centered * weight).norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True)
 
 
 def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:

@@ -19,7 +19,7 @@ from kvlens.dual.model import DualModel
 from kvlens.dual.queries import predicted_outputs
 from kvlens.dual.reading import TextTokens, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, heads_per_layer
 
 PIECEWISE_LINEAR = ("relu", "leaky_relu")
 
@@ -76,7 +76,7 @@ class DualLayer:
                 either; ``exact`` with an activation that is not piecewise linear.
         """
         layer = check_index("layer", layer, model.cfg.n_layers)
-        head = check_index("head", head, model.heads_per_layer[layer])
+        head = check_index("head", head, heads_per_layer(model)[layer])
         _check_block(model, exact)
         dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
         query = check_index("query_pos", query_pos, len(tokens))

@@ -34,7 +34,7 @@ from kvlens.dual.head_tokens import (
 )
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, heads_per_layer
 from kvlens.ops import dual as ops
 
 
@@ -90,7 +90,7 @@ class DualModel:
                 attention without a dual model, or an approximate kernel for a head that has its own features.
         """
         layer = check_index("layer", layer, model.cfg.n_layers)
-        head = check_index("head", head, model.heads_per_layer[layer])
+        head = check_index("head", head, heads_per_layer(model)[layer])
         readings: list[LayerReading] = []
         read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
         query = check_index("query_pos", query_pos, len(tokens))

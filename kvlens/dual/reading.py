@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import VirtualKeys
-from kvlens.model import Augmented, HookedKVTransformer
+from kvlens.model import Augmented, HookedKVTransformer, heads_per_layer
 
 TextTokens = Int[Tensor, " pos"]
 
@@ -110,7 +110,7 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
 
     def get(name: str) -> Tensor:
         x = cache[f"blocks.{layer}.attn.{name}"][0].double()  # [pos, head, ..]
-        return x.repeat_interleave(model.heads_per_layer[layer] // x.shape[1], dim=1).transpose(0, 1)
+        return x.repeat_interleave(heads_per_layer(model)[layer] // x.shape[1], dim=1).transpose(0, 1)
 
     q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
     softmax = model.cfg.attention == "softmax"

@@ -1,7 +1,7 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,16 +41,14 @@ from kvlens.model.inputs import (
 )
 from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.logits import logits_of, logits_on
-from kvlens.model.parts import AttentionPart
-from kvlens.model.protocol import Unembedding
-from kvlens.model.reading import BlockPoints, LinearNorm, Part, ReadsHeads
+from kvlens.model.parts import Ends, Layer, ends_of, layers_of
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
 from kvlens.tokenizer import warn_of_unknown_words
 
 
-class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -184,51 +182,13 @@ class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHoo
         """See :meth:`kvlens.KVModel.logits_of`."""
         return logits_of(self, residual, layer, n_last)
 
-    def unembedding(self) -> Unembedding:
-        """See :meth:`kvlens.KVModel.unembedding`.
+    def layers(self) -> list[Layer]:
+        """See :meth:`kvlens.KVModel.layers`."""
+        return layers_of(self)
 
-        Whether the norm centers is asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded
-        it into a LayerNormPre.
-        """
-        norm = getattr(self, "ln_final", None)
-        centers = getattr(norm, "centers", False)
-        return Unembedding(self.W_U, self.b_U, getattr(norm, "w", None), getattr(norm, "b", None), centers)
-
-    def parts(self) -> Sequence[Sequence[Part]]:
-        """The attention of each layer."""
-        return [[AttentionPart(block, layer)] for layer, block in enumerate(self.blocks)]
-
-    def _block_points(self, layer: int) -> BlockPoints:
-        block = self.blocks[layer]
-        return BlockPoints(block.hook_resid_pre, None if self.cfg.attn_only else block.hook_mlp_out, block.hook_resid_post)
-
-    def _norms_around(self, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
-        block = self.blocks[layer]
-        norms = (None if block.norms_follow else getattr(block, "ln1", None), block.norm_behind("ln1"))
-        before, behind = (None if x is None else LinearNorm(getattr(x, "w", 1.0), getattr(x, "centers", False)) for x in norms)
-        return before, behind
-
-    def _added_positions(self) -> Any:
-        return self.hook_pos_embed if self.cfg.positional_embedding_type in ("standard", "sinusoidal") else None
-
-    def _final_scale(self, x: Tensor) -> Tensor:
-        if self.cfg.normalization_type is None:
-            return torch.ones_like(x[..., :1])
-        x = x - x.mean(dim=-1, keepdim=True) if self.ln_final.centers else x
-        return (x.square().mean(dim=-1, keepdim=True) + self.ln_final.eps).sqrt()
-
-    def _look(self, tokens: Tensor) -> None:
-        self(tokens, attention_mask=torch.ones_like(tokens), return_type=None)
-
-    def read_attention(self, prompt: Tensor, text: Tensor) -> None:
-        """None: hook points show it segment by segment, in bounded memory."""
-
-    def read_memory(self, tokens: Tensor, kept: Tensor | None = None, keeps_positions: bool = True) -> Any:
-        """See :meth:`kvlens.KVModel.read_memory`: no layer of this class is recurrent in that sense."""
-        raise KVLensError(
-            "read_memory: this is about the recurrent layers of Transformers' hybrid models, which KVTransformerBridge runs; a "
-            "HookedKVTransformer with linear attention has every token's term in b_KV (bias_positions)"
-        )
+    def ends(self) -> Ends:
+        """See :meth:`kvlens.KVModel.ends`."""
+        return ends_of(self)
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``, in which a pass stores what the following text needs.
@@ -415,11 +375,6 @@ class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHoo
             form = None if chosen or self.cfg.why_not_fused() is not None else "fused"
         with contextlib.nullcontext() if form is None else softmax_form_block(self.cfg, form):
             yield self
-
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """None: the state of linear attention is b_KV itself."""
-        return ()
 
     @property
     def attached_kv_bias(self) -> KVBias | None:

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from kvlens.model import head_hooks
+
 D_VOCAB = 53
 N_CTX = 96
 WINDOW = 6
@@ -256,7 +258,7 @@ def cut_and_continued(model: tf.PreTrainedModel, prompt: Tensor, text: Tensor) -
 
 def place_of(model, layer: int, head: int) -> tuple[str, int]:
     """Where the hook points of a head are, up to their last name, and its number there."""
-    for name, n_heads in model.head_hooks(layer, "hook_z").items():
+    for name, n_heads in head_hooks(model, layer, "hook_z").items():
         if head < n_heads:
             return name.removesuffix("hook_z"), head
         head -= n_heads

@@ -7,6 +7,7 @@ from pandas.testing import assert_frame_equal
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens import analyses as an
+from kvlens.model import direct_path, output_weights
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
@@ -92,7 +93,7 @@ def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
     answer, rival, layer = 3, 7, 2
     table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
     with model.kv_bias(bias):
-        path = model.direct_path(TEXT)
+        path = direct_path(model, TEXT)
     seen = {}
     hooks = [
         (f"blocks.{layer}.attn.hook_z_bias", lambda z, hook: seen.__setitem__("z", z[0, -1].double())),
@@ -100,14 +101,15 @@ def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
     ]
     with model.kv_bias(bias):
         logits = model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0, -1].double()
-    way = model.unembedding()
+    way = model.ends()
     centered = seen["x"] - seen["x"].mean() if way.centers else seen["x"]
     normed = centered / path.scale[-1] * way.norm_weight.double()
     normed = normed if way.norm_bias is None else normed + way.norm_bias.double()
     rebuilt = normed @ way.W_U.double() + way.b_U.double()
     assert float((rebuilt - logits).abs().max()) < rounding * float(logits.abs().max())  # the way out is the model's own
-    z = seen["z"] if path.factors[layer] is None else seen["z"] * path.factors[layer][-1]
-    written = torch.einsum("hd,hdm->hm", z, model.output_weights(layer).double())
+    factor = path.layers[layer].factor
+    z = seen["z"] if factor is None else seen["z"] * factor[-1]
+    written = torch.einsum("hd,hdm->hm", z, output_weights(model, layer).double())
     written = written - written.mean(dim=-1, keepdim=True) if way.centers else written
     by_head = (written / path.scale[-1] * way.norm_weight.double()) @ way.W_U.double()
     expected = by_head[:, answer] - by_head[:, rival]

@@ -24,6 +24,7 @@ from pandas.testing import assert_frame_equal
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens.model import heads_per_layer
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]
@@ -216,7 +217,7 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
         v[:, 8:10] = 0
         return v
 
-    state, _ = place_of(model, 0, model.heads_per_layer[0] - 1)
+    state, _ = place_of(model, 0, heads_per_layer(model)[0] - 1)
     zeroed = convert_prompt(model, PROMPT, fwd_hooks=[(f"{state}hook_v", zero)])  # layer 0: its inputs stay
     hidden = next(hidden_from_text(model, PROMPT, gone))
     tolerance = rounding_of(tiny(family)) * float(bias.recurrent.b_KV[0].abs().max())

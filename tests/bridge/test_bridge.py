@@ -11,9 +11,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens.bridge import read_memory
 from kvlens.components import LayerBias
 from kvlens.kv_bias import VirtualKeys
-from kvlens.model.protocol import KVModel
+from kvlens.model import KVModel, heads_per_layer, recurrent_layers
 from kvlens.ops.softmax_features import ScoreRule
 
 N_PROMPT, N_TEXT, N_NEW = 13, 9, 16
@@ -128,7 +129,7 @@ def test_nothing_attached_changes_nothing(family, rounding):
     except AttributeError as error:  # delta-rule layers on TransformerLens 3.9 with Transformers 5.24
         pytest.skip(f"TransformerLens' own bridge cannot run it: {error}")
     ours, our_cache = model.run_with_cache(text)
-    if model.recurrent_layers:  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
+    if recurrent_layers(model):  # run_with_cache hooks everything, and a hooked recurrent layer is computed by its mixer
         # with Transformers 5.24 the plain bridge computes delta-rule layers itself, and shows more points inside of them
         outside = {name for name in cache if ".linear_attn." not in name or name.endswith((".hook_in", ".hook_out"))}
         assert largest(ours, logits) < rounding and outside < set(our_cache)
@@ -221,7 +222,7 @@ def test_short_convolutions_leave_their_last_inputs():
     cache = plain(prompt, use_cache=True).past_key_values
     model = KVTransformerBridge.boot_transformers(plain)
     bias = convert_prompt(model, prompt)
-    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2) and model.heads_per_layer == [0, 6, 0]
+    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2) and heads_per_layer(model) == [0, 6, 0]
     assert bias.recurrent.b_KV.shape == (2, 2, 0, 1, 1) and bias.recurrent.conv.shape == (2, 2, 3, 24)
     assert "1 layers x 6 heads" in repr(bias) and "2 short convolutions" in repr(bias)
     for row, layer in enumerate((0, 2)):
@@ -230,7 +231,7 @@ def test_short_convolutions_leave_their_last_inputs():
         whole = model(text)
         without = model.run_with_hooks(text, fwd_hooks=[("blocks.0.attn.hook_conv_state", lambda x, hook: 0 * x)])
     assert largest(without, whole) > 0.01
-    assert [memory.values.shape for memory in model.read_memory(prompt[0])] == [(N_PROMPT, 0, 1)] * 2
+    assert [memory.values.shape for memory in read_memory(model, prompt[0])] == [(N_PROMPT, 0, 1)] * 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_5", "kimi_linear"])

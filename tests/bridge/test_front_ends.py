@@ -7,6 +7,7 @@ from bridge_models import some_tokens, tiny
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses
 from kvlens.analyses import front_ends
 from kvlens.errors import IndirectHeads
+from kvlens.model import heads_per_layer
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 CALLS = {
@@ -41,10 +42,10 @@ def test_an_analysis_runs_or_says_why_not(model, name):
     function, reason = getattr(analyses, name), front_ends.reason_against(name, model)
     call = CALLS.get(name, lambda f, m: f(m, PROMPT, TEXT))
     with torch.no_grad():
-        if name == "layer_contributions" and 0 in model.heads_per_layer:
+        if name == "layer_contributions" and 0 in heads_per_layer(model):
             with pytest.raises(IndirectHeads, match="layers have no heads"):
                 call(function, model)
-        elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in model.heads_per_layer) < 2:
+        elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
             with pytest.raises(KVLensError, match="a single layer with heads"):
                 call(function, model)
         elif reason is None:

@@ -8,6 +8,7 @@ from pandas.testing import assert_frame_equal
 from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
 from kvlens import analyses as an
 from kvlens.errors import IndirectHeads
+from kvlens.model import direct_path, head_hooks, head_matrices, heads_per_layer, output_weights
 
 PROMPT = some_tokens(11)
 TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])
@@ -51,7 +52,7 @@ def test_heads_on_repeated_tokens_are_those_of_the_hooked_model(both):
 
 def test_every_head_of_a_hybrid_is_scored(hybrid, scored):
     table, (tokens, _) = scored
-    heads = [(layer, head) for layer, n_heads in enumerate(hybrid.heads_per_layer) for head in range(n_heads)]
+    heads = [(layer, head) for layer, n_heads in enumerate(heads_per_layer(hybrid)) for head in range(n_heads)]
     assert list(table[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None)) == heads
     seen = {}
     names = {f"{place_of(hybrid, layer, head)[0]}hook_pattern" for layer, head in heads}
@@ -137,10 +138,10 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
     from kvlens.analyses.prompt.linked import visit_shares
 
     visit_shares(hybrid, PROMPT, TEXT, lambda of, first, w: rows.setdefault(of, w))
-    *_, (z_name, n_heads) = hybrid.head_hooks(layer, "hook_z").items()
+    *_, (z_name, n_heads) = head_hooks(hybrid, layer, "hook_z").items()
     v_name = z_name.removesuffix("z") + "v"
-    writes = hybrid.output_weights(layer)[-n_heads:].double()
-    factor = hybrid.direct_path(tokens[0]).factors[layer][at, -n_heads:]
+    writes = output_weights(hybrid, layer)[-n_heads:].double()
+    factor = direct_path(hybrid, tokens[0]).layers[layer].factor[at, -n_heads:]
 
     def zero(v, hook):
         v = v.clone()
@@ -152,11 +153,11 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
         hybrid.run_with_hooks(tokens, fwd_hooks=[*hooks, keep])
     whole, without = (torch.einsum("hd,hdm->hm", seen[name] * factor, writes) for name in ("whole", "without"))
     outputs = []
-    path = hybrid.direct_path(tokens[0], lambda: hybrid.visit_heads(tokens, lambda of, read: outputs.append(read.z)))
+    path = direct_path(hybrid, tokens[0], lambda layer, read: outputs.append(read.z))
     total = 0.0
-    for each, (z, factor) in enumerate(zip(outputs, path.factors, strict=True)):
-        z = z[0, at].double() if factor is None else z[0, at].double() * factor[at]
-        total += float(torch.einsum("hd,hdm->hm", z, hybrid.output_weights(each).double()).norm(dim=1).sum())
+    for each, (z, of) in enumerate(zip(outputs, path.layers, strict=True)):
+        z = z[0, at].double() if of.factor is None else z[0, at].double() * of.factor[at]
+        total += float(torch.einsum("hd,hdm->hm", z, output_weights(hybrid, each).double()).norm(dim=1).sum())
     expected = ((whole - without) * whole).sum(dim=1) / whole.norm(dim=1) / total
     torch.testing.assert_close(rows[layer][-n_heads:, 1, position], expected, rtol=1e-4, atol=1e-6)
 
@@ -183,7 +184,7 @@ def test_contributions_add_up_to_the_logits(family):
     assert abs(sums["logit"].to_numpy() - expected).max() < 1e-5 * abs(logits).max()
     assert abs(sums["residual_share"] - 1).max() < 1e-5
     heads = table[(table["component"] == "attention_bias") & (table["position"] == 0) & (table["target"] == "next")]
-    assert heads.groupby("layer")["head"].count().tolist() == model.heads_per_layer
+    assert heads.groupby("layer")["head"].count().tolist() == heads_per_layer(model)
     assert (heads.groupby("layer")["norm"].max() > 0).all() or family == "kimi_linear"  # whose random decays leave nothing
 
 
@@ -222,7 +223,7 @@ def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             torch.nn.init.normal_(norm.weight)
     model = KVTransformerBridge.boot_transformers(plain)
-    for block, found in zip(plain.model.layers, model.head_matrices(), strict=True):
+    for block, found in zip(plain.model.layers, head_matrices(model), strict=True):
         attn = block.self_attn
         values = attn.v_proj.weight.unflatten(0, (3, 4)).mT.repeat_interleave(2, dim=0)
         assert torch.equal(found.W_V, values * (1 + block.input_layernorm.weight)[:, None])  # Gemma's gains are 1 + weight
@@ -232,7 +233,7 @@ def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
 
 def test_verdicts_on_hybrids_and_behind_norms(hybrid):
     table = an.induction_verdicts(hybrid, **REPEATED)
-    assert table.groupby("layer")["head"].count().tolist() == hybrid.heads_per_layer
+    assert table.groupby("layer")["head"].count().tolist() == heads_per_layer(hybrid)
     assert table[table["layer"] != 1]["copying_score"].isna().all() and table["k_composition_layer"].isna().all()
     assert table["logit_attribution"].notna().all()
     gemma = KVTransformerBridge.boot_transformers(tiny("gemma3"))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from kvlens import KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.bridge import load
 from kvlens.bridge.native import hooked_attention
+from kvlens.model import heads_per_layer
 
 PROMPT, TEXT = some_tokens(2, 13), some_tokens(2, 9, seed=1)
 TWO_LAYERS = {**WITHOUT_D_HEAD, **SPECIAL, "num_hidden_layers": 2}
@@ -298,7 +299,7 @@ def test_the_hook_points_of_a_bias_are_all_of_it(family):
         return torch.cat([x[:, :1], cache[hook.name][:, 1:2], x[:, 2:]], dim=1)
 
     assert cache[names[2]].shape[:3] == (2, model.cfg.n_heads, 13)
-    rest = [(layer, head) for layer, n in enumerate(model.heads_per_layer) for head in range(n) if (layer, head) != (1, 1)]
+    rest = [(layer, head) for layer, n in enumerate(heads_per_layer(model)) for head in range(n) if (layer, head) != (1, 1)]
     with model.kv_bias(combine(a.select(heads=rest), b.select(heads=[(1, 1)]), shift_state="first")):
         expected = model(TEXT)
     with model.kv_bias(a):

@@ -11,11 +11,11 @@ from bridge_models import FAMILIES as MODELS
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
-from kvlens.bridge.parts import by_layer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.mixers.lfm2 import Lfm2Mixer
 from kvlens.mixers.mamba2 import Mamba2Mixer
 from kvlens.mixers.rules import DeltaRule, Lightning
+from kvlens.model import heads_per_layer, read_attention
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 HEADS = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=D_VOCAB)
@@ -45,10 +45,10 @@ def test_a_row_says_what_happens(family):
     assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})
     assert len(prompt_attribution(model, PROMPT, TEXT, by="token")) == len(PROMPT)
     kinds = set()
-    for of_layer, reading in zip(by_layer(parts), model.read_attention(PROMPT, TEXT), strict=True):
-        n_heads = [part.n_heads for part in of_layer]
-        assert reading.pattern.shape == (len(TEXT), sum(n_heads), len(PROMPT))
-        for part, pattern in zip(of_layer, reading.pattern.split(n_heads, dim=1), strict=True):
+    for layer, reading in zip(model.layers(), read_attention(model, PROMPT, TEXT), strict=True):
+        n_heads = [part.n_heads for part in layer.parts]
+        assert reading.pattern.shape == (sum(n_heads), len(TEXT), len(PROMPT))
+        for part, pattern in zip(layer.parts, reading.pattern.split(n_heads), strict=True):
             if isinstance(part, SoftmaxLayer):
                 kinds.add("softmax")
                 assert bool((pattern >= 0).all()) and bool((pattern.sum(dim=-1) < 1).all())
@@ -57,7 +57,7 @@ def test_a_row_says_what_happens(family):
                 assert bool(pattern.any())
     assert ", ".join(sorted(kinds, reverse=True)) == row.patterns
     if row.logits_of_heads:
-        assert len(bias_decomposition(model, PROMPT, TEXT)) == sum(model.heads_per_layer)
+        assert len(bias_decomposition(model, PROMPT, TEXT)) == sum(heads_per_layer(model))
     else:
         with pytest.raises(KVLensError, match="is not the sum of its attention and its MLP"):
             bias_decomposition(model, PROMPT, TEXT)

@@ -8,6 +8,7 @@ import torch
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import state_erasure, state_maps, state_memory
+from kvlens.bridge import read_memory
 from kvlens.ops.delta_rule import naive_token_maps
 
 sys.path.append(str(Path(__file__).parents[2] / "bridge"))
@@ -68,7 +69,7 @@ def test_the_shares_sum_to_the_state(model):
     last = memory[memory["distance"] == 0]
     assert abs(last["survival"] - 1).max() < 1e-9
     states = convert_prompt(model, tokens).recurrent.b_KV.double()
-    for row, read in zip(states, model.read_memory(tokens), strict=True):
+    for row, read in zip(states, read_memory(model, tokens), strict=True):
         written = torch.einsum("phk,phv->hkv", read.carried_keys, read.values)
         torch.testing.assert_close(written, row, rtol=1e-4, atol=1e-5 * float(row.abs().max()))
 
@@ -79,7 +80,7 @@ def test_erasure_is_what_becomes_of_the_earlier_state(model):
     old = convert_prompt(model, earlier)
     whole = convert_prompt(model, prompt, initial=old).recurrent.b_KV.double()
     with model.kv_bias(old):
-        memories = model.read_memory(prompt)
+        memories = read_memory(model, prompt)
     written = torch.stack([torch.einsum("phk,phv->hkv", m.carried_keys, m.values) for m in memories])
     states = old.recurrent.b_KV.double()
     expected = (whole - written).norm(dim=(2, 3)) / states.norm(dim=(2, 3))
