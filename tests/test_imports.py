@@ -33,6 +33,7 @@ ORDER = [
     "pretrained",
     "model",
     "bridge",
+    "loading",
     "conversion_methods",
     "conversion",
     "dual",
@@ -50,8 +51,8 @@ ORDER = [
 PUBLIC = {"kvlens.arguments", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model.protocol"}
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what
 models return to analyses."""
-FOUNDATIONS = {"kvlens.bridge", "kvlens.files", "kvlens.model", "kvlens.terminal", "kvlens.zoo"}
-"""What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
+FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
+"""What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
 """And what else keeps its work in a file."""
 PURE = {

@@ -75,7 +75,7 @@ def _explain(args: argparse.Namespace) -> int:
     ensure("--null", Annotated[int, Within(1, 2**20)] | None, args.null)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
-    source = source_of(name)
+    source_of(name)  # a misspelt name is answered at once
     prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -84,13 +84,13 @@ def _explain(args: argparse.Namespace) -> int:
 
     with unfinished(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite) as keep:
         with progress_bar("loading the model") as tell:
+            from kvlens import load
             from kvlens.analyses.attribution.cost import expected_cost
             from kvlens.analyses.attribution.explain import explain
             from kvlens.analyses.attribution.null import Null
-            from kvlens.bridge import load_model
 
             check_device("--device", args.device)
-            model = load_model(source, tokenizer=args.tokenizer, device=args.device)
+            model = load(name, tokenizer=args.tokenizer, device=args.device)
             null = None if args.null is None else Null(args.null, seed=args.seed)
             asked: dict[str, Any] = dict(by=args.by, null=null)
             announce(expected_cost(model, prompt, text, **asked))

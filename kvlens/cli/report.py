@@ -131,7 +131,7 @@ def _report(args: argparse.Namespace) -> int:
     check_folder(args.out, overwrite=args.overwrite)
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
-    source = source_of(name)
+    source_of(name)  # a misspelt name is answered at once
     prompt, text = given or example_for(name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -139,11 +139,11 @@ def _report(args: argparse.Namespace) -> int:
 
     held = unfinished(args.out, REPORT_FOLDER, overwrite=args.overwrite)
     with held as keep, progress_bar("loading the model") as tell:
-        from kvlens.bridge import load_model
+        from kvlens import load
 
         check_device("--device", args.device)
         method = _method(args)
-        model = load_model(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+        model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
         if args.method not in (None, "exact") and model.cfg.attention == "linear":
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 

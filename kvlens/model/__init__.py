@@ -4,7 +4,6 @@ from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Ne
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
-from kvlens.model.sources import load_source
 from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
 
@@ -20,6 +19,5 @@ __all__ = [
     "ReadsPrompts",
     "Regularised",
     "Ridge",
-    "load_source",
     "run_in_segments",
 ]
