@@ -77,7 +77,7 @@ def test_states_in_a_batch(folder, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": name, "prompt": story, "earlier": "the log."}) for name, story in stories.items()]
     prompts.write_text("\n".join(lines))
-    for name in ("state_memory", "state_maps", "state_erasure"):
+    for name in ("state_memory", "state_erasure"):
         out = tmp_path / f"{name}.parquet"
         assert main(["analyse", name, str(prompts), "--out", str(out), "--device", "cpu", "--model", str(folder)]) == 0
         table = pd.read_parquet(out).set_index("prompt_id")
