@@ -54,7 +54,7 @@ def source_of(name: str, asked: str = "--model") -> Path | str:
         asked: what asked for it, for the message.
 
     Returns:
-        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if TransformerLens may know it
+        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if it may be one on the hub
         and the local Hugging Face cache has files; :func:`kvlens.load` then looks for them.
 
     Raises:
@@ -76,6 +76,6 @@ def source_of(name: str, asked: str = "--model") -> Path | str:
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
         f"{asked}: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
-        f"(a name that TransformerLens knows is taken where its files are in the local cache, {cache}: "
-        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches them)"
+        f"(a name on the hub is taken where its files are in the local cache, {cache}: "
+        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches those of TransformerLens' names)"
     )
