@@ -54,7 +54,6 @@ NOT_ON: Mapping[str, Reasons] = {
     "dual_demonstrations": _not_on_the_bridge(_DUAL),
     "dual_losses": _not_on_the_bridge(_DUAL),
     "state_erasure": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
-    "state_maps": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
     "state_memory": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
 }
 """Name of an analysis -> the kinds of model that it does not run on."""

@@ -28,7 +28,6 @@ ANALYSES = {
     "prompt_copies": "kvlens.analyses.heads.copies",
     "prompt_effect": "kvlens.analyses.prompt.effect",
     "state_erasure": "kvlens.analyses.state.memory",
-    "state_maps": "kvlens.analyses.state.memory",
     "state_memory": "kvlens.analyses.state.memory",
 }
 """Name of an analysis, which ``kvlens analyse NAME`` runs over many prompts -> the module that holds it."""

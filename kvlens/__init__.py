@@ -1,6 +1,6 @@
 """kvlens: mechanistic interpretability of the key-value side of attention, inside TransformerLens' HookedTransformer.
 
-What most people need is named here: `HookedKVTransformer`, `convert_prompt`, `KVBias`. Where the rest is:
+What most people need is named here: `load`, `HookedKVTransformer`, `convert_prompt`, `KVBias`. Where the rest is:
 
 - **the papers**, equation by equation, and their misprints: `kvlens.papers`;
 - **the mathematics**, as pure functions of tensors: `kvlens.ops`;
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
+    from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
     from kvlens.model.fingerprint import weights_unchanged
 
@@ -40,6 +41,7 @@ _HOMES = {
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
     "counterfactuals": "kvlens.conversion",
+    "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
     "weights_unchanged": "kvlens.model.fingerprint",
@@ -59,6 +61,7 @@ __all__ = [
     "combine",
     "convert_prompt",
     "counterfactuals",
+    "load",
     "logits_after",
     "run_in_segments",
     "weights_unchanged",

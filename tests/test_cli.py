@@ -147,8 +147,7 @@ def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
 def test_zoo_says_which_class_loads_which_model(capsys):
     assert main(["zoo"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert 'Load facts-hybrid with KVTransformerBridge.from_zoo("facts-hybrid") and the others' in told
-    assert 'with HookedKVTransformer.from_zoo("docs-linear").' in told
+    assert 'Load a model with kvlens.load("docs-linear").' in told
 
 
 def test_settings_are_given_together_or_one_by_one():

@@ -10,11 +10,10 @@ import torch
 from small_models import linear_model, small_model
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, load
 from kvlens.files import checksum_of_json, file_in, read_listed
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
-from kvlens.model.sources import load_source
 from kvlens.pretrained import read_tensors, read_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -47,16 +46,16 @@ SPECIAL = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_pipe_or_a_device_instead_of_a_file_is_refused_by_name(kind, special, tmp_path):
     folder = FOLDERS[kind](tmp_path / "whole")
-    load = HookedKVTransformer.load if kind == "ours" else HookedKVTransformer.from_pretrained
+    its_own = HookedKVTransformer.load if kind == "ours" else HookedKVTransformer.from_pretrained
     for name in sorted(path.name for path in folder.iterdir()):
         copy = tmp_path / name / "m"
         shutil.copytree(folder, copy)
         (copy / name).unlink()
         SPECIAL[special](copy / name)
         with pytest.raises(KVLensError, match=rf"{name} is a (pipe|device), not a file"):
-            load(copy)
+            its_own(copy)
         with pytest.raises(KVLensError):
-            load_source(copy)
+            load(copy)
 
 
 @pytest.mark.parametrize("special", SPECIAL)
@@ -108,16 +107,16 @@ def test_a_link_to_a_file_is_a_file(tmp_path):
 
 @pytest.mark.parametrize("text", [DEEP, LONG, f'{{"weight_map": {DEEP}}}'], ids=["deep", "long", "deeper"])
 def test_json_beyond_what_python_reads_is_damage(text, tmp_path):
-    for make, load in ((hugging_face, HookedKVTransformer.from_pretrained), (ours, HookedKVTransformer.load)):
+    for make, its_own in ((hugging_face, HookedKVTransformer.from_pretrained), (ours, HookedKVTransformer.load)):
         folder = make(tmp_path / make.__name__)
         for name in sorted(path.name for path in folder.glob("*.json")):
             whole = (folder / name).read_text()
             (folder / name).write_text(text)
-            for read in (load, load_source):
+            for read in (its_own, load):
                 with pytest.raises(KVLensError):
                     read(folder)
             (folder / name).write_text(whole)
-        load(folder)
+        its_own(folder)
     folder = sharded(tmp_path / "sharded")
     (folder / "model.safetensors.index.json").write_text(text)
     for read in (HookedKVTransformer.from_pretrained, read_tensors):

@@ -33,6 +33,7 @@ ORDER = [
     "pretrained",
     "model",
     "bridge",
+    "loading",
     "conversion_methods",
     "conversion",
     "dual",
@@ -51,7 +52,7 @@ PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what is
 read of a pass."""
 FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
-"""What a batch needs to write files that notice damage, to read a command line, and to load a model by its name."""
+"""What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
 """And what else keeps its work in a file."""
 PURE = {

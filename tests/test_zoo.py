@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvlens import HookedKVTransformer, zoo
-from kvlens.bridge import load_model
+from kvlens import HookedKVTransformer, load, zoo
 from kvlens.tasks import make_task
 from kvlens.tasks.facts import answer_shares, scoring_hops
 from kvlens.training import score_heldout
@@ -36,10 +35,10 @@ def test_the_models_ship_in_less_than_30_megabytes():
 @pytest.mark.parametrize("name", NAMES)
 def test_card_and_facts_are_of_this_model(name):
     folder = zoo.folder_of(name)
-    model = load_model(folder)
+    model = load(folder)
     facts = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     # a bridge's unembedding has a bias more than the model in the file
-    weights = load_file(folder / "model.safetensors") if zoo.is_bridge(folder) else dict(model.named_parameters())
+    weights = load_file(folder / "model.safetensors") if zoo.is_hugging_face(folder) else dict(model.named_parameters())
     assert facts["name"] == name and facts["n_parameters"] == sum(weight.numel() for weight in weights.values())
     card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
     for piece in (f"kvlens train {name}", f"{facts['n_parameters']:,} parameters", "Licence", "seed"):
@@ -81,7 +80,7 @@ def test_models_of_text_read_and_write_text(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("facts")])
 def test_models_of_stories_answer_as_their_facts_say(name):
     facts = json.loads((zoo.folder_of(name) / "training.json").read_text(encoding="utf-8"))
-    model, task = load_model(zoo.folder_of(name)), make_task("facts", **facts["recipe"]["task_settings"])
+    model, task = load(zoo.folder_of(name)), make_task("facts", **facts["recipe"]["task_settings"])
     for stated in facts["heldout"]["answers"]:
         n_facts = stated["n_facts"]
         bound = 0.98 if name == "facts-hybrid" else {4: 0.95, 6: 0.95, 8: 0.90}[n_facts]

@@ -32,7 +32,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVLensError, KVModel
-from kvlens.checks import Within, checked, ensure
+from kvlens.checks import Within, checked
 from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Option, analysis
@@ -247,7 +247,7 @@ def attribution_by_edge(
     rival: Rival = None,
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     through_mlps: bool = True,
-    n_confirmed: int | None = 20,
+    n_confirmed: Annotated[int, Within(0)] | None = 20,
 ) -> pd.DataFrame:
     """Which earlier heads' outputs change the queries, keys and values of which later heads, for each unit of a prompt.
 
@@ -270,8 +270,6 @@ def attribution_by_edge(
         KVLensError: as :func:`kvlens.analyses.attribution.by_position.attribution_by_position`; a model with a single layer of
             heads, or that does not show queries, keys and values by head.
     """
-    if n_confirmed is not None:
-        ensure("n_confirmed", Annotated[int, Within(0)], n_confirmed)
     question = Question.of(model, prompt, text, answer, rival)
     units = units_of(model, question.prompt, by)
     others = without_each(question, units, replace_by or {})

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVModel, weights_unchanged
-from kvlens.checks import checked, ensure, one_of
+from kvlens.checks import checked
 
 from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
@@ -166,7 +166,6 @@ def _attribution(
     positions: str = "kept",
 ) -> pd.DataFrame:
     """:func:`prompt_attribution` with a null of texts that the model writes by itself; 0 leaves it out."""
-    ensure("positions", one_of(("kept", "closed")), positions)
     null = Null(n_null) if n_null else None
     options: dict = dict(by=by, method=method, null=null, positions=positions)
     return prompt_attribution(model, prompt, text, answer=answer, rival=rival, **options)

@@ -21,8 +21,8 @@ from .paths import check_model_name, check_prompts, check_table_path
 from .resources import DTYPES, ENGINES, Resources
 
 MODEL_HELP = (
-    "a shipped model (see `kvlens zoo`), a folder, or a name that TransformerLens knows, if its files are in the local Hugging "
-    "Face cache; may be repeated"
+    "a shipped model (see `kvlens zoo`), a folder, or a name on the hub, if its files are in the local Hugging Face cache; may "
+    "be repeated"
 )
 TEXT_HELP = {
     True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.checks import checked
+from kvlens.checks import Count, checked
 
 from ..declaration import Columns, analysis
 from ..predictions import KL, LOSS_CHANGE
@@ -48,7 +48,7 @@ def bias_by_head(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Describe the bias of each head, and ablate it.
@@ -85,7 +85,7 @@ def bias_by_layer(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Describe the bias of each layer, with the outputs of its heads concatenated, and ablate all of its heads at once.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
-from kvlens.checks import checked
+from kvlens.checks import Count, checked
 from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Field, Option, analysis, read_tokens
@@ -114,7 +114,7 @@ def bias_effects(
     references: KVBias | None = None,
     answer: Token | None = None,
     rival: Token | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel
 
-from ..passes import MEMORY_PER_PASS, check_batch_size
+from ..passes import MEMORY_PER_PASS
 from .parts import RECURRENT, kv_heads_read, most_heads, tensors_of, with_tensors
 
 ALL = -1
@@ -89,9 +89,8 @@ def logits_under(
         hooks_of: hooks on the activations of some of the rows.
 
     Raises:
-        KVLensError: a batch size below 1, a bias of another model.
+        KVLensError: a bias of another model.
     """
-    check_batch_size("ablations", batch_size)
     rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, bias, len(text)))
     n_rows = len(rows.donor)
     for first in range(0, n_rows, rows_per_pass):

@@ -40,12 +40,11 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import numbers_of
-from kvlens.checks import checked
+from kvlens.checks import Count, checked
 from kvlens.errors import brief, nearest
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..passes import check_batch_size
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
 from .interventions import logits_under
@@ -103,7 +102,7 @@ def activation_patching(
     metric: Metric | None = None,
     points: str | Sequence[str] | None = None,
     coefficients: Mapping[str, Any] | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
@@ -141,7 +140,7 @@ def activation_patching(
     """
     clean, corrupted = converted(model, "prompt", prompt), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text", text)
-    _check(clean, corrupted, batch_size)
+    _check(clean, corrupted)
     metric = _default_metric(model, text, answer, rival) if metric is None else metric
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
     sources = _given_coefficients(model, coefficients or {})
@@ -178,14 +177,13 @@ def activation_patching(
     )
 
 
-def _check(clean: KVBias, corrupted: KVBias, batch_size: int | None) -> None:
+def _check(clean: KVBias, corrupted: KVBias) -> None:
     if not clean.starts_where(corrupted):
         raise KVLensError(
             f"activation_patching: the text starts at position {clean.position_offset} under the clean prompt and at "
             f"{corrupted.position_offset} under the corrupted one; this model's positions are absolute: give prompts of "
             "equal length"
         )
-    check_batch_size("activation_patching", batch_size)
 
 
 def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, rival: Token | None) -> Metric:

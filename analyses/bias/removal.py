@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel
-from kvlens.checks import checked
+from kvlens.checks import Count, checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE
@@ -45,7 +45,7 @@ def bias_ablation(
     text: TextTokens,
     removals: Sequence[Heads],
     *,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Measure the effect of each removal relative to the whole bias.
@@ -92,7 +92,7 @@ def baseline_ablation(
     removals: Sequence[Heads],
     *,
     bias: KVBias | None = None,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Replace heads of a converted prompt by those of the baseline, including the shift state, so that BOS is kept.

@@ -7,17 +7,17 @@ which starts at the head's own layer.
 Source: Chan et al. 2022, Causal Scrubbing (resampling ablation).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.model import head_hooks, heads_per_layer, joined_heads
 
-from ..passes import MEMORY_PER_PASS, check_batch_size
+from ..passes import MEMORY_PER_PASS
 from .repeated_tokens import RepeatedTokens
 from .weights import wide_dtype
 
@@ -57,35 +57,47 @@ def resampling_ablation(
         error of the first.
 
     Raises:
-        KVLensError: shortformer positions, which a pass that starts at a later layer would lose; a batch size below 1.
+        KVLensError: shortformer positions, which a pass that starts at a later layer would lose.
     """
     n_layers, n_heads, n_texts = model.cfg.n_layers, heads_per_layer(model), len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
         raise KVLensError("ablations: shortformer adds positions inside every layer, so a pass cannot start at a later layer")
-    check_batch_size("ablations", batch_size)
-    rows = batch_size or rows_per_pass(model, repeated)
-    passes = [
-        (layer, part // n_texts, part % n_texts)
-        for layer in range(n_layers)
-        for part in torch.arange(n_heads[layer] * n_texts).split(min(rows, n_heads[layer] * n_texts))
-    ]
     if on_start is not None:
         on_start(sum(n_heads) * n_texts)
     starts, names = residuals(model, repeated), [head_hooks(model, layer, "hook_z") for layer in range(n_layers)]
     seen = cached(model, donors.tokens, [name for of_layer in names for name in of_layer])
-    others = [joined_heads([seen[name] for name in of_layer]) if of_layer else None for of_layer in names]
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
     change = whole.new_zeros(2, n_layers, *(max(n_heads), n_texts), whole.shape[-1])
-    for done, (layer, head, text) in enumerate(passes, start=1):
-        other = others[layer]
-        assert other is not None  # a pass is about heads of this layer
-        swaps = replace_heads(model, layer, head, other[text, :, head])
-        effect = losses_and_logits(model, starts[layer][text], layer, repeated.next_tokens[text], *swaps)
-        change[:, layer, head, text] = effect - whole[:, text]
-        if on_progress is not None:
-            on_progress(done / len(passes))
+    done = 0
+    for layer in (layer for layer in range(n_layers) if n_heads[layer]):
+        heads, texts = torch.cartesian_prod(torch.arange(n_heads[layer]), torch.arange(n_texts)).T
+        other = joined_heads([seen[name] for name in names[layer]])[texts, :, heads]
+        for rows, effect in replaced(model, repeated, starts[layer], layer, heads, texts, other, batch_size):
+            change[:, layer, heads[rows], texts[rows]] = effect - whole[:, texts[rows]]
+            done += len(rows)
+            if on_progress is not None:
+                on_progress(done / (sum(n_heads) * n_texts))
     loss_change, logit_change = change.mean(dim=(-2, -1))
     return AblationEffect(loss_change, logit_change, standard_error(change[0]))
+
+
+def replaced(
+    model: KVModel,
+    repeated: RepeatedTokens,
+    start: Float[Tensor, "text pos d_model"],
+    layer: int,
+    heads: Int[Tensor, " row"],
+    texts: Int[Tensor, " row"],
+    other: Float[Tensor, "row pos d_head"],
+    batch_size: int | None = None,
+) -> Iterator[tuple[Int[Tensor, " part"], Float[Tensor, "two part target"]]]:
+    """Yield rows and the loss and centered logit of their targets, pass by pass, if ``heads[i]`` writes ``other[i]`` in row i.
+
+    ``start`` is the residual stream before ``layer``, and ``texts[i]`` the text of row i.
+    """
+    for rows in torch.arange(len(heads)).split(batch_size or rows_per_pass(model, repeated)):
+        text, hooks = texts[rows], replace_heads(model, layer, heads[rows], other[rows])
+        yield rows, losses_and_logits(model, start[text], layer, repeated.next_tokens[text], *hooks)
 
 
 def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor, "*lead"]:

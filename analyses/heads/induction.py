@@ -9,7 +9,7 @@ Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -17,21 +17,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.checks import Seed, checked, ensure
+from kvlens.checks import Count, Seed, Within, checked
 from kvlens.model import heads_per_layer
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
 from ..layers import heads_of_model
-from ..passes import check_batch_size
 from ..predictions import LOSS_CHANGE
 from ..sequences import one_sequence
 from .ablation import AblationEffect, Progress, Start, resampling_ablation
 from .lags import KINDS
 from .loss_verdicts import Losses
 from .measures import HeadMeasures, measure_heads
-from .repeated_tokens import RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
+from .repeated_tokens import LONGEST, RepeatedTokens, draw_piece, longest_repeat, repeat_tokens
 from .swaps import swap_costs
 from .verdicts import MATCHES, WORTH_ASKING, contrasts
 
@@ -69,12 +68,12 @@ def induction_heads(
     model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: int = 10,
-    n_repeated: int | None = None,
-    seed: int = 0,
+    n_sequences: Annotated[int, Within(1, LONGEST)] = 10,
+    n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
+    seed: Seed = 0,
     prepend_bos: bool | None = None,
     ablations: bool = False,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_start: Start | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -158,11 +157,9 @@ def look_at_heads(
 ) -> HeadsFound:
     """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
     check_model(model)
-    ensure("induction_heads: seed", Seed, seed)
-    check_batch_size("induction_heads", batch_size)
     generator = torch.Generator().manual_seed(seed)
     if prompt is None:
-        n_repeated = longest_repeat(model, prepend_bos, DEFAULT_LENGTH) if n_repeated is None else n_repeated
+        n_repeated = n_repeated or longest_repeat(model, prepend_bos, DEFAULT_LENGTH)
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
     measured = measure_heads(model, repeated)

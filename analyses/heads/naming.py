@@ -15,14 +15,14 @@ Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.checks import checked
+from kvlens.checks import Count, Seed, Within, checked
 from kvlens.model import head_matrices, heads_per_layer
 
 from ..bias.parts import HEAD
@@ -42,6 +42,7 @@ from .induction import (
     n_ablations,
     of_prompt_repeated,
 )
+from .repeated_tokens import LONGEST
 from .shift_roles import displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
 from .weights import composition_scores, copying_scores
@@ -108,14 +109,14 @@ def induction_verdicts(
     model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: int = 10,
-    n_repeated: int | None = None,
-    seed: int = 0,
+    n_sequences: Annotated[int, Within(1, LONGEST)] = 10,
+    n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
+    seed: Seed = 0,
     prepend_bos: bool | None = None,
     threshold: float = THRESHOLD,
     ratio: float = RATIO,
     ablations: bool = False,
-    batch_size: int | None = None,
+    batch_size: Count | None = None,
     on_start: Start | None = None,
     on_progress: Progress | None = None,
 ) -> pd.DataFrame:

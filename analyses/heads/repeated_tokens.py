@@ -9,14 +9,12 @@ Source: Olsson et al. 2022, In-context Learning and Induction Heads (repeated ra
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.checks import Within, ensure
 
 LONGEST = 2**20
 """The most sequences, and the most tokens of one; more is surely a mistake."""
@@ -88,8 +86,6 @@ def draw_piece(model: KVModel, n_sequences: int, n_repeated: int, generator: tor
     A row has no token twice, so that the position to attend to is unique; if the vocabulary is too small, tokens are drawn with
     replacement.
     """
-    for name, value, least in (("n_sequences", n_sequences, 1), ("n_repeated", n_repeated, 2)):
-        ensure(f"induction_heads: {name}", Annotated[int, Within(least, LONGEST)], value)
     special = [] if model.tokenizer is None else [t for t in model.tokenizer.all_special_ids if 0 <= t < model.cfg.d_vocab]
     ordinary = torch.ones(model.cfg.d_vocab)
     if len(special) < model.cfg.d_vocab:

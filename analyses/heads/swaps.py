@@ -22,7 +22,7 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.model import HeadsRead, visit_heads
 
-from .ablation import losses_and_logits, replace_heads, residuals, rows_per_pass, standard_error
+from .ablation import losses_and_logits, replaced, residuals, standard_error
 from .lags import KINDS, at_lag, lags_and_queries, value_side_pattern
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps
@@ -74,23 +74,13 @@ def swap_costs(
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
-    rows = batch_size or rows_per_pass(model, repeated)
     costs = torch.full((len(KINDS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
     errors = costs.new_full((len(KINDS), *costs.shape), torch.nan)
     texts = torch.arange(len(repeated.tokens)).repeat(len(KINDS))
     for layer, head in heads.nonzero().tolist():
         z = _swapped(layers[layer], head, repeated)
-        losses = [
-            losses_and_logits(
-                model,
-                starts[layer][texts[part]],
-                layer,
-                repeated.next_tokens[texts[part]],
-                *replace_heads(model, layer, torch.full_like(part, head), z[part]),
-            )[0]
-            for part in torch.arange(len(texts)).split(rows)
-        ]
-        change = torch.cat(losses).unflatten(0, (len(KINDS), -1)) - whole
+        effects = replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z, batch_size)
+        change = torch.cat([loss for _, (loss, _) in effects]).unflatten(0, (len(KINDS), -1)) - whole
         costs[:, layer, head] = change.mean(dim=(1, 2))
         errors[:, :, layer, head] = standard_error(change[:, None] - change)
         errors[:, :, layer, head].diagonal().copy_(standard_error(change))

@@ -7,7 +7,7 @@ tokens
 
 P is not normal: its effect on a state is described by its singular values, not by its eigenvalues. A term of the sum is what
 the state would lose if the token's value were zero. That is a share, not an effect on any answer: omitting the token would also
-restore what it removed.
+restore what it removed. ``model.read_memory(tokens)`` has P of every head (``state_map``).
 """
 
 from typing import Any
@@ -38,11 +38,6 @@ MEMORY = Columns(
         "float64",
         "projection of its term on what the prompt wrote, over the square of that: sums to 1 over positions",
     ),
-)
-MAPS = Columns(
-    **HEAD,
-    index=("int64", "from 0, largest first; d_k of them"),
-    singular_value=("float64", "of P, which maps the state before the prompt to what remains of it"),
 )
 ERASURE = Columns(
     **HEAD,
@@ -85,32 +80,6 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
         values: dict[str, Any] = {"layer": memory.layer, "head": head, "position": position, "distance": n - 1 - position}
         values |= {"token": texts * n_heads, "survival": memory.survival.T, "term_norm": terms.T, "state_share": share.T}
         frames.append(MEMORY.frame(values))
-    return pd.concat(frames, ignore_index=True)
-
-
-@analysis(MAPS, "what a prompt does to earlier states of recurrent layers: the singular values of P")
-@on_its_front_ends
-@checked
-@torch.no_grad()
-def state_maps(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
-    """Compute the possible effect of a prompt on earlier states: the singular values of P.
-
-    Args:
-        model, prompt: as in :func:`state_memory`.
-
-    Returns:
-        One row per layer, head and singular value, in that order:
-
-        {columns}
-
-    Raises:
-        KVLensError: as :func:`state_memory`.
-    """
-    frames = []
-    for memory in read_memory(model, prompt_sequence(model, "prompt", prompt)):
-        values = torch.linalg.svdvals(memory.state_map)
-        head, index = torch.cartesian_prod(*(torch.arange(n) for n in values.shape)).T
-        frames.append(MAPS.frame({"layer": memory.layer, "head": head, "index": index, "singular_value": values}))
     return pd.concat(frames, ignore_index=True)
 
 

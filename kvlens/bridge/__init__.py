@@ -24,6 +24,5 @@ With a bias, ``hook_pattern`` is divided by the whole normalizer, so that its ro
 
 from kvlens.bridge.bridge import KVTransformerBridge
 from kvlens.bridge.memory import LayerMemory, read_memory
-from kvlens.bridge.sources import load_model
 
-__all__ = ["KVTransformerBridge", "LayerMemory", "load_model", "read_memory"]
+__all__ = ["KVTransformerBridge", "LayerMemory", "read_memory"]

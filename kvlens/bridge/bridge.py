@@ -36,7 +36,7 @@ from kvlens.model.parts import Ends, Layer
 from kvlens.model.protocol import PromptKeysAndValues
 from kvlens.model.reading import recurrent_layers
 from kvlens.tokenizer import warn_of_unknown_words
-from kvlens.zoo import folder_of, is_bridge
+from kvlens.zoo import folder_of, is_hugging_face
 
 
 class KVTransformerBridge(TransformerBridge):
@@ -90,7 +90,7 @@ class KVTransformerBridge(TransformerBridge):
             KVLensError: no such model, one that :meth:`kvlens.HookedKVTransformer.from_zoo` loads, or a damaged file.
         """
         folder = folder_of(name)
-        if not is_bridge(folder):
+        if not is_hugging_face(folder):
             raise KVLensError(f"KVTransformerBridge.from_zoo: {name} is loaded by HookedKVTransformer.from_zoo({name!r})")
         model = cls.boot_transformers(folder, device=device, dtype=torch.float32 if dtype is None else dtype_of(dtype, "dtype"))
         model.cfg.default_prepend_bos = True

@@ -8,11 +8,9 @@ from typing import Annotated, Any
 from kvlens.analyses.registry import UNITS
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
-from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
+from kvlens.cli.prompts import add_texts_and_model, model_and_texts
 from kvlens.errors import KVLensError
-from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.terminal import visible
-from kvlens.zoo import source_of
 
 
 def add_command(commands: Any) -> None:
@@ -28,20 +26,13 @@ def add_command(commands: Any) -> None:
         "    --text ' Which animal does Kaya keep? Kaya keeps a' --answer ' donkey' --model facts-linear",
         allow_abbrev=False,
     )
-    add_prompt_and_text(explain, "the text after the prompt, up to where the answer begins")
+    add_texts_and_model(explain, "the text after the prompt, up to where the answer begins")
     explain.add_argument(
         "--answer", metavar="TEXT", help="the answer to explain, one token (default: the most probable next token)"
     )
     explain.add_argument(
         "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
     )
-    explain.add_argument(
-        "--model",
-        metavar="NAME",
-        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, or a "
-        f"llama2.c checkpoint (default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
-    )
-    explain.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     explain.add_argument(
         "--by", choices=UNITS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
     )
@@ -73,10 +64,7 @@ def _explain(args: argparse.Namespace) -> int:
         raise KVLensError("--overwrite belongs to --out DIR; give the folder, or leave it out")
     ensure("--seed", Seed, args.seed)
     ensure("--null", Annotated[int, Within(1, 2**20)] | None, args.null)
-    given = given_prompt_and_text(args)
-    name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
-    source = source_of(name)
-    prompt, text = given or example_for(name)
+    name, prompt, text = model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.report.console import announce, progress_bar, unfinished
@@ -84,13 +72,13 @@ def _explain(args: argparse.Namespace) -> int:
 
     with unfinished(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite) as keep:
         with progress_bar("loading the model") as tell:
+            from kvlens import load
             from kvlens.analyses.attribution.cost import expected_cost
             from kvlens.analyses.attribution.explain import explain
             from kvlens.analyses.attribution.null import Null
-            from kvlens.bridge import load_model
 
             check_device("--device", args.device)
-            model = load_model(source, tokenizer=args.tokenizer, device=args.device)
+            model = load(name, tokenizer=args.tokenizer, device=args.device)
             null = None if args.null is None else Null(args.null, seed=args.seed)
             asked: dict[str, Any] = dict(by=args.by, null=null)
             announce(expected_cost(model, prompt, text, **asked))

@@ -1,18 +1,40 @@
-"""The prompt and the text of a command, from arguments, files or standard input."""
+"""The prompt and the text of a command, from arguments, files or standard input, and the model that reads them."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from kvlens.errors import KVLensError
+from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
+from kvlens.zoo import source_of
 
 
-def add_prompt_and_text(command: argparse.ArgumentParser, text_help: str) -> None:
-    """Add ``--prompt``, ``--prompt-file``, ``--text`` and ``--text-file``."""
+def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> None:
+    """Add ``--prompt``, ``--prompt-file``, ``--text``, ``--text-file``, ``--model`` and ``--tokenizer``."""
     command.add_argument("--prompt", metavar="TEXT", help="the prompt; the model's BOS token, if any, is added in front")
     command.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file instead; - is standard input")
     command.add_argument("--text", metavar="TEXT", help=text_help)
     command.add_argument("--text-file", metavar="FILE", help="read the text from a UTF-8 file instead; - is standard input")
+    command.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, a "
+        "llama2.c checkpoint, or a name on the hub, if its files are in the local Hugging Face cache "
+        f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
+    )
+    command.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
+
+
+def model_and_texts(args: argparse.Namespace) -> tuple[str, str, str]:
+    """The model's name, the prompt and the text: those of the built-in example where they are not given.
+
+    Raises:
+        KVLensError: no such model; prompt and text as in :func:`given_prompt_and_text`.
+    """
+    given = given_prompt_and_text(args)
+    name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
+    source_of(name)
+    return name, *(given or example_for(name))
 
 
 def given_prompt_and_text(args: argparse.Namespace) -> tuple[str, str] | None:

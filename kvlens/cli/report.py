@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlens.arguments import check_device
 from kvlens.checks import Seed, Within, ensure
-from kvlens.cli.prompts import add_prompt_and_text, given_prompt_and_text
+from kvlens.cli.prompts import add_texts_and_model, model_and_texts
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError
-from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.terminal import visible
-from kvlens.zoo import source_of
 
 if TYPE_CHECKING:
     from kvlens.conversion import ConversionMethod
@@ -39,15 +37,7 @@ def add_command(commands: Any) -> None:
         "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
     )
-    add_prompt_and_text(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
-    report.add_argument(
-        "--model",
-        metavar="NAME",
-        help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, a "
-        "llama2.c checkpoint, or a name that TransformerLens knows, if its files are in the local Hugging Face cache "
-        f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
-    )
-    report.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
+    add_texts_and_model(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
     softmax = report.add_argument_group(
         "options for softmax models",
         "Without them every key of the prompt is kept, which is exact. Models with linear attention are always exact.",
@@ -129,21 +119,18 @@ def _report(args: argparse.Namespace) -> int:
             "--answer and --rival belong to the explanation, and --by none skips the explanation; leave out either"
         )
     check_folder(args.out, overwrite=args.overwrite)
-    given = given_prompt_and_text(args)
-    name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
-    source = source_of(name)
-    prompt, text = given or example_for(name)
+    name, prompt, text = model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.report.console import announce, progress_bar, unfinished
 
     held = unfinished(args.out, REPORT_FOLDER, overwrite=args.overwrite)
     with held as keep, progress_bar("loading the model") as tell:
-        from kvlens.bridge import load_model
+        from kvlens import load
 
         check_device("--device", args.device)
         method = _method(args)
-        model = load_model(source, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+        model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
         if args.method not in (None, "exact") and model.cfg.attention == "linear":
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 

@@ -42,16 +42,6 @@ def _zoo(args: argparse.Namespace) -> int:
             f"{name:<20}{facts['recipe']['task']:<11}{facts['n_parameters']:>11,}{size:>6.1f} MB{held['loss']:>9.4f}"
             f"{held['accuracy']:>10.4f}{gain}"
         )
-    print(f"\n{paragraphs(f'{LEGEND} {_how_to_load(names)}', terminal_width())}")
+    example = "docs-linear" if "docs-linear" in names else names[0]
+    print("\n" + paragraphs(f'{LEGEND} Load a model with kvlens.load("{example}").', terminal_width()))
     return 0
-
-
-def _how_to_load(names: list[str]) -> str:
-    """Which class loads which model."""
-    hybrids = [name for name in names if zoo.is_bridge(zoo.folder_of(name))]
-    own = [name for name in names if name not in hybrids]
-    ways = [f'{name} with KVTransformerBridge.from_zoo("{name}")' for name in hybrids]
-    if own:
-        example = "docs-linear" if "docs-linear" in own else own[0]
-        ways.append(f'{"the others" if hybrids else "a model"} with HookedKVTransformer.from_zoo("{example}")')
-    return f"Load {' and '.join(ways)}." if len(ways) < 3 else f"Load {', '.join(ways[:-1])} and {ways[-1]}."

@@ -9,7 +9,6 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.dual.queries import check_demonstrations, kernel_between_keys, kernel_with_bias, query_weights
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
-from kvlens.errors import KVLensError
 from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
@@ -45,9 +44,7 @@ def demonstration_figures(
     """
     query = check_index("query_pos", query_pos, len(tokens))
     n = query if n_demonstrations is None else n_demonstrations
-    check_demonstrations(query + 1, n)
-    if n < 1:
-        raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it")
+    check_demonstrations(query + 1, n_demonstrations)
     layers: list[DemonstrationFigures] = []
     read_layers(model, tokens[: query + 1], lambda _, reading: layers.append(_figures(reading, n)))
     return DemonstrationFigures(*(padded(figure) for figure in zip(*layers, strict=True)))

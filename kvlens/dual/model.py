@@ -170,7 +170,7 @@ class DualModel:
     @checked
     def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
         """L(W_0), ..., L(W_n). Without ``alpha`` they decrease linearly: the loss is linear in W and has no minimizer."""
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 0:
+        if n_steps < 0:
             raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
         _check_rates(eta, alpha)
         return ops.losses(self._sums(), n_steps, eta, alpha)
@@ -287,7 +287,7 @@ def _check_rates(eta: Any, alpha: Any) -> None:
 
 
 def _check_demonstrations(n: int, n_virtual: int, query: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+    if n < 0:
         raise KVLensError(f"dual model: n_demonstrations must be a number of tokens, got {n!r}")
     if n + n_virtual == 0:
         raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it; give at least one")

@@ -78,7 +78,7 @@ def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *,
 def check_demonstrations(pos: int, n_demonstrations: int | None) -> None:
     """Raise KVLensError unless some query of the text has demonstrations before it."""
     n = 1 if n_demonstrations is None else n_demonstrations
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if n < 1:
         raise KVLensError(f"dual model: n_demonstrations must be at least 1 (or None), got {n_demonstrations!r}")
     if pos <= n:
         raise KVLensError(f"dual model: none of the {pos} tokens comes after {n} demonstrations; give a longer text")

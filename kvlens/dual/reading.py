@@ -157,15 +157,12 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
 
 def check_index(what: str, index: int, n: int) -> int:
     """``index`` counted from 0. Raises KVLensError if it does not exist."""
-    if isinstance(index, bool) or not isinstance(index, int) or not -n <= index < n:
+    if not -n <= index < n:
         raise KVLensError(f"dual model: {what} {index!r} does not exist; there are {n}, from 0 to {n - 1}")
     return index % n
 
 
 def _one_text(model: HookedKVTransformer, tokens: Tensor) -> Int[Tensor, "one pos"]:
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
-        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise KVLensError(f"dual model: expected the token ids of one text, a tensor [pos], got {came}")
     model.check_tokens(tokens)
     return tokens[None].to(model.W_E.device)
 

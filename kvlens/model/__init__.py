@@ -19,7 +19,6 @@ from kvlens.model.reading import (
     visit_heads,
 )
 from kvlens.model.regressor import HookedKVRegressor
-from kvlens.model.sources import load_source
 from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
 
@@ -47,7 +46,6 @@ __all__ = [
     "head_matrices",
     "heads_per_layer",
     "joined_heads",
-    "load_source",
     "output_weights",
     "read_attention",
     "read_stream",

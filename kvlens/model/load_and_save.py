@@ -16,7 +16,7 @@ from kvlens.errors import KVLensError
 from kvlens.model.loading import M, from_hooked_transformer, from_llama2c, from_pretrained
 from kvlens.model.shift_graft import load_shift_coefficients
 from kvlens.model.storage import load_model, save_model
-from kvlens.zoo import folder_of, is_bridge
+from kvlens.zoo import folder_of, is_hugging_face
 
 
 class LoadsAndSaves(HookedTransformer):
@@ -51,7 +51,7 @@ class LoadsAndSaves(HookedTransformer):
             KVLensError: no such model, or one in Transformers' format, which :class:`kvlens.KVTransformerBridge` loads.
         """
         folder = folder_of(name)
-        if is_bridge(folder):
+        if is_hugging_face(folder):
             raise KVLensError(
                 f"from_zoo: {name} is a model of Transformers' own class; KVTransformerBridge.from_zoo({name!r}) loads it"
             )

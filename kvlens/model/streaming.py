@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache, get_attention_mask
 from kvlens.base import Output
-from kvlens.checks import Count, checked, ensure
+from kvlens.checks import Count, checked
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
 from kvlens.errors import KVLensError, brief
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU
@@ -155,7 +155,7 @@ def run_in_segments(
     tokens: Int[Tensor, " pos"],
     fwd_hooks: Sequence[tuple[str, Callable[..., Any]]],
     *,
-    segment_length: int | None = None,
+    segment_length: Count | None = None,
     stop_at_layer: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
@@ -186,20 +186,18 @@ def run_in_segments(
         KVLensError: tokens of the wrong shape or outside the vocabulary, more tokens than positions, a segment length below 1,
             or a segment length for attention that cannot be continued from a state.
     """
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or not tokens.numel():
+    if not tokens.numel():
         raise KVLensError(f"run_in_segments: tokens: expected token ids [pos], at least one, got {brief(tokens)}")
     model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
     mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding
     model.check_length(rows.shape[1], mask)
     streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
-    if segment_length is not None:
-        ensure("segment_length", Count, segment_length)
-        if not streamed:
-            raise KVLensError(
-                "segment_length: this model's attention needs the whole text at once (softmax, the parallel form, negative "
-                "samples or ridge): leave it out"
-            )
+    if segment_length is not None and not streamed:
+        raise KVLensError(
+            "segment_length: this model's attention needs the whole text at once (softmax, the parallel form, negative "
+            "samples or ridge): leave it out"
+        )
     if not streamed:
         model.run_with_hooks(
             rows, return_type=None, attention_mask=mask, stop_at_layer=stop_at_layer, fwd_hooks=list(fwd_hooks)

@@ -36,7 +36,7 @@ from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.texts import joined, token_texts
-from kvlens.checks import checked
+from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.kv_bias import KVBias
@@ -112,7 +112,7 @@ def build_report(
     text: str,
     *,
     model_name: str | None = None,
-    new_tokens: int | None = None,
+    new_tokens: Count | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     dual: bool = False,
@@ -346,8 +346,6 @@ def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | Non
     """How many tokens are generated; raise KVLensError if they, or prompt and text alone, are too many."""
     room = model.cfg.n_ctx - prompt - text if model.cfg.has_position_limit else NEW_TOKENS
     new_tokens = max(1, min(NEW_TOKENS, room)) if new_tokens is None else new_tokens
-    if new_tokens < 1:
-        raise KVLensError(f"new_tokens must be at least 1, got {new_tokens}")
     if not is_temperature(temperature):
         raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
     if new_tokens > room and model.cfg.has_position_limit:

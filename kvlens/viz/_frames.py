@@ -9,8 +9,6 @@ from kvlens.errors import KVLensError, nearest
 
 def check_columns(piece: str, table: pd.DataFrame, columns: Iterable[str]) -> None:
     """Raise KVLensError unless ``table`` has rows and all of ``columns``; the nearest name is proposed."""
-    if not isinstance(table, pd.DataFrame):
-        raise KVLensError(f"{piece}: expected the table that an analysis returns, got {type(table).__name__}")
     for column in columns:
         if column not in table.columns:
             there = [str(name) for name in table.columns]

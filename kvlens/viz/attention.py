@@ -8,14 +8,14 @@ forward pass if they are given, and empty otherwise.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.arguments import numbers_of
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
@@ -36,7 +36,7 @@ def attention_view(
     queries: Any = None,
     n_prompt: int = 0,
     head_names: Sequence[str] | None = None,
-    max_tokens: int | None = None,
+    max_tokens: Annotated[int, Within(4)] | None = None,
     positions: Sequence[int] | None = None,
     n_left_out: int = 0,
     title: str = "attention patterns",
@@ -67,8 +67,6 @@ def attention_view(
     if positions is not None and len(positions) != len(tokens):
         raise KVLensError(f"attention_view: {len(tokens)} tokens and {len(positions)} positions; give one per token")
     limit = max(16, math.isqrt(MAX_CELLS // (len(values) + 1))) if max_tokens is None else max_tokens
-    if limit < 4:
-        raise KVLensError(f"attention_view: max_tokens must be at least 4, got {max_tokens}")
     n_broken = int((~values.isfinite()).sum())
     numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if positions is None else positions
     marked = [f"{'p' * (i < n_prompt)}{numbers[i]}:{label(token)}" for i, token in enumerate(tokens)]

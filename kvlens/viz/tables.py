@@ -26,8 +26,6 @@ def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MA
     Raises:
         KVLensError: no columns, or ``max_rows`` below 1.
     """
-    if not isinstance(frame, pd.DataFrame):
-        raise KVLensError(f"error_table: expected a table (pandas.DataFrame), got {type(frame).__name__}")
     if not len(frame.columns) or max_rows < 1:
         raise KVLensError(f"error_table: {len(frame.columns)} columns, max_rows {max_rows}; both must be at least 1")
     more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""

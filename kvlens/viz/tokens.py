@@ -3,11 +3,11 @@
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.arguments import numbers_of
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
@@ -28,7 +28,7 @@ def colored_tokens(
     *,
     title: str = "tokens",
     unit: str = "value",
-    top: float | None = None,
+    top: Annotated[float, Within(0)] | None = None,
     ax: Any = None,
 ) -> Piece | Any:
     """Tokens in reading order, blue where their value is positive and red where it is negative.
@@ -61,8 +61,6 @@ def colored_tokens(
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
         shown, numbers = _in_blocks(shown, numbers, size)
-    if top is not None and top < 0:
-        raise KVLensError(f"colored_tokens: top must be at least 0, got {top}")
     full = strongest(numbers, FULL) if top is None else top
     if ax is not None:
         return _draw(ax, _line_parts(shown, numbers), full, title, printable(unit))

@@ -36,19 +36,26 @@ def folder_of(name: str) -> Path:
 
 
 @checked
-def is_bridge(folder: Path) -> bool:
-    """Whether a shipped model is in Transformers' format, for ``KVTransformerBridge.from_zoo``."""
-    config = read_json("zoo", folder / "config.json")
-    return "model_type" in config and "format" not in config
+def is_hugging_face(folder: Path) -> bool:
+    """Whether the folder's config.json was written by Transformers: it names the type of model and not kvlens' format."""
+    try:
+        config = read_json("zoo", folder / "config.json")
+    except KVLensError:
+        return False  # what reads the folder says what is wrong with it
+    return isinstance(config, dict) and "model_type" in config and "format" not in config
 
 
 @checked
-def source_of(name: str) -> Path | str:
+def source_of(name: str, asked: str = "--model") -> Path | str:
     """Find the model that a user names, without importing torch.
 
+    Args:
+        name: what the user named.
+        asked: what asked for it, for the message.
+
     Returns:
-        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if TransformerLens may know it
-        and the local Hugging Face cache has files; :func:`kvlens.model.load_source` then looks for them.
+        The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if it may be one on the hub
+        and the local Hugging Face cache has files; :func:`kvlens.load` then looks for them.
 
     Raises:
         KVLensError: it is none of these; the nearest shipped name is proposed.
@@ -68,7 +75,7 @@ def source_of(name: str) -> Path | str:
         return name
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
-        f"--model: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
-        f"(a name that TransformerLens knows is taken where its files are in the local cache, {cache}: "
-        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches them)"
+        f"{asked}: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
+        f"(a name on the hub is taken where its files are in the local cache, {cache}: "
+        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches those of TransformerLens' names)"
     )

@@ -21,9 +21,7 @@ from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.null import SIGNIFICANT, Null, holm, p_values
 from kvlens.analyses.attribution.units import Unit
 
-from kvlens import HookedKVTransformer
-from kvlens.model import load_source
-from kvlens.zoo import source_of
+from kvlens import HookedKVTransformer, load
 
 N_UNITS = 4
 
@@ -56,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    model = load_source(source_of(args.model), tokenizer=args.tokenizer, device="cpu", dtype=None).requires_grad_(False)
+    model = load(args.model, tokenizer=args.tokenizer, device="cpu").requires_grad_(False)
     texts = texts_of(model, 3 * args.prompts + 80, args.texts, args.seed)
     own, others = texts[: args.prompts], texts[args.prompts :]
     of_null, of_tested = others[::2], others[1::2]

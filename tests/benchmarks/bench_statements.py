@@ -44,8 +44,7 @@ from kvlens.analyses.attribution.units import units_of
 from kvlens.analyses.attribution.verdicts import Outcomes, verdict_of
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
-from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.bridge import load_model
+from kvlens import HookedKVTransformer, convert_prompt, load
 from kvlens.zoo import source_of
 
 STORIES = ("facts-gpt2", "facts-linear", "facts-hops-gpt2", "facts-hops-linear", "facts-hybrid")
@@ -60,7 +59,7 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
     """(model, passes of, [(prompt, text, spans, answer, origins)])."""
     n = args.stories if name in STORIES else args.prompts
     if name in STORIES:
-        model = load_model(source_of(name))
+        model = load(name)
         stories = right_questions(model, n, args.facts, args.seed)
         found = []
         for story, about in stories:
@@ -89,7 +88,7 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
         found = [(some_tokens(18, seed=2 * i), some_tokens(5, seed=2 * i + 1), spans, None, None) for i in range(10)]
         return KVTransformerBridge.boot_transformers(plain), lambda *given: TransformersPasses(other, *given), found
     if name == "induction":
-        model = load_model(args.induction)
+        model = load(args.induction)
         generator = torch.Generator().manual_seed(args.seed)
         blocks = [torch.randperm(model.cfg.d_vocab, generator=generator)[:20] for _ in range(n)]
         spans = [(start, start + 4) for start in range(0, 20, 4)]

@@ -15,7 +15,6 @@ CALLS = {
     "baseline_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
     "state_memory": lambda f, m: f(m, PROMPT),
-    "state_maps": lambda f, m: f(m, PROMPT),
     "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
     "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
     "attribution_by_edge": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),

@@ -3,12 +3,12 @@
 import re
 
 import pytest
+import torch
 from huggingface_hub import constants
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
-from kvlens import HookedKVTransformer, KVLensError, zoo
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load, loading, zoo
 from kvlens.cli import main
-from kvlens.model import sources
 
 
 def test_each_loader_names_the_other():
@@ -29,13 +29,14 @@ def test_a_misspelt_argument_is_not_handed_on_to_hugging_face(tmp_path):
             HookedKVTransformer.from_pretrained(tmp_path, **{slip: None})
 
 
-def cached_gpt2(tmp_path):
-    """A tiny model as Hugging Face's cache would hold "gpt2"."""
-    snapshot = tmp_path / "hub/models--gpt2/snapshots" / ("0" * 40)
-    tiny_hf_model("gpt2").save_pretrained(snapshot)
+def cached(tmp_path, name="gpt2", family="gpt2"):
+    """A tiny model as Hugging Face's cache would hold ``name``."""
+    place = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = place / "snapshots" / ("0" * 40)
+    tiny_hf_model(family).save_pretrained(snapshot)
     tiny_tokenizer().save_pretrained(snapshot)
-    (tmp_path / "hub/models--gpt2/refs").mkdir()
-    (tmp_path / "hub/models--gpt2/refs/main").write_text("0" * 40)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text("0" * 40)
 
 
 def test_a_name_is_looked_for_on_this_machine_and_on_the_hub_only_when_asked(tmp_path, monkeypatch):
@@ -45,7 +46,7 @@ def test_a_name_is_looked_for_on_this_machine_and_on_the_hub_only_when_asked(tmp
         tried.append(address)
         raise OSError("there is no network in tests")
 
-    cached_gpt2(tmp_path)
+    cached(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as on a user's machine
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("socket.socket.connect", connect)
@@ -61,11 +62,11 @@ def test_a_name_is_looked_for_on_this_machine_and_on_the_hub_only_when_asked(tmp
 
 
 def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatch, capsys):
-    cached_gpt2(tmp_path)
+    cached(tmp_path)
     (tmp_path / "p.txt").write_text("The widget\n")
 
     def run(model: str, cache: str) -> int:
-        for module in (constants, sources, zoo):
+        for module in (constants, loading, zoo):
             monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / cache))
         return main(["analyse", "bias_by_head", "p.txt", "--model", model, "--text", " is", "--out", f"{model}.parquet"])
 
@@ -80,3 +81,23 @@ def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatc
         assert run(model, cache) == 2
         refused = capsys.readouterr().err
         assert refused.count("\n") == 1 and words in refused, refused
+
+
+def test_load_takes_names_paths_and_what_the_cache_holds(tmp_path, monkeypatch):
+    for module in (constants, loading, zoo):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached(tmp_path)
+    cached(tmp_path, "someone/small", "qwen2")  # a name that TransformerLens does not know
+    assert load("gpt2-small", device="cpu", dtype="float64").W_E.dtype == torch.float64
+    assert isinstance(load("someone/small", device="cpu"), HookedKVTransformer)
+    assert load("bigram-linear").cfg.attention == "linear"
+    assert isinstance(load(zoo.folder_of("facts-hybrid"), device="cpu"), KVTransformerBridge)
+    for source, words in (
+        ("docs-liner", "load: 'docs-liner' is neither a shipped model .*did you mean 'docs-linear'"),
+        (tmp_path / "bigram-linear", "load: .*bigram-linear holds no config.json"),
+        (5, "load: source: expected a path, got 5"),
+    ):
+        with pytest.raises(KVLensError, match=words):
+            load(source)
+    with pytest.raises(KVLensError, match="load: a tokenizer file is for a llama2.c checkpoint"):
+        load("docs-linear", tokenizer="tok512.bin")

@@ -9,9 +9,8 @@ from bridge_models import HYBRID, tiny
 from tiny_hf import D_VOCAB, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from kvlens import HookedKVTransformer, KVTransformerBridge, analyses
+from kvlens import HookedKVTransformer, KVTransformerBridge, analyses, load
 from kvlens.__main__ import main
-from kvlens.bridge import load_model
 
 PROMPT, TEXT = "the cat sat on the mat. the dog sat on the log.", " the dog sat"
 
@@ -74,11 +73,11 @@ def test_a_batch_keeps_front_ends_apart(folder, tmp_path):
 
 def test_states_in_a_batch(folder, tmp_path, capsys):
     """The rows are those of the functions, prompt by prompt."""
-    model, stories = load_model(folder, device="cpu"), {"a": PROMPT, "b": "the dog sat."}
+    model, stories = load(folder, device="cpu"), {"a": PROMPT, "b": "the dog sat."}
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": name, "prompt": story, "earlier": "the log."}) for name, story in stories.items()]
     prompts.write_text("\n".join(lines))
-    for name in ("state_memory", "state_maps", "state_erasure"):
+    for name in ("state_memory", "state_erasure"):
         out = tmp_path / f"{name}.parquet"
         assert main(["analyse", name, str(prompts), "--out", str(out), "--device", "cpu", "--model", str(folder)]) == 0
         table = pd.read_parquet(out).set_index("prompt_id")
@@ -94,10 +93,10 @@ def test_states_in_a_batch(folder, tmp_path, capsys):
 
 
 def test_a_folder_goes_to_the_front_end_that_runs_it(folder, tmp_path):
-    assert isinstance(load_model(folder, device="cpu"), KVTransformerBridge)
+    assert isinstance(load(folder, device="cpu"), KVTransformerBridge)
     sizes = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=D_VOCAB)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    hooked = load_model(tmp_path, device="cpu")
+    hooked = load(str(tmp_path), device="cpu")
     assert isinstance(hooked, HookedKVTransformer)
     bridge = KVTransformerBridge.boot_transformers(tmp_path)
     assert bridge.fingerprint() != hooked.fingerprint()

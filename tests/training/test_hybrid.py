@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt, zoo
-from kvlens.bridge import load_model
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt, load, zoo
 from kvlens.files import check_folder, check_listed
 from kvlens.tasks import make_task
 from kvlens.training import find_recipe, train_recipe
@@ -87,7 +86,7 @@ def test_a_seed_decides_the_initial_weights_and_filters_do_not_decay():
 def test_a_run_writes_a_folder_that_transformers_and_the_bridge_read(written):
     folder, facts = written
     check_listed(folder)
-    model = load_model(folder, device="cpu")
+    model = load(folder, device="cpu")
     assert isinstance(model, KVTransformerBridge) and facts["training"]["steps"] == 4
     assert facts["n_parameters"] == sum(p.numel() for p in small().parameters())
     card = (folder / "MODEL_CARD.md").read_text(encoding="utf-8")
@@ -139,7 +138,7 @@ def test_a_shipped_hybrid_is_loaded_by_name_and_each_front_end_names_the_other(w
     shutil.copytree(written[0], tmp_path / "a-hybrid")
     shutil.copytree(zoo.folder_of("facts-gpt2"), tmp_path / "facts-gpt2")
     monkeypatch.setattr("kvlens.zoo._ROOT", tmp_path)
-    model = load_model(zoo.source_of("a-hybrid"), device="cpu")
+    model = load("a-hybrid", device="cpu")
     assert isinstance(model, KVTransformerBridge) and next(model.parameters()).dtype == torch.float32
     assert int(model.to_tokens("Mira keeps a goat.")[0, 0]) == model.tokenizer.bos_token_id  # as in training
     with pytest.raises(KVLensError, match=r"HookedKVTransformer.from_zoo\('facts-gpt2'\)"):

@@ -29,6 +29,7 @@ from torch import Tensor
 from kvlens.dual import dual_figures
 from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.experiments.shared.significance import MOST_COUNTED, SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import make_task
@@ -68,7 +69,7 @@ def dual_heads(settings: Settings, tell: Tell) -> Outcome:
     """Measure every head of every model, and correlate."""
     heads = []
     for name, task in settings["models"].items():
-        model = HookedKVTransformer.from_zoo(name).requires_grad_(False)
+        model = hooked_model(name)
         drawn = make_task(task["name"], **task["settings"]).heldout(settings["n_sequences"])
         heads.append(measure_heads(model, drawn).assign(model=name))
         tell(f"{name}: {model.cfg.n_layers * model.cfg.n_heads} heads on {settings['n_sequences']} sequences")

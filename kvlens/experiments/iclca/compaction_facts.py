@@ -13,10 +13,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.experiments.iclca.compaction_ways import METHODS, changed_weights
 from kvlens.experiments.iclca.facts_recall import stories_for
+from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts import (
     Story,
@@ -33,7 +33,7 @@ def facts(settings: Mapping[str, Any], tell: Callable[[str], None]) -> pd.DataFr
     """One row per method and question: ``story``, ``sentence`` (that states the answer), ``stored_numbers``,
     ``right_with_story``, ``is_right``, ``loss`` in nats.
     """
-    model = HookedKVTransformer.load(zoo.folder_of(settings["facts_model"])).eval().requires_grad_(False)
+    model = hooked_model(settings["facts_model"])
     stories = stories_for(model, {"n_facts": 4, "seed": 0, "n_stories": settings["n_stories"]})
     frames = []
     for start in range(0, len(stories), STORIES_AT_ONCE):

@@ -37,6 +37,7 @@ from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
 from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVTransformer
@@ -106,10 +107,8 @@ def obtain_model(settings: Settings, task: BigramTask, tell: Tell) -> HookedKVTr
         how = settings["training"]
         model, result = Trial(task, "trained here", how["model"], {"seed": 0, **how["settings"]}).finished()
         tell(f"trained for {result.steps} steps: accuracy {result.heldout['accuracy'].iloc[-1]:.1%}")
-    elif name in zoo.names():
-        model = HookedKVTransformer.from_zoo(name)
-    elif Path(name).is_dir():
-        model = HookedKVTransformer.load(name)
+    elif name in zoo.names() or Path(name).is_dir():
+        model = hooked_model(name)
     else:
         raise KVLensError(
             f"conversion-accuracy: {name!r} is neither a shipped model{nearest(name, zoo.names())} nor a folder. Train it with "

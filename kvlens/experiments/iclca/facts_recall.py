@@ -25,11 +25,11 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.experiments.shared.significance import SIGNIFICANCE
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story, right_after_story, right_with_bias, right_without_story
@@ -76,7 +76,7 @@ class Way(NamedTuple):
 )
 def facts_recall(settings: Settings, tell: Tell) -> Outcome:
     """Convert stories in every way, and ask about their facts."""
-    model = HookedKVTransformer.load(zoo.folder_of(settings["model"])).eval().requires_grad_(False)
+    model = hooked_model(settings["model"])
     stories = stories_for(model, settings)
     parts = []
     for start in range(0, len(stories), settings["batch_size"]):

@@ -27,8 +27,9 @@ from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer, load_source
+from kvlens.model import HookedKVTransformer
 
 WITH, WITHOUT, EXACT, LANDMARK, RANDOM = (
     *("with the prompt", "without", "converted, all keys"),
@@ -71,8 +72,10 @@ def gpt2_text(settings: Settings, tell: Tell) -> Outcome:
     )
     if kind not in PAIRS:
         raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")
-    model = load_source(source, tokenizer=settings["tokenizer"], device="cpu", **UNPROCESSED)
-    model.eval().requires_grad_(False)
+    if isinstance(source, str) or zoo.is_hugging_face(source):
+        model = HookedKVTransformer.from_pretrained(source, device="cpu", **UNPROCESSED).eval().requires_grad_(False)
+    else:
+        model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     _check(model)
     pairs = PAIRS[kind][: settings["n_pairs"]]
     rows: list[dict[str, Any]] = []

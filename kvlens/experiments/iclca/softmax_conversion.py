@@ -17,15 +17,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens import zoo
 from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
 from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
 from kvlens.experiments.shared.curves import line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import prompted_logits, sampled
+from kvlens.experiments.shared.sampling import hooked_model, prompted_logits, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model import HookedKVTransformer, load_source
+from kvlens.model import HookedKVTransformer
 
 SINKS = 4
 """The number of keys at the start that a sliding window keeps."""
@@ -109,13 +108,13 @@ def _progress(rows: list[dict[str, Any]]) -> str:
 
 def writing_model(settings: Settings) -> HookedKVTransformer:
     """Load a softmax model that can write its own prompts."""
-    model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
+    model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
         raise KVLensError(
             "the model must have softmax attention, and a tokenizer with a BOS, from which it writes its "
             f"own prompts; {settings['model']} has {model.cfg.attention} attention"
         )
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def context_of(model: HookedKVTransformer, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,6 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
@@ -37,9 +36,9 @@ from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_promp
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.experiments.shared.curves import MARKERS
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import sampled
+from kvlens.experiments.shared.sampling import hooked_model, sampled
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer, load_source
+from kvlens.model import HookedKVTransformer
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
 """The part of the model that changes, and the substring of its parameters' names."""
@@ -71,8 +70,7 @@ GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the 
 )
 def weights_to_prompt(settings: Settings, tell: Tell) -> Outcome:
     """Imitate several weight changes with every number of keys."""
-    model = load_source(zoo.source_of(settings["model"]), tokenizer=settings["tokenizer"], device="cpu")
-    model.eval().requires_grad_(False)
+    model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     check_imitable(model)
     rows: list[dict[str, Any]] = []
     for seed in range(settings["n_changes"]):

@@ -1,12 +1,28 @@
-"""Sampling text from a model, and reading text after a prompt."""
+"""Loading the model that an experiment runs on, sampling text from it, and reading text after a prompt."""
+
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens import load
+from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 
 TEXTS_AT_ONCE = 16
+
+
+def hooked_model(source: str, *, tokenizer: str | None = None, device: Any = None) -> HookedKVTransformer:
+    """The model of ``source``, as :func:`kvlens.load` finds it, in evaluation mode and without gradients.
+
+    Raises:
+        KVLensError: there is none, or HookedKVTransformer cannot build it.
+    """
+    model = load(source, tokenizer=tokenizer, device=device)
+    if not isinstance(model, HookedKVTransformer):
+        raise KVLensError(f"this experiment needs a model that HookedKVTransformer can build; {source} is for the bridge alone")
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()

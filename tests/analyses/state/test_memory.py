@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
-from kvlens.analyses import state_erasure, state_maps, state_memory
+from kvlens.analyses import state_erasure, state_memory
 from kvlens.bridge import read_memory
 from kvlens.ops.delta_rule import naive_token_maps
 
@@ -42,10 +42,10 @@ def maps_of(model, tokens, layer):
     return maps[0], keys[0]
 
 
-def test_survival_and_singular_values_are_those_of_a_loop(delta_model):
+def test_survival_and_the_map_of_states_are_those_of_a_loop(delta_model):
     model = delta_model
     tokens = some_tokens(N_PROMPT)
-    memory, maps = state_memory(model, tokens), state_maps(model, tokens)
+    memory, read = state_memory(model, tokens), {one.layer: one for one in model.read_memory(tokens)}
     assert len(memory) == 2 * N_HEADS * N_PROMPT and set(memory["layer"]) == {0, 2}
     for layer in (0, 2):
         each, keys = maps_of(model, tokens, layer)
@@ -56,8 +56,7 @@ def test_survival_and_singular_values_are_those_of_a_loop(delta_model):
             left = left @ each[j]
         found = torch.tensor(memory[memory["layer"] == layer]["survival"].to_numpy()).view(N_HEADS, N_PROMPT)
         torch.testing.assert_close(found, torch.stack(survival[::-1], dim=1), **CLOSE)
-        found = torch.tensor(maps[maps["layer"] == layer]["singular_value"].to_numpy()).view(N_HEADS, 6)
-        torch.testing.assert_close(found, torch.linalg.svdvals(left), **CLOSE)
+        torch.testing.assert_close(read[layer].state_map, left, **CLOSE)
 
 
 def test_the_shares_sum_to_the_state(model):
@@ -97,7 +96,7 @@ def test_bad_input_is_refused_with_a_message(model):
     with pytest.raises(KVLensError, match="got shape \\[2, 13\\]"):
         state_memory(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="no tokenizer"):
-        state_maps(model, "words")
+        state_memory(model, "words")
     with pytest.raises(KVLensError, match="LlamaForCausalLM.*no layer of the model is recurrent"):
         state_memory(KVTransformerBridge.boot_transformers(tiny("llama")), some_tokens(N_PROMPT))
     with pytest.raises(KVLensError, match="model"):

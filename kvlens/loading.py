@@ -1,0 +1,85 @@
+"""Any model by where it is, on the front end that runs it: :func:`load`, which is ``kvlens.load``."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from kvlens.arguments import path_of
+from kvlens.base.loading import official_names
+from kvlens.bridge import KVTransformerBridge
+from kvlens.checks import checked
+from kvlens.dtypes import dtype_of
+from kvlens.errors import KVLensError
+from kvlens.files import read_json
+from kvlens.model import HookedKVTransformer, KVModel
+from kvlens.pretrained import SUPPORTED_ARCHITECTURES, official_name
+from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
+from kvlens.zoo import folder_of, is_hugging_face, names, source_of
+
+
+@checked
+def load(source: str | Path, *, tokenizer: str | Path | None = None, device: Any = None, dtype: Any = None) -> KVModel:
+    """The model of ``source``: a HookedKVTransformer where that class can build it, else a KVTransformerBridge.
+
+    The bridge runs Transformers' own model of architectures that HookedKVTransformer does not have: Qwen3.5, Qwen3-Next,
+    GPT-OSS and others. To choose the front end, or for more options, call what this function calls:
+    ``HookedKVTransformer.from_zoo``, ``load``, ``from_pretrained`` or ``from_llama2c``, or ``KVTransformerBridge.from_zoo`` or
+    ``boot_transformers``. All read files on this machine; nothing is fetched.
+
+    >>> from kvlens import load
+    >>> load("bigram-linear").cfg.attention
+    'linear'
+
+    Args:
+        source: the name of a model that ships with kvlens; a folder that ``HookedKVTransformer.save`` wrote, or one in Hugging
+            Face's format; a llama2.c checkpoint; or a name on the hub whose files are in Hugging Face's cache. A string that
+            names a shipped model is that model, a Path never is.
+        tokenizer: the file of a llama2.c tokenizer; everything else brings its own.
+        device: None takes CUDA where there is one.
+        dtype: of the weights; None keeps the stored one of a kvlens folder, and is float32 elsewhere.
+
+    Raises:
+        KVLensError: there is no such model, or none that can be read; a tokenizer for anything but a llama2.c checkpoint.
+    """
+    found = source_of(source, "load") if isinstance(source, str) else path_of("load: source", source)
+    options = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(found, Path) and found.is_file():
+        return HookedKVTransformer.from_llama2c(found, tokenizer, **options)
+    if tokenizer is not None:
+        raise KVLensError("load: a tokenizer file is for a llama2.c checkpoint; a folder brings its own")
+    if isinstance(found, str):
+        found = _in_the_cache(found)
+    if isinstance(found, Path) and not is_hugging_face(found):
+        return HookedKVTransformer.load(found, **options)
+    if isinstance(found, str) or _is_for_hooked_transformer(found):
+        return HookedKVTransformer.from_pretrained(found, **options)
+    if found.name in names() and found == folder_of(found.name):
+        return KVTransformerBridge.from_zoo(found.name, **options)
+    return KVTransformerBridge.boot_transformers(found, **options)
+
+
+def _in_the_cache(name: str) -> Path | str:
+    """TransformerLens' official name for ``name``, or the folder of a model that has none.
+
+    Raises:
+        KVLensError: no such model, or its files are not in the local cache.
+    """
+    config = try_to_load_from_cache(name, "config.json")
+    if isinstance(config, str) and name.lower() not in official_names():
+        return Path(config).parent
+    official = official_name(name)
+    if not isinstance(try_to_load_from_cache(official, "config.json"), str):
+        raise KVLensError(
+            f"load: TransformerLens knows {name!r}, but its files are not in the local cache ({HF_HUB_CACHE}): "
+            f'HookedKVTransformer.from_pretrained("{official}", local_files_only=False) fetches them; or give its folder'
+        )
+    return official
+
+
+def _is_for_hooked_transformer(folder: Path) -> bool:
+    """Whether HookedKVTransformer can build the architecture, or the folder names none."""
+    named = read_json("load", folder / "config.json").get("architectures")
+    return not isinstance(named, list) or not named or bool({*named} & {*SUPPORTED_ARCHITECTURES, BAICHUAN_M1})
