@@ -7,7 +7,7 @@ tokens
 
 P is not normal: its effect on a state is described by its singular values, not by its eigenvalues. A term of the sum is what
 the state would lose if the token's value were zero. That is a share, not an effect on any answer: omitting the token would also
-restore what it removed. ``model.read_memory(tokens)`` has P of every head (``state_map``).
+restore what it removed. ``read_memory(model, tokens)`` of :mod:`kvlens.bridge` has P of every head (``state_map``).
 """
 
 from typing import Any

@@ -45,7 +45,7 @@ def maps_of(model, tokens, layer):
 def test_survival_and_the_map_of_states_are_those_of_a_loop(delta_model):
     model = delta_model
     tokens = some_tokens(N_PROMPT)
-    memory, read = state_memory(model, tokens), {one.layer: one for one in model.read_memory(tokens)}
+    memory, read = state_memory(model, tokens), {one.layer: one for one in read_memory(model, tokens)}
     assert len(memory) == 2 * N_HEADS * N_PROMPT and set(memory["layer"]) == {0, 2}
     for layer in (0, 2):
         each, keys = maps_of(model, tokens, layer)
