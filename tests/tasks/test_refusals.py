@@ -42,6 +42,12 @@ SETTINGS = [
     ("regression", dict(heldout_shift="orthants"), "got 'orthants'; did you mean 'orthant'"),
     ("regression", dict(noise=-1.0), "noise must be at least 0.0, got -1.0"),
     ("regression", dict(functions="sparse_linear", dimensions=3), "uses 3 of more coordinates, got dimensions=3"),
+    ("bigrams", dict(n_triggers=0), "n_triggers must be at least 1, got 0"),
+    ("bigrams", dict(law="marcov"), "law must be one of blocks, markov, got 'marcov'; did you mean 'markov'?"),
+    ("hops", dict(length=1), "length must be at least 3, got 1"),
+    ("regression", dict(n_points=1), "n_points must be at least 2, got 1"),
+    ("text", dict(vocab_size=3), "vocab_size must be at least 259, got 3"),
+    ("text", dict(length=1), "length must be at least 2, got 1"),
     ("facts", dict(min_facts=5, max_facts=4), "min_facts <= max_facts <= 18, got min_facts=5, max_facts=4"),
     ("facts", dict(max_facts=19, length=900), "min_facts <= max_facts <= 18"),
     ("facts", dict(max_facts=12, length=110), "a story of 12 facts and one question need a length of 111, got 110"),
@@ -113,3 +119,11 @@ def test_is_refused(words, call, refuses):
 def test_a_setting_is_refused(name, settings, words, refuses):
     refuses(words, lambda: make_task(name, **settings))
     refuses(f"task '{name}'", lambda: make_task(name, **settings))
+
+
+@pytest.mark.parametrize("name", SMALL_TASKS)
+def test_no_setting_takes_a_value_of_another_kind(name, refuses):
+    for setting in task(name).settings():
+        refuses(
+            f"task '{name}': {setting}", lambda setting=setting: make_task(name, **{**SMALL_TASKS[name], setting: object()})
+        )
