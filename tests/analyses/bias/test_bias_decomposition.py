@@ -13,7 +13,7 @@ from kvlens.analyses.bias.spectrum import bias_singular_values, effective_rank
 from kvlens.analyses.declaration import Record
 from tiny_text_model import tiny_text_model
 
-from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, KVShiftConfig, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 MODELS = {
@@ -278,19 +278,3 @@ def test_in_a_batch():
         frame = analysis.run(model, record, **options)
         assert dict(frame.dtypes.astype(str)) == analysis.columns.dtypes, analysis.name
         assert list(frame) == list(analysis.columns)
-
-
-def test_bad_input():
-    model = random_model()
-    with pytest.raises(KVLensError, match="by must be one of attended, source, got 'token'"):
-        bias_positions(model, PROMPT, TEXT, by="token")
-    with pytest.raises(KVLensError, match=r"at=5 lies outside the text, whose 5 positions"):
-        bias_positions(model, PROMPT, TEXT, at=[0, 5])
-    with pytest.raises(KVLensError, match="batch of 2"):
-        bias_singular_values(model, convert_prompt(model, tokens(6).reshape(2, 3)))
-    with pytest.raises(KVLensError, match=r"rival: .* give answer="):
-        bias_decomposition(model, PROMPT, TEXT, rival=3)
-    with pytest.raises(KVLensError, match=r"answer: expected a token id in 0\.\.16"):
-        bias_decomposition(model, PROMPT, TEXT, answer=17)
-    with pytest.raises(KVLensError, match="no tokenizer"):
-        bias_decomposition(model, PROMPT, TEXT, answer="a")

@@ -137,16 +137,6 @@ def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
             patching(model, prompt=clean, corrupted=corrupted, points=["keys"])
 
 
-def test_what_softmax_has_not_is_refused_and_what_it_has_named():
-    model = softmax_model("learned positions")
-    with pytest.raises(KVLensError, match=r"no 'b_d': it has bias, keys, values, z_bias \(softmax attention"):
-        patching(model, points="b_d")
-    with pytest.raises(KVLensError, match="no 'keys': it has b_kv"):
-        patching(random_model(), points="keys")
-    with pytest.raises(KVLensError, match="one bias has virtual_keys features, the other random"):
-        patching(model, corrupted=convert_prompt(model, CORRUPTED, method="random", n_features=8))
-
-
 def test_a_batch_of_records_takes_softmax_models():
     model = softmax_model("learned positions")
     fields = {"corrupted": " ".join(map(str, CORRUPTED.tolist())), "answer": ANSWER, "rival": RIVAL}
