@@ -30,7 +30,9 @@ from kvlens import (
 )
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.checks.values import members, reader_of
-from kvlens.tasks import Task, make_task
+from kvlens.corpus import TokenWindows
+from kvlens.dual import DualModel
+from kvlens.tasks import TASKS, Task, make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -247,8 +249,14 @@ def test_every_public_function_answers_a_misspelt_argument():
 
 
 METHODS = {
-    HookedKVTransformer: ("from_zoo", "load", "save"),
-    KVBias: ("load", "save", "select", "select_prompt"),
+    HookedKVTransformer: ("from_zoo", "load", "save", "set_softmax_form", "using_softmax_form"),
+    KVBias: ("load", "save", "select", "select_prompt", "repeat"),
+    DualModel: ("from_head", "loss", "step", "losses", "minimize", "bound"),
+    TokenWindows: ("from_texts", "sample", "consecutive"),
+    TASKS["arithmetic"]: ("new_model", "tokens_as_text", "question_length", "some_step_answers"),
+    TASKS["bigrams"]: ("tokens_as_text", "text_as_tokens", "sample_with_prompt"),
+    TASKS["regression"]: ("new_model", "points_and_values"),
+    TASKS["facts"]: ("as_batch",),
     viz.Page: ("section", "add", "footer"),
 }
 
