@@ -111,6 +111,7 @@ REFUSED = [
     ("the bias comes before the text", lambda: analyses.bias_effects(linear(), TEXT, bias())),
     # bias_by_head and bias_ablation
     ("removal 1 names layer 2, head 0; there are 2 layers of 5 heads", lambda: removed([[], [(2, 0)]])),
+    ("removal 0 names layer 1, head 5", lambda: removed([[(1, 5)]])),
     (BATCH_SIZE, lambda: removed([[]], batch_size=0)),
     ("batch of 2", lambda: removed([[]], lambda: bias(n_prompts=2))),
     ("weights differs", lambda: removed([[]], model=lambda: random_model(seed=4))),

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, centered, random_model, tokens
+from analysis_models import GROUPED, VARIANTS, centered, random_model, tokens
 from kvlens.analyses.bias.by_head import bias_by_head
 from kvlens.analyses.bias.effects import bias_effects
 from kvlens.analyses.declaration import Record
@@ -15,7 +15,7 @@ PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 OTHERS = torch.stack([tokens(7, seed=5), tokens(7, seed=6), tokens(7, seed=8)])
 MODELS = {
     **VARIANTS,
-    "gqa, kernel": dict(n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=1, queries=True)),
+    "gqa, kernel": dict(GROUPED, kv_shift=KVShiftConfig(window=1, queries=True)),
 }
 HOOKS = {"bias": ("b_kv", "b_d"), "shift_state": ("last_k", "last_v", "last_q")}
 ROUNDING = dict(rel=1e-8, abs=1e-12)

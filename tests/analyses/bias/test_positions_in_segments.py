@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from analysis_models import VARIANTS, random_model, tokens
+from analysis_models import LINEAR, random_model, tokens
 from live_bytes import growth
 
 from kvlens import KVShiftConfig, convert_prompt, run_in_segments
@@ -11,13 +11,7 @@ from kvlens.model import streaming
 
 PROMPT, TEXT = tokens(11), tokens(5, seed=1)
 MODELS = {
-    **VARIANTS,
-    "gqa, window 3, before, taylor": dict(
-        n_heads=6, d_model=36, n_key_value_heads=2, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)
-    ),
-    "no normalizer, keys shifted, rms": dict(
-        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
-    ),
+    **LINEAR,
     "no final norm, regularised": dict(normalization_type=None, attention_variant=dict(regularised=dict(alpha=0.3))),
     "classes": dict(d_vocab_out=3),
 }
