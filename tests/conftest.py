@@ -72,6 +72,27 @@ def fused_calls(monkeypatch):
     return made
 
 
+@pytest.fixture(scope="session")
+def _empty_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("empty")
+
+
+@pytest.fixture
+def refuses(_empty_folder, monkeypatch):
+    """``refuses(words, call)``: the call ends with a KVLensError that holds these words, and writes nothing."""
+    from kvlens import KVLensError
+
+    monkeypatch.chdir(_empty_folder)
+
+    def check(words, call):
+        with pytest.raises(KVLensError) as refused:
+            call()
+        assert words in str(refused.value)
+        assert not os.listdir()
+
+    return check
+
+
 @pytest.fixture
 def no_network(monkeypatch):
     """Any attempt to reach a network fails, and the test with it, even where a library swallows the failure."""

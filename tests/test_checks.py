@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import UnionType
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from jaxtyping import Float, Int, _decorator
 from tiny_text_model import tiny_text_model
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from kvlens import (
     HookedKVTransformer,
@@ -29,8 +29,10 @@ from kvlens import (
     viz,
 )
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
-from kvlens.checks.values import reader_of
-from kvlens.tasks import make_task
+from kvlens.checks.values import members, reader_of
+from kvlens.corpus import TokenWindows
+from kvlens.dual import DualModel
+from kvlens.tasks import TASKS, Task, make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -39,10 +41,29 @@ class Stranger:
     """Fits no annotation."""
 
 
-def public_functions():
-    named = [(module.__name__, name, getattr(module, name)) for module in (analyses, viz) for name in module.__all__]
-    methods = [("kvlens.viz", f"Page.{name}", getattr(viz.Page, name)) for name in ("section", "add", "footer")]
-    return {f"{module}.{name}": f for module, name, f in [*named, *methods] if inspect.isfunction(f)}
+FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "report", "training", "viz", "zoo")
+PACKAGES = (*FAMILIES, "corpus", "model", "tasks")
+
+
+def is_held(function):
+    """Whether :func:`checked` stands around a function."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if function.__code__.co_name == "held":
+            return True
+        function = inner
+    return False
+
+
+def doors():
+    """Every function, class and method of the public packages that is held to its signature, by its name."""
+    found = {}
+    for module in map(importlib.import_module, ("kvlens", *(f"kvlens.{name}" for name in PACKAGES))):
+        for thing in [getattr(module, name) for name in getattr(module, "__all__", vars(module))]:
+            methods = [getattr(thing, name) for name in vars(thing) if name[0] != "_"] if inspect.isclass(thing) else []
+            for door in (thing, *methods):
+                if is_held(door.__init__ if inspect.isclass(door) else door):
+                    found[door.__qualname__] = door
+    return found
 
 
 @functools.cache
@@ -52,38 +73,29 @@ def model():
 
 def placeholder(kind):
     """Something of a type, for an argument that is not the one in question."""
-    if isinstance(kind, UnionType) and KVBias in kind.__args__:
-        kind = KVBias
-    if kind in (HookedKVTransformer, KVModel):
-        return model()
-    if isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
+    kind = KVBias if KVBias in members(kind) else members(kind)[0]
+    kind = getattr(kind, "__origin__", kind)
+    made = {str: "a", int: 1, float: 1.0, bool: True, pd.DataFrame: pd.DataFrame(), Sequence: [], Iterable: [], Mapping: {}}
+    made |= {Callable: print, torch.Generator: torch.Generator(), PreTrainedTokenizerFast: model().tokenizer}
+    made |= {HookedKVTransformer: model(), KVModel: model(), Task: make_task("induction")}
+    if kind not in made and isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
         return object.__new__(kind)
-    made = {str: "a", int: 1, bool: True, pd.DataFrame: pd.DataFrame(), Sequence: [], Iterable: [], Mapping: {}}
-    return made.get(getattr(kind, "__origin__", kind), torch.zeros(1, dtype=torch.long))
-
-
-CASES = [
-    (name, argument)
-    for name, function in public_functions().items()
-    for argument, parameter in inspect.signature(function).parameters.items()
-    if argument != "self" and reader_of(parameter.annotation) is not None
-]
+    return made.get(kind, torch.zeros(1, dtype=torch.long))
 
 
 def test_the_list_is_long():
-    assert len({name for name, _ in CASES}) >= 35 and len(CASES) >= 120
+    assert len(doors()) >= 120
 
 
-@pytest.mark.parametrize(("name", "argument"), CASES, ids=[".".join(case) for case in CASES])
-def test_a_stranger_is_refused_by_name(name, argument):
-    function = public_functions()[name]
-    given = {
-        other: placeholder(parameter.annotation)
-        for other, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is inspect.Parameter.empty
-    }
-    with pytest.raises(KVLensError, match=f"{function.__qualname__}: {argument} must be "):
-        function(**{**given, argument: Stranger()})
+@pytest.mark.parametrize("name", doors())
+def test_a_stranger_is_refused_by_name(name):
+    door = doors()[name]
+    taken = {a: p for a, p in inspect.signature(door).parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    needed = {argument: placeholder(p.annotation) for argument, p in taken.items() if p.default is p.empty}
+    for argument, parameter in taken.items():
+        if parameter.annotation is not parameter.empty and reader_of(parameter.annotation) is not None:
+            with pytest.raises(KVLensError, match=f"{name.rpartition('.')[2]}: {argument} must be "):
+                door(**{**needed, argument: Stranger()})
 
 
 @checked
@@ -216,7 +228,6 @@ def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
             assert words in str(caught.value)
 
 
-FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "report", "training", "viz", "zoo")
 READS_ITS_OPTIONS = ("kvlens.convert_prompt", "kvlens.conversion.convert_prompt")
 ANSWER_OTHERWISE = ("kvlens.zoo.names", "kvlens.training.train", *READS_ITS_OPTIONS)
 """One takes nothing; the others' settings are answered where they are read."""
@@ -238,8 +249,14 @@ def test_every_public_function_answers_a_misspelt_argument():
 
 
 METHODS = {
-    HookedKVTransformer: ("from_zoo", "load", "save"),
-    KVBias: ("load", "save", "select", "select_prompt"),
+    HookedKVTransformer: ("from_zoo", "load", "save", "set_softmax_form", "using_softmax_form"),
+    KVBias: ("load", "save", "select", "select_prompt", "repeat"),
+    DualModel: ("from_head", "loss", "step", "losses", "minimize", "bound"),
+    TokenWindows: ("from_texts", "sample", "consecutive"),
+    TASKS["arithmetic"]: ("new_model", "tokens_as_text", "question_length", "some_step_answers"),
+    TASKS["bigrams"]: ("tokens_as_text", "text_as_tokens", "sample_with_prompt"),
+    TASKS["regression"]: ("new_model", "points_and_values"),
+    TASKS["facts"]: ("as_batch",),
     viz.Page: ("section", "add", "footer"),
 }
 

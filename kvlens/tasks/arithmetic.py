@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.checks import checked
+from kvlens.checks import checked, ensure
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_choice, require_drawable, require_ids, require_integers
@@ -94,6 +94,7 @@ class ArithmeticTask(Task):
 
     def __post_init__(self):
         require_integers(self, max_ops=1, test_ops=0, modulus=3, n_names=1)
+        ensure("task 'arithmetic': solution", bool, self.solution)
         require_choice(self, "scored_part", ("solution", "answer"))
         if self.modulus > 97 or any(self.modulus % d == 0 for d in range(2, self.modulus)):
             raise KVLensError(f"task 'arithmetic': modulus must be an odd prime of at most 97, got {self.modulus}")

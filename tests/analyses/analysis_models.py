@@ -7,11 +7,25 @@ import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 
+GROUPED = dict(n_heads=6, d_model=36, n_key_value_heads=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "rope after": {},
     "rope before": dict(rotary_placement="before", kv_shift=None),
-    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
+    "gqa decay": dict(GROUPED, normalizer="none", decay="retnet"),
     "learned, queries shifted": dict(positional_embedding_type="standard", kv_shift=KVShiftConfig(window=2, queries=True)),
+}
+LINEAR = {
+    **VARIANTS,
+    "gqa, taylor, values shifted": dict(GROUPED, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)),
+    "no normalizer, keys shifted, rms": dict(
+        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
+    ),
+}
+SOFTMAX: dict[str, dict[str, Any]] = {
+    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
+    "rotary, grouped": dict(GROUPED, kv_shift=None),
+    "queries shifted": dict(kv_shift=KVShiftConfig(window=2, queries=True)),
+    "alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
 }
 
 
@@ -71,6 +85,11 @@ def random_model(**changes: Any) -> HookedKVTransformer:
         if ".attn.W_" in name:
             parameter.mul_(5)
     return model
+
+
+def softmax_model(name: str) -> HookedKVTransformer:
+    """One of `SOFTMAX`."""
+    return random_model(attention="softmax", **SOFTMAX[name])
 
 
 def centered(logits: torch.Tensor) -> torch.Tensor:

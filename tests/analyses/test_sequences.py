@@ -50,12 +50,6 @@ def test_the_other_first_arguments(model):
     assert all(d.prompt == details[0].prompt for d in details)
 
 
-@pytest.mark.unhooked
-def test_bias_and_text_in_the_wrong_order_are_refused(model):
-    with pytest.raises(KVLensError, match="the bias comes before the text"):
-        analyses.bias_effects(model, TEXT, convert_prompt(model, PROMPT))
-
-
 def test_bos_as_convert_prompt_has_it(model):
     assert prompt_sequence(model, "x", PROMPT)[0] == model.tokenizer.bos_token_id
     bias = convert_prompt(model, PROMPT)

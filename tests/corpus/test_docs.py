@@ -7,7 +7,6 @@ import pytest
 from kvlens.corpus import build_docs_corpus
 from kvlens.corpus.docs import MIN_REPEAT_CHARS, ParagraphFilter, is_heldout, normalize, split_paragraphs
 from kvlens.corpus.docstrings import find_modules, module_order, read_docstrings
-from kvlens.errors import KVLensError
 
 SHARED = "This paragraph is printed word for word in every module of the package."
 
@@ -149,22 +148,6 @@ def test_find_modules_names_packages_and_modules(package):
     assert modules["pack"] == package / "__init__.py"
     assert modules["pack.sub.m1"] == package / "sub" / "m1.py"
     assert not any("test" in name for name in modules)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"packages": ["nunpy"]}, "did you mean 'numpy'"),
-        ({"packages": "numpy"}, "must be a list"),
-        ({"packages": []}, "must be a list"),
-        ({"max_chars": {"toch": 1}}, "did you mean 'torch'"),
-        ({"heldout_fraction": 1.0}, r"must be in \(0, 1\)"),
-        ({"roots": {"numpy": "/nowhere/at/all"}}, "not a folder"),
-    ],
-)
-def test_bad_arguments_are_answered(options, message):
-    with pytest.raises(KVLensError, match=message):
-        build_docs_corpus(**options)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvlens.corpus import encode_texts, load_tokenizer, train_bpe_tokenizer
-from kvlens.errors import KVLensError
 
 TEXTS = ["def double(x):\n    return x + x\n" * 5, "the cat sat on the mat, the dog sat on the log. " * 5]
 TOKENIZER = train_bpe_tokenizer(TEXTS, vocab_size=280)
@@ -99,23 +98,3 @@ def test_transformer_lens_takes_it_offline(origin, tmp_path):
     assert model.to_tokens("the cat", prepend_bos=False).tolist() == [ids]
     assert model.to_tokens(["the cat", ""]).tolist() == [[0, *ids], [0] + [2] * len(ids)]
     assert model.to_string(model.to_tokens("the cat", prepend_bos=False)[0]) == "the cat"
-
-
-@pytest.mark.parametrize(
-    ("texts", "size", "message"),
-    [
-        (TEXTS, 258, "at least 259"),
-        ("text", 300, "a list of strings"),
-        (TEXTS, 10**12, "at most"),
-        ([3], 300, "of strings"),
-        ([], 300, "empty"),
-    ],
-)
-def test_bad_arguments_are_answered(texts, size, message):
-    with pytest.raises(KVLensError, match=message):
-        train_bpe_tokenizer(texts, size)
-
-
-def test_a_folder_without_a_tokenizer_is_answered(tmp_path):
-    with pytest.raises(KVLensError, match=r"no tokenizer\.json"):
-        load_tokenizer(tmp_path)

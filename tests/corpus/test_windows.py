@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvlens.corpus import TokenWindows, train_bpe_tokenizer
-from kvlens.errors import KVLensError
 
 BOS = 0
 
@@ -61,24 +60,6 @@ def test_fewer_windows_are_spread_over_the_text():
     assert torch.equal(windows.consecutive(10, max_windows=99), windows.consecutive(10))
 
 
-def test_a_window_may_be_as_long_as_the_text_and_no_longer():
+def test_a_window_may_be_as_long_as_the_text():
     assert counting(5).sample(1, 6, generator(0)).tolist() == [[0, 0, 1, 2, 3, 4]]
     assert counting(5, bos_first=False).consecutive(5).tolist() == [[0, 1, 2, 3, 4]]
-    with pytest.raises(KVLensError, match="from 2 to 6 .*got 7"):
-        counting(5).sample(1, 7, generator(0))
-    with pytest.raises(KVLensError, match="from 2 to 5 .*got 6"):
-        counting(5, bos_first=False).consecutive(6)
-    with pytest.raises(KVLensError, match="got 1"):
-        counting(5).consecutive(1)
-    with pytest.raises(KVLensError, match="max_windows"):
-        counting(5).consecutive(2, max_windows=0)
-
-
-def test_texts_must_be_a_list_with_a_tokenizer_that_has_bos():
-    tokenizer = train_bpe_tokenizer(["text"], 259)
-    for texts in ("text", []):
-        with pytest.raises(KVLensError, match="a list of (at least one|strings)"):
-            TokenWindows.from_texts(texts, tokenizer)
-    tokenizer.bos_token = None
-    with pytest.raises(KVLensError, match="no BOS"):
-        TokenWindows.from_texts(["text"], tokenizer)

@@ -6,7 +6,7 @@ import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
 from small_models import small_model
 
-from kvlens import KVLensError, convert_prompt
+from kvlens import convert_prompt
 from kvlens.analyses import dual_demonstrations, dual_losses
 from kvlens.dual import DualModel
 from kvlens.dual import queries as queries_module
@@ -134,15 +134,3 @@ def test_a_long_float32_model_keeps_its_figures_finite():
     figures = dual_losses(model, text_for(model, 40))
     assert figures.drop(columns="token").notna().all().all()
     assert figures["equivalence_error"].max() < 1e-3  # rounding of float32 scores of this size, in the model's own softmax
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(dict(n_demonstrations=0), "at least 1"), (dict(n_demonstrations=6), "comes after 6 demonstrations")],
-)
-def test_bad_numbers_of_demonstrations(arguments, words):
-    model = model_of("learned positions")
-    with pytest.raises(KVLensError, match=words):
-        dual_losses(model, text_for(model, 6), **arguments)
-    with pytest.raises(KVLensError, match="does not exist"):
-        dual_demonstrations(model, text_for(model, 6), query_pos=6)

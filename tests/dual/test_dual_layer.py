@@ -80,13 +80,6 @@ def test_gated_mlps_and_grouped_heads():
     assert dual.equivalence_error() < 1e-12
 
 
-def test_blocks_without_an_mlp_behind_the_attention_are_refused():
-    for changes, words in [(dict(attn_only=True), "no MLPs"), (dict(parallel_attn_mlp=True), "in parallel with the attention")]:
-        model = relu_model(**changes)
-        with pytest.raises(KVLensError, match=words):
-            DualLayer.from_layer(model, text_for(model, 9), 0, 0)
-
-
 def test_a_wrong_initial_weight_is_seen():
     """The printed theorem leaves W_0 as it was; then the block's output is missed by far."""
     model = relu_model(normalization_type=None)

@@ -97,6 +97,7 @@ def test_arithmetic_leaves_its_arguments_as_they_were():
     combine(a, b, weights=(2, 3), shift_state="zero")
     a.select(layers=[0])
     a.zero_like()
+    sum([a, b])
     assert_identical(a, bias_of(1, shift_state_seed=9))
     assert_identical(b, bias_of(2, shift_state_seed=9))
 
@@ -148,15 +149,6 @@ def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follow
     assert (added.b_D - whole.b_D).norm() < 0.2 * whole.b_D.norm()
 
 
-@pytest.mark.parametrize("operation", [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: sum([a, b]), combine])
-def test_different_offsets_are_refused(operation):
-    with pytest.raises(KVLensError, match="position offsets differ \\(7 and 8\\)"):
-        operation(bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9, position_offset=8))
-    rows = [bias_of(s, 2, shift_state_seed=9, position_offset=torch.tensor([7, 7 + s])) for s in (0, 1)]
-    with pytest.raises(KVLensError, match="position offsets differ"):
-        operation(*rows)
-
-
 def test_subtracting_with_different_offsets_proposes_what_subtracts():
     a, b = bias_of(1, shift_state_seed=9), bias_of(2, shift_state_seed=9, position_offset=8)
     with pytest.raises(KVLensError, match=r"^subtracting KV biases.*\(7 and 8\)") as refused:
@@ -179,15 +171,6 @@ def test_without_positions_prompts_of_any_length_add():
     assert not a.starts_where(b)
 
 
-def test_combine_refuses_different_boundaries_unless_one_is_chosen():
-    with pytest.raises(KVLensError, match=r"shift states differ \(last_k\).*shift_state='last'"):
-        combine(bias_of(1), bias_of(2))
-    for name in SHIFT_STATE:
-        b = bias_of(2, shift_state_seed=9)
-        with pytest.raises(KVLensError, match=rf"shift states differ \({name}\)"):
-            combine(bias_of(1, shift_state_seed=9), replace(b, **{name: getattr(b, name) + 1}))
-
-
 def test_combine_takes_the_requested_shift_state():
     a, b, c = bias_of(1), bias_of(2, position_offset=8), bias_of(3, position_offset=9)
     for shift_state, chosen in (("first", a), ("last", c)):
@@ -199,30 +182,11 @@ def test_combine_takes_the_requested_shift_state():
     got = combine(a, bias_of(2), shift_state="zero")
     assert not any(getattr(got, name).any() for name in SHIFT_STATE)
     assert got.position_offset == 7
-    with pytest.raises(KVLensError, match="position offsets differ"):
-        combine(a, b, shift_state="zero")
-
-
-@pytest.mark.unhooked
-def test_combine_refuses_what_it_cannot_add():
-    a = bias_of(1)
-    with pytest.raises(KVLensError, match="expected biases"):
-        combine()
-    with pytest.raises(KVLensError, match="3 weights for 2 biases"):
-        combine(a, a, weights=(1, 2, 3))
-    with pytest.raises(KVLensError, match="shift_state must be one of equal, first, last, zero"):
-        combine(a, a, shift_state="frist")
-    with pytest.raises(KVLensError, match="batch shapes differ"):
-        combine(a, bias_of(1, 3))
-    with pytest.raises(KVLensError, match="batch shapes differ"):
-        combine(bias_of(1, 2), bias_of(1, 3))
-    with pytest.raises(KVLensError, match="weights differs"):
-        combine(a, replace(a, fingerprint=replace(a.fingerprint, weights="of another model")))
 
 
 def test_what_is_no_arithmetic_is_a_type_error():
     a = bias_of(1)
-    for nonsense in (lambda: a + 3, lambda: 3 + a, lambda: a * a, lambda: a - "x", lambda: 2 / a):
+    for nonsense in (lambda: a + 3, lambda: 3 + a, lambda: a * a, lambda: a - "x", lambda: 2 / a, lambda: a * torch.ones(2)):
         with pytest.raises(TypeError):
             nonsense()
 
@@ -255,18 +219,10 @@ def test_selections_that_complete_each_other_add_up_to_the_whole(batch):
     assert not a.select().b_KV.any()
 
 
-def test_select_counts_from_the_end_and_refuses_what_does_not_exist():
+def test_select_counts_from_the_end():
     a = bias_of(1)
     assert torch.equal(a.select(layers=[-1]).b_KV, a.select(layers=[1]).b_KV)
     assert torch.equal(a.select(heads=[(-1, -5)]).b_KV, a.select(heads=[(1, 0)]).b_KV)
-    for options, message in (
-        (dict(layers=[2]), "layer 2 does not exist; there are 2"),
-        (dict(layers=[-3]), "layer -3"),
-        (dict(heads=[(0, 5)]), "head 5 does not exist; there are 5"),
-        (dict(heads=[(2, 0)]), "layer 2"),
-    ):
-        with pytest.raises(KVLensError, match=message):
-            a.select(**options)
 
 
 @pytest.mark.parametrize("batch", [None, 3])
@@ -300,14 +256,6 @@ def test_select_prompt_takes_one_row_of_everything():
         assert type(one.n_prompt_tokens) is int
         assert one.batch_size is None
     assert bias_of(1, 3).select_prompt(2).n_prompt_tokens == 7
-
-
-def test_select_prompt_refuses_what_does_not_exist():
-    for index in (3, -4):
-        with pytest.raises(KVLensError, match=f"index {index} is out of range for 3 prompts"):
-            bias_of(1, 3).select_prompt(index)
-    with pytest.raises(KVLensError, match="single prompt"):
-        bias_of(1).select_prompt(0)
 
 
 def test_a_row_of_a_batch_equals_the_prompt_converted_alone():
@@ -346,33 +294,9 @@ def test_dtypes_and_graphs_can_be_left_behind():
     assert not graph.detach().b_KV.requires_grad
 
 
-def test_tensors_of_another_model_are_refused_at_birth():
-    f = model_of().fingerprint()
-    with pytest.raises(KVLensError, match=r"layer=3"):
-        bias_of(1, fingerprint=replace(f, n_layers=3))
-    for name, field in (("b_KV", "d_phi"), ("b_KV", "n_heads"), ("b_KV", "d_head"), ("last_k", "n_kv_heads")):
-        with pytest.raises(KVLensError, match=f"{name} must be"):
-            bias_of(1, fingerprint=replace(f, **{field: 99}))
-
-
-@pytest.mark.unhooked
-@pytest.mark.parametrize("name", ["n_prompt_tokens", "position_offset"])
-def test_counts_that_count_nothing_are_refused_at_birth(name):
-    wrong = (-7, 1e12, 10**12, "a", None, True, 2.0, torch.tensor(3), torch.tensor([1.0, 2, 3]), torch.tensor([1, 2]))
-    for value in (*wrong, torch.tensor([1, 2, -3])):
-        with pytest.raises(KVLensError, match=f"{name} must be a whole number from 0"):
-            bias_of(1, 3, **{name: value})
-    with pytest.raises(KVLensError, match=f"{name} must be a whole number from 0"):
-        bias_of(1, **{name: torch.tensor([3])})
-    assert getattr(bias_of(1, **{name: 2**24}), name) == 2**24
-
-
-@pytest.mark.unhooked
 @pytest.mark.parametrize("tensor", TENSORS)
-def test_integers_are_no_bias_and_what_is_not_finite_is_never_attached(tensor):
+def test_what_is_not_finite_is_never_attached(tensor):
     model, a = model_of(), bias_of(1)
-    with pytest.raises(KVLensError, match=f"{tensor} must hold floating-point numbers, got torch.int64"):
-        replace(a, **{tensor: getattr(a, tensor).long()})
     for value in (float("nan"), float("inf")):
         broken = getattr(a, tensor).clone()
         broken[1].flatten()[-1] = value
@@ -463,18 +387,6 @@ def test_foreign_newer_and_incomplete_files_are_refused(tmp_path):
     rewrite(path, forget_decay)
     with pytest.raises(KVLensError, match="complete fingerprint"):
         KVBias.load(path)
-
-
-def test_missing_files_and_folders_are_named(tmp_path):
-    with pytest.raises(KVLensError, match=r"no file at .*nowhere.safetensors"):
-        KVBias.load(tmp_path / "nowhere.safetensors")
-    with pytest.raises(KVLensError, match="no file at"):
-        KVBias.load(tmp_path)
-    with pytest.raises(KVLensError, match=r"cannot write .*nowhere.*No such file or directory"):
-        bias_of(1).save(tmp_path / "nowhere" / "prompt.safetensors")
-    with pytest.raises(KVLensError, match="cannot write"):
-        bias_of(1).save(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("interrupted", ["fsync", "replace"])
@@ -575,23 +487,3 @@ def test_damaged_metadata_is_an_error_of_ours(damage, tmp_path):
     rewrite(path, lambda metadata: metadata.update(damage))
     with pytest.raises(KVLensError, match="damaged|lacks"):
         KVBias.load(path)
-
-
-@pytest.mark.unhooked
-def test_arguments_of_the_wrong_kind_are_refused():
-    b = bias_of(1)
-    for call in (
-        lambda: KVBias.combine(b, 3),
-        lambda: KVBias.combine([b, b]),
-        lambda: b.select(layers=1),
-        lambda: b.select(heads=[1]),
-        lambda: b.select(layers=[1.0]),
-        lambda: b.select(layers=[True]),
-        lambda: b + b.to(torch.float16),
-    ):
-        with pytest.raises(KVLensError):
-            call()
-    with pytest.raises(TypeError):
-        b * torch.ones(2)
-    assert torch.equal(sum([b, b]).b_KV, (b + b).b_KV)
-    assert torch.equal((3 * b).b_KV, b.b_KV * 3)

@@ -213,23 +213,8 @@ def test_a_file_with_other_features_is_refused(change, words, tmp_path):
         KVBias.load(path)
 
 
-def test_what_does_not_add_is_refused():
-    with pytest.raises(KVLensError, match="virtual_keys features, the other random"):
-        bias() + bias("random")
-    with pytest.raises(KVLensError, match="another seed"):
-        bias("random") + bias("random", features=RandomFeatures(normal(LAYERS, KV, R, D, seed=1)))
-    with pytest.raises(KVLensError, match="batch shapes differ"):
-        bias() + bias(batch=2)
-    with pytest.raises(KVLensError, match="position offsets differ"):
-        bias() + bias(position_offset=3)
+def test_prompts_of_different_lengths_add_where_a_shift_state_is_chosen():
     assert combine(bias(), bias(position_offset=3), shift_state="last").position_offset == 3
-
-
-def test_features_that_do_not_fit_are_refused():
-    with pytest.raises(KVLensError, match="features.keys must be"):
-        bias(features=features("virtual_keys", (LAYERS, 3), 1))
-    with pytest.raises(KVLensError, match="are only for softmax"):
-        bias(features=None, log_scale=None)
 
 
 def test_dtype_moves_numbers_and_leaves_distances():

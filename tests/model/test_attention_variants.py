@@ -5,7 +5,7 @@ import torch
 from small_models import ATTENTION_VARIANTS as VARIANTS
 from small_models import PARALLEL, WITHOUT_BIAS, Shared, model_of, relative_error, small_model, tokens
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.model import AttentionVariantConfig, Negative, Regularised
 from kvlens.ops.attention_variants import naive_negative, naive_regularised, naive_ridge
@@ -214,36 +214,3 @@ def test_the_fingerprint_of_a_shipped_model_is_what_it_was():
     """Biases that users hold were made before this field existed."""
     rest = HookedKVTransformer.from_zoo("docs-linear").fingerprint().rest
     assert "variant" not in rest
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (dict(attention_variant={}), "none is set"),
-        (dict(attention_variant={"regularized": {"alpha": 1.0}}), "did you mean 'regularised'"),
-        (dict(attention_variant={"negative": {"k": 2}}), "beta"),
-        (
-            dict(attention_variant={"negative": {"k": 0, "beta": 0.1}}),
-            "k must be a whole number of at least 1 or a number above 0 and at most 1, got 0",
-        ),
-        (dict(attention_variant={"negative": {"k": 2, "beta": 0.1, "per": "queries"}}), "did you mean 'query'"),
-        (dict(attention_variant={"augmented": {}}), "set keys or values"),
-        (dict(attention_variant={"augmented": {"keys": True, "parallel": 1.0}}), "depth of at least 2"),
-        (dict(attention_variant={"regularised": {"alpha": 1.0, "form": "normalised"}}), "must not be 1"),
-        (dict(attention_variant={"ridge": {"strength": 0.0}}), "strength must be above 0, got 0.0"),
-        (dict(attention_variant={"ridge": {"strength": 1.0}, "negative": {"k": 1, "beta": 1.0}}), "augmented alone"),
-        (dict(attention_variant={"ridge": {"strength": 1.0}}, positional_embedding_type="alibi"), "be combined with decay"),
-        (
-            dict(attention_variant={"negative": {"k": 1, "beta": 0.1}}, attention="linear", linear_attention_form="chunked"),
-            "never computes",
-        ),
-        (
-            dict(attention_variant={"ridge": {"strength": 1.0}}, attention="linear", trainable_kv_bias=True),
-            "do not hold",
-        ),
-    ],
-)
-def test_what_has_no_meaning_is_refused(arguments, words):
-    sizes = dict(n_layers=1, d_model=8, d_head=4, n_ctx=9, d_vocab=5, act_fn="gelu")
-    with pytest.raises(KVLensError, match=words):
-        HookedKVTransformerConfig(**sizes, **arguments)

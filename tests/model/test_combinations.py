@@ -117,11 +117,3 @@ def test_gradients_are_cut_like_what_they_are_of():
     rows = full["blocks.0.attn.q_norm.hook_scale_grad"]
     expected = rows.unflatten(0, (2, POS, -1))[:, 2:7].reshape(-1, rows.shape[-1])
     torch.testing.assert_close(cut["blocks.0.attn.q_norm.hook_scale_grad"], expected)
-
-
-def test_one_input_for_all_heads_is_refused_where_keys_are_grouped():
-    model = small_model(n_heads=6, n_key_value_heads=3, use_attn_in=True)
-    with pytest.raises(KVLensError, match=r"use_attn_in cannot be combined with grouped keys \(n_key_value_heads=3 of 6"):
-        model(tokens(1, 4))
-    model.set_ungroup_grouped_query_attention(True)
-    model(tokens(1, 4))

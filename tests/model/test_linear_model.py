@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import linear_model, model_of, relative_error, small_model, tokens
+from small_models import linear_model, model_of, relative_error, tokens
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
@@ -130,12 +130,6 @@ def test_bias_hooks_fire_at_every_decoding_step():
 def test_hooks_that_are_off_do_not_fire():
     _, cache = linear_model(kv_shift=None).run_with_cache(tokens(1, 5))
     assert not [key for key in cache if "shift" in key or "b_kv" in key or "z_bias" in key or "last_" in key]
-
-
-def test_a_forced_form_with_a_hooked_pattern_is_an_error():
-    model = linear_model(linear_attention_form="chunked")
-    with pytest.raises(KVLensError, match="names_filter"):
-        model.run_with_cache(tokens(1, 5))
 
 
 def test_backward_hooks_and_gradients_through_the_bias():
@@ -271,9 +265,6 @@ def test_autocast_does_not_reach_the_state():
 def test_rotary_linear_models_have_no_longest_text():
     model = linear_model(dtype=torch.float32)
     assert model(tokens(1, 3 * model.cfg.n_ctx)).isfinite().all()
-    learned = linear_model(positional_embedding_type="standard")
-    with pytest.raises(KVLensError, match="longer than n_ctx=41"):
-        learned(tokens(1, 42))
 
 
 def test_a_trainable_bias_trains():
@@ -310,24 +301,6 @@ def test_every_weight_is_initialized_in_every_mode(mode, monkeypatch):
 
         for name, tensor in HookedKVTransformer(cfg).state_dict().items():
             assert not tensor.isnan().any(), name
-
-
-def test_a_misspelt_hook_name_proposes_the_nearest():
-    model, x = small_model(), tokens(1, 3)
-    for call in (
-        lambda: model.run_with_cache(x, names_filter="blocks.0.attn.hook_patern"),
-        lambda: model.run_with_cache(x, names_filter=["blocks.0.attn.hook_patern"]),
-        lambda: model.run_with_hooks(x, fwd_hooks=[("blocks.0.attn.hook_patern", print)]),
-        lambda: model.add_hook("blocks.0.attn.hook_patern", print),
-    ):
-        with pytest.raises(KVLensError, match="did you mean 'blocks.0.attn.hook_pattern'"):
-            call()
-
-
-def test_tokens_outside_the_vocabulary_are_refused():
-    for bad in (torch.tensor([[3, 17]]), torch.tensor([[-1, 2]])):
-        with pytest.raises(KVLensError, match=r"0\.\.16"):
-            small_model()(bad)
 
 
 @pytest.mark.parametrize("pos_slice", [-1, (1, 4), [0, 2]])
@@ -368,11 +341,6 @@ def test_generation_is_transformer_lens_generation(options, stop):
         results.append(out)
     assert torch.equal(*results)
     assert results[0].shape[1] > 5
-
-
-def test_generation_needs_an_eos_to_stop_at():
-    with pytest.raises(KVLensError, match="stop_at_eos"):
-        linear_model().generate(tokens(1, 3), verbose=False)
 
 
 def test_a_model_trains_after_it_has_generated():
@@ -443,13 +411,6 @@ def test_ungrouped_heads_read_the_shift_state():
         expected = model(x)
         model.set_ungroup_grouped_query_attention(True)
         assert relative_error(model(x), expected) < ROUNDING
-
-
-def test_empty_texts_and_uint8_tokens_are_refused():
-    model = linear_model()
-    for bad in (tokens(1, 4)[:, :0], tokens(1, 4).to(torch.uint8)):
-        with pytest.raises(KVLensError, match="empty|int64"):
-            model(bad)
 
 
 def test_left_padded_tokens_generate_as_their_texts():

@@ -70,13 +70,6 @@ def test_unprocessed_weights_give_the_logits_themselves():
     torch.testing.assert_close(model(hf_tokens()), hf_model(hf_tokens()).logits, atol=1e-5, rtol=0)
 
 
-def test_a_misspelt_name_proposes_the_nearest():
-    with pytest.raises(KVLensError, match="did you mean 'gpt2"):
-        HookedKVTransformer.from_pretrained("gpt2-smal")
-    with pytest.raises(KVLensError, match="did you mean 'docs-linear'"):
-        HookedKVTransformer.from_zoo("doc-linear")
-
-
 def test_a_copy_of_a_model_at_hand_is_independent_of_it():
     plain = plain_model()
     copy = HookedKVTransformer.from_hooked_transformer(plain)
@@ -100,13 +93,6 @@ def test_softmax_weights_may_become_a_linear_model():
     )
     bias = convert_prompt(linear, tokens(1, 5))
     assert bias.n_prompt_tokens == 5
-
-
-def test_changes_of_shape_are_refused():
-    with pytest.raises(KVLensError, match="alter the shape"):
-        HookedKVTransformer.from_hooked_transformer(plain_model(), d_mlp=7)
-    with pytest.raises(KVLensError, match="does not use these weights"):
-        HookedKVTransformer.from_hooked_transformer(plain_model(), n_layers=1)
 
 
 @pytest.mark.parametrize(
@@ -188,21 +174,16 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("kwargs", [{}, dict(kv_shift=None), dict(normalizer="none")])
-def test_weight_processing_that_would_change_a_linear_model_is_refused_and_the_rest_is_right(kwargs):
+def test_weight_processing_keeps_the_output_of_a_linear_model(kwargs):
     model = linear_model(**kwargs)
     x = tokens(2, 9)
     expected = model(x).log_softmax(-1)
-    for bad in (dict(fold_value_biases=True), dict(refactor_factored_attn_matrices=True)):
-        with pytest.raises(KVLensError, match="would change this model's output"):
-            model.process_weights_(**bad)
     model.process_weights_()
     # TransformerLens folds in float32
     assert relative_error(model(x).log_softmax(-1), expected) < 1e-6
 
 
-def test_value_shift_refuses_folding_value_biases_and_key_shift_does_not():
-    with pytest.raises(KVLensError, match="first token lacks a predecessor"):
-        small_model(kv_shift=KVShiftConfig()).process_weights_(fold_value_biases=True)
+def test_value_biases_fold_under_a_shift_of_keys():
     model = small_model(kv_shift=KVShiftConfig(values=False))
     expected = model(tokens(2, 9)).log_softmax(-1)
     model.process_weights_(fold_value_biases=True)
@@ -238,10 +219,3 @@ def test_no_weight_is_left_unset(kind, monkeypatch):
 
 def filled_with_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(torch.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor
-
-
-@pytest.mark.parametrize("name", ["gpt2", "no/such/folder"])
-def test_the_device_is_checked_before_anything_is_looked_up(name):
-    load = HookedKVTransformer.from_pretrained if name == "gpt2" else HookedKVTransformer.load
-    with pytest.raises(KVLensError, match="device: 'cudda' cannot be used here"):
-        load(name, device="cudda")

@@ -184,24 +184,6 @@ def test_tensors_of_all_heads_hold_nan_where_a_layer_has_no_such_head(pair):
         torch.testing.assert_close(found[~found.isnan()], expected[~found.isnan()])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_heads_by_layer": [4, 2]}, "n_heads_by_layer: expected a number for each of 3 layers"),
-        ({"n_heads_by_layer": [4, 0, 4]}, "n_heads_by_layer: expected"),
-        ({"n_heads": 6}, "of which n_heads is the largest; got .*n_heads=6"),
-        ({"d_head": 4}, "d_head_by_layer: .* d_head=4"),
-        ({"n_key_value_heads_by_layer": [2, 3, 2]}, r"n_heads \(2\) must be a multiple of n_key_value_heads \(3\)"),
-        ({"positional_embedding_type": "rotary", "rotary_dim": 6}, "rotary_dim=6 exceeds a layer's d_head"),
-        ({"positional_embedding_type": "alibi", "alibi_slopes": [0.5] * 4}, "alibi_slopes holds one number per head"),
-        ({"attention": "linear", "normalizer": "none", "decay": [0.9] * 4}, "decay holds one number per head"),
-    ],
-)
-def test_configurations_that_make_no_model_say_why(changes, message):
-    with pytest.raises(KVLensError, match=message):
-        unequal(**changes)
-
-
 def test_what_needs_equal_heads_is_refused_in_words():
     model = unequal(n_key_value_heads_by_layer=[2, 2, 2])
     with pytest.raises(KVLensError, match='method="landmark" .* has others: use method="exact"'):

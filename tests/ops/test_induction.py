@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import laws, normal
 
-from kvlens.errors import KVLensError
 from kvlens.ops.induction import induction_head, landscape_loss, naive_induction_head, naive_landscape_loss
 from kvlens.ops.kv_shift import kv_shift
 
@@ -169,15 +168,3 @@ def test_the_printed_exponent_would_be_noticed():
     )
     printed = -logits.log_softmax(0)[0]
     assert abs(printed - naive_landscape_loss(alpha, beta, T)) > 0.01
-
-
-@pytest.mark.parametrize("loss", [landscape_loss, naive_landscape_loss])
-def test_texts_that_are_too_short_are_refused(loss):
-    with pytest.raises(KVLensError, match="T must be at least 4.*got 3"):
-        loss(pair(0.0, 1.0), pair(1.0, 0.0), 3)
-
-
-@pytest.mark.parametrize("i", [1, 6])
-def test_positions_without_a_neighbor_are_refused(i):
-    with pytest.raises(KVLensError, match=f"1 < i < T - 1 = 6, got i = {i}"):
-        naive_landscape_loss(pair(0.0, 1.0), pair(1.0, 0.0), 7, i)

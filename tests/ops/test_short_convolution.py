@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import laws, normal, random_mask
 
-from kvlens.errors import KVLensError
 from kvlens.ops.short_convolution import naive_short_convolution, short_convolution
 
 CLOSE = {"rtol": 0, "atol": 1e-13}  # a sum of at most five products of size ten, in two orders
@@ -45,8 +44,3 @@ def test_gradcheck(padded):
         return tuple(short_convolution(x, weight, bias, mask, state, True))
 
     assert torch.autograd.gradcheck(op, inputs, fast_mode=True)
-
-
-def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(KVLensError, match="needs an initial state of 3 rows, got 2"):
-        short_convolution(normal(1, 4, 5, seed=0), normal(5, 4, seed=1), initial_state=normal(1, 2, 5, seed=2))

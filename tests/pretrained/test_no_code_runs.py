@@ -10,7 +10,7 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 from tiny_text_model import tiny_text_model
 from transformers import GPT2Config, GPT2LMHeadModel, dynamic_module_utils
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError
+from kvlens import HookedKVTransformer, KVLensError
 from kvlens.cli import main
 from kvlens.files import checksum, checksum_of_json
 from kvlens.tasks import make_task
@@ -106,17 +106,6 @@ def test_asking_for_it_is_refused(source, wrong, message, tmp_path):
     for load in (HookedKVTransformer.from_pretrained, HookedKVTransformer.from_pretrained_no_processing):
         with pytest.raises(KVLensError, match=message):
             load(name, hf_model=hf_model, **wrong)
-
-
-def test_official_names_of_models_that_are_code_are_refused():
-    for name in ("bigcode/santacoder", "Qwen/Qwen-7B"):
-        with pytest.raises(KVLensError, match=f"{name} exists only as code that comes with it"):
-            HookedKVTransformer.from_pretrained(name)
-
-
-def test_no_configuration_trusts_code():
-    with pytest.raises(KVLensError, match="trust_remote_code=True is refused"):
-        HookedKVTransformerConfig(n_layers=1, d_model=4, d_head=2, n_ctx=3, d_vocab=5, act_fn="relu", trust_remote_code=True)
 
 
 def test_a_saved_configuration_that_trusts_code_is_refused(tmp_path):

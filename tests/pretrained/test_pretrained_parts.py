@@ -12,7 +12,7 @@ import tiny_hf
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_hf import D_VOCAB, KINDS, N_CTX, N_LAYERS, tiny_hf_model, tiny_tokenizer
-from transformers import BertConfig, BertLMHeadModel, GPT2Model, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
 from kvlens.base.loading import allowed_steps
@@ -182,12 +182,10 @@ def test_options_reach_the_config():
     assert load_pretrained_parts("x", hf_model=tiny_hf_model("neox")).cfg.default_prepend_bos is False
 
 
-def test_longer_rotary_context_warns_and_longer_learned_context_is_refused(caplog):
+def test_longer_rotary_context_warns(caplog):
     with caplog.at_level(logging.WARNING):
         assert load_pretrained_parts("x", hf_model=tiny_hf_model("llama"), n_ctx=50).cfg.n_ctx == 50
     assert "n_ctx=50" in caplog.text
-    with pytest.raises(KVLensError, match="learned 29 positions, n_ctx=50"):
-        load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2"), n_ctx=50)
 
 
 # Tokenizers
@@ -395,62 +393,13 @@ def test_unreadable_and_unknown_configs_are_refused(tmp_path):
             load_pretrained_parts(folder)
 
 
-@pytest.mark.unhooked
-def test_models_in_memory_that_cannot_be_converted_are_refused():
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 7}
-    bert = BertLMHeadModel(BertConfig(vocab_size=11, is_decoder=True, **sizes))
-    with pytest.raises(KVLensError, match=r"architecture BertLMHeadModel, .*Supported: .*GPT2LMHeadModel"):
-        load_pretrained_parts("x", hf_model=bert)
-    with pytest.raises(KVLensError, match="architecture GPT2Model"):
-        load_pretrained_parts("x", hf_model=GPT2Model(tiny_hf_model("gpt2").config))
-    with pytest.raises(KVLensError, match="must be a transformers PreTrainedModel, got Linear"):
-        load_pretrained_parts("x", hf_model=torch.nn.Linear(2, 3))
-    with pytest.raises(KVLensError, match="on the meta device"):
-        load_pretrained_parts("x", hf_model=tiny_hf_model("gpt2").to("meta"))
-    packed = tiny_hf_model("gpt2")
-    packed.lm_head.weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(KVLensError, match=r"stored as torch.uint8: a quantized model"):
-        load_pretrained_parts("x", hf_model=packed)
-
-
-def test_features_that_cannot_be_expressed_are_refused_by_name():
-    """Every field of every configuration: test_configuration_fields.py."""
-    with pytest.raises(KVLensError, match=r"has mlp_bias=True in its configuration.*only False can be expressed"):
-        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", mlp_bias=True))
-    with pytest.raises(KVLensError, match=r"has rope_parameters=.*rotate by 'dynamic'"):
-        rotary = {"rope_type": "dynamic", "rope_theta": 1234.0, "factor": 2.0}
-        load_pretrained_parts("x", hf_model=tiny_hf_model("llama", rope_parameters=rotary))
-
-
 def test_a_window_longer_than_the_context_makes_no_local_layers():
     sliding = tiny_hf_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
     assert load_pretrained_parts("x", hf_model=sliding).cfg.attn_types == ["global", "local", "local"]
     assert not load_pretrained_parts("x", hf_model=sliding, n_ctx=5).cfg.use_local_attn
 
 
-def test_arguments_that_cannot_be_honored_are_refused(tmp_path):
-    hf_model = tiny_hf_model("gpt2")
-    for arguments, message in (
-        ({"dtype": torch.int8}, "dtype must be one of"),
-        ({"dtype": "float23"}, "did you mean 'float32'"),
-        ({"load_in_8bit": True}, "load_in_8bit asks for quantized weights"),
-        ({"checkpoint_index": 3}, "checkpoint_index belongs to models loaded by official name"),
-        ({"first_n_layers": 4}, r"first_n_layers must be 1 to 3 \(the model's layers\), got 4"),
-        ({"first_n_layers": 0}, "first_n_layers must be 1 to 3"),
-        ({"n_ctx": 0}, "n_ctx must be at least 1"),
-        ({"revisoin": "main"}, r"\['revisoin'\] would have no effect"),
-    ):
-        with pytest.raises(KVLensError, match=message):
-            load_pretrained_parts("x", hf_model=hf_model, **arguments)
-
-
-def test_mistyped_official_name_gets_the_nearest():
-    with pytest.raises(KVLensError, match="did you mean 'gpt2'"):
-        official_name("gtp2")
-    with pytest.raises(KVLensError, match="did you mean 'pythia-70m'"):
-        load_pretrained_parts("pythia-70n")
-    with pytest.raises(KVLensError, match="'gpt2' is a name on the hub"):
-        load_pretrained_parts("gpt2-small")
+def test_official_names_have_any_case():
     assert official_name("GPT2-small") == "gpt2"
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from task_checks import assert_frequency, seeded
 
-from kvlens.errors import KVLensError
 from kvlens.tasks import BigramTask
 
 TASK = BigramTask(n_letters=17, n_triggers=3, length=41, trigger_rate=0.3)
@@ -67,18 +66,10 @@ def test_a_trigger_cut_off_from_its_follower_is_not_settled():
     assert task._settled_by_prompt(letters, 3, False).tolist() == [[False, False, False, True, False]]
 
 
-@pytest.mark.parametrize("prompt_length", [1, 41])
-def test_a_prompt_that_leaves_nothing_on_one_side_is_refused(prompt_length):
-    with pytest.raises(KVLensError, match=rf"prompt_length must be from 2 to length - 1 = 40, got {prompt_length}"):
-        TASK.sample_with_prompt(2, seeded(0), prompt_length)
-
-
 def test_letters_are_a_to_z_then_capitals():
     task = BigramTask()
     assert task.tokens_as_text(torch.tensor([0, 25, 26, 51])) == "azAZ"
     assert task.text_as_tokens("azAZ").tolist() == [0, 25, 26, 51]
-    with pytest.raises(KVLensError, match=r"the letters are abcdefghijklmnopq, got 'A', 'z'"):
-        TASK.text_as_tokens("zA")
 
 
 # --- the paper's own law ---

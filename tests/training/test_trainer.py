@@ -161,45 +161,6 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weight
         assert torch.equal(weights(again), weights(twin))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(steps=0), "steps must be at least 1"),
-        (dict(stepz=5), "unknown setting 'stepz'.*steps"),
-        (dict(precision="float31"), "precision.*float32"),
-        (dict(stop_at_accuracy=1.5), "stop_at_accuracy"),
-        (dict(betas=(0.9, 1.0)), "betas"),
-        (dict(learning_rate=-1.0), "learning rate"),
-        (dict(max_minutes=0), "max_minutes"),
-        (dict(weight_decay=-1), "weight_decay"),
-    ],
-)
-def test_bad_settings_are_refused(change, message):
-    with pytest.raises(KVLensError, match=message):
-        run(**change)
-
-
-@pytest.mark.unhooked
-def test_model_and_task_must_fit():
-    task = tiny_task()
-    with pytest.raises(KVLensError, match="uses 13 token ids .* the model has 11"):
-        train(tiny_model(d_vocab=11), task, progress=False)
-    with pytest.raises(KVLensError, match="9 positions, but the model has only n_ctx=5"):
-        train(tiny_model(n_ctx=5), task, progress=False)
-    regression = make_task("regression", functions="linear", dimensions=3, n_points=4)
-    with pytest.raises(KVLensError, match="needs a HookedKVRegressor"):
-        train(tiny_model(), regression, progress=False)
-    with pytest.raises(KVLensError, match="numbers per position"):
-        wrong = build_model(
-            make_task("regression", functions="linear", dimensions=5, n_points=4), {"n_layers": 1}, device="cpu"
-        )
-        train(wrong, regression, progress=False)
-    with pytest.raises(KVLensError, match="expected a task"):
-        train(tiny_model(), "induction", progress=False)
-    with pytest.raises(KVLensError, match="expected a HookedKVTransformer"):
-        train(torch.nn.Linear(2, 3), task, progress=False)
-
-
 def test_linear_attention_has_no_longest_text():
     model = tiny_model(n_ctx=5, attention="linear")
     assert isinstance(model, HookedKVTransformer)

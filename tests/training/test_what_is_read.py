@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from kvlens import KVLensError
 from kvlens.model import HookedKVTransformerConfig
 from kvlens.tasks import make_task
-from kvlens.training import build_model, train
+from kvlens.training import build_model
 from kvlens.training.loss import CrossEntropy, SquaredError, in_float, logits_at, what_is_read
 
 TASK = make_task("induction", vocab_size=17, length=13, law="first_repeat")
@@ -57,9 +56,3 @@ def test_models_that_look_ahead_and_batches_without_a_score_are_left_whole():
     causal = build_model(TASK, dict(n_layers=1, d_model=12, d_head=6))
     nothing = batch._replace(scored=torch.zeros_like(batch.scored))
     assert what_is_read(causal, nothing) is nothing and CrossEntropy().score(causal, nothing).n_scored == 0
-
-
-def test_a_run_has_one_place(tmp_path):
-    model = build_model(TASK, dict(n_layers=1, d_model=12, d_head=6))
-    with pytest.raises(KVLensError, match="give folder or runs, not both"):
-        train(model, TASK, steps=1, folder=tmp_path / "a", runs=tmp_path / "b")

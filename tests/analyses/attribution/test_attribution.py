@@ -450,41 +450,6 @@ def test_holms_adjustment():
         assert n / (1 + enough_for(n)) <= 0.05 < n / (1 + enough_for(n) - 2)  # the smallest adjusted p-value
 
 
-@pytest.mark.unhooked
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (dict(by=[(0, 14)]), "<= 13"),
-        (dict(by=[(0, 3), (2, 5)]), "overlap at 2"),
-        (dict(by=[(3, 3)]), "start < stop"),
-        (dict(by="sentence"), "no tokenizer"),
-        (dict(by="sentense"), "sentence"),
-        (dict(by="token", answer=99), "d_vocab"),
-        (dict(by="token", answer=torch.tensor([], dtype=torch.long)), "at least one token"),
-        (dict(by="token", answer=5, rival=5), "the answer itself"),
-        (dict(by="token", method="leave_one_outt"), "leave_one_out"),
-        (dict(by="token", method=3), "a string or a Method"),
-        (dict(by="token", positions="open"), "positions"),
-    ],
-)
-def test_bad_input_is_refused(given, words):
-    with pytest.raises(KVLensError, match=words):
-        prompt_attribution(random_model(), PROMPT, TEXT, **given)
-
-
-@pytest.mark.unhooked
-def test_replacements_of_other_units_and_lengths_and_empty_counterfactuals_are_refused():
-    model = random_model()
-    for replace_by, words in (
-        ({(3, 5): torch.tensor([1])}, "expected 2 tokens"),
-        ({(3, 6): torch.tensor([1, 2, 3])}, r"\(3, 6\) is no unit; the units are \(0, 3\), \(3, 5\)"),
-    ):
-        with pytest.raises(KVLensError, match=words):
-            attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5, replace_by=replace_by)
-    with pytest.raises(KVLensError, match="keeps no token"):
-        attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5, positions="closed")
-
-
 def test_units_of_text():
     model = HookedKVTransformer.from_zoo("facts-linear")
     prompt = model.to_tokens("The drum stands in the cellar. Pavel has a parrot.")[0]

@@ -7,7 +7,6 @@ import torch
 from analysis_models import random_model, tokens
 from pandas.testing import assert_frame_equal
 
-from kvlens import KVLensError
 from kvlens.analyses import attribution_by_edge
 from kvlens.components import hidden_tokens_keep_positions
 
@@ -117,12 +116,3 @@ def test_a_rival_is_subtracted_and_units_are_separate():
     alone = attribution_by_edge(model, PROMPT, TEXT, by=[(6, 8)], answer=3, n_confirmed=None)
     whole = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN, (6, 8)], answer=3, n_confirmed=None).query("unit == 1")
     assert_frame_equal(alone.drop(columns="unit"), whole.drop(columns="unit").reset_index(drop=True))
-
-
-def test_what_has_no_edges_is_refused():
-    with pytest.raises(KVLensError, match="a single layer with heads"):
-        attribution_by_edge(random_model(n_layers=1), PROMPT, TEXT, by=[SPAN])
-    with pytest.raises(KVLensError, match="n_confirmed"):
-        attribution_by_edge(random_model(), PROMPT, TEXT, by=[SPAN], n_confirmed=-1)
-    with pytest.raises(KVLensError, match="replace_by: .* is no unit"):
-        attribution_by_edge(random_model(), PROMPT, TEXT, by=[SPAN], replace_by={(0, 2): tokens(2)})

@@ -345,54 +345,9 @@ def test_outputs_that_exist(model_folder, tmp_path):
     assert names(tmp_path) == ["folder.parquet", "mine.parquet", "p.jsonl", "t.parquet"]
 
 
-def test_models_that_will_not_do(tmp_path):
+def test_a_model_that_will_not_do(tmp_path):
     tiny_text_model(attention="softmax", kv_shift=None).save(tmp_path / "softmax")
     source, out = prompts(tmp_path, n=1), tmp_path / "t.parquet"
-    for name, words in {
-        str(tmp_path / "softmax"): "letters cannot be run on .*softmax: it is not linear",
-        "docs-liner": "'docs-liner' is neither a shipped model nor a folder.*did you mean 'docs-linear'",
-    }.items():
-        with pytest.raises(KVLensError, match=words):
-            run_batch(Work(LETTERS, (name,)), source, out)
-    with pytest.raises(KVLensError, match="device: 'abacus' cannot be used here"):
-        run_batch(Work(LETTERS, ("docs-linear",), device="abacus"), source, out)
+    with pytest.raises(KVLensError, match="letters cannot be run on .*softmax: it is not linear"):
+        run_batch(Work(LETTERS, (str(tmp_path / "softmax"),)), source, out)
     assert names(tmp_path) == ["p.jsonl", "softmax"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"analysis": "bias_by_haed"}, "no analysis is called 'bias_by_haed'.*did you mean 'bias_by_head'"),
-        ({"analysis": "batch_probes.lettres:LETTERS"}, "there is no module 'batch_probes.lettres'"),
-        ({"analysis": "os.path:ANALYSIS"}, "'ANALYSIS' of 'os.path' is not an Analysis; it has none"),
-        ({"analysis": "batch_probes.letters:LETERS"}, "it has LETTERS; did you mean 'LETTERS'"),
-        ({"analysis": ".letters:LETTERS"}, "expected MODULE:OBJECT"),
-        ({"analysis": "batch_probes.letters:"}, "expected MODULE:OBJECT"),
-        ({"columns": ("leter",)}, "letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'"),
-        ({"columns": ("place", "place")}, "the column 'place' is given twice"),
-        ({"options": {"uper": True}}, "letters has no option 'uper'; it has upper, times; did you mean 'upper'"),
-        ({"options": {"times": True}}, "times must be a whole number, got True"),
-        ({"models": ("m", "m")}, "the model 'm' is given twice"),
-        ({"models": ()}, "no model is given"),
-    ],
-)
-def test_unknown_names_propose_the_nearest(tmp_path, changes, words):
-    work = Work(**{"analysis": LETTERS, "models": ("docs-linear",), **changes})
-    with pytest.raises(KVLensError, match=words):
-        run_batch(work, prompts(tmp_path, n=1), tmp_path / "t.parquet")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engine": "rays"}, "engine must be one of processes, ray, got 'rays'; did you mean 'ray'"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
-        ({"threads": -1}, "threads must be at least 1"),
-        ({"prompts_per_job": 0}, "prompts_per_job must be at least 1"),
-        ({"gpus_per_worker": float("nan"), "engine": "ray"}, "gpus_per_worker must be a number"),
-        ({"gpus_per_worker": 0.5}, "gpus_per_worker is for the engine ray"),
-    ],
-)
-def test_resources_that_cannot_be(changes, words):
-    with pytest.raises(KVLensError, match=words):
-        Resources(**changes)

@@ -257,34 +257,3 @@ def test_the_batch_script_gives_the_promised_columns():
         activation_patching.analysis.run(model, replace(record, fields={}), points="")
     with pytest.raises(KVLensError, match="needs a text"):
         activation_patching.analysis.run(model, replace(record, text=None), points="")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"points": ["b_kvs"]}, "no point is called 'b_kvs'; there are .*; did you mean 'b_kv'"),
-        ({"points": ["xxxxxxx"]}, "no point is called 'xxxxxxx'; there are b_kv, b_d, bias"),
-        (
-            {"points": "q_shift_coef"},
-            "has no 'q_shift_coef': it has b_kv, b_d, bias, shift_state, prompt, z_bias, k_shift_coef",
-        ),
-        ({"coefficients": {"q": torch.ones(3)}}, "'q' is not shifted in this model; shifted are: k, v"),
-        ({"coefficients": {"k": torch.ones(2)}}, r"'k' must be \[3\] or \[2, 5, 3\], got \[2\]"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"metric": lambda logits: logits[:, -1]}, r"one number per row, \[1\], .* of shape \[1, 17\]"),
-        ({"answer": 17}, r"answer: expected a token id in 0\.\.16"),
-        ({"answer": None, "rival": None, "text": TEXT[:1]}, "one token has no next token"),
-        ({"prompt": CLEAN[:0]}, "prompt: it is empty"),
-    ],
-)
-def test_bad_input(changes, message):
-    with pytest.raises(KVLensError, match=message):
-        patching(random_model(), **changes)
-
-
-def test_prompts_and_models_that_do_not_go():
-    model = random_model(positional_embedding_type="standard")
-    with pytest.raises(KVLensError, match="position 7 under the clean prompt and at 4 under .* give prompts of equal length"):
-        patching(model, corrupted=tokens(4))
-    with pytest.raises(KVLensError, match="corrupted: expected the bias of one prompt, got a batch of 2"):
-        patching(model, corrupted=convert_prompt(model, tokens(6).reshape(2, 3)))

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, centered, random_model, tokens
+from analysis_models import GROUPED, VARIANTS, centered, random_model, tokens
 from kvlens.analyses.bias.by_head import bias_by_head
 from kvlens.analyses.bias.effects import bias_effects
 from kvlens.analyses.declaration import Record
@@ -15,7 +15,7 @@ PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 OTHERS = torch.stack([tokens(7, seed=5), tokens(7, seed=6), tokens(7, seed=8)])
 MODELS = {
     **VARIANTS,
-    "gqa, kernel": dict(n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=1, queries=True)),
+    "gqa, kernel": dict(GROUPED, kv_shift=KVShiftConfig(window=1, queries=True)),
 }
 HOOKS = {"bias": ("b_kv", "b_d"), "shift_state": ("last_k", "last_v", "last_q")}
 ROUNDING = dict(rel=1e-8, abs=1e-12)
@@ -137,13 +137,6 @@ def test_the_baseline_of_all_heads_is_the_text_after_bos_and_zero_is_not():
     assert effects.loc[("zero", part), "kl"] != pytest.approx(effects.loc[("baseline", part), "kl"], rel=1e-3)
 
 
-@pytest.mark.unhooked
-def test_a_baseline_needs_the_prompts_tokens():
-    model = random_model()
-    with pytest.raises(KVLensError, match="give the prompt as a string or tokens"):
-        bias_effects(model, convert_prompt(model, PROMPT), TEXT, methods=["baseline"])
-
-
 def test_without_an_answer_the_logit_is_the_next_tokens():
     model = random_model()
     bias = convert_prompt(model, PROMPT)
@@ -183,29 +176,3 @@ def test_in_a_batch():
     assert len(frame) == 2 * 3 * (1 + 1 + 2)
     with pytest.raises(KVLensError, match="references=, a batch of biases"):
         bias_effects.analysis.run(model, Record("b", "the widget", " is"), by="head", methods="mean", parts="")
-
-
-def test_bad_input():
-    model = random_model()
-    bias = convert_prompt(model, PROMPT)
-    with pytest.raises(KVLensError, match=r"methods: .* zero, mean, resample, baseline, got \['mode'\]"):
-        bias_effects(model, bias, TEXT, methods=["mode"])
-    with pytest.raises(KVLensError, match="methods must be a list of strings"):
-        bias_effects(model, bias, TEXT, methods="zero")
-    with pytest.raises(KVLensError, match=r"by: .* got \['token'\]"):
-        bias_effects(model, bias, TEXT, by="token")
-    with pytest.raises(KVLensError, match="give references=.* got none"):
-        bias_effects(model, bias, TEXT, methods=["mean"])
-    with pytest.raises(KVLensError, match="that of a single prompt"):
-        bias_effects(model, bias, TEXT, methods=["mean"], references=bias)
-    with pytest.raises(KVLensError, match="weights differs"):
-        other = random_model(seed=4)
-        bias_effects(model, bias, TEXT, methods=["mean"], references=convert_prompt(other, OTHERS))
-    with pytest.raises(KVLensError, match="batch_size must be at least 1, got 0"):
-        bias_effects(model, bias, TEXT, batch_size=0)
-    absolute = random_model(positional_embedding_type="standard", kv_shift=None)
-    with pytest.raises(KVLensError, match=r"starts at position 7 .* \[6\] under the references"):
-        references = convert_prompt(absolute, OTHERS[:, :6])
-        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, methods=["mean"], references=references)
-    with pytest.raises(KVLensError, match="have no shift state"):
-        bias_effects(absolute, convert_prompt(absolute, PROMPT), TEXT, parts=["shift_state"])

@@ -185,11 +185,3 @@ def test_the_batch_script_gives_the_promised_columns():
         circuits.analysis.run(model, Record("a", "0 1", fields={"other": 1}))
     with pytest.raises(KVLensError, match="prompt: expected token ids .* got 'the widget'"):
         circuits.analysis.run(model, Record("a", "the widget"))
-
-
-def test_bad_input():
-    model = random_model()
-    with pytest.raises(KVLensError, match="second_prompt: it is empty"):
-        circuits(model, FIRST, SECOND[:0])
-    with model.kv_bias(convert_prompt(model, FIRST)), pytest.raises(KVLensError, match="a bias is attached"):
-        circuits(model, FIRST, SECOND)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import SOFTMAX, softmax_model, tokens
 
-from kvlens import KVShiftConfig, combine, convert_prompt
+from kvlens import combine, convert_prompt
 from kvlens.analyses import (
     bias_ablation,
     bias_by_head,
@@ -18,20 +18,11 @@ from kvlens.analyses import (
     bias_singular_values,
 )
 
-KINDS = {
-    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
-    "rotary, grouped": dict(kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=2),
-    "shifted": dict(kv_shift=KVShiftConfig(window=2)),
-}
 PROMPT, TEXT = tokens(6), tokens(5)
 
 
-def softmax_model(name: str):
-    return random_model(attention="softmax", **KINDS[name])
-
-
 @pytest.mark.parametrize("by", ["attended", "source"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_positions_are_the_shares_of_the_patterns_own_keys(name, by):
     model = softmax_model(name)
     frame = bias_positions(model, PROMPT, TEXT, by=by, at=range(5))
@@ -44,7 +35,7 @@ def test_positions_are_the_shares_of_the_patterns_own_keys(name, by):
         np.testing.assert_allclose(of_prompt, expected, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_removing_a_head_is_selecting_the_others(name):
     model = softmax_model(name)
     bias = convert_prompt(model, PROMPT)
@@ -80,7 +71,7 @@ def test_removing_a_query_head_is_blinding_it_to_the_prompt(name):
     assert bias_by_head(model, PROMPT, TEXT)["zero_kl"].tolist() == pytest.approx(kl, rel=1e-8)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_every_query_head_has_its_rows(name):
     model = softmax_model(name)
     n = model.cfg.n_layers * model.cfg.n_heads
@@ -91,7 +82,7 @@ def test_every_query_head_has_its_rows(name):
     assert len(bias_effects(model, PROMPT, TEXT, parts=["bias"])) == n
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_other_prompts_instead_of_a_heads_own(name):
     """Each against a bias put together by sums: the rest of this prompt, and that head of the others."""
     model = softmax_model(name)

@@ -3,23 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import SOFTMAX, random_model, softmax_model, tokens
 from kvlens.analyses.declaration import Record
 
-from kvlens import KVShiftConfig
 from kvlens.analyses import circuits
 
 FIRST, SECOND = tokens(7), tokens(4, seed=2)
-KINDS = {
-    "learned positions": dict(positional_embedding_type="standard"),
-    "rotary, grouped": dict(n_heads=6, d_model=36, n_key_value_heads=2),
-    "shifted": dict(kv_shift=KVShiftConfig(window=2, queries=True)),
-    "alibi": dict(positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
-}
-
-
-def softmax_model(**changes):
-    return random_model(attention="softmax", **{"kv_shift": None, **changes})
 
 
 def size(x):
@@ -32,7 +21,7 @@ def cosine(a, b):
 
 def test_every_column_by_hand():
     """Queries, keys and values out of TransformerLens' cache of the concatenation, and exponentials as they stand."""
-    model = softmax_model(**KINDS["learned positions"])
+    model = softmax_model("learned positions")
     scale = float(model.blocks[0].attn.attn_scale)
     both, alone, first = (model.run_with_cache(x[None])[1] for x in (torch.cat([FIRST, SECOND]), SECOND, FIRST))
     # aligned: the second prompt at its position, seeing only its own tokens
@@ -71,9 +60,9 @@ def test_every_column_by_hand():
         np.testing.assert_allclose(frame[name], values.flatten(), rtol=1e-9, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_aligned_addition_is_exact_in_the_first_layer(name):
-    frame = circuits(softmax_model(**KINDS[name]), FIRST, SECOND)
+    frame = circuits(softmax_model(name), FIRST, SECOND)
     errors = frame[["aligned_error", "aligned_b_d_error"]]
     assert (errors[frame["layer"] == 0] < 1e-12).all(axis=None)
     assert (frame.loc[frame["layer"] == 1, "aligned_error"] > 1e-6).all()
@@ -81,12 +70,14 @@ def test_aligned_addition_is_exact_in_the_first_layer(name):
 
 
 def test_plain_addition_is_concatenation_in_one_layer_without_positions():
-    frame = circuits(softmax_model(n_layers=1, positional_embedding_type="none"), FIRST, SECOND)
+    frame = circuits(
+        random_model(attention="softmax", kv_shift=None, n_layers=1, positional_embedding_type="none"), FIRST, SECOND
+    )
     assert (frame[["plain_error", "plain_b_d_error"]] < 1e-12).all(axis=None)
 
 
 def test_scores_beyond_every_exponential_compare_all_the_same():
-    model = softmax_model(positional_embedding_type="none")
+    model = random_model(attention="softmax", kv_shift=None, positional_embedding_type="none")
     for block in model.blocks:
         block.attn.W_K.data.mul_(300)
     frame = circuits(model, FIRST, SECOND)
@@ -94,7 +85,7 @@ def test_scores_beyond_every_exponential_compare_all_the_same():
 
 
 def test_the_batch_takes_softmax_models():
-    model = softmax_model(**KINDS["learned positions"])
+    model = softmax_model("learned positions")
     circuits.analysis.check_model(model)
     text = " ".join(map(str, FIRST.tolist()))
     frame = circuits.analysis.run(model, Record("a", text, fields={"second_prompt": " ".join(map(str, SECOND.tolist()))}))

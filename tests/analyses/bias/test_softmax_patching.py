@@ -3,24 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import SOFTMAX, softmax_model, tokens
 from kvlens.analyses.bias.patching import activation_patching
 from kvlens.analyses.declaration import Record
 
-from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
 ANSWER, RIVAL = 3, 11
-MODELS = {
-    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
-    "rotary, grouped": dict(kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=2),
-    "queries shifted": dict(kv_shift=KVShiftConfig(window=2, queries=True)),
-    "alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
-}
-
-
-def softmax_model(name):
-    return random_model(attention="softmax", **MODELS[name])
 
 
 def patching(model, **changes):
@@ -32,7 +22,7 @@ def metric(logits) -> float:
     return float(logits[0, -1, ANSWER] - logits[0, -1, RIVAL])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOFTMAX)
 def test_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     model = softmax_model(name)
     frame = patching(model)
@@ -135,16 +125,6 @@ def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
             assert frame["clean_metric"].iloc[0] == pytest.approx(metric(model(TEXT[None])), rel=1e-9)
         with pytest.raises(KVLensError, match="only if the two prompts pair token by token"):
             patching(model, prompt=clean, corrupted=corrupted, points=["keys"])
-
-
-def test_what_softmax_has_not_is_refused_and_what_it_has_named():
-    model = softmax_model("learned positions")
-    with pytest.raises(KVLensError, match=r"no 'b_d': it has bias, keys, values, z_bias \(softmax attention"):
-        patching(model, points="b_d")
-    with pytest.raises(KVLensError, match="no 'keys': it has b_kv"):
-        patching(random_model(), points="keys")
-    with pytest.raises(KVLensError, match="one bias has virtual_keys features, the other random"):
-        patching(model, corrupted=convert_prompt(model, CORRUPTED, method="random", n_features=8))
 
 
 def test_a_batch_of_records_takes_softmax_models():

@@ -8,8 +8,6 @@ from kvlens.analyses.declaration import Record
 from kvlens.analyses.heads.head_pairs import COLUMNS, composition
 from repeated_models import blank_model
 
-from kvlens import KVLensError
-
 PLAIN = dict(attention="softmax", kv_shift=None)
 
 
@@ -99,9 +97,3 @@ def test_columns_order_and_the_batch_form():
     )
     single = composition(random_model(n_layers=1))
     assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == COLUMNS.dtypes
-
-
-@pytest.mark.parametrize("kinds", [[], ["k"], "QQ", ["Q", "Q"], ["Q", "R"]])
-def test_unknown_kinds_are_refused(kinds):
-    with pytest.raises(KVLensError, match="expected some of Q, K, V, each once|kinds must be a list"):
-        composition(random_model(), kinds=kinds)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from kvlens import KVLensError, convert_prompt
 from kvlens.analyses import bias_by_head, head_details
 
 MODELS = {
@@ -43,12 +42,3 @@ def test_details_are_hook_pattern_and_the_shares(changes):
     means = details.bias_shares.double().mean(dim=-1).flatten()
     expected = bias_by_head(model, prompt, text)["bias_share"]
     torch.testing.assert_close(means, torch.tensor(expected.to_numpy()), rtol=1e-6, atol=1e-7)  # float32 shares
-
-
-def test_details_need_tokens_and_a_free_model():
-    model = tiny_text_model()
-    prompt, text = tokens_of(model)
-    with pytest.raises(KVLensError, match="prompt: it is empty"):
-        head_details(model, prompt[:0], text)
-    with model.kv_bias(convert_prompt(model, prompt)), pytest.raises(KVLensError, match="a bias is attached"):
-        head_details(model, prompt, text)

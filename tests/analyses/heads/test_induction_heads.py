@@ -381,25 +381,6 @@ def test_the_batch_form_repeats_the_prompt():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(n_sequences=0), "n_sequences must be at least 1, got 0"),
-        (dict(n_repeated=1), "n_repeated must be at least 2, got 1"),
-        (dict(n_repeated=30), r"take 60 positions and n_ctx is 32: repeat at most 16"),
-        (dict(threshold=0.0), r"threshold must lie in \(0, 1\], got 0.0"),
-        (dict(prompt=torch.ones(1, 2, 3, dtype=torch.long)), r"expected .* \[batch, pos\], got shape \[1, 2, 3\]"),
-        (dict(ratio=0.0), "ratio must be above 0, .* got 0.0"),
-        (dict(prompt=torch.tensor([[1, D_VOCAB]])), "token ids must lie in 0..10"),
-        (dict(prepend_bos=True), "this model has none"),
-        (dict(n_repeated=5, ablations=True, batch_size=0), "batch_size must be at least 1, got 0"),
-    ],
-)
-def test_bad_input(changes, message):
-    with pytest.raises(KVLensError, match=message):
-        verdict_table.induction_verdicts(two_layer_circuit(), **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         (dict(attention_dir="bidirectional"), "expected causal attention"),
         (dict(d_vocab_out=5), "it reads 11 and predicts 5"),
     ],

@@ -225,22 +225,6 @@ def test_the_batch_script_gives_the_promised_columns(attention):
     np.testing.assert_allclose(sums, expected, atol=1e-5 * float(logits.norm()))
 
 
-def test_bad_input():
-    model = random_model()
-    with pytest.raises(KVLensError, match="no logit to split"):
-        layer_contributions(model, None, TEXT, next_token=False)
-    with pytest.raises(KVLensError, match="expected the bias of one prompt, got a batch of 2"):
-        layer_contributions(model, convert_prompt(model, tokens(6).reshape(2, 3)), TEXT)
-    with pytest.raises(KVLensError, match=r"token id in 0\.\.16"):
-        layer_contributions(model, None, TEXT, tokens=[17])
-    with pytest.raises(KVLensError, match=r"prompt: token ids must lie in 0\.\.16"):
-        layer_contributions(model, torch.tensor([17]), TEXT)
-    with pytest.raises(KVLensError, match="norm before it is added"):
-        layer_contributions.analysis.check_model(
-            random_model(normalization_type="RMS", use_normalization_before_and_after=True)
-        )
-
-
 def test_what_is_not_in_the_table_is_refused():
     model = random_model()
     model.add_hook("blocks.0.hook_resid_post", lambda x, hook: 2 * x)

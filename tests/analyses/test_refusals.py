@@ -1,0 +1,227 @@
+"""What the analyses refuse, and their words; those of a batch stand in tests/analyses/batch."""
+
+import functools
+
+import pytest
+import torch
+from analysis_models import random_model, tokens
+
+from kvlens import analyses, convert_prompt
+from kvlens.model.streaming import run_in_segments
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+
+PROMPT, OTHER, TEXT, SPAN = tokens(7), tokens(7, seed=5), tokens(5, seed=1), (2, 5)
+
+
+@functools.cache
+def linear():
+    return random_model()
+
+
+@functools.cache
+def softmax():
+    return random_model(attention="softmax", kv_shift=None, positional_embedding_type="standard")
+
+
+@functools.cache
+def absolute():
+    return random_model(positional_embedding_type="standard", kv_shift=None)
+
+
+@functools.cache
+def bias(model=linear, n_prompts=1, **options):
+    prompt = PROMPT if n_prompts == 1 else tokens(7 * n_prompts, seed=5).reshape(n_prompts, 7)
+    return convert_prompt(model(), prompt, **options)
+
+
+def effects(model=linear, prompt=None, **given):
+    return analyses.bias_effects(model(), bias(model) if prompt is None else prompt, TEXT, **given)
+
+
+def patching(model=linear, **given):
+    return analyses.activation_patching(
+        model(), **{"prompt": PROMPT, "corrupted": OTHER, "text": TEXT, "answer": 3, "rival": 5, **given}
+    )
+
+
+def positions(model=linear, **given):
+    return analyses.bias_positions(model(), PROMPT, TEXT, **given)
+
+
+def decomposition(**given):
+    return analyses.bias_decomposition(linear(), PROMPT, TEXT, **given)
+
+
+def removed(removals, of=bias, model=linear, **given):
+    return analyses.bias_ablation(model(), of(), TEXT, removals, **given)
+
+
+def attribution(**given):
+    return analyses.prompt_attribution(linear(), PROMPT, TEXT, **given)
+
+
+def replaced(replacement, f=analyses.attribution_by_position):
+    return f(linear(), PROMPT, TEXT, by=[SPAN], answer=5, replace_by=replacement)
+
+
+def contributions(prompt=None, text=TEXT, **given):
+    return analyses.layer_contributions(linear(), prompt, text, **given)
+
+
+def errors(prompt=PROMPT, text=TEXT, **given):
+    return analyses.conversion_error(linear(), prompt, text, **given)
+
+
+def verdicts(**given):
+    return analyses.induction_verdicts(linear(), **given)
+
+
+def under_a_bias(f, *arguments):
+    with linear().kv_bias(bias()):
+        f(linear(), *arguments)
+
+
+def random_features():
+    return bias(softmax, method="random", n_features=8)
+
+
+def variant(**parts):
+    return lambda: random_model(attention_variant=parts)
+
+
+BATCH_SIZE = "batch_size must be at least 1, got 0"
+REFUSED = [
+    # bias_effects
+    ("methods: expected some of zero, mean, resample, baseline, got ['mode']", lambda: effects(methods=["mode"])),
+    ("methods: expected some of zero, mean, resample, baseline, got none", lambda: effects(methods=[])),
+    ("methods must be a list of strings", lambda: effects(methods="zero")),
+    ("parts: expected some of bias, shift_state, both, got none", lambda: effects(parts=[])),
+    ("by: expected some of head, layer, model, got ['token']", lambda: effects(by="token")),
+    ("give references=", lambda: effects(methods=["mean"])),
+    ("that of a single prompt", lambda: effects(methods=["mean"], references=bias())),
+    ("weights differs", lambda: effects(methods=["mean"], references=convert_prompt(random_model(seed=4), PROMPT[None]))),
+    (BATCH_SIZE, lambda: effects(batch_size=0)),
+    (
+        "[6] under the references",
+        lambda: effects(absolute, methods=["mean"], references=convert_prompt(absolute(), OTHER[None, :6])),
+    ),
+    ("have no shift state", lambda: effects(absolute, parts=["shift_state"])),
+    ("give the prompt as a string or tokens", lambda: effects(methods=["baseline"])),
+    ("the bias comes before the text", lambda: analyses.bias_effects(linear(), TEXT, bias())),
+    # bias_by_head and bias_ablation
+    ("removal 1 names layer 2, head 0; there are 2 layers of 5 heads", lambda: removed([[], [(2, 0)]])),
+    ("removal 0 names layer 1, head 5", lambda: removed([[(1, 5)]])),
+    (BATCH_SIZE, lambda: removed([[]], batch_size=0)),
+    ("batch of 2", lambda: removed([[]], lambda: bias(n_prompts=2))),
+    ("weights differs", lambda: removed([[]], model=lambda: random_model(seed=4))),
+    (BATCH_SIZE, lambda: analyses.bias_by_head(linear(), PROMPT, TEXT, batch_size=0)),
+    ("model must be a HookedKVTransformer", lambda: analyses.bias_by_head("docs-linear", PROMPT, TEXT)),
+    # bias_positions, bias_decomposition, bias_singular_values, circuits
+    ("by must be one of attended, source, got 'token'", lambda: positions(by="token")),
+    ("at=5 lies outside the text, whose 5 positions", lambda: positions(at=[0, 5])),
+    ("segment_length must be at least 1, got 0", lambda: positions(segment_length=0)),
+    ("values are an MLP of mixed tokens", lambda: positions(variant(augmented=dict(values=True)), by="source")),
+    *(
+        ("their output cannot be split by prompt position", lambda parts=parts: positions(variant(**parts)))
+        for parts in (dict(negative=dict(k=2, beta=0.3)), dict(ridge=dict(strength=0.1)))
+    ),
+    ("give answer=", lambda: decomposition(rival=3)),
+    ("answer: expected a token id in 0..16", lambda: decomposition(answer=17)),
+    ("no tokenizer", lambda: decomposition(answer="a")),
+    ("batch of 2", lambda: analyses.bias_singular_values(linear(), bias(n_prompts=2))),
+    ("second_prompt: it is empty", lambda: analyses.circuits(linear(), PROMPT, PROMPT[:0])),
+    ("a bias is attached", lambda: under_a_bias(analyses.circuits, PROMPT, OTHER)),
+    *(("run_in_segments: ", lambda x=x: run_in_segments(linear(), x, [])) for x in (PROMPT[None], PROMPT[:0], [1, 2])),
+    *(
+        ("needs the whole text at once", lambda model=model: run_in_segments(model(), PROMPT, [], segment_length=4))
+        for model in (softmax, lambda: random_model(linear_attention_form="parallel"))
+    ),
+    # activation_patching
+    ("no point is called 'b_kvs'; there are b_kv, b_d, bias", lambda: patching(points=["b_kvs"])),
+    ("did you mean 'b_kv'", lambda: patching(points=["b_kvs"])),
+    (
+        "it has b_kv, b_d, bias, shift_state, prompt, z_bias, k_shift_coef",
+        lambda: patching(points="q_shift_coef"),
+    ),
+    ("'q' is not shifted in this model; shifted are: k, v", lambda: patching(coefficients={"q": torch.ones(3)})),
+    ("'k' must be [3] or [2, 5, 3], got [2]", lambda: patching(coefficients={"k": torch.ones(2)})),
+    (BATCH_SIZE, lambda: patching(batch_size=0)),
+    ("one number per row, [1], ", lambda: patching(metric=lambda logits: logits[:, -1])),
+    ("answer: expected a token id in 0..16", lambda: patching(answer=17)),
+    ("one token has no next token", lambda: patching(answer=None, rival=None, text=TEXT[:1])),
+    ("prompt: it is empty", lambda: patching(prompt=PROMPT[:0])),
+    ("position 7 under the clean prompt and at 4 under", lambda: patching(absolute, corrupted=tokens(4))),
+    ("corrupted: expected the bias of one prompt, got a batch of 2", lambda: patching(corrupted=bias(n_prompts=2))),
+    ("no 'b_d': it has bias, keys, values, z_bias (softmax attention", lambda: patching(softmax, points="b_d")),
+    ("no 'keys': it has b_kv", lambda: patching(points="keys")),
+    (
+        "one bias has virtual_keys features, the other random",
+        lambda: patching(softmax, corrupted=random_features()),
+    ),
+    # attribution
+    ("<= 7", lambda: attribution(by=[(0, 8)])),
+    ("overlap at 2", lambda: attribution(by=[(0, 3), (2, 5)])),
+    ("start < stop", lambda: attribution(by=[(3, 3)])),
+    ("no tokenizer", lambda: attribution(by="sentence")),
+    ("did you mean 'sentence'", lambda: attribution(by="sentense")),
+    ("d_vocab", lambda: attribution(by="token", answer=99)),
+    ("at least one token", lambda: attribution(by="token", answer=PROMPT[:0])),
+    ("the answer itself", lambda: attribution(by="token", answer=5, rival=5)),
+    ("did you mean 'leave_one_out'", lambda: attribution(by="token", method="leave_one_outt")),
+    ("a string or a Method", lambda: attribution(by="token", method=3)),
+    ("positions", lambda: attribution(by="token", positions="open")),
+    ("expected 3 tokens", lambda: replaced({SPAN: torch.tensor([1])})),
+    ("(3, 6) is no unit; the units are (2, 5)", lambda: replaced({(3, 6): torch.tensor([1, 2, 3])})),
+    ("is no unit", lambda: replaced({(0, 2): tokens(2)}, analyses.attribution_by_edge)),
+    ("keeps no token", lambda: analyses.attribution_by_head(linear(), PROMPT, TEXT, by=[(0, 7)], answer=5, positions="closed")),
+    ("n_confirmed", lambda: analyses.attribution_by_edge(linear(), PROMPT, TEXT, by=[SPAN], n_confirmed=-1)),
+    ("a single layer with heads", lambda: analyses.attribution_by_edge(random_model(n_layers=1), PROMPT, TEXT, by=[SPAN])),
+    # layer_contributions
+    ("no logit to split", lambda: contributions(next_token=False)),
+    ("expected the bias of one prompt, got a batch of 2", lambda: contributions(bias(n_prompts=2))),
+    ("token id in 0..16", lambda: contributions(tokens=[17])),
+    ("prompt: token ids must lie in 0..16", lambda: contributions(torch.tensor([17]))),
+    (
+        "norm before it is added",
+        lambda: analyses.layer_contributions.analysis.check_model(
+            random_model(normalization_type="RMS", use_normalization_before_and_after=True)
+        ),
+    ),
+    # prompts and texts
+    ("prompt: expected a string or token ids [pos] or [1, pos], got shape [2, 2]", lambda: errors(tokens(4).reshape(2, 2))),
+    ("prompt: this model has no tokenizer, so it cannot read 'ab'", lambda: errors("ab")),
+    ("got list", lambda: errors([1, 2])),
+    ("prompt: it is empty", lambda: errors(PROMPT[:0])),
+    ("text: token ids must lie in 0..16", lambda: errors(text=torch.tensor([17]))),
+    ("batch of 3", lambda: errors(bias=bias(n_prompts=3))),
+    ("prompt: it is empty", lambda: analyses.head_details(linear(), PROMPT[:0], TEXT)),
+    ("a bias is attached", lambda: under_a_bias(analyses.head_details, PROMPT, TEXT)),
+    ("readings: expected a Reading of", lambda: analyses.prompt_effect(linear(), PROMPT, TEXT, readings={})),
+    ("readings must be a dict or None", lambda: analyses.prompt_effect(linear(), PROMPT, TEXT, readings={"converted": 3})),
+    ("colorings must be a dict or None", lambda: analyses.linked_shares(linear(), PROMPT, TEXT, colorings={"a": 3})),
+    ("coloring", lambda: analyses.linked_shares(linear(), PROMPT, TEXT, colorings={3: torch.ones(2, 3)})),
+    # induction heads, composition
+    ("n_sequences must be at least 1, got 0", lambda: verdicts(n_sequences=0)),
+    ("n_sequences must be from 1 to 1048576", lambda: analyses.induction_heads(linear(), n_repeated=4, n_sequences=2**60)),
+    ("seed must be at least 0, got -1", lambda: analyses.induction_heads(linear(), n_repeated=4, seed=-1)),
+    ("n_repeated must be at least 2, got 1", lambda: verdicts(n_repeated=1)),
+    ("take 60 positions and n_ctx is 41: repeat at most 20", lambda: analyses.induction_verdicts(softmax(), n_repeated=30)),
+    ("threshold must lie in (0, 1], got 0.0", lambda: verdicts(threshold=0.0)),
+    ("ratio must be above 0, ", lambda: verdicts(ratio=0.0)),
+    ("[batch, pos], got shape [1, 2, 3]", lambda: verdicts(prompt=torch.ones(1, 2, 3, dtype=torch.long))),
+    ("token ids must lie in 0..16", lambda: verdicts(prompt=torch.tensor([[1, 17]]))),
+    ("this model has none", lambda: verdicts(prepend_bos=True)),
+    (BATCH_SIZE, lambda: verdicts(n_repeated=5, ablations=True, batch_size=0)),
+    *(
+        ("expected some of Q, K, V, each once", lambda x=x: analyses.composition(linear(), kinds=x))
+        for x in ([], ["k"], ["Q", "Q"])
+    ),
+    ("kinds must be a list", lambda: analyses.composition(linear(), kinds="QQ")),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_is_refused(words, call, refuses):
+    refuses(words, call)
+    assert linear().attached_kv_bias is None

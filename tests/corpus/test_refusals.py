@@ -1,0 +1,60 @@
+"""What the corpora, tokenizers and windows refuse, and their words."""
+
+import pytest
+import torch
+from tiny_text_model import tiny_tokenizer
+
+from kvlens.corpus import TokenWindows, build_docs_corpus, load_tokenizer, train_bpe_tokenizer
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+
+PACKAGES = "packages= must be a list of names from ['stdlib', 'numpy', 'torch', 'transformers'], got []"
+
+
+def windows(total=5, **options):
+    return TokenWindows(torch.arange(total), 0, **options)
+
+
+def sample(batch, length):
+    return windows().sample(batch, length, torch.Generator())
+
+
+def without_bos():
+    tokenizer = train_bpe_tokenizer(["text"], 259)
+    tokenizer.bos_token = None
+    return TokenWindows.from_texts(["text"], tokenizer)
+
+
+REFUSED = [
+    ("at most", lambda: train_bpe_tokenizer(["a"], 10**12)),
+    ("at least 259", lambda: train_bpe_tokenizer(["a"], 258)),
+    ("texts must be a list of strings, got 'text'", lambda: train_bpe_tokenizer("text")),
+    ("of strings", lambda: train_bpe_tokenizer([3], 300)),
+    ("texts is empty; there is nothing to learn merges from", lambda: train_bpe_tokenizer([])),
+    *(("load_tokenizer: expected a path", lambda x=x: load_tokenizer(x)) for x in (None, 3, "", "a\0b")),
+    ("nowhere has no tokenizer.json; give the folder of save_pretrained", lambda: load_tokenizer("nowhere")),
+    ("has no tokenizer.json", lambda: load_tokenizer(".")),
+    (PACKAGES, lambda: build_docs_corpus([])),
+    ("packages must be a list of strings, got 'numpy'", lambda: build_docs_corpus("numpy")),
+    ("did you mean 'numpy'", lambda: build_docs_corpus(["nunpy"])),
+    ("did you mean 'torch'", lambda: build_docs_corpus(max_chars={"toch": 1})),
+    ("must be in (0, 1)", lambda: build_docs_corpus(heldout_fraction=1.0)),
+    ("roots='a': expected a path, got 3", lambda: build_docs_corpus(roots={"a": 3})),
+    ("roots= has 'a' -> nowhere, which is not a folder", lambda: build_docs_corpus(roots={"a": "nowhere"})),
+    ("expected tokens [total]; got tokens []", lambda: TokenWindows(torch.tensor(3), 0)),
+    ("tokens must be a tensor [total]", lambda: TokenWindows([1, 2], 0)),
+    ("a list of strings", lambda: TokenWindows.from_texts("text", tiny_tokenizer())),
+    ("a list of at least one", lambda: TokenWindows.from_texts([], tiny_tokenizer())),
+    ("no BOS", without_bos),
+    ("batch must be at least 1, got 0", lambda: sample(0, 4)),
+    ("length must be from 2 to 6 (the text has 5 tokens), got 7", lambda: sample(1, 7)),
+    ("length must be from 2 to 6 (the text has 5 tokens), got 1", lambda: sample(2, 1)),
+    ("length must be from 2 to 5 (the text has 5 tokens), got 6", lambda: windows(bos_first=False).consecutive(6)),
+    ("length must be from 2 to 6 (the text has 5 tokens), got 1", lambda: windows().consecutive(1)),
+    ("max_windows must be at least 1, got 0", lambda: windows().consecutive(2, max_windows=0)),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_is_refused(words, call, refuses):
+    refuses(words, call)

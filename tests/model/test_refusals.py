@@ -1,0 +1,328 @@
+"""What a model and its configuration refuse, and its words: fields, texts, generation, forms, weights, files."""
+
+import functools
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from small_models import linear_model, plain_model, small_model, tokens
+from tiny_hf import tiny_hf_model
+from tiny_text_model import TEXT, tiny_text_model
+from unequal_heads import unequal
+
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.model import HookedKVRegressor
+
+pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
+
+SIZES = dict(n_layers=2, d_model=12, d_head=4, n_ctx=16, d_vocab=11, act_fn="gelu", device="cpu", seed=0)
+
+
+@functools.cache
+def linear():
+    return tiny_text_model()
+
+
+@functools.cache
+def softmax():
+    return tiny_text_model(attention="softmax")
+
+
+def config(**changes):
+    return HookedKVTransformerConfig(**{**SIZES, **changes})
+
+
+def variant(**more):
+    changes = {name: more.pop(name) for name in list(more) if name in FIELDS}
+    return config(attention_variant=more, **changes)
+
+
+def generate(**given):
+    return linear().generate(**{"input": TEXT, "max_new_tokens": 2, "verbose": False, **given})
+
+
+def forward(**given):
+    return linear()(**{"input": linear().to_tokens(TEXT), **given})
+
+
+def pretrained(**given):
+    return HookedKVTransformer.from_pretrained("gpt2-x", **{"hf_model": tiny_hf_model("gpt2"), **given})
+
+
+def changed(**changes):
+    return HookedKVTransformer.from_hooked_transformer(plain_model(), **changes)
+
+
+def regressor(*shape, **changes):
+    model = HookedKVRegressor(HookedKVTransformerConfig(**{**SIZES, "d_vocab": 1, **changes}), 4)
+    return model(torch.zeros(shape))
+
+
+def bias_of_all_positions():
+    model = tiny_text_model(attention="softmax", positional_embedding_type="standard", kv_shift=None)
+    every = torch.arange(model.cfg.n_ctx) % 200
+    with model.kv_bias(convert_prompt(model, every[:-1])):
+        assert model(torch.tensor([[5]])).isfinite().all()
+    model.attach_kv_bias(convert_prompt(model, every))
+
+
+def processed(model, **options):
+    """Process the weights, which stay as they were if that is refused."""
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    try:
+        model.process_weights_(**options)
+    finally:
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+FIELDS = [field.name for field in fields(HookedKVTransformerConfig) if field.name != "n_params"]
+DTYPES = "must be one of float16, bfloat16, float32, float64"
+EXPECTED_TEXT = "expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got"
+CONFIGURATIONS = [
+    ("n_layers must be at least 1, got 0", dict(n_layers=0)),
+    ("n_layers must be from 1 to 10000", dict(n_layers=10**12)),
+    ("n_layers must be a whole number", dict(n_layers=2.0)),
+    ("d_model=33 is not a multiple of d_head=4: give n_heads", dict(d_model=33)),
+    ("d_model must be at least 1, got 0", dict(d_model=0)),
+    ("d_model=2 is smaller than d_head=4, so no head fits; give n_heads", dict(d_model=2)),
+    ("d_head must be at least 1, got -4", dict(d_head=-4)),
+    ("n_heads must be a whole number from 1 to 2147483647 or -1, got 0", dict(n_heads=0)),
+    ("n_ctx must be at least 1, got 0", dict(n_ctx=0)),
+    ("d_vocab must be a whole number from 1 to 2147483647 or -1, got -2", dict(d_vocab=-2)),
+    ("d_mlp must be at least 1, got 0", dict(d_mlp=0)),
+    ("act_fn: unknown value 'gelo', expected one of", dict(act_fn="gelo")),
+    ("act_fn: unknown value None", dict(act_fn=None)),
+    ("eps must be above 0, got 0", dict(eps=0)),
+    ("eps must be a number, got nan", dict(eps=math.nan)),
+    ("attn_scale must be a number above 0 or -1, got -2.0", dict(attn_scale=-2.0)),
+    ("attn_scale must be a number above 0 or -1, got inf", dict(attn_scale=math.inf)),
+    (f"dtype {DTYPES}, got 'float23'; did you mean 'float32'?", dict(dtype="float23")),
+    (f"dtype {DTYPES}, got torch.bool", dict(dtype=torch.bool)),
+    ("kv_shift must be a KVShiftConfig, a dict, True or False or None, got 'yes'", dict(kv_shift="yes")),
+    ("KVShiftConfig: unknown field 'windw'; did you mean 'window'?", dict(kv_shift={"windw": 2})),
+    ("seed must be from -9223372036854775808 to 18446744073709551615", dict(seed=2**64)),
+    ("normalization_type must be one of LN, LNPre, RMS, RMSPre, or None, got 'layer'", dict(normalization_type="layer")),
+    ("attention_dir must be one of causal, bidirectional, got 'forward'", dict(attention_dir="forward")),
+    ("unknown value 'rotery', expected one of standard, rotary", dict(positional_embedding_type="rotery")),
+    ("relative_positional_bias (T5) belongs to", dict(positional_embedding_type="relative_positional_bias")),
+    ("init_mode must be one of gpt2, xavier_uniform", dict(init_mode="x")),
+    ("feature_map: unknown value 'x', expected one of identity, elu_plus_one", dict(feature_map="x")),
+    ("clip_qkv must be above 0, got 0", dict(clip_qkv=0)),
+    ("this machine has", dict(n_devices=900)),
+    ("trust_remote_code=True is refused", dict(trust_remote_code=True)),
+]
+VARIANTS = [
+    ("none is set; set regularised, augmented, negative, ridge", {}),
+    ("did you mean 'regularised'", {"regularized": {"alpha": 1.0}}),
+    ("regularised must be Regularised(...) or a dict, got 3", {"regularised": 3}),
+    ("missing a required argument: 'alpha'", {"regularised": {}}),
+    ("form='normalised' divides by 1 - alpha, so alpha must not be 1", {"regularised": {"alpha": 1, "form": "normalised"}}),
+    ("form must be one of self_attention, normalised, one_step", {"regularised": {"alpha": 1, "form": None}}),
+    ("set keys or values", {"augmented": {}}),
+    ("depth must be at least 1, got 0", {"augmented": {"keys": True, "depth": 0}}),
+    ("depth must be from 1 to", {"augmented": {"keys": True, "depth": 10**9}}),
+    ("width must be from 1 to 1048576", {"augmented": {"keys": True, "width": 2**40}}),
+    ("activation must be one of gelu, relu, silu, tanh", {"augmented": {"keys": True, "activation": "x"}}),
+    ("a parallel branch needs a depth of at least 2", {"augmented": {"keys": True, "parallel": 1.0}}),
+    ("missing a required argument: 'beta'", {"negative": {"k": 2}}),
+    *(
+        (
+            f"k must be a whole number of at least 1 or a number above 0 and at most 1, got {k}",
+            {"negative": {"k": k, "beta": 1}},
+        )
+        for k in (0, 1.5, True)
+    ),
+    ("beta must be a finite number", {"negative": {"k": 1, "beta": math.inf}}),
+    ("did you mean 'query'", {"negative": {"k": 2, "beta": 0.1, "per": "queries"}}),
+    ("strength must be above 0, got 0.0", {"ridge": {"strength": 0.0}}),
+    ("augmented alone", {"ridge": {"strength": 1.0}, "negative": {"k": 1, "beta": 1.0}}),
+    ("be combined with decay", {"ridge": {"strength": 1.0}, "positional_embedding_type": "alibi"}),
+    (
+        "never computes",
+        {"negative": {"k": 1, "beta": 0.1}, "attention": "linear", "linear_attention_form": "chunked"},
+    ),
+    ("do not hold", {"ridge": {"strength": 1.0}, "attention": "linear", "trainable_kv_bias": True}),
+]
+UNEQUAL_HEADS = [
+    ("n_heads_by_layer: expected a number for each of 3 layers", dict(n_heads_by_layer=[4, 2])),
+    ("n_heads_by_layer: expected", dict(n_heads_by_layer=[4, 0, 4])),
+    ("n_heads=6", dict(n_heads=6)),
+    ("d_head=4", dict(d_head=4)),
+    ("n_heads (2) must be a multiple of n_key_value_heads (3)", dict(n_key_value_heads_by_layer=[2, 3, 2])),
+    ("rotary_dim=6 exceeds a layer's d_head", dict(positional_embedding_type="rotary", rotary_dim=6)),
+    ("alibi_slopes holds one number per head", dict(positional_embedding_type="alibi", alibi_slopes=[0.5] * 4)),
+    ("decay holds one number per head", dict(attention="linear", normalizer="none", decay=[0.9] * 4)),
+]
+GENERATE = [
+    *(("generate: expected a string, strings, token ids", dict(input=x)) for x in (3, None, [], [3], torch.zeros(2, 3, 13))),
+    ("token ids must lie in 0..276", dict(input=torch.tensor([[10**6]]))),
+    ("max_new_tokens must be at least 1, got -1", dict(max_new_tokens=-1)),
+    ("max_new_tokens must be a whole number from 1 to 2147483647, got '3'", dict(max_new_tokens="3")),
+    *(
+        ("temperature must be 0 (the most probable token), or a number from 1e-20 to 1e+20", dict(temperature=x))
+        for x in (-1.0, 1e-320, 1e300, 2**2000, math.nan, "hot", None)
+    ),
+    ("top_k must be at least 1, got 0", dict(top_k=0)),
+    ("top_k must be a whole number from 1", dict(top_k=1.5)),
+    ("top_p must be above 0 and at most 1, got 0", dict(top_p=0)),
+    ("top_p must be above 0 and at most 1, got 1.5", dict(top_p=1.5)),
+    ("freq_penalty must be a number from -1e+20 to 1e+20, got 'much'", dict(freq_penalty="much")),
+    ("freq_penalty must be from -1e+20 to 1e+20, got inf", dict(freq_penalty=math.inf)),
+    *(("return_type must be one of input, str, tokens, embeds", dict(return_type=x)) for x in ("text", None)),
+    ("padding_side must be one of left, right, or None, got 'middle'", dict(padding_side="middle")),
+    ("eos_token_id, one or several, must be a whole number from 0 to 276 or None", dict(eos_token_id="x")),
+    ("eos_token_id must be a whole number from 0 to 276, a list of values", dict(eos_token_id=["a"])),
+    ("eos_token_id, one or several, must be from 0 to 276, got 1000000", dict(eos_token_id=10**6)),
+    *(
+        (f"generate: {name} must be True or False", {name: "x"})
+        for name in ("stop_at_eos", "do_sample", "verbose", "prepend_bos")
+    ),
+    ("use_past_kv_cache must be True or False", dict(use_past_kv_cache=1)),
+    ("no argument is called 'max_new_token'; did you mean 'max_new_tokens'", dict(max_new_token=2)),
+    ("no argument is called 'temprature'; did you mean 'temperature'", dict(temprature=2)),
+    ("It takes input, max_new_tokens", dict(softmax_form="fused")),
+]
+PRETRAINED = [
+    (f"dtype {DTYPES}, got 'flot64'; did you mean 'float64'?", dict(dtype="flot64")),
+    ("device: 'cudda' cannot be used here", dict(device="cudda")),
+    ("device: 'meta' cannot be used here", dict(device="meta")),
+    ("device: 5 cannot be used here", dict(device=5)),
+    ("n_ctx must be at least 1, got -1", dict(n_ctx=-1)),
+    ("n_ctx must be a whole number", dict(n_ctx=2.5)),
+    ("the model learned 29 positions, n_ctx=64 asks for more", dict(n_ctx=64)),
+    ("first_n_layers must be 1 to 3 (the model's layers), got 9", dict(first_n_layers=9)),
+    ("first_n_layers must be a whole number or None", dict(first_n_layers="x")),
+    ("n_devices must be a whole number or None", dict(n_devices="x")),
+    ("default_padding_side must be one of left, right, got 'middle'", dict(default_padding_side="middle")),
+    ("tokenizer must be a loaded tokenizer of transformers, got 'x'", dict(tokenizer="x")),
+    ("hf_model must be a transformers PreTrainedModel, got int", dict(hf_model=5)),
+    *(
+        (f"'{slip}'; did you mean '{meant}'", {slip: None})
+        for slip, meant in (("n_ctxx", "n_ctx"), ("center_unembd", "center_unembed"), ("kv_shfit", "kv_shift"))
+    ),
+]
+PATTERN = "blocks.0.attn.hook_patern"
+NEAREST = "did you mean 'blocks.0.attn.hook_pattern'"
+WOULD_CHANGE = "would change this model's output"
+REFUSED = [
+    *((words, functools.partial(config, **fields)) for words, fields in CONFIGURATIONS),
+    *((words, functools.partial(variant, **fields)) for words, fields in VARIANTS),
+    *((words, functools.partial(unequal, **fields)) for words, fields in UNEQUAL_HEADS),
+    *((words, functools.partial(generate, **given)) for words, given in GENERATE),
+    *((words, functools.partial(pretrained, **given)) for words, given in PRETRAINED),
+    # what a model is made of
+    ("d_vocab: give the number of tokens, or a tokenizer", lambda: HookedKVTransformer(config(d_vocab=-1))),
+    *(("Repo id must", lambda x=x: HookedKVTransformer(config(tokenizer_name=x))) for x in ("", "no/such/name", "../x")),
+    ("couldn't connect", lambda: HookedKVTransformer(config(tokenizer_name="no/such"))),
+    ("alter the shape", lambda: changed(d_mlp=7)),
+    ("does not use these weights", lambda: changed(n_layers=1)),
+    ("the changes need weights that the model does not have", lambda: changed(n_layers=3)),
+    (f"dtype {DTYPES}, got 'int8'", lambda: changed(dtype="int8")),
+    ("device: 'cudda' cannot be used here", lambda: changed(device="cudda")),
+    ("unknown field 'foo'", lambda: changed(foo=3)),
+    (
+        "attention: unknown value 'linaer', expected one of softmax, linear; did you mean 'linear'?",
+        lambda: changed(attention="linaer"),
+    ),
+    (
+        "use_attn_in cannot be combined with grouped keys (n_key_value_heads=3 of 6",
+        lambda: small_model(n_heads=6, n_key_value_heads=3, use_attn_in=True)(tokens(1, 4)),
+    ),
+    # texts and tokens
+    *((f"forward: {EXPECTED_TEXT}", lambda x=x: forward(input=x)) for x in (None, 3, [1, 2], [])),
+    ("expected token ids [pos] or [batch, pos], got a single number", lambda: forward(input=torch.tensor(3))),
+    ("tokens must be integers (int64 or int32), got torch.float32", lambda: forward(input=torch.ones(3))),
+    ("int64", lambda: forward(input=torch.ones(1, 3, dtype=torch.uint8))),
+    ("empty", lambda: linear_model()(tokens(1, 4)[:, :0])),
+    ("0..16", lambda: small_model()(torch.tensor([[3, 17]]))),
+    ("0..16", lambda: small_model()(torch.tensor([[-1, 2]]))),
+    ("longer than n_ctx=41", lambda: linear_model(positional_embedding_type="standard")(tokens(1, 42))),
+    ("attention_mask must be a tensor [1, 14], a value per token, got 3", lambda: forward(attention_mask=3)),
+    ("attention_mask must be a tensor [1, 14]", lambda: forward(attention_mask=torch.ones(2, 2))),
+    ("past_kv_cache must be a cache, such as model.empty_cache(), got 3", lambda: forward(past_kv_cache=3)),
+    *((f"to_tokens: {EXPECTED_TEXT}", lambda x=x: linear().to_tokens(x)) for x in (None, 3, [], [3], torch.arange(3))),
+    ("stop_at_eos", lambda: linear_model().generate(tokens(1, 3), verbose=False)),
+    # hooks and forms
+    (NEAREST, lambda: small_model().run_with_cache(tokens(1, 3), names_filter=PATTERN)),
+    (NEAREST, lambda: small_model().run_with_cache(tokens(1, 3), names_filter=[PATTERN])),
+    (NEAREST, lambda: small_model().run_with_hooks(tokens(1, 3), fwd_hooks=[(PATTERN, print)])),
+    (NEAREST, lambda: small_model().add_hook(PATTERN, print)),
+    ("names_filter", lambda: linear_model(linear_attention_form="chunked").run_with_cache(tokens(1, 5))),
+    ("softmax_form: unknown value 'x', expected one of eager, fused", lambda: linear().using_softmax_form("x").__enter__()),
+    ("softmax_form: unknown value 'x', expected one of eager, fused", lambda: linear().set_softmax_form("x")),
+    # processing of weights, which would change the output
+    (
+        "adds positions to keys and queries after the norm",
+        lambda: processed(HookedKVTransformer(config(positional_embedding_type="shortformer"))),
+    ),
+    ("experts", lambda: processed(HookedKVTransformer(config(num_experts=3, experts_per_token=2)))),
+    ("final RMS norm", lambda: processed(HookedKVTransformer(config(final_rms=True)))),
+    ("solu_ln", lambda: processed(HookedKVTransformer(config(act_fn="solu_ln", normalization_type="RMS")))),
+    ("first token lacks a predecessor", lambda: processed(small_model(kv_shift=KVShiftConfig()), fold_value_biases=True)),
+    *(
+        (WOULD_CHANGE, lambda of=of, option=option: processed(linear_model(**of), **{option: True}))
+        for of in ({}, dict(kv_shift=None), dict(normalizer="none"))
+        for option in ("fold_value_biases", "refactor_factored_attn_matrices")
+    ),
+    # a KV bias
+    *(("attach_kv_bias: expected a KVBias", lambda x=x: linear().attach_kv_bias(x)) for x in (3, None)),
+    ("would start at position 64, but the model has positions 0 to 63 (n_ctx=64)", bias_of_all_positions),
+    # files and names
+    *(("expected a path", lambda x=x: linear().save(x)) for x in (3, None, "", "a\0b")),
+    ("save: ", lambda: linear().save("x" * 300)),
+    *(
+        (f"stored_dtype {DTYPES}", lambda x=x: linear_model().save("model", stored_dtype=x))
+        for x in (torch.int8, "int8", torch.bool, "float8")
+    ),
+    ("stored_dtype must be a dtype", lambda: linear_model().save("model", stored_dtype=16)),
+    *(("expected a path", lambda x=x: HookedKVTransformer.load(x)) for x in (3, None, "", "a\0b")),
+    ("load: ", lambda: HookedKVTransformer.load("x" * 300)),
+    *(("expected a path", lambda x=x: HookedKVTransformer.from_llama2c(x)) for x in (3, None, "", "a\0b")),
+    ("llama2.c checkpoint: ", lambda: HookedKVTransformer.from_llama2c("x" * 300)),
+    ("device: 'cudda' cannot be used here", lambda: HookedKVTransformer.from_pretrained("gpt2", device="cudda")),
+    ("device: 'cudda' cannot be used here", lambda: HookedKVTransformer.load("no/such/folder", device="cudda")),
+    ("did you mean 'gpt2", lambda: HookedKVTransformer.from_pretrained("gpt2-smal")),
+    ("did you mean 't5-large'", lambda: HookedKVTransformer.from_pretrained("t5-larg")),
+    ("did you mean 'docs-linear'", lambda: HookedKVTransformer.from_zoo("doc-linear")),
+    *(
+        ('HookedKVTransformer.from_zoo("facts-linear")', lambda x=x: HookedKVTransformer.from_pretrained(x))
+        for x in ("facts-linear", "facts-linaer")
+    ),
+    *(
+        ("is for HookedKVTransformer.from_pretrained", lambda x=x: HookedKVTransformer.from_zoo(x))
+        for x in ("gpt2", "EleutherAI/pythia-70m", ".")
+    ),
+    *(
+        ("cannot be used here", lambda x=x: HookedKVTransformer.from_zoo("bigram-linear", device=x))
+        for x in ("meta", "cudda", [])
+    ),
+    (f"to: dtype {DTYPES}", lambda: linear().to(torch.int8)),
+    # a model of numbers
+    *(
+        ("expected inputs [batch, pos, 4], got [", lambda shape=shape: regressor(*shape))
+        for shape in ((3, 7), (3, 7, 5), (3, 0, 4), (1, 3, 7, 4))
+    ),
+    ("17 positions are more than n_ctx=16", lambda: regressor(3, 17, 4)),
+    ("d_input must be at least 1, got 0", lambda: HookedKVRegressor(config(d_vocab=1), 0)),
+    ("'shortformer' needs tokens", lambda: regressor(3, 7, 4, positional_embedding_type="shortformer")),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_is_refused(words, call, refuses):
+    models = linear().train(), softmax()
+    refuses(words, call)
+    assert models[0].training and all(model.attached_kv_bias is None for model in models)
+
+
+def test_the_models_are_as_they_were():
+    for model, fresh in ((linear(), tiny_text_model()), (softmax(), tiny_text_model(attention="softmax"))):
+        assert model.fingerprint() == fresh.fingerprint() and torch.equal(model.eval()(TEXT), fresh.eval()(TEXT))
+
+
+def test_no_field_of_a_configuration_takes_a_value_of_another_kind():
+    for name in FIELDS:
+        for value in ({3}, b"x", object()):
+            with pytest.raises(KVLensError, match=name):
+                config(**{name: value})
