@@ -150,10 +150,7 @@ def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
     for name in values:
         if name not in known:
             raise KVLensError(f"{kind.__name__}: unknown field {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise KVLensError(f"{kind.__name__}: {error}") from None
+    return kind(**values)
 
 
 def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:

@@ -223,9 +223,7 @@ class HookedKVTransformerConfig(_Given):
         for name in plain:
             if name not in known:
                 raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?")
-        shift = plain.get("kv_shift")
-        values = {**plain, "kv_shift": KVShiftConfig.from_dict(shift) if isinstance(shift, dict) else shift}
-        return cls(**{**values, **overrides})
+        return cls(**{**plain, **overrides})
 
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
