@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kvlens.model.protocol import HeadMatrices
 from kvlens.model.reading import Form, Part
+from kvlens.ops.softmax_features import ScoreRule
 
 POINTS = ("pattern", "z", "z_context", "z_bias")
 
@@ -38,6 +39,15 @@ class AttentionPart(Part):
         clip = self.attn.cfg.clip_qkv
         values: tuple[nn.Module, Form] = self.attn.hook_v, None if clip is None else lambda v: v.clamp(min=-clip, max=clip)
         return {"v": values, **{name: (getattr(self.attn, f"hook_{name}"), None) for name in POINTS}}
+
+    def score_rule(self) -> ScoreRule:
+        """How softmax attention scores a key."""
+        return self.attn.score_rule()
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """The log-scores of attention sinks; None without."""
+        return self.attn.sinks.flatten() if self.attn.cfg.use_attention_sinks else None
 
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""

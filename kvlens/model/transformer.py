@@ -42,6 +42,7 @@ from kvlens.model.inputs import (
 from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.logits import logits_of, logits_on
 from kvlens.model.parts import AttentionPart
+from kvlens.model.prompt import SoftmaxPrompts
 from kvlens.model.protocol import Unembedding
 from kvlens.model.reading import BlockPoints, LinearNorm, Part, ReadsHeads
 from kvlens.model.streaming import forward_in_segments, streams
@@ -50,7 +51,7 @@ from kvlens.model.weights import ProcessesWeights
 from kvlens.tokenizer import warn_of_unknown_words
 
 
-class HookedKVTransformer(ReadsHeads, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(ReadsHeads, SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
