@@ -80,8 +80,8 @@ def error(model, bias: KVBias) -> float:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name} {getattr(method, 'budget', '')}")
 def test_both_front_ends_fit_the_same_bias(both, method, monkeypatch):
-    """Up to the rounding of keys, 1e-15 with learned positions and :data:`ROUNDING` with rotary ones, which fits enlarge by their
-    condition, up to a hundred here; numbers are below 100."""
+    """Up to the rounding of keys, 1e-15 with learned positions and :data:`ROUNDING` with rotary ones, which fits enlarge by
+    their condition, up to a hundred here; numbers are below 100."""
     monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 20)
     theirs, ours = (convert_prompt(model, PROMPT, method=method, verbose=False) for model in both)
     assert theirs.fit.settings == ours.fit.settings and torch.equal(theirs.fit.n_keys, ours.fit.n_keys)
