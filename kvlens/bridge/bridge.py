@@ -5,7 +5,8 @@ attention finds the bias's keys behind the text's (:mod:`kvlens.bridge.softmax`)
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
-from kvlens.bridge.cache import take_earlier_names
+from kvlens.bridge.cache import cache_of, take_earlier_names, with_cache
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
@@ -33,10 +34,13 @@ from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.parts import Ends, Layer
-from kvlens.model.protocol import PromptKeysAndValues
+from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.reading import recurrent_layers
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
+
+Seen = dict[tuple[int, str], Tensor]
+"""What passed certain points, by layer and name."""
 
 
 class KVTransformerBridge(TransformerBridge):
@@ -156,6 +160,10 @@ class KVTransformerBridge(TransformerBridge):
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
                 finite, or it leaves no position for a text.
         """
+        self._check_fits(bias)
+        self._hold(bias)
+
+    def _check_fits(self, bias: KVBias) -> None:
         if not isinstance(bias, KVBias):
             raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         if FRONT_END not in bias.fingerprint.rest:
@@ -166,7 +174,6 @@ class KVTransformerBridge(TransformerBridge):
         bias.fingerprint.check(self.fingerprint(), f"attach_kv_bias: {self.cfg.architecture}")
         bias.check_finite(f"attach_kv_bias: {self.cfg.architecture}")
         self._check_room(int(torch.as_tensor(bias.position_offset).max()), 1)
-        self._hold(bias)
 
     def detach_kv_bias(self) -> None:
         """Undo :meth:`attach_kv_bias`; does nothing if no bias is attached."""
@@ -175,13 +182,9 @@ class KVTransformerBridge(TransformerBridge):
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["KVTransformerBridge"]:
         """``with model.kv_bias(bias): ...``; afterwards the bias attached before is attached again."""
-        before, weights_then = self.attached_kv_bias, self.__dict__["_weights_then"]
-        self.attach_kv_bias(bias)
-        try:
+        self._check_fits(bias)
+        with self.holding(bias):
             yield self
-        finally:
-            self._hold(before)
-            self.__dict__["_weights_then"] = weights_then
 
     def _hold(self, bias: KVBias | None) -> None:
         state = self.__dict__
@@ -268,34 +271,78 @@ class KVTransformerBridge(TransformerBridge):
         """Raise KVLensError unless every token id lies in the vocabulary."""
         check_tokens(self.cfg, tokens)
 
-    def read_prompt(
-        self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, keeps_positions: bool
-    ) -> PromptKeysAndValues:
-        """Keys as they are scored, and values, of one pass over a prompt, with what is attached in front of it."""
+    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""
+        tokens, mask, _, keeps_positions = prompt
         if self.attached_kv_bias is None:
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
-        seen: dict[tuple[int, str], Tensor] = {}
-        parts = self.__dict__["_parts"]
-        options = {} if mask is None else hidden(mask, keeps_positions)
-        handles = [handle for part in parts for handle in part.observe(seen)]
-        try:
-            self.read(tokens, **options)
-        finally:
-            for handle in handles:
-                handle.remove()
+        seen: Seen = {}
+        last = self.blocks[len(self.blocks) - 1].hook_out
+        with ExitStack() as stack:
+            for part in self.__dict__["_parts"]:
+                wanted = with_queries and isinstance(part, SoftmaxLayer)
+                _until_exit(stack, part.observe(seen, "kvq") if wanted else part.observe(seen))
+            _until_exit(stack, [last.register_forward_hook(lambda *of_pass: seen.__setitem__((-1, "x"), of_pass[-1]))])
+            self.read(tokens, **({} if mask is None else hidden(mask, keeps_positions)))
         recurrent = recurrent_layers(self)
 
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
 
-        attention = [part.layer for part in parts if isinstance(part, SoftmaxLayer)]
         states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
-        if not attention:
+        layers, residual = [part.layer for part in self._attention()], seen[-1, "x"]
+        if not layers:
             assert states is not None  # a model has layers of one kind or the other
-            sizes = sizes_of(parts)
+            sizes = sizes_of(self.__dict__["_parts"])
             none = states.b_KV.new_zeros(0, len(tokens), sizes.n_kv_heads, tokens.shape[1], sizes.d_head)
-            return PromptKeysAndValues(none, none, states)
-        return PromptKeysAndValues(stacked("k", attention), stacked("v", attention), states)
+            return PromptReading(none, none, residual, recurrent=states)
+        queries = [seen[layer, "q"].to(tokens.device) for layer in layers] if with_queries else None
+        return PromptReading(stacked("k", layers), stacked("v", layers), residual, queries, recurrent=states)
+
+    @torch.no_grad()
+    def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; z before a gate, in float32 or better.
+
+        Raises:
+            KVLensError: a layer scores keys in another way than its ``score_rule()`` says.
+        """
+        seen: Seen = {}
+        every = self._attention()
+        some = every if layers is None else [every[i] for i in layers]
+        with ExitStack() as stack:
+            for part in some:
+                _until_exit(stack, part.observe(seen, ("q", "k", "scores", "z", "gate", "log_n")))
+            self.read(tokens)
+        read = []
+        for part in some:
+            q, k, scores, z, log_n = (seen[part.layer, name] for name in ("q", "k", "scores", "z", "log_n"))
+            if not part.scores_as_said(q, k, scores):
+                raise KVLensError(
+                    f"{self.cfg.architecture}: layer {part.layer} does not score keys by q.k / scale, with a soft cap and a "
+                    'window where it has them, so kvlens cannot fit a bias to it: use method="exact"'
+                )
+            z = z.to(log_n)
+            read.append(QueriesRead(q.to(log_n), z / seen.get((part.layer, "gate"), torch.ones_like(z)).to(z), log_n))
+        return read
+
+    def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
+        output = self.original_model(tokens, **with_cache({"use_cache": True}, cache))
+        return output.logits[:, -1], cache_of(output)
+
+    @contextlib.contextmanager
+    def holding(self, bias: KVBias) -> Iterator[None]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.holding`."""
+        before, weights_then = self.attached_kv_bias, self.__dict__["_weights_then"]
+        self._hold(bias)
+        try:
+            yield
+        finally:
+            self._hold(before)
+            self.__dict__["_weights_then"] = weights_then
+
+    def _attention(self) -> list[SoftmaxLayer]:
+        return [part for part in self.__dict__["_parts"] if isinstance(part, SoftmaxLayer)]
 
     def read(self, tokens: Int[Tensor, "batch pos"], **options: Any) -> None:
         """A pass for what its hooks see."""
@@ -395,6 +442,11 @@ class KVTransformerBridge(TransformerBridge):
         for which in ("fwd_hooks", "bwd_hooks", "args"):
             names = [name for name, _ in given.get(which) or () if isinstance(name, str)]
             check_hook_names(names, self.hook_dict)
+
+
+def _until_exit(stack: ExitStack, handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        stack.callback(handle.remove)
 
 
 def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -16,7 +16,9 @@ from kvlens.bridge.families import text_config
 from kvlens.bridge.fingerprint import fingerprint_of
 from kvlens.bridge.table import NAMES
 from kvlens.errors import KVLensError, first_line
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import KVBias
+from kvlens.model.prompt import every_key_kept
+from kvlens.model.protocol import PromptTokens
 
 SHORTEST, LONGEST, BEYOND = 16, 128, 8
 """Tokens of a text: at least, at most, and more than the window has."""
@@ -108,23 +110,8 @@ def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
 
 def _converted(model: Any, prompt: Int[Tensor, "text pos"]) -> KVBias:
     """The exact bias of a prompt; the fingerprint leaves out the weights, which take time to read."""
-    keys, values, recurrent = model.read_prompt(prompt, None, False)
-    n, weights = prompt.shape[1], values.new_ones(values.shape[:-1])
-    none = values.new_zeros(*values.shape[:2], 0, values.shape[2], values.shape[-1])
-    fingerprint = fingerprint_of(model, with_weights=False)
-    return KVBias(
-        b_KV=values,
-        b_D=weights,
-        last_k=none,
-        last_v=none,
-        last_q=none.new_zeros(*none.shape[:3], fingerprint.n_heads, none.shape[-1]),
-        n_prompt_tokens=n,
-        position_offset=n,
-        fingerprint=fingerprint,
-        features=VirtualKeys(keys, (n - torch.arange(n, device=keys.device)).expand(weights.shape)),
-        log_scale=keys.new_zeros(keys.shape[:3]),
-        recurrent=recurrent,
-    )
+    read = PromptTokens(prompt, None, has_batch=True)
+    return every_key_kept(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
 
 
 def _check(model: Any, what: str, found: Tensor, expected: Tensor) -> None:

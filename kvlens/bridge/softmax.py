@@ -9,11 +9,11 @@ negative: then the columns of the bias are taken out of the scores again, and th
     z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
 
 with Z_c from ``hook_attn_scores`` as other hooks leave it; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is
-added at ``hook_z``, both before other hooks see them.
+added at ``hook_z``, both before other hooks see them. So is a bias whose features are not keys, from the queries as scored.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
@@ -24,19 +24,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import MLAAttentionBridge
 
 from kvlens.bridge.cache import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
 from kvlens.components import LayerBias, Normalizers, is_hooked
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model.parts import HeadMatrices, Part, Point
-from kvlens.ops.softmax_attention import ExtraKeys, ScaledMass, join_bias
+from kvlens.model.parts import Form, HeadMatrices, Part, Point
+from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
-from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp
+from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp, virtual_key_scores
 
 HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_context", "hook_z_bias")
 BETWEEN = ("hook_attn_scores", "hook_pattern", *HOOKS[3:])
 """What is seen here belongs to the text alone, or to the bias alone."""
+
+
+SAMPLE = 64
+"""Tokens of which a model's scores are compared with what kvlens takes them to be."""
 
 
 class HeadSizes(NamedTuple):
@@ -74,7 +79,10 @@ class SoftmaxLayer(Part):
     def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, window: int | None = None, component_name: str = "attn"):
         self.attn: Any = attn
         self.component = self.attn
-        self.layer, self.sizes, self.rule = layer, sizes, ScoreRule(1.0, window=window)
+        self.layer, self.sizes = layer, sizes
+        held = self.attn.original_component
+        scale = 1 / getattr(held, "scaling", sizes.d_key**-0.5)
+        self.rule = ScoreRule(scale, getattr(held, "attn_logit_softcapping", None), window=window)
         self.component_name = component_name
         self.is_unread = False
         self.normalizers: Normalizers | None = None
@@ -109,13 +117,61 @@ class SoftmaxLayer(Part):
         self.is_unread = True
         return [handle]
 
-    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
-        """Let the next pass put keys as scored, and values, [batch, kv_head, pos, d_head], into ``seen`` by layer and name."""
+    def score_rule(self) -> ScoreRule:
+        """How the component scores a key."""
+        return self.rule
 
-        def put(name: str, x: Tensor) -> None:
-            seen[self.layer, name] = x
+    @property
+    def queries(self) -> Point:
+        """Where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
+        attn, n_heads = self.attn, self.n_heads
+        if isinstance(attn, MLAAttentionBridge):
+            point = attn.hook_q
+        elif getattr(attn.config, "qk_norm_after_rope", False):
+            point = attn.hook_q_normed
+        elif hasattr(attn, "hook_rot_q"):
+            point = attn.hook_rot_q
+        else:
+            return attn.q.hook_out, lambda q: q if q.dim() == 4 else q.unflatten(-1, (n_heads, -1))
+        return point, lambda q: q.transpose(1, 2)
 
-        return [_at(self.keys, partial(put, "k")), _at(self.values, partial(put, "v"))]
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """The log-scores of attention sinks; None without."""
+        return getattr(self.attn.original_component, "sinks", None)
+
+    def observe(self, seen: dict[tuple[int, str], Tensor], names: Iterable[str] = "kv") -> list[RemovableHandle]:
+        """Let the next pass put what is named into ``seen``, by layer and name. Remove the handles after it.
+
+        Keys as scored and values, "k" and "v", are [batch, kv_head, pos, d], queries as scored, "q", [batch, pos, head, d_key],
+        the logarithms of normalizers under a bias, "log_n", [batch, pos, head], and the masked "scores" of the first text, its
+        first :data:`SAMPLE` tokens, [1, head, pos, pos]; others are those of :meth:`attention_points`.
+        """
+        points: dict[str, Point] = {
+            **self.attention_points(),
+            "k": (self.keys, None),
+            "v": (self.values, None),
+            "q": self.queries,
+            "log_n": (self.attn.hook_normalizer, None),
+            "scores": (self.attn.hook_attn_scores, lambda scores: scores[:1, :, :SAMPLE, :SAMPLE].clone()),
+        }
+
+        def put(name: str, form: Form, x: Tensor) -> None:
+            seen[self.layer, name] = x if form is None else form(x)
+
+        return [_at(points[name][0], partial(put, name, points[name][1])) for name in names if name in points]
+
+    def scores_as_said(
+        self,
+        q: Float[Tensor, "batch pos head d_key"],
+        k: Float[Tensor, "batch kv_head pos d_key"],
+        scores: Float[Tensor, "1 head pos pos"],
+    ) -> bool:
+        """Whether these masked scores are what :meth:`score_rule` says of queries and keys, up to rounding."""
+        seen = scores.transpose(1, 2)
+        said = virtual_key_scores(q[:1, :SAMPLE], k[:1, :, :SAMPLE], self.rule._replace(window=None)).to(seen)
+        visible = seen > _lowest(seen.dtype) / 2
+        return bool(((said - seen).abs() <= 0.05 * seen.where(visible, 0).abs().max()).where(visible, True).all())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""
@@ -161,8 +217,9 @@ class SoftmaxLayer(Part):
         """What is read of a bias in this pass."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
         bias, _ = bias.through_hooks(self.attn, self.n_heads, hidden.device, wide).in_window(self.rule, positions)
-        assert isinstance(bias.features, VirtualKeys)
         assert bias.log_scale is not None
+        if not isinstance(bias.features, VirtualKeys):
+            return Columns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
         by_prompt = bias.features.keys.dim() == 5
         held = (x[bias.layer].to(hidden.device) for x in (bias.features.keys, bias.features.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
@@ -208,14 +265,18 @@ class SoftmaxLayer(Part):
     def _apart(self, columns: Columns) -> list[RemovableHandle]:
         """Read the values of the bias apart from the text's in this pass. Remove the handles after it."""
         seen: dict[str, Tensor] = {}
-        n = columns.keys.shape[2]
+        n, (point, form) = columns.keys.shape[2], self.queries
 
         def split(scores: Tensor) -> Tensor:
-            seen["virtual"] = scores[..., -n:]
-            return scores[..., :-n]
+            text, seen["virtual"] = scores.split([scores.shape[-1] - n, n], dim=-1)
+            return text
+
+        def see_queries(q: Tensor) -> None:
+            seen["q"] = form(q) if form is not None else q
 
         def see_scores(scores: Tensor) -> None:
-            seen["share"], seen["z_bias"] = self._joined(columns.bias, seen.pop("virtual"), scores)
+            phi = self._phi(columns.bias, seen.pop("virtual"), seen.pop("q", None))
+            seen["share"], seen["z_bias"] = self._joined(columns.bias, phi, scores)
 
         def scale_pattern(pattern: Tensor) -> Tensor:
             return pattern * seen.pop("share").transpose(1, 2).to(pattern.dtype)
@@ -237,6 +298,8 @@ class SoftmaxLayer(Part):
             _at(self.attn.hook_pattern, scale_pattern, first=True),
             _at(self.attn.o.hook_in, add_bias, first=True),
         ]
+        if not isinstance(columns.bias.features, VirtualKeys):
+            handles.append(_at(point, see_queries))
         gate = getattr(self.attn, "hook_q_gate", None)
         return handles if gate is None else [*handles, _at(gate, see_gate)]
 
@@ -284,12 +347,14 @@ class SoftmaxLayer(Part):
         by_output: Tensor = weights.T if type(self.output).__name__ != "Conv1D" else weights
         return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
 
-    def _joined(
-        self, bias: LayerBias, virtual: Float[Tensor, "batch head pos column"], scores: Float[Tensor, "batch head pos key"]
-    ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
-        """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
+    def _phi(
+        self, bias: LayerBias, virtual: Float[Tensor, "batch head pos column"], q: Float[Tensor, "batch pos head d_key"] | None
+    ) -> ScaledFeatures:
+        """phi(q): from the scores of the bias's keys, or from the queries for features that are not keys."""
         assert bias.log_scale is not None
         n_heads, wide = self.n_heads, bias.b_d.dtype
+        if q is not None:
+            return bias.phi(q.to(wide), self.rule, None, bias.b_kv, bias.b_d)
         logs = virtual.to(wide).masked_fill(virtual < _lowest(virtual.dtype) / 2, -torch.inf)
         if logs.shape[-1] != bias.b_d.shape[-1]:  # a head's own columns among those of its group
             group = n_heads // self.sizes.n_kv_heads
@@ -298,8 +363,14 @@ class SoftmaxLayer(Part):
         used = ((bias.b_d != 0) | (bias.b_kv != 0).any(dim=-1)).repeat_interleave(n_heads // bias.b_d.shape[1], dim=1)
         phi = scaled_exp(logs.transpose(1, 2), used)
         log_scale = bias.log_scale.to(wide).repeat_interleave(n_heads // bias.log_scale.shape[1], dim=1)
-        phi = phi._replace(log_scale=phi.log_scale + log_scale[:, None])
-        mass = ScaledMass.of_scores(scores.to(wide), getattr(self.attn.original_component, "sinks", None))
+        return phi._replace(log_scale=phi.log_scale + log_scale[:, None])
+
+    def _joined(
+        self, bias: LayerBias, phi: ScaledFeatures, scores: Float[Tensor, "batch head pos key"]
+    ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
+        """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
+        wide = bias.b_d.dtype
+        mass = ScaledMass.of_scores(scores.to(wide), self.sinks)
         ones = torch.ones((), device=scores.device, dtype=wide).expand(*phi.log_scale.shape, 1)
         joined = join_bias(ones, mass, phi, bias.b_kv, bias.b_d)
         self.attn.hook_normalizer(joined.log_normalizer)

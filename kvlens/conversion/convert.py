@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from kvlens.checks import Count, checked
 from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
-from kvlens.conversion.own_pass import convert_by_own_pass
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.method import ConversionMethod, Exact
@@ -41,7 +40,7 @@ from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.fingerprint import of_weights
-from kvlens.model.protocol import KVModel
+from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState
 
@@ -153,16 +152,21 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
-        if hooked is None:
-            bias = convert_by_own_pass(model, tokens, old, fingerprint, way, fwd_hooks)
-        else:
+        if hooked is not None:
             _warn_of_length(hooked, tokens, old)
-            if not is_softmax:
-                entries = _run_prompt(hooked, tokens, fwd_hooks, segment_length, on_progress)
-                bias = _collect(hooked, tokens, entries, old, fingerprint)
-            else:
-                bias = convert_softmax_prompt(hooked, tokens, old, fingerprint, way, fwd_hooks, verbose)
+        if is_softmax:
+            bias = convert_softmax_prompt(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
+        else:
+            assert hooked is not None
+            bias = _collect(
+                hooked, tokens, _run_prompt(hooked, tokens, fwd_hooks, segment_length, on_progress), old, fingerprint
+            )
+        if hooked is None:
+            bias.check_finite(f"convert_prompt: {model.cfg.architecture} in {model.cfg.dtype}")
+        else:
             _check_finite(hooked, bias)
+        if not tokens.has_batch and (old is None or old.batch_size is None):
+            bias = bias.select_prompt(0)
         if is_softmax and on_progress is not None:
             on_progress(1.0)
     return bias
@@ -259,10 +263,9 @@ def _collect(
     cfg = model.cfg
     lengths, n_positions = prompt.lengths(), prompt.n_positions()
     old = None if old is None else old.to(prompt.tokens.device)
-    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
     layers = [_layer_tensors(model, layer, entry, n_positions) for layer, entry in enumerate(entries)]
-    stacked = [padded([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True)]
-    b_kv, b_d, last_k, last_v, last_q = stacked if has_batch else [t[:, 0] for t in stacked]
+    stacked = (padded([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True))
+    b_kv, b_d, last_k, last_v, last_q = stacked
     offset = 0 if cfg.rotates_after else n_positions + (0 if old is None else old.position_offset)
     return KVBias(
         b_KV=b_kv,

@@ -1,42 +1,13 @@
 """Turning a prompt (a string, a list of strings, or tokens) into one right-padded batch of tokens with its mask."""
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens._tl import get_device_for_block_index
 from kvlens.errors import KVLensError, brief
-from kvlens.model.protocol import KVModel
+from kvlens.model.protocol import KVModel, PromptTokens
 
 Prompt = str | list[str] | Tensor
-
-
-class PromptTokens(NamedTuple):
-    """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
-
-    Attributes:
-        mask: True at tokens that are read; None if all are. The others are padding, or deleted in a counterfactual prompt.
-        has_batch: whether the bias gets a batch axis.
-        keeps_positions: whether tokens that are not read still take up positions.
-    """
-
-    tokens: Int[Tensor, "batch pos"]
-    mask: Bool[Tensor, "batch pos"] | None
-    has_batch: bool
-    keeps_positions: bool = False
-
-    def lengths(self) -> int | Int[Tensor, " batch"]:
-        """The number of tokens that are read: an int, or one per row if rows differ."""
-        if self.mask is None:
-            return self.tokens.shape[1]
-        lengths = self.mask.sum(dim=1)
-        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
-
-    def n_positions(self) -> int | Int[Tensor, " batch"]:
-        """The number of positions that the prompt takes up: one for each token that is read, or for every token."""
-        return self.tokens.shape[1] if self.keeps_positions else self.lengths()
 
 
 def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:

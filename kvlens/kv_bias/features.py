@@ -152,7 +152,7 @@ class VirtualKeys(PositiveFeatures):
 class RandomFeatures(PositiveFeatures):
     """Positive random features (FAVOR+); ``projection`` holds w, rows ~ N(0, I), i.i.d. or orthogonal in blocks."""
 
-    projection: Float[Tensor, "layer kv_head m d_head"]
+    projection: Float[Tensor, "layer kv_head m d_key"]
     kind: ClassVar[str] = "random"
 
     @property
@@ -167,7 +167,7 @@ class RandomFeatures(PositiveFeatures):
 class LearnedFeatures(PositiveFeatures):
     """Trained positive features of the queries; the map of the keys is needed only for conversion."""
 
-    weight: Float[Tensor, "layer kv_head m d_head"]
+    weight: Float[Tensor, "layer kv_head m d_key"]
     offset: Float[Tensor, "layer kv_head m"]
     kind: ClassVar[str] = "learned"
 
@@ -181,14 +181,14 @@ class LearnedFeatures(PositiveFeatures):
 
 @dataclass(frozen=True, eq=False)
 class TaylorFeatures(SoftmaxFeatures):
-    """The exponential to second order. It stores only the dimension of a head."""
+    """The exponential to second order. It stores only the dimension of a key."""
 
-    d_head: int
+    d_key: int
     kind: ClassVar[str] = "taylor"
 
     @property
     def n_features(self) -> int:
-        return 1 + self.d_head + self.d_head**2
+        return 1 + self.d_key + self.d_key**2
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -202,7 +202,7 @@ class TaylorFeatures(SoftmaxFeatures):
 FAMILIES = {family.kind: family for family in (VirtualKeys, RandomFeatures, TaylorFeatures, LearnedFeatures)}
 
 
-def features_from(kind: str, tensors: dict[str, Tensor], d_head: int) -> SoftmaxFeatures:
+def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxFeatures:
     """The features that a file describes.
 
     Raises:
@@ -211,7 +211,7 @@ def features_from(kind: str, tensors: dict[str, Tensor], d_head: int) -> Softmax
     if kind not in FAMILIES:
         raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(FAMILIES)}: upgrade kvlens")
     if kind == TaylorFeatures.kind:
-        return TaylorFeatures(d_head)
+        return TaylorFeatures(d_key)
     family = FAMILIES[kind]
     names = {f.name for f in fields(family)}
     if set(tensors) != names:

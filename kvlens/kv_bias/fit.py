@@ -106,7 +106,7 @@ class BiasFit:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer and query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; no rows
-        if they are not known.
+        if they are not known. Of a hybrid model layers are counted as in ``bias.b_KV``, among those with attention.
         """
         if self.n_keys is None or self.head_output_error is None or self.mass_error is None:
             return []

@@ -436,7 +436,9 @@ class KVBias:
         known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
         known["fingerprint"] = fingerprint = Fingerprint.from_json(meta["fingerprint"])
         if "features" in meta:
-            known["features"] = features_from(meta["features"], below("features.", tensors), fingerprint.d_head)
+            known["features"] = features_from(
+                meta["features"], below("features.", tensors), fingerprint.d_key or fingerprint.d_head
+            )
             known["log_scale"] = tensors.get("log_scale")
         if meta.get("fit") is not None:
             known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))

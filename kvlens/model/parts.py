@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvlens.ops.softmax_features import ScoreRule
+
 Form = Callable[[Tensor], Tensor] | None
 """What makes [batch, pos, head, d] of what passes a hook point; None where it has this form."""
 Point = tuple[nn.Module, Form]
@@ -150,6 +152,15 @@ class AttentionPart(Part):
         values: Point = self.attn.hook_v, None if clip is None else lambda v: v.clamp(min=-clip, max=clip)
         others = ("pattern", "z", "z_context", "z_bias")
         return {"values": values, **{name: (getattr(self.attn, f"hook_{name}"), None) for name in others}}
+
+    def score_rule(self) -> ScoreRule:
+        """How softmax attention scores a key."""
+        return self.attn.score_rule()
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """The log-scores of attention sinks; None without."""
+        return self.attn.sinks.flatten() if self.attn.cfg.use_attention_sinks else None
 
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""

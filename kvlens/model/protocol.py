@@ -4,7 +4,7 @@ Two classes implement it: :class:`kvlens.HookedKVTransformer`, and :class:`kvlen
 Transformers runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -128,29 +128,72 @@ CALLED[KVModel] = (
 )
 
 
-class PromptKeysAndValues(NamedTuple):
-    """Keys as scored, and values, of every attention layer and every position of a prompt.
+class PromptTokens(NamedTuple):
+    """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
 
-    ``recurrent`` holds the states of all other layers after the prompt, including the effect of the bias that it continues;
-    None if there are no such layers.
+    Attributes:
+        mask: True at tokens that are read; None if all are. The others are padding, or deleted in a counterfactual prompt.
+        has_batch: whether the bias gets a batch axis.
+        keeps_positions: whether tokens that are not read still take up positions.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    mask: Bool[Tensor, "batch pos"] | None
+    has_batch: bool
+    keeps_positions: bool = False
+
+    def lengths(self) -> int | Int[Tensor, " batch"]:
+        """The number of tokens that are read: an int, or one per row if rows differ."""
+        if self.mask is None:
+            return self.tokens.shape[1]
+        lengths = self.mask.sum(dim=1)
+        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
+
+    def n_positions(self) -> int | Int[Tensor, " batch"]:
+        """The number of positions that the prompt takes up: one for each token that is read, or for every token."""
+        return self.tokens.shape[1] if self.keeps_positions else self.lengths()
+
+
+class PromptReading(NamedTuple):
+    """What one pass over a prompt leaves for conversion; the layers are those with attention.
+
+    Attributes:
+        keys: as scored.
+        values: at the same positions.
+        residual: the residual stream after the last layer.
+        queries: as scored, of each layer; None unless they were asked for.
+        shift_state: raw last rows of the projections that are shifted, by "k", "v" and "q".
+        recurrent: the states of recurrent layers, including the effect of the bias that the prompt continues; None without
+            such layers.
     """
 
     keys: Float[Tensor, "layer batch kv_head pos d_key"]
     values: Float[Tensor, "layer batch kv_head pos d_head"]
+    residual: Float[Tensor, "batch pos d_model"]
+    queries: list[Float[Tensor, "batch pos head d_key"]] | None = None
+    shift_state: Mapping[str, Float[Tensor, "layer batch window head d_head"]] = {}
     recurrent: RecurrentStates | None = None
 
 
-@runtime_checkable
-class ReadsPrompts(Protocol):
-    """A :class:`KVModel` that runs a prompt itself and returns what conversion keeps of it."""
+class QueriesRead(NamedTuple):
+    """The queries of one layer as scored, what attention returns for them, and the logarithm of their normalizers."""
 
-    def read_prompt(
-        self, tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, keeps_positions: bool
-    ) -> PromptKeysAndValues:
-        """One pass over a prompt, after any attached bias.
+    q: Float[Tensor, "batch pos head d_key"]
+    z: Float[Tensor, "batch pos head d_head"]
+    log_n: Float[Tensor, "batch pos head"]
 
-        Args:
-            tokens: tokens of the prompts.
-            mask: True at tokens that are read; None if all are.
-            keeps_positions: whether tokens that are not read still take up positions.
-        """
+
+class ReadsPrompts(KVModel, Protocol):
+    """What conversion asks of a :class:`KVModel` with softmax attention. Layers are counted among those with attention."""
+
+    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+        """One pass over a prompt, after any attached bias; with its queries if they are asked for."""
+
+    def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:
+        """One pass over texts after the attached bias; of some layers, all by default."""
+
+    def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
+        """The logits after ``tokens``, which continue the attached bias and what ``cache`` holds; and the new cache."""
+
+    def holding(self, bias: KVBias) -> AbstractContextManager[Any]:
+        """:meth:`kv_bias` for a bias that was made from this model: neither weights nor numbers are looked at."""

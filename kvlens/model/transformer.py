@@ -42,13 +42,14 @@ from kvlens.model.inputs import (
 from kvlens.model.load_and_save import LoadsAndSaves
 from kvlens.model.logits import logits_of, logits_on
 from kvlens.model.parts import Ends, Layer, ends_of, layers_of
+from kvlens.model.prompt import SoftmaxPrompts
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights
 from kvlens.tokenizer import warn_of_unknown_words
 
 
-class HookedKVTransformer(LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:

@@ -12,6 +12,7 @@ from kvlens.analyses.bias.baseline import baseline_of
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.analyses import baseline_ablation
+from kvlens.conversion.prompt import PromptTokens
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.mixers import HOOKS
 
@@ -246,7 +247,7 @@ def test_prompts_of_unequal_length(model, prompt, text, rounding):
     """Right padding, as lists of strings get it: each prompt's state is that of its last real token."""
     mask = torch.ones_like(prompt, dtype=torch.bool)
     mask[0, 8:] = False
-    read = model.read_prompt(prompt, mask, False).recurrent
+    read = model.read_prompt(PromptTokens(prompt, mask, True)).recurrent
     alone = convert_prompt(model, prompt[0, :8]).recurrent
     assert largest(read.b_KV[:, 0], alone.b_KV) < rounding and largest(read.conv[:, 0], alone.conv) < rounding
 

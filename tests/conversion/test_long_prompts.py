@@ -14,7 +14,7 @@ from kvlens.conversion import (
     SnapKV,
     StreamingLLM,
 )
-from kvlens.conversion.softmax import prompt_pass
+from kvlens.model import prompt as reading
 
 TEXTS = dict(n_continuations=3, continuation_length=4, n_held_out=2)
 METHODS = [
@@ -38,14 +38,15 @@ KINDS = {
 
 def in_little_memory(monkeypatch) -> list[int]:
     """Few scores and one head at a time; the result lists the lengths of the prompt's segments."""
-    lengths, whole = [], prompt_pass.tokens_at_once
+    lengths, whole = [], reading.tokens_at_once
 
     def observed(*of):
         lengths.append(whole(*of))
         return lengths[-1]
 
-    monkeypatch.setattr(prompt_pass, "NUMBERS_AT_ONCE", 3000)
-    monkeypatch.setattr(prompt_pass, "tokens_at_once", observed)
+    monkeypatch.setattr(reading, "NUMBERS_AT_ONCE", 3000)
+    monkeypatch.setattr("kvlens.conversion.softmax.prompt_pass.NUMBERS_AT_ONCE", 3000)
+    monkeypatch.setattr(reading, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
     return lengths
 

@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, attached, continued, rows_at_once, rows_of
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
 from kvlens.memory import NUMBERS_AT_ONCE
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 
 ROWS_AT_ONCE = 32
 """Texts in one pass. The logits of three passes over them are held at once, and their logarithms, in float64."""
@@ -24,7 +24,7 @@ class Without(NamedTuple):
     words: str
 
 
-def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, old: KVBias | None) -> Without:
+def without_prompt(model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, old: KVBias | None) -> Without:
     """Remove the prompt's keys but leave the text at its position, and keep whatever does not belong to the prompt.
 
     That is the bias from which the conversion continues, or the BOS if every prompt of the batch begins with it, or nothing.
@@ -32,11 +32,12 @@ def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: Conv
     the effect of the prompt.)
     """
     bos = None if model.tokenizer is None else model.tokenizer.bos_token_id
-    keeps_bos = old is None and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
-    bias = exact.bias
+    bias, states = exact.bias, exact.bias.recurrent
+    keeps_bos = old is None and states is None and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
     assert isinstance(bias.features, VirtualKeys)
     first = VirtualKeys(bias.features.keys[..., :1, :], bias.features.distance[..., :1])
     rows: dict[str, Any] = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
+    rows["recurrent"] = None if states is None else states.map(torch.zeros_like)
     if old is not None:
         before = as_batch(old, bias.b_KV.shape[1])
         rows = {name: getattr(before, name) for name in rows}
@@ -48,7 +49,7 @@ def without_prompt(model: HookedKVTransformer, prompt: PromptTokens, exact: Conv
 
 @torch.no_grad()
 def answer_errors(
-    model: HookedKVTransformer, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
+    model: ReadsPrompts, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
 ) -> AnswerErrors:
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     batch, n_texts, n_positions = texts.shape
@@ -63,8 +64,8 @@ def answer_errors(
     return AnswerErrors.of_positions(error, size, effect, kl, without.words)
 
 
-def _logits(model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
-    with attached(model, bias):
+def _logits(model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
+    with model.holding(bias):
         return model(tokens, attention_mask=torch.ones_like(tokens)).double()
 
 

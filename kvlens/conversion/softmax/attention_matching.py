@@ -51,7 +51,7 @@ class AttentionMatching(FewKeys):
         queries = teacher.read(teacher.whole, teacher.seen)
         budgets = self._budgets(teacher, queries, wanted)
         layers: list[LayerKeys] = []
-        for layer in range(teacher.model.cfg.n_layers):
+        for layer in range(teacher.n_layers):
             own = queries[layer]
             if self.on_policy and layer:
                 so_far = continued(teacher.old, assembled(teacher.exact, layers))
@@ -70,10 +70,9 @@ class AttentionMatching(FewKeys):
     def _budgets(
         self, teacher: Teacher, queries: list[Queries], wanted: Int[Tensor, " batch"]
     ) -> Int[Tensor, "layer batch kv_head"]:
-        cfg = teacher.model.cfg
         if self.budget == "equal":
-            return wanted[None, :, None].expand(cfg.n_layers, -1, cfg.n_kv_heads)
+            return wanted[None, :, None].expand(teacher.n_layers, -1, teacher.n_kv_heads)
         path = longest_path(int(wanted.max()), teacher.exact.bias.d_phi)
-        every = zip(range(cfg.n_layers), queries, output_metrics(teacher), strict=True)
+        every = zip(range(teacher.n_layers), queries, output_metrics(teacher), strict=True)
         gains = [choose_among(own, teacher.keys(layer), root_of(metric), path).gain for layer, own, metric in every]
         return budgets_by_gain(gains, wanted)

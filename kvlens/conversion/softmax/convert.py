@@ -7,16 +7,16 @@ import torch
 
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod
-from kvlens.conversion.softmax.prompt_pass import as_batch, continued, convert_exactly
+from kvlens.conversion.softmax.prompt_pass import as_batch, attention_parts, continued, convert_exactly
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.records import of_sum
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 
 
 def convert_softmax_prompt(
-    model: HookedKVTransformer,
+    model: ReadsPrompts,
     prompt: PromptTokens,
     old: KVBias | None,
     fingerprint: Fingerprint,
@@ -31,6 +31,11 @@ def convert_softmax_prompt(
             f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has others: '
             'use method="exact"'
         )
+    if isinstance(method, Approximation) and not attention_parts(model):
+        raise KVLensError(
+            f'convert_prompt: method="{method.name}" reduces the keys of softmax attention, and this model has none: its '
+            'states have the same size for every prompt; use method="exact"'
+        )
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
@@ -40,10 +45,7 @@ def convert_softmax_prompt(
         exact = exact._replace(bias=bias.to(wide))
         teacher = Teacher(model, prompt, exact, None if old is None else old.to(wide), method, verbose)
         bias = _approximated(teacher, method, dtype)
-    if old is not None:
-        bias = _on_top_of(old, bias)
-    has_batch = prompt.has_batch or (old is not None and old.batch_size is not None)
-    return bias if has_batch else bias.select_prompt(0)
+    return bias if old is None else _on_top_of(old, bias)
 
 
 def _on_top_of(old: KVBias, new: KVBias) -> KVBias:

@@ -1,7 +1,7 @@
 """method="expected_attention": keys ranked by their expected attention from Gaussian queries (Devoto et al. 2025)."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,9 @@ from kvlens.conversion.softmax.method import needs_plain_scores
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.streaming_llm import first_keys
 from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.key_scores.expected import expected_log_attention
 from kvlens.ops.rotary.rotate import rotate
 
@@ -40,14 +42,19 @@ class ExpectedAttention(KeptKeys):
     n_future: Annotated[int, Within(1, MOST_ASKED)] = 512
     n_sink: Annotated[int, Within(0, MOST_ASKED)] = 4
 
-    def check_model(self, model: HookedKVTransformer) -> None:
+    def check_model(self, model: ReadsPrompts) -> None:
         needs_plain_scores(model, self.name)
+        if not isinstance(model, HookedKVTransformer):
+            raise KVLensError(
+                f'convert_prompt: method="{self.name}" turns queries to later positions, for which a HookedKVTransformer has '
+                f"tables; in a {type(model).__name__} rotations belong to Transformers, in another form in each family"
+            )
 
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
         sinks = first_keys(teacher, self.n_sink)
         real = real_keys(teacher).double()
         counts = torch.where((real - sinks).sum(dim=1, keepdim=True) > 0, real - sinks, real)
-        return [self._scores(teacher, layer, counts, sinks) for layer in range(teacher.model.cfg.n_layers)]
+        return [self._scores(teacher, layer, counts, sinks) for layer in range(teacher.n_layers)]
 
     def _scores(self, teacher: Teacher, layer: int, counts: Tensor, sinks: Tensor) -> Tensor:
         prompt = teacher.keys(layer)
@@ -59,7 +66,7 @@ class ExpectedAttention(KeptKeys):
 
     def _future(self, teacher: Teacher, layer: int) -> Float[Tensor, "batch query head d_head"]:
         """The prompt's queries, rotated back to position 0 and forward by the mean rotation of the following positions."""
-        model = teacher.model
+        model: Any = teacher.model
         assert teacher.exact.queries is not None
         q = teacher.exact.queries[layer]
         if model.cfg.positional_embedding_type != "rotary":

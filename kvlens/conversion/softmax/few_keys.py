@@ -59,7 +59,7 @@ class FewKeys(Approximation):
 class LayerKeys(NamedTuple):
     """The keys kept in one layer, by prompt and key-value head; ``values`` are weight times value. Weight 0 means no key."""
 
-    keys: Float[Tensor, "batch kv_head r d_head"]
+    keys: Float[Tensor, "batch kv_head r d_key"]
     distance: Int[Tensor, "batch kv_head r"]
     weights: Float[Tensor, "batch kv_head r"]
     values: Float[Tensor, "batch kv_head r d_head"]
@@ -87,9 +87,9 @@ def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
     """The bias made of the reduced layers; any layers above them keep all their keys."""
     whole = exact.bias
     assert isinstance(whole.features, VirtualKeys)
-    r = max([each.weights.shape[-1] for each in layers] + ([whole.d_phi] if len(layers) < whole.n_layers else []))
+    r = max([each.weights.shape[-1] for each in layers] + ([whole.d_phi] if len(layers) < len(whole.b_KV) else []))
     keys, distance, weights, values = [], [], [], []
-    for layer in range(whole.n_layers):
+    for layer in range(len(whole.b_KV)):
         if layer < len(layers):
             each = layers[layer]
         else:

@@ -21,8 +21,8 @@ from kvlens.conversion.softmax.method import Approximation, needs_plain_scores
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
-from kvlens.model import HookedKVTransformer
+from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
+from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.feature_maps.projections import draw_projections
 from kvlens.ops.softmax_features.positive import random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
@@ -31,7 +31,7 @@ from kvlens.ops.softmax_features.taylor import taylor_features
 class FreeFeatures(Approximation):
     """A method whose features are not keys: for models that use plain scores exp(q.k)."""
 
-    def check_model(self, model: HookedKVTransformer) -> None:
+    def check_model(self, model: ReadsPrompts) -> None:
         needs_plain_scores(model, self.name)
 
 
@@ -55,12 +55,10 @@ class RandomProjections(FreeFeatures):
     random_feature_kind: Literal["orthogonal", "iid"] = "orthogonal"
 
     def fit(self, teacher: Teacher) -> KVBias:
-        cfg, m, kind = teacher.model.cfg, self.n_features, self.random_feature_kind
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = [draw_projections(cfg.n_kv_heads, m, cfg.d_head, kind, generator) for _ in range(cfg.n_layers)]
-        projection = torch.stack(drawn).to(teacher.exact.bias.b_KV)
-        scale = _scale(teacher.model)
-        logs = [random_log_features(_keys(teacher.exact, i), projection[i], scale) for i in range(cfg.n_layers)]
+        keys, generator = teacher.keys(0).keys, torch.Generator().manual_seed(self.seed)
+        sizes = keys.shape[1], self.n_features, keys.shape[-1], self.random_feature_kind
+        projection = torch.stack([draw_projections(*sizes, generator) for _ in range(teacher.n_layers)]).to(keys)
+        logs = [random_log_features(_keys(teacher, i), w, _scale(teacher, i)) for i, w in enumerate(projection)]
         return _summed(teacher.exact, logs, RandomFeatures(projection))
 
 
@@ -104,8 +102,8 @@ class Taylor(FreeFeatures):
 
     def fit(self, teacher: Teacher) -> KVBias:
         exact, b_kv, b_d, log_scale = teacher.exact, [], [], []
-        for layer in range(teacher.model.cfg.n_layers):
-            phi = taylor_features(_keys(exact, layer), _scale(teacher.model))
+        for layer in range(teacher.n_layers):
+            phi = taylor_features(_keys(teacher, layer), _scale(teacher, layer))
             logs = _masked(exact, phi.log_scale[..., None]).squeeze(-1)
             top = logs.amax(dim=1)
             features = phi.features * (logs - top[:, None]).exp()[..., None]
@@ -113,7 +111,7 @@ class Taylor(FreeFeatures):
             b_d.append(features.sum(dim=1))
             log_scale.append(top)
         new = dict(b_KV=torch.stack(b_kv), b_D=torch.stack(b_d), log_scale=torch.stack(log_scale))
-        return replace(exact.bias, **new, features=TaylorFeatures(teacher.model.cfg.d_head))  # type: ignore[arg-type]
+        return replace(exact.bias, **new, features=TaylorFeatures(teacher.keys(0).keys.shape[-1]))  # type: ignore[arg-type]
 
 
 def _summed(exact: ConvertedExactly, logs: list[Float[Tensor, "batch key kv_head r"]], features: SoftmaxFeatures) -> KVBias:
@@ -134,10 +132,9 @@ def _masked(exact: ConvertedExactly, log_phi: Tensor) -> Tensor:
     return log_phi if exact.real is None else log_phi.masked_fill(~exact.real[:, :, None, None], -torch.inf)
 
 
-def _keys(exact: ConvertedExactly, layer: int) -> Float[Tensor, "batch key kv_head d_head"]:
-    assert isinstance(exact.bias.features, VirtualKeys)
-    return exact.bias.features.keys[layer].transpose(1, 2)
+def _keys(teacher: Teacher, layer: int) -> Float[Tensor, "batch key kv_head d_key"]:
+    return teacher.keys(layer).keys.transpose(1, 2)
 
 
-def _scale(model: HookedKVTransformer) -> float:
-    return model.blocks[0].attn.score_rule().scale
+def _scale(teacher: Teacher, layer: int) -> float:
+    return teacher.keys(layer).rule.scale

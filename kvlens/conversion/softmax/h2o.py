@@ -36,5 +36,5 @@ class H2O(KeptKeys):
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
         last = own_distance(teacher) <= (self.recent * wanted).long()[:, None]
         counts = real_keys(teacher).double()
-        layers = range(teacher.model.cfg.n_layers)
+        layers = range(teacher.n_layers)
         return [attention_of_prompt(teacher, layer, counts).double() + KEEP * last[:, None] for layer in layers]

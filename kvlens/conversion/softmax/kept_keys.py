@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.conversion.softmax.few_keys import FewKeys, assembled, with_own_values
+from kvlens.conversion.softmax.prompt_pass import attention_parts
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
 from kvlens.ops.key_scores.attention import attention_received
@@ -43,7 +44,7 @@ class KeptKeys(FewKeys):
     @torch.no_grad()
     def fit(self, teacher: Teacher) -> KVBias:
         wanted = torch.tensor([self.keys_kept(int(n)) for n in teacher.lengths], device=teacher.exact.bias.b_D.device)
-        prompts = [teacher.keys(layer) for layer in range(teacher.model.cfg.n_layers)]
+        prompts = [teacher.keys(layer) for layer in range(teacher.n_layers)]
         scores = torch.stack([each.double() for each in self.scores(teacher, wanted)])
         real = real_keys(teacher)
         scores = scores.masked_fill(~real[:, None], -torch.inf)
@@ -84,13 +85,13 @@ def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "bat
 
     It is the attention in the prompt's own pass, so the bias that the prompt continues is part of the normalizer.
     """
-    model, exact = teacher.model, teacher.exact
+    exact, part = teacher.exact, attention_parts(teacher.model)[layer]
     assert exact.queries is not None
-    features, attn = teacher.whole.features, model.blocks[layer].attn
+    features = teacher.whole.features
     keys, distance, weight = features.keys[layer], features.distance[layer], teacher.whole.b_D[layer]  # type: ignore[union-attr]
     q = exact.queries[layer].to(keys)
-    sink = attn.sinks.flatten().to(keys) if model.cfg.use_attention_sinks else None
+    sink = None if part.sinks is None else part.sinks.to(keys)
     near = own_distance(teacher)
-    received = attention_received(q, near, counts.to(keys), keys, distance, weight, attn.score_rule(), sink)
+    received = attention_received(q, near, counts.to(keys), keys, distance, weight, part.score_rule(), sink)
     own = received[..., -near.shape[1] :]  # keys of the old bias come first
-    return own.unflatten(1, (model.cfg.n_kv_heads, -1)).sum(dim=2)
+    return own.unflatten(1, (teacher.n_kv_heads, -1)).sum(dim=2)

@@ -24,7 +24,7 @@ from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_own_values, with_values
 from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.polish import Objective, polish
-from kvlens.conversion.softmax.prompt_pass import continued
+from kvlens.conversion.softmax.prompt_pass import attention_parts, continued
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
@@ -96,7 +96,7 @@ class _Landmarks:
     """One conversion, with the data that its steps share."""
 
     def __init__(self, teacher: Teacher, options: Landmark):
-        self.teacher, self.model, self.options = teacher, teacher.model, options
+        self.teacher, self.options = teacher, options
         self.wanted = torch.tensor([options.keys_kept(int(n)) for n in teacher.lengths])
         longest = int(self.wanted.max())
         self.path = longest if options.budget == "equal" else longest_path(longest, teacher.exact.bias.d_phi)
@@ -121,9 +121,8 @@ class _Landmarks:
         return choose_among(queries, prompt, root_of(metrics[layer]), self.path, self.options.keys)
 
     def _budgets(self, chosen: list[Chosen]) -> Int[Tensor, "layer batch kv_head"]:
-        cfg = self.model.cfg
         if self.options.budget == "equal":
-            return self.wanted[None, :, None].expand(cfg.n_layers, -1, cfg.n_kv_heads).to(chosen[0].gain.device)
+            return self.wanted[None, :, None].expand(len(chosen), -1, self.teacher.n_kv_heads).to(chosen[0].gain.device)
         return budgets_by_gain([each.gain for each in chosen], self.wanted)
 
     def _fit(self, layer: int, queries: Queries, chosen: Chosen, budgets: Tensor) -> LayerKeys:
@@ -140,7 +139,7 @@ class _Landmarks:
     def _fit_layer_by_layer(self, budgets: Tensor, metrics: list[Tensor]) -> list[LayerKeys]:
         """Each layer on the queries that the layers below, already converted, produce."""
         layers: list[LayerKeys] = []
-        for layer in range(self.model.cfg.n_layers):
+        for layer in range(self.teacher.n_layers):
             so_far = continued(self.teacher.old, assembled(self.teacher.exact, layers))
             queries = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
             layers.append(self._fit(layer, queries, self._chosen(layer, queries, metrics), budgets[layer]))
@@ -149,8 +148,8 @@ class _Landmarks:
 
 def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
     """W_O W_O^T of each layer, averaged over the heads of a group: output errors are measured after W_O."""
-    batch, kv_heads = len(teacher.lengths), teacher.model.cfg.n_kv_heads
-    of_layers = [block.attn.W_O.double() for block in teacher.model.blocks]
+    batch, kv_heads = len(teacher.lengths), teacher.n_kv_heads
+    of_layers = [part.output_weights().double() for part in attention_parts(teacher.model)]
     return [(w @ w.mT).unflatten(0, (kv_heads, -1)).mean(dim=1).expand(batch, -1, -1, -1) for w in of_layers]
 
 

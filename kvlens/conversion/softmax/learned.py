@@ -31,30 +31,29 @@ SHARPNESS = 5.0
 class FeatureMap(NamedTuple):
     """exp(weight x + offset), for each layer and key-value head."""
 
-    weight: Float[Tensor, "layer kv_head m d_head"]
+    weight: Float[Tensor, "layer kv_head m d_key"]
     offset: Float[Tensor, "layer kv_head m"]
 
 
 class Attended(NamedTuple):
     """The training targets: queries, their attention outputs and normalizers, and the prompt's keys and values."""
 
-    q: Float[Tensor, "layer kv_head batch row d_head"]
+    q: Float[Tensor, "layer kv_head batch row d_key"]
     z: Float[Tensor, "layer kv_head batch row d_head"]
     log_n: Float[Tensor, "layer kv_head batch row"]
-    keys: Float[Tensor, "layer kv_head batch key d_head"]
+    keys: Float[Tensor, "layer kv_head batch key d_key"]
     values: Float[Tensor, "layer kv_head batch key d_head"]
     on: Float[Tensor, "batch key"]
 
     @classmethod
     def of(cls, teacher: Teacher) -> "Attended":
-        cfg, exact = teacher.model.cfg, teacher.exact
-        group = cfg.n_heads // cfg.n_kv_heads
-        queries = teacher.read(teacher.whole, teacher.seen)
+        exact, queries = teacher.exact, teacher.read(teacher.whole, teacher.seen)
+        group = queries[0].q.shape[2] // teacher.n_kv_heads
         q, z = (
             torch.stack([rearrange(getattr(each, x), "b i (g s) d -> g b (i s) d", s=group) for each in queries]) for x in "qz"
         )
         log_n = torch.stack([rearrange(each.log_n, "b i (g s) -> g b (i s)", s=group) for each in queries])
-        prompts = [teacher.keys(layer) for layer in range(cfg.n_layers)]
+        prompts = [teacher.keys(layer) for layer in range(teacher.n_layers)]
         keys, values = (torch.stack([getattr(p, x).transpose(0, 1) for p in prompts]).to(q) for x in ("keys", "values"))
         on = torch.ones(keys.shape[2:4]).to(q) if exact.real is None else exact.real.to(q)
         return cls(q, z, log_n, keys, values, on)
@@ -74,13 +73,14 @@ class Trained(NamedTuple):
 
 def train_features(teacher: Teacher, m: int) -> Trained:
     """``m`` features trained on the texts that the teacher has seen."""
-    scale = teacher.model.blocks[0].attn.score_rule().scale
     generator = torch.Generator().manual_seed(teacher.options.seed)
     whole = Attended.of(teacher)
+    scale = torch.tensor([teacher.keys(layer).rule.scale for layer in range(teacher.n_layers)]).to(whole.q)[:, None, None, None]
     centers = _centers(whole, m, generator)
     with torch.inference_mode(False), torch.enable_grad():
         sharp = SHARPNESS / scale
-        start = (centers / scale, torch.zeros_like(centers[..., 0]), sharp * centers, -sharp / 2 * centers.square().sum(dim=-1))
+        w_q, w_k, a_k = centers / scale, sharp * centers, -sharp[..., 0] / 2 * centers.square().sum(dim=-1)
+        start = (w_q, torch.zeros_like(a_k), w_k, a_k)
         free = [x.clone().requires_grad_() for x in start]
         losses = descend(
             free,
@@ -102,7 +102,7 @@ def _log_keys(keys: Tensor, weight: Tensor, offset: Tensor) -> Float[Tensor, "la
     return (keys @ weight[:, :, None].mT + offset[:, :, None, None]).log_softmax(dim=-1)
 
 
-def _centers(whole: Attended, m: int, generator: torch.Generator) -> Float[Tensor, "layer kv_head m d_head"]:
+def _centers(whole: Attended, m: int, generator: torch.Generator) -> Float[Tensor, "layer kv_head m d_key"]:
     """``m`` of the prompts' keys, drawn without replacement until all have been used."""
     keys = whole.keys.flatten(2, 3)[:, :, whole.on.flatten() > 0]
     n = keys.shape[2]
@@ -110,7 +110,7 @@ def _centers(whole: Attended, m: int, generator: torch.Generator) -> Float[Tenso
     return keys[:, :, index.to(keys.device)].clone()
 
 
-def _loss(free: list[Tensor], some: Attended, scale: float) -> Float[Tensor, ""]:
+def _loss(free: list[Tensor], some: Attended, scale: Tensor) -> Float[Tensor, ""]:
     """Squared error of the heads' outputs over the outputs' square, mean over heads."""
     w_q, a_q, w_k, a_k = free
     log_q = some.q @ w_q[:, :, None].mT + a_q[:, :, None, None]
@@ -119,7 +119,7 @@ def _loss(free: list[Tensor], some: Attended, scale: float) -> Float[Tensor, ""]
     on = some.on[:, None]
     log_share = product.clamp(min=torch.finfo(product.dtype).tiny).log() + top - some.log_n[..., None]
     share = log_share.clamp(max=30.0).exp() * on  # a true share is at most 1, so clamping affects only wrong ones
-    true = (some.q @ some.keys.mT / scale - some.log_n[..., None]).exp() * on
+    true = (some.q @ some.keys.mT / scale[..., None] - some.log_n[..., None]).exp() * on
     off = (share - true) @ torch.cat([some.values, torch.ones_like(some.values[..., :1])], dim=-1)
     whole = (1 + off[..., -1:]).clamp(min=1e-6)
     error = (off[..., :-1] - some.z * off[..., -1:]) / whole

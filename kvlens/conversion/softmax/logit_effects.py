@@ -5,14 +5,18 @@ y_i are the logits, and the lengths |y_i| are held fixed. Averaged over v, g g^T
 relative logits with respect to z: an error e of the output changes them by e^T J^T J e, squared, to first order.
 """
 
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.conversion.softmax.prompt_pass import attached, rows_at_once, rows_of
+from kvlens.conversion.softmax.prompt_pass import attention_parts, rows_at_once, rows_of
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 
 N_TEXTS = 32
 """The most texts on which the metric is measured."""
@@ -21,10 +25,10 @@ TEXTS_AT_ONCE = 8
 
 def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
     """The mean of g g^T of each layer over reference texts after the prompt and the heads of a group, in float64."""
-    cfg, texts = teacher.model.cfg, teacher.seen[:, :N_TEXTS]
+    texts, (n_layers, batch, n_kv_heads, _, d_head) = teacher.seen[:, :N_TEXTS], teacher.exact.bias.b_KV.shape
     generator = torch.Generator().manual_seed(teacher.options.seed)
-    batch, n_texts, n_pos = texts.shape
-    sums = torch.zeros(cfg.n_layers, batch, cfg.n_kv_heads, cfg.d_head, cfg.d_head, dtype=torch.float64, device=texts.device)
+    n_texts, n_pos = texts.shape[1:]
+    sums = torch.zeros(n_layers, batch, n_kv_heads, d_head, d_head, dtype=torch.float64, device=texts.device)
     with teacher.timed("reference"):
         rows = torch.arange(batch * n_texts)
         for part in rows.split(rows_at_once(teacher.model, teacher.whole, n_pos, TEXTS_AT_ONCE)):
@@ -32,26 +36,39 @@ def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head 
             bias = rows_of(teacher.whole, prompts)
             found = effects_on_logits(teacher.model, bias, texts.flatten(0, 1)[part.to(texts.device)], generator)
             for layer, g in enumerate(found):
-                by_group = g.double().unflatten(2, (cfg.n_kv_heads, -1))
+                by_group = g.double().unflatten(2, (n_kv_heads, -1))
                 products = torch.einsum("tpgsd,tpgse->tgde", by_group, by_group)
                 sums[layer].index_add_(0, prompts.to(texts.device), products.to(texts.device))
     teacher.count(3 * texts[0].numel())  # a backward pass costs about two forward passes
-    return list(sums / (n_texts * n_pos * cfg.n_heads // cfg.n_kv_heads))
+    return list(sums / (n_texts * n_pos * teacher.model.cfg.n_heads // n_kv_heads))
 
 
 def effects_on_logits(
-    model: HookedKVTransformer, bias: KVBias, texts: Int[Tensor, "text pos"], generator: torch.Generator
+    model: ReadsPrompts, bias: KVBias, texts: Int[Tensor, "text pos"], generator: torch.Generator
 ) -> list[Float[Tensor, "text pos head d_head"]]:
-    """g of every layer for one random direction, with ``bias`` attached."""
-    added: list[Tensor] = []
+    """g of every layer, at the heads' outputs before a gate, for one random direction, with ``bias`` attached."""
+    parts, added, gates = attention_parts(model), [], {}
 
-    def with_leaf(z: Tensor, hook: object) -> Tensor:
+    def with_leaf(module: Any, args: Any, z: Tensor) -> Tensor:
         added.append(torch.zeros_like(z, requires_grad=True))
         return z + added[-1]
 
-    hooks = [(f"blocks.{layer}.attn.hook_z", with_leaf) for layer in range(model.cfg.n_layers)]
-    with torch.inference_mode(False), torch.enable_grad(), attached(model, bias), model.hooks(fwd_hooks=hooks):
+    def see_gate(layer: int, module: Any, args: Any, gate: Tensor) -> None:
+        gates[layer] = gate.detach()
+
+    with torch.inference_mode(False), torch.enable_grad(), model.holding(bias), ExitStack() as stack:
+        for layer, part in enumerate(parts):
+            points = part.attention_points()
+            stack.callback(points["z"][0].register_forward_hook(with_leaf).remove)
+            if "gate" in points:
+                stack.callback(points["gate"][0].register_forward_hook(partial(see_gate, layer)).remove)
         logits = model(texts, attention_mask=torch.ones_like(texts))
         direction = torch.randn(logits.shape, generator=generator, dtype=torch.float32).to(logits)
         projected = (direction * logits / logits.detach().norm(dim=-1, keepdim=True)).sum()
-        return list(torch.autograd.grad(projected, added))
+        gradients = torch.autograd.grad(projected, added)
+    found = []
+    for layer, (part, g) in enumerate(zip(parts, gradients, strict=True)):
+        forms = {name: form for name, (_, form) in part.attention_points().items()}
+        by_head = g if forms["z"] is None else forms["z"](g)
+        found.append(by_head * forms["gate"](gates[layer]) if layer in gates else by_head)
+    return found

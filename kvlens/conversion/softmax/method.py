@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar
 
+from kvlens.conversion.softmax.prompt_pass import attention_parts
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 
 
 class ConversionMethod(ABC):
@@ -30,7 +31,7 @@ class ConversionMethod(ABC):
     needs_queries: ClassVar[bool] = False
     shorthand: ClassVar[Mapping[str, str]] = {}
 
-    def check_model(self, model: HookedKVTransformer) -> None:  # noqa: B027 - most methods serve any model
+    def check_model(self, model: ReadsPrompts) -> None:  # noqa: B027 - most methods serve any model
         """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
     @abstractmethod
@@ -96,10 +97,10 @@ class Approximation(ConversionMethod, TextOptions):
         return False
 
 
-def needs_plain_scores(model: HookedKVTransformer, method: str) -> None:
+def needs_plain_scores(model: ReadsPrompts, method: str) -> None:
     """Raise KVLensError if a model's scores are not plain exp(q.k), the only kind that ``method`` can approximate."""
-    for block in model.blocks:
-        rule = block.attn.score_rule()
+    for part in attention_parts(model):
+        rule = part.score_rule()
         for what, present in (
             ("ALiBi", rule.slopes is not None),
             ("local windows", rule.window is not None),

@@ -5,7 +5,7 @@ squared relative error of the logits, or the divergence KL(prompted || converted
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvlens.conversion.softmax.descent import descend
-from kvlens.conversion.softmax.prompt_pass import attached, continued, rows_of
+from kvlens.conversion.softmax.prompt_pass import continued, rows_of
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias, VirtualKeys
 
@@ -55,7 +55,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
     """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting."""
-    model = teacher.model
+    model: Any = teacher.model
     requires = [p.requires_grad for p in model.parameters()]
     with torch.inference_mode(False), torch.enable_grad():
         model.requires_grad_(False)
@@ -87,7 +87,7 @@ def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tens
     rows = torch.arange(tokens.shape[0]).repeat_interleave(tokens.shape[1])
     flat = tokens.flatten(0, 1)
     teacher.count(tokens[0].numel())
-    with attached(teacher.model, rows_of(bias, rows)):
+    with teacher.model.holding(rows_of(bias, rows)):
         return teacher.model(flat, attention_mask=torch.ones_like(flat)).unflatten(0, tokens.shape[:2])
 
 

@@ -2,13 +2,9 @@
 
 The exact bias keeps every key (r = M, weight 1), so attention over it is softmax attention over the prompt. All other methods
 approximate it, and it replaces the prompt while reference text is read.
-
-In the eager form a pass over N tokens holds heads x N x N scores. A long prompt is therefore read in segments, each through all
-layers before the next, so that at most :data:`NUMBERS_AT_ONCE` scores are held; so are long texts that are read after a prompt.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,17 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.components import LayerBias, ShiftedCacheEntry, hidden_tokens_keep_positions
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.components import LayerBias
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates, VirtualKeys
+from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.ragged import padded
 from kvlens.memory import NUMBERS_AT_ONCE
-from kvlens.model import HookedKVTransformer
-from kvlens.model.assembly import spread_bias
-from kvlens.model.protocol import KVModel
-from kvlens.model.streaming import has_hooks, wants_gradients
+from kvlens.model.prompt import every_key_kept
+from kvlens.model.protocol import KVModel, PromptTokens, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
 
 
@@ -38,7 +30,7 @@ class ConvertedExactly(NamedTuple):
         real: True at real tokens, None if no prompt is padded.
         last_residual: the residual of each prompt's last token, for the logits of the first token after it.
         old: the bias that it continues, as read in the pass: hooks may have changed it.
-        queries: queries of the prompt's tokens as scored, [batch, pos, head, d_head] per layer; None unless requested.
+        queries: queries of the prompt's tokens as scored, [batch, pos, head, d_key] per layer; None unless requested.
     """
 
     bias: KVBias
@@ -47,124 +39,41 @@ class ConvertedExactly(NamedTuple):
     old: KVBias | None = None
     queries: list[Tensor] | None = None
 
-    def keys(self, model: HookedKVTransformer, layer: int) -> PromptKeys:
+    def keys(self, model: ReadsPrompts, layer: int) -> PromptKeys:
         """One layer's keys, in the form used by the fits."""
         features = self.bias.features
         assert isinstance(features, VirtualKeys)
-        rule = model.blocks[layer].attn.score_rule()
+        rule = attention_parts(model)[layer].score_rule()
         return PromptKeys(features.keys[layer], self.bias.b_KV[layer], features.distance[layer], self.real, rule)
 
 
 def convert_exactly(
-    model: HookedKVTransformer,
+    model: ReadsPrompts,
     prompt: PromptTokens,
     fwd_hooks: Sequence[Any],
     old: KVBias | None,
     fingerprint: Fingerprint,
     with_queries: bool = False,
 ) -> ConvertedExactly:
-    """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys.
-
-    A long prompt is read in segments, unless something is hooked or gradients are required.
-    """
-    tokens, cfg = prompt.tokens, model.cfg
-    batch, n_pos = tokens.shape
-    cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, batch)
-    mask = torch.ones_like(tokens) if prompt.mask is None else prompt.mask.long()
-    read: dict[str, Tensor] = {}
-    kept = hidden_tokens_keep_positions(prompt.keeps_positions)
-    residuals, seen_queries = [], []
-    with model.hooks(fwd_hooks=list(fwd_hooks)), kept:
-        for here in torch.arange(n_pos).split(_segment_length(model, prompt, old)):
-            some = slice(int(here[0]), int(here[-1]) + 1)
-            with observed(model) as seen:
-                residuals.append(
-                    model.run_with_hooks(
-                        tokens[:, some],
-                        fwd_hooks=readers(model, old, read),
-                        attention_mask=mask[:, some],
-                        past_kv_cache=cache,
-                        stop_at_layer=cfg.n_layers,
-                    )
-                )
-            if with_queries:
-                seen_queries.append([q.to(tokens.device) for q, _, _ in seen])
-    residual = torch.cat(residuals, dim=1)
-    keys = padded([k.transpose(1, 2).to(tokens.device) for _, k, _ in seen])
-    values = padded([v.transpose(1, 2).to(tokens.device) for _, _, v in seen])
-    bias = every_key_kept(keys, values, prompt, old, fingerprint, {x: _shift_state(model, cache, x, keys) for x in "kvq"})
-    positions = torch.arange(n_pos, device=tokens.device)
-    read_positions = positions.expand(batch, -1) if prompt.mask is None else positions.where(prompt.mask, 0)
-    last = residual[torch.arange(batch, device=residual.device), read_positions.amax(dim=1).to(residual.device)][:, None]
-    queries = [torch.cat(parts, dim=1) for parts in zip(*seen_queries, strict=True)] if with_queries else None
-    return ConvertedExactly(bias, prompt.mask, last, as_read(old, read), queries)
+    """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys."""
+    tokens, read = prompt.tokens, dict[str, Tensor]()
+    with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=readers(model, old, read)):
+        reading = model.read_prompt(prompt, with_queries)
+    positions, device = torch.arange(tokens.shape[1], device=tokens.device), reading.residual.device
+    last = positions.expand(tokens.shape) if prompt.mask is None else positions.where(prompt.mask, 0)
+    residual = reading.residual[torch.arange(len(tokens), device=device), last.amax(dim=1).to(device)][:, None]
+    bias = every_key_kept(reading, prompt, old, fingerprint)
+    return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read), reading.queries)
 
 
-def _segment_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBias | None) -> int:
-    """Tokens per row and segment; all of them if the pass must see the prompt as a whole, or holds no scores."""
-    batch, n_pos = prompt.tokens.shape
-    cfg, before = model.cfg, 0 if old is None else old.d_phi
-    changes_with_length = cfg.use_dynamic_ntk_rope or prompt.keeps_positions
-    if changes_with_length or cfg.softmax_form == "fused" or has_hooks(model) or wants_gradients(model):
-        return n_pos
-    return tokens_at_once(model, batch, n_pos, before)
+def attention_parts(model: ReadsPrompts) -> list[Any]:
+    """What scores keys in each layer with softmax attention: its ``score_rule()``, ``sinks`` and ``output_weights()``."""
+    return [part for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
 
 
-def tokens_at_once(model: HookedKVTransformer, batch: int, n_pos: int, n_keys: int) -> int:
-    """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
-    return min(n_pos, max(1, NUMBERS_AT_ONCE // (batch * model.cfg.n_heads * (n_keys + n_pos))))
-
-
-def rows_at_once(model: HookedKVTransformer, bias: KVBias, n_pos: int, most: int) -> int:
+def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:
     """How many texts of ``n_pos`` tokens can be read at once after ``bias``, at least one."""
     return min(most, max(1, NUMBERS_AT_ONCE // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
-
-
-def every_key_kept(
-    keys: Float[Tensor, "layer batch kv_head pos d_key"],
-    values: Float[Tensor, "layer batch kv_head pos d_head"],
-    prompt: PromptTokens,
-    old: KVBias | None,
-    fingerprint: Fingerprint,
-    last: Mapping[str, Tensor],
-    recurrent: RecurrentStates | None = None,
-) -> KVBias:
-    """The bias of a prompt alone, with a batch axis; states of recurrent layers cover the prompt and everything before it.
-
-    Args:
-        keys: keys as scored.
-        values: values at the same positions.
-        prompt: the prompt; positions that are not read get weight 0.
-        old: the bias that the prompt continues; its positions come first.
-        fingerprint: fingerprint of the model.
-        last: shift states by "k", "v" and "q", each [layer, batch, window, head, d_head].
-        recurrent: for a hybrid model, the states after the prompt.
-    """
-    batch, n_pos = prompt.tokens.shape
-    lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
-    distance = lengths[:, None] - torch.arange(n_pos, device=keys.device)
-    weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
-    on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
-    if fingerprint.heads is not None:
-        alike = fingerprint.n_heads == fingerprint.n_kv_heads  # rows of key-value heads could not be told from query heads'
-        sizes = [(n_kv, n // n_kv if alike else 1) for n, n_kv, *_ in fingerprint.heads]
-        on, values = (
-            padded([x[:, :n].repeat_interleave(group, dim=1) for x, (n, group) in zip(of, sizes, strict=True)])
-            for of in (on, values)
-        )
-    return KVBias(
-        b_KV=values * on[..., None],
-        b_D=on.clone(),
-        last_k=last["k"],
-        last_v=last["v"],
-        last_q=last["q"],
-        n_prompt_tokens=prompt.lengths(),
-        position_offset=prompt.n_positions() + (0 if old is None else old.position_offset),
-        fingerprint=fingerprint,
-        features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
-        log_scale=keys.new_zeros(keys.shape[:3]),
-        recurrent=recurrent,
-    )
 
 
 def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
@@ -230,15 +139,6 @@ def _with_keys_by_query_head(
     return {"features": VirtualKeys(by_group.flatten(-3, -2), torch.cat([distance] * group, dim=-1)), "b_KV": b_kv, "b_D": b_d}
 
 
-def _shift_state(model: HookedKVTransformer, cache: TransformerLensKeyValueCache, name: str, like: Tensor) -> Tensor:
-    """The last raw rows of one projection, [layer, batch, window, head, d_head]; window 0 if it is not shifted."""
-    n_heads = model.cfg.n_heads if name == "q" else model.cfg.n_kv_heads
-    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry) and name in entry.shift_state]
-    if not entries:
-        return like.new_zeros(like.shape[0], like.shape[1], 0, n_heads, like.shape[-1])
-    return padded([entry.shift_state[name].to(like) for entry in entries])
-
-
 def continued(old: KVBias | None, new: KVBias) -> KVBias:
     """``new`` after ``old``: virtual keys concatenated, the old ones moved away by the positions of the new prompt.
 
@@ -278,40 +178,3 @@ def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
     counts = {name: getattr(bias, name) for name in ("n_prompt_tokens", "position_offset")}
     counts = {name: value[index] if isinstance(value, Tensor) else value for name, value in counts.items()}
     return bias._made(None, **bias._changed(lambda tensor: tensor[:, index], per_prompt_only=True), **counts)
-
-
-@contextlib.contextmanager
-def attached(model: HookedKVTransformer, bias: KVBias) -> Iterator[None]:
-    """:meth:`HookedKVTransformer.kv_bias` without hashing the weights again, for a bias that was made from this model.
-
-    Raises:
-        KVLensError: another thread is using this model.
-    """
-    with model._thread.changes("convert_prompt", model._has_bias):
-        before = model.attached_kv_bias
-        model._attached = bias
-        spread_bias(model, bias)
-        try:
-            yield
-        finally:
-            model._attached = before
-            spread_bias(model, before)
-
-
-@contextlib.contextmanager
-def observed(model: HookedKVTransformer) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """Inside the block, (q, k, v) of every layer, as scored, are appended to the list in the order of the layers.
-
-    Raises:
-        KVLensError: another thread is using this model.
-    """
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    attentions = [block.attn for block in model.blocks]
-    with model._thread.changes("convert_prompt", model._has_bias):
-        for attn in attentions:
-            attn.observer = lambda q, k, v: seen.append((q, k, v))
-        try:
-            yield seen
-        finally:
-            for attn in attentions:
-                attn.observer = None

@@ -10,14 +10,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
-from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, attached, observed, rows_at_once, rows_of, tokens_at_once
+from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, rows_at_once, rows_of
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_AT_ONCE
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
@@ -35,7 +34,7 @@ class ReferenceText(NamedTuple):
 
 
 def reference_text(
-    model: HookedKVTransformer, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions
+    model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions
 ) -> ReferenceText:
     """The reference texts of every prompt.
 
@@ -60,7 +59,7 @@ def reference_text(
 
 
 def own_texts(
-    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
+    model: ReadsPrompts, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` of the model's own continuations of each prompt; with ``apart``, different ones from those used for fitting."""
     length = min(options.continuation_length, room_after(model, whole))
@@ -76,7 +75,7 @@ def _cut(tokens: Tensor) -> Tensor:
     return tokens[..., : length // pieces * pieces].reshape(tokens.shape[0], n_texts * pieces, -1)
 
 
-def room_after(model: HookedKVTransformer, whole: KVBias) -> int:
+def room_after(model: KVModel, whole: KVBias) -> int:
     """The number of positions left after the prompt. Raises KVLensError if there are fewer than 2."""
     if not model.cfg.has_position_limit:
         return 10**9
@@ -91,11 +90,11 @@ def room_after(model: HookedKVTransformer, whole: KVBias) -> int:
 
 @torch.no_grad()
 def sample_continuations(
-    model: HookedKVTransformer, exact: ConvertedExactly, whole: KVBias, n: int, length: int, seed: int
+    model: ReadsPrompts, exact: ConvertedExactly, whole: KVBias, n: int, length: int, seed: int
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` texts per prompt, sampled at temperature 1 from what the model would write next."""
     generator = torch.Generator().manual_seed(seed)
-    logits = model(exact.last_residual, start_at_layer=model.cfg.n_layers)[:, 0]
+    logits = model.logits_of(exact.last_residual)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
     at_once = min(ROWS_AT_ONCE, max(1, 2 * NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
@@ -105,31 +104,29 @@ def sample_continuations(
 
 
 def _sample(
-    model: HookedKVTransformer, whole: KVBias, logits: Tensor, rows: Tensor, length: int, generator: torch.Generator
+    model: ReadsPrompts, whole: KVBias, logits: Tensor, rows: Tensor, length: int, generator: torch.Generator
 ) -> Tensor:
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, len(rows))
-    logits, text = logits[rows.to(logits.device)], []
-    with attached(model, rows_of(whole, rows)):
+    logits, text, cache = logits[rows.to(logits.device)], [], None
+    with model.holding(rows_of(whole, rows)):
         for step in range(length):
             text.append(torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(logits.device))
             if step + 1 < length:
-                logits = model(text[-1], attention_mask=torch.ones_like(text[-1]), past_kv_cache=cache)[:, -1]
+                logits, cache = model.next_logits(text[-1], cache)
     return torch.cat(text, dim=1)
 
 
 @torch.no_grad()
 def read_queries(
-    model: HookedKVTransformer, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
+    model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
     """Queries, outputs and log-normalizers of the texts, with ``bias`` replacing the prompt: one record per layer."""
     batch, n_texts, pos = tokens.shape
-    layers = range(model.cfg.n_layers) if layers is None else layers
     rows = torch.arange(batch).repeat_interleave(n_texts)
     whole: list[tuple[Tensor, ...]] = []
     at_once = rows_at_once(model, bias, pos, ROWS_AT_ONCE)
     for part in torch.arange(len(rows), device=tokens.device).split(at_once):
-        with attached(model, rows_of(bias, rows[part.cpu()])):
-            read = _read(model, tokens.flatten(0, 1)[part], layers, bias.d_phi)
+        with model.holding(rows_of(bias, rows[part.cpu()])):
+            read = model.read_queries(tokens.flatten(0, 1)[part], layers)
         if not whole:  # filled part by part, since concatenating parts at the end would hold them twice
             whole = [tuple(x.new_empty(len(rows), *x.shape[1:]) for x in layer) for layer in read]
         for into, layer in zip(whole, read, strict=True):
@@ -138,28 +135,6 @@ def read_queries(
     positions = torch.arange(pos, device=tokens.device).repeat(n_texts)
     by_prompt = [[x.view(batch, n_texts * pos, *x.shape[2:]) for x in layer] for layer in whole]
     return [Queries(q, z, log_n, positions) for q, z, log_n in by_prompt]
-
-
-def _read(
-    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], layers: range, n_keys: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(q, z, log n) of the given layers, in float32 or better; a long text after ``n_keys`` keys is read in segments."""
-    n_texts, pos = tokens.shape
-    length = tokens_at_once(model, n_texts, pos, n_keys)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, n_texts) if length < pos else None
-    segments = []
-    for some in tokens.split(length, dim=1):
-        z: dict[int, Tensor] = {}
-        log_n: dict[int, Tensor] = {}
-        hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
-        hooks += [
-            (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
-            for i in layers
-        ]
-        with observed(model) as seen, model.hooks(fwd_hooks=hooks):
-            model(some, attention_mask=torch.ones_like(some), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
-        segments.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
-    return [tuple(map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*segments, strict=True)]  # type: ignore[misc]
 
 
 def split_held_out(tokens: Int[Tensor, "batch text pos"]) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ class SnapKV(KeptKeys):
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
         window = (wanted // 2).clamp(min=1, max=self.window)
         last = (own_distance(teacher) <= window[:, None]) & real_keys(teacher)
-        return [self._votes(teacher, layer, last) + KEEP * last[:, None] for layer in range(teacher.model.cfg.n_layers)]
+        return [self._votes(teacher, layer, last) + KEEP * last[:, None] for layer in range(teacher.n_layers)]
 
     def _votes(self, teacher: Teacher, layer: int, last: Tensor) -> Tensor:
         votes = attention_of_prompt(teacher, layer, last.double()).double().masked_fill(last[:, None], 0.0)

@@ -34,9 +34,8 @@ class StreamingLLM(KeptKeys):
     n_sink: Annotated[int, Within(0, MOST_ASKED)] = 4
 
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
-        cfg = teacher.model.cfg
         recent = -own_distance(teacher).double() + KEEP * first_keys(teacher, self.n_sink)
-        return [recent[:, None].expand(-1, cfg.n_kv_heads, -1)] * cfg.n_layers
+        return [recent[:, None].expand(-1, teacher.n_kv_heads, -1)] * teacher.n_layers
 
 
 def first_keys(teacher: Teacher, n: int) -> Float[Tensor, "batch key"]:

@@ -14,7 +14,7 @@ from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
 from kvlens.conversion.softmax.reference import own_texts, read_queries, reference_text, split_held_out
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys, Queries
 from kvlens.ops.landmarks.weights import output_errors
 
@@ -35,7 +35,7 @@ class Teacher:
 
     def __init__(
         self,
-        model: HookedKVTransformer,
+        model: ReadsPrompts,
         prompt: PromptTokens,
         exact: ConvertedExactly,
         old: KVBias | None,
@@ -63,6 +63,16 @@ class Teacher:
         texts = own_texts(self.model, self.exact, self.whole, self.options, n, apart=True)
         self.count(texts[0].numel())
         return texts
+
+    @property
+    def n_layers(self) -> int:
+        """Layers with attention."""
+        return len(self.exact.bias.b_KV)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads of a layer."""
+        return self.exact.bias.b_KV.shape[2]
 
     def keys(self, layer: int) -> PromptKeys:
         """The prompt's keys of one layer."""

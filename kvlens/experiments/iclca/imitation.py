@@ -25,10 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.conversion import convert_prompt
-from kvlens.conversion.softmax.prompt_pass import attached, observed
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
+from kvlens.model.prompt import observed
 from kvlens.ops.landmarks import Products, Statistics
 from kvlens.ops.landmarks.choice import choose_keys
 from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
@@ -216,7 +216,7 @@ def imitation(
     layers: list[LayerKeys] = []
     n_held_out = len(held_out(texts))
     for layer in range(model.cfg.n_layers):
-        with attached(model, as_bias(model, layers, r)):
+        with model.holding(as_bias(model, layers, r)):
             ours, pool = see(model, layer, texts), see(model, layer, candidates).k
         t = wanted(model, layer, ours, see(changed, layer, texts))
         if flip:

@@ -31,7 +31,7 @@ from torch import Tensor
 from kvlens.conversion import convert_prompt
 from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
-from kvlens.conversion.softmax.prompt_pass import as_batch, attached
+from kvlens.conversion.softmax.prompt_pass import as_batch
 from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.experiments.shared.curves import MARKERS
@@ -107,7 +107,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: in
     size = float((before - aim).norm() / aim.norm())
 
     def row(way: str, r: int, bias: KVBias) -> dict[str, Any]:
-        with attached(model, bias):
+        with model.holding(bias):
             left = float((_logits(model, unseen) - aim).norm() / (before - aim).norm())
         return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
 
@@ -152,7 +152,7 @@ class Best:
 
     def of(self, bias: KVBias) -> KVBias:
         """The best bias so far, including ``bias``."""
-        with attached(self.model, bias):
+        with self.model.holding(bias):
             off = float((_logits(self.model, self.texts) - self.aim).norm())
         if off < self.least:
             self.least, self.bias = off, bias
@@ -177,7 +177,7 @@ def freed(
     state = Polished.of(one)
 
     def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
-        with attached(model, state.bias(one).select_prompt(0)):
+        with model.holding(state.bias(one).select_prompt(0)):
             logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
