@@ -176,7 +176,7 @@ def test_what_cannot_work_is_refused_with_its_reason():
         convert_prompt(mamba2, PROMPT, method="landmark", n_features=4)
     with pytest.raises(KVLensError, match='"random" approximates exp.*have local windows: use method="exact" or "landmark"'):
         convert_prompt(gemma2, PROMPT, method="random", n_features=4)
-    part = llama.parts()[1][0]
+    part = llama.layers()[1].parts[0]
     part.rule = part.rule._replace(scale=3 * part.rule.scale)
     with pytest.raises(KVLensError, match=r"layer 1 does not score keys by q.k / scale.* use method=\"exact\""):
         convert_prompt(llama, PROMPT, method="landmark", n_features=4)
