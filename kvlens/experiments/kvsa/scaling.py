@@ -74,7 +74,7 @@ def scaling(settings: Settings, tell: Tell) -> Outcome:
         differences=[
             "The paper's models have up to billions of parameters and tokens to match; here the largest has "
             f"{runs.curves['non_embedding'].max():,} outside its embeddings, and all see the same {tokens_seen(settings):,} "
-            f"tokens, each at the learning rate of {settings['rates']} that suits it best on other seeds.",
+            "tokens, each at the learning rate, of a few for its size, that suits it best on other seeds.",
         ],
     )
 
