@@ -196,3 +196,24 @@ def test_runs_that_diverge_leave_the_figure_and_the_verdict():
     dual_variants.draw(curves).savefig(io.BytesIO())
     (found,) = dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))
     assert found.holds is None and found.ours == "not finite for 7 of 8 seeds"
+
+
+def test_which_layer_learns_faster_can_be_said_while_errors_still_fall_and_which_ends_better_cannot():
+    """Plain attention's error falls as 1 / step, that of two variants to half of it; it must have learned in both cases."""
+
+    def verdicts(scale):
+        rows = [
+            dict(task="linear", model=model, seed=seed, step=step, loss=scale * factor * (1 + seed / 100) / step)
+            for model, factor in (
+                (dual_variants.PLAIN, 1.0),
+                ("augmented keys, 1 layer", 0.5),
+                ("augmented keys, 2 layers", 0.5),
+            )
+            for seed in range(8)
+            for step in range(1, 21)
+        ]
+        curves = pd.DataFrame(rows)
+        return [one.holds for one in dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))]
+
+    assert verdicts(1.0) == [True, None]
+    assert verdicts(15.0) == [None, None]
