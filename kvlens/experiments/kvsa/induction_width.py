@@ -28,7 +28,7 @@ LEARNED = 0.5
     "Does induction need less width with KV shift than without?",
     cost=(
         "a few seconds",
-        "twenty minutes on one core",
+        "a quarter of an hour on one core",
         "a day on one GPU (the paper's vocabulary and length; not run here)",
     ),
     task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),
