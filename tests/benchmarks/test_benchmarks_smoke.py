@@ -47,7 +47,9 @@ def test_delta_rule_smoke(capsys):
 
 
 def test_bridge_smoke(capsys):
-    bench_bridge.main(["--small", "--families", "gpt2", "qwen3_5"])
+    # with Transformers 5.24, the plain bridge of TransformerLens 3.9, with which ours is compared, cannot run delta-rule layers
+    recurrent = "bamba" if version("transformer-lens").startswith("3.") else "qwen3_5"
+    bench_bridge.main(["--small", "--families", "gpt2", recurrent])
     assert capsys.readouterr().out.count("nothing attached: ") == 2
 
 
