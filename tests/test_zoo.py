@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvlens import HookedKVTransformer, load, zoo
+from kvlens import HookedKVTransformer, KVLensError, load, zoo
 from kvlens.tasks import make_task
 from kvlens.tasks.facts import answer_shares, scoring_hops
 from kvlens.training import score_heldout
@@ -94,3 +94,8 @@ def test_models_of_stories_answer_as_their_facts_say(name):
             assert shares.without_story <= shares.guess + slack < shares.guess_in_story
         if stated["converted"] is not None:
             assert shares.converted == shares.with_story and stated["converted"] == stated["with_story"]
+
+
+def test_only_names_and_paths_are_loaded():
+    with pytest.raises(KVLensError, match="load: source: expected a path, got 5"):
+        load(5)

@@ -28,7 +28,7 @@ class ExtraKeys(NamedTuple):
         by_distance: what the distance between query and key adds to the score (ALiBi, windows); None for nothing.
     """
 
-    keys: Float[Tensor, "#batch kv_head r d_head"]
+    keys: Float[Tensor, "#batch kv_head r d_key"]
     log_weights: Float[Tensor, "#batch kv_head r"]
     values: Float[Tensor, "#batch kv_head r d_head"]
     by_distance: Float[Tensor, "#batch head query r"] | None = None
@@ -36,7 +36,7 @@ class ExtraKeys(NamedTuple):
     @classmethod
     def of(
         cls,
-        keys: Float[Tensor, "#batch kv_head r d_head"],
+        keys: Float[Tensor, "#batch kv_head r d_key"],
         b_kv: Float[Tensor, "#batch kv_head r d_head"],
         b_d: Float[Tensor, "#batch kv_head r"],
         log_scale: Float[Tensor, "#batch kv_head"],
