@@ -23,12 +23,12 @@ class ExtraKeys(NamedTuple):
     """Virtual keys with positive weights.
 
     Attributes:
-        keys, values: one set per key-value head.
+        keys, values: one set per key-value head; the ops of this file ask for keys and values of one size.
         log_weights: minus infinity where a head has fewer than r keys.
         by_distance: what the distance between query and key adds to the score (ALiBi, windows); None for nothing.
     """
 
-    keys: Float[Tensor, "#batch kv_head r d_key"]
+    keys: Float[Tensor, "#batch kv_head r d_head"]
     log_weights: Float[Tensor, "#batch kv_head r"]
     values: Float[Tensor, "#batch kv_head r d_head"]
     by_distance: Float[Tensor, "#batch head query r"] | None = None
