@@ -63,7 +63,8 @@ def kind_of(model: KVModel) -> str:
     """Which of the kinds a model is."""
     if isinstance(model, HookedKVTransformer):
         return HOOKED
-    return RECURRENT if any(heads_per_layer(model)[layer] for layer in recurrent_layers(model)) else SOFTMAX
+    counts = heads_per_layer(model)
+    return RECURRENT if any(counts[layer] for layer in recurrent_layers(model)) else SOFTMAX
 
 
 def reason_against(name: str, model: KVModel) -> str | None:

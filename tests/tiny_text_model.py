@@ -43,3 +43,15 @@ def tiny_text_model(*, gain: float = 20, **changes: Any) -> HookedKVTransformer:
             if ".attn.W_" in name:
                 parameter *= gain  # TransformerLens starts so small that attention hardly matters
     return model.requires_grad_(False)
+
+
+@functools.cache
+def linear() -> HookedKVTransformer:
+    """One for all tests that leave it as it is."""
+    return tiny_text_model()
+
+
+@functools.cache
+def softmax() -> HookedKVTransformer:
+    """Likewise, with softmax attention."""
+    return tiny_text_model(attention="softmax")

@@ -62,12 +62,13 @@ def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> 
     """
     if not len(kinds) or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
         raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
-    with_heads = torch.tensor([layer for layer, n_heads in enumerate(heads_per_layer(model)) if n_heads])
+    counts = torch.tensor(heads_per_layer(model))
+    with_heads = counts.nonzero()[:, 0]
     weights = [matrices for matrices in head_matrices(model) if matrices is not None]
     if len(weights) < len(with_heads):
         raise KVLensError("composition: in this model queries, keys or values of heads are not linear in the residual stream")
     in_order = with_heads[:, None] < with_heads  # [layer, later_layer]
-    counts = torch.tensor(heads_per_layer(model))[with_heads]
+    counts = counts[with_heads]
     exists = torch.arange(int(counts.max())) < counts[:, None] if len(counts) else in_order
     pairs = in_order[:, None, :, None] & exists[:, :, None, None] & exists
     layer, head, later_layer, later_head = pairs.nonzero().repeat(len(kinds), 1).T

@@ -177,7 +177,7 @@ def _read(model: KVModel, tokens: Tensor, n_text: int, bias: KVBias | None) -> S
 def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_Part]:
     """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""
     yield _Part([(name, -1, NO_HEAD) for name in stream.embeddings], torch.stack([*stream.embeddings.values()]))
-    for layer, of in enumerate(stream.layers):
+    for layer, (own, of) in enumerate(zip(model.layers(), stream.layers, strict=True)):
         heads = list(range(of.z_context.shape[1])) if per_head else [NO_HEAD]
         vectors, labels = [], []
         for component, z in (("attention_input", of.z_context), ("attention_bias", of.z_bias)):
@@ -189,7 +189,7 @@ def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_P
             vectors.append(summed if per_head else summed[None])
             labels += [(component, layer, head) for head in heads]
         like = vectors[0][:1]
-        b_O = [part.output_bias for part in model.layers()[layer].parts if part.output_bias is not None]
+        b_O = [part.output_bias for part in own.parts if part.output_bias is not None]
         vectors.append(torch.stack(b_O).sum(dim=0).to(like).expand_as(like) if b_O else torch.zeros_like(like))
         labels.append(("attention_b_O", layer, NO_HEAD))
         if of.mlp is not None:

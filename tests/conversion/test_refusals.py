@@ -5,23 +5,13 @@ import math
 
 import pytest
 import torch
-from tiny_text_model import PROMPT, TEXT, tiny_text_model
+from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
 
 from kvlens import carry_bias, convert_prompt
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 FEW = dict(method="landmark", verbose=False, n_continuations=2, continuation_length=4)
-
-
-@functools.cache
-def linear():
-    return tiny_text_model()
-
-
-@functools.cache
-def softmax():
-    return tiny_text_model(attention="softmax")
 
 
 def landmark(**options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_models import linear_model, plain_model, small_model, tokens
 from tiny_hf import tiny_hf_model
-from tiny_text_model import TEXT, tiny_text_model
+from tiny_text_model import TEXT, linear, softmax, tiny_text_model
 from unequal_heads import unequal
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
@@ -17,16 +17,6 @@ from kvlens.model import HookedKVRegressor
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 SIZES = dict(n_layers=2, d_model=12, d_head=4, n_ctx=16, d_vocab=11, act_fn="gelu", device="cpu", seed=0)
-
-
-@functools.cache
-def linear():
-    return tiny_text_model()
-
-
-@functools.cache
-def softmax():
-    return tiny_text_model(attention="softmax")
 
 
 def config(**changes):
