@@ -26,7 +26,6 @@ from kvlens.experiments.shared.curves import draw_curves
 from kvlens.experiments.shared.learned import LATE, Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import mean_and_spread
-from kvlens.experiments.shared.significance import SIGNIFICANCE
 
 PLAIN, AGAIN = "plain", "plain, another start"
 VARIANTS: dict[str, Variant] = {
@@ -216,17 +215,16 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
         claim = CLAIMS.get((task, label))
         measure = END if claim is None else claim.measure
         what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
-        logs = rows[measure].tolist()
-        ours, above = mean_and_spread(logs), SIGNIFICANCE.above(logs)
-        unsettled = why_unsettled(rows) if measure == END and above is not None else None
-        if claim is not None:
-            tested = Comparison.tested_on(what, None, ours, claim.words, logs, below=claim.better)
-            found.append(tested.unless(why.get(task) or unsettled))
-            continue
-        verdict = {False: "better", True: "worse", None: "inconclusive"}[above]
-        verdict = "not trained far enough" if why.get(task) or unsettled else verdict
-        start = "nothing differs but the initialization" if label == AGAIN else "the paper makes no claim"
-        found.append(Comparison.stated(what, None, ours, f"{start}; here: {verdict}"))
+        ours = mean_and_spread(rows[measure].tolist())
+        words, better = ("", False) if claim is None else (claim.words, claim.better)
+        tested = Comparison.tested_on(what, None, ours, words, rows[measure].tolist(), below=better).unless(why.get(task))
+        if measure == END and tested.holds is not None:
+            tested = tested.unless(why_unsettled(rows))
+        if claim is None:
+            start = "nothing differs but the initialization" if label == AGAIN else "the paper makes no claim"
+            verdict = {True: "worse", False: "better", None: tested.verdict}[tested.holds]
+            tested = Comparison.stated(what, None, ours, f"{start}; here: {verdict}")
+        found.append(tested)
     return found
 
 

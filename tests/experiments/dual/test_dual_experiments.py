@@ -105,9 +105,9 @@ def test_equivalence_fails_where_it_should():
 
 
 def test_variants_are_tested_in_both_directions_or_not_at_all():
-    def of(ratios, model="augmented keys, 2 layers", why=None):
-        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), end=ratios, course=0.0))
-        return dual_variants.compare(table, {("linear", model): why})[0].verdict
+    def of(ratios, model="augmented keys, 2 layers", why=None, half=0.0):
+        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), half=half, end=ratios, course=0.0))
+        return dual_variants.compare(table, {"linear": why})[0].verdict
 
     assert of([-0.2] * 8) == "holds"
     assert of([0.2] * 8) == "does not hold"
@@ -116,6 +116,9 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
     assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # the paper claims that these are faster
     assert of([-0.2] * 8, why="too early") == "not trained far enough"
+    for half, settled in ((-0.224, True), (-0.226, False), (0.2, True)):  # 1.125 times as far; from the other side
+        assert of([-0.2] * 8, half=half) == ("holds" if settled else "not trained far enough")
+    assert of([0.2, -0.2] * 4, half=1.0) == "inconclusive"  # no ratio is found that could go to one
 
 
 def test_differences_are_those_of_the_end_and_of_the_course():
@@ -125,7 +128,7 @@ def test_differences_are_those_of_the_end_and_of_the_course():
         for step, loss in zip((0, 10, 20), losses, strict=True)
     ]
     found = dual_variants.differences(pd.DataFrame(rows)).set_index("model")
-    assert found.loc["a", ["end", "course"]].tolist() == pytest.approx([0.0, math.log(2) / 2])
+    assert found.loc["a", ["half", "end", "course"]].tolist() == pytest.approx([math.log(2), 0.0, math.log(2) / 2])
     assert found.loc["b", ["end", "course"]].isna().all()
 
 
