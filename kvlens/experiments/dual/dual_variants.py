@@ -2,14 +2,15 @@
 
 Each variant of the paper's layer trains from the same initialization and on the same sequences, seed by seed, at its own best
 learning rate. The logarithm of the held-out error is compared with plain attention's, at the end of training or as a mean over
-training, depending on the paper's claim. There is no verdict if plain attention has not explained half of the labels' variance.
+training, depending on the paper's claim. Where a plain layer ends depends on its initialization, so two are trained from two
+starts, and what counts is the distance from the nearer one; it is 0 between the two. (It would be as often above 0
+as below for a third plain layer, which is what the significance test assumes.) There is no verdict if plain attention has
+not explained half of the labels' variance.
 
 On the linear task errors fall as a power of the number of steps, so there is no end: a layer of softmax attention is linear
 only in the limit of small scores and large values. Errors that fall with the same power keep their ratio. So a claim about
 where two layers end is decided while errors fall, unless their ratio comes nearer to one: unless the second half of the steps
 took more than an eighth (`LATE`) of its logarithm. As the steps double, it would go on losing as much.
-
-A second plain layer with another initialization is a control for the significance test.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ CLAIMS: dict[tuple[str, str], Claim] = {
     ("exponential", "augmented values, 1 layer"): Claim("augmented values alone are better on it (app. E.2.2)", True),
 }
 MEASURES = {
-    END: "log of the last held-out error over plain attention's",
+    END: "log of the last held-out error over the nearer plain layer's",
     COURSE: "the same, mean over the course of the training",
 }
 GOAL = Goal(chance=1.0)
@@ -109,7 +110,7 @@ D_X = dict(linear=11, trigonometric=6, exponential=5)
     heldout_sequences=(8, 256, 256),
     rates=([0.03, 0.1], [0.03, 0.1, 0.3, 1.0, 2.0], [0.003, 0.005, 0.01, 0.03, 0.1]),
     unclaimed=(True, False, True),
-    seeds=([0, 1], list(range(31, 39)), list(range(16))),
+    seeds=([0, 1], list(range(41, 49)), list(range(16))),
 )
 def dual_variants(settings: Settings, tell: Tell) -> Outcome:
     """Train every variant on every task, at its best learning rate."""
@@ -167,16 +168,18 @@ def best_rate(label: str, task: str, settings: Settings) -> float:
 
 
 def differences(curves: pd.DataFrame) -> pd.DataFrame:
-    """log of the held-out error of each variant over plain attention's, seed by seed; NaN for a run that diverged.
+    """log of the held-out error of each variant over that of the nearer plain layer, seed by seed; NaN if a run diverged.
 
     Returns:
         task, model, seed, half (of the error after half of the steps), end (of the last error), course (mean over all
         evaluations but the first, which is before any step).
     """
     log = curves[curves["step"] > 0].assign(log=np.log(curves["loss"].where(curves["loss"] < np.inf)))
-    plain = log[log["model"] == PLAIN].set_index(["task", "seed", "step"])["log"]
-    others = log[log["model"] != PLAIN].join(plain.rename("plain"), on=["task", "seed", "step"])
-    ratio = (others["log"] - others["plain"]).groupby([others[key] for key in ("task", "model", "seed")], sort=False)
+    run = ["task", "seed", "step"]
+    plain = log[log["model"].isin([PLAIN, AGAIN])].groupby(run)["log"].agg(low="min", high="max", n="count")
+    others = log[~log["model"].isin([PLAIN, AGAIN])].join(plain.where(plain["n"] == 2), on=run)
+    nearer = others["log"].clip(others["low"], others["high"]).where(others["low"].notna())
+    ratio = (others["log"] - nearer).groupby([others[key] for key in ("task", "model", "seed")], sort=False)
     found = dict(
         half=ratio.agg(lambda run: run.iloc[(len(run) - 1) // 2]),
         end=ratio.agg(lambda run: run.iloc[-1]),
@@ -187,8 +190,10 @@ def differences(curves: pd.DataFrame) -> pd.DataFrame:
 
 def untrained(curves: pd.DataFrame) -> dict[str, str | None]:
     """Task -> why nothing can be said about it, as far as plain attention decides; None if something can."""
-    plain = curves[curves["model"] == PLAIN]
-    return {str(task): GOAL.why_not_learned(rows, PLAIN) for task, rows in plain.groupby("task", sort=False)}
+    found: dict[str, str | None] = {}
+    for (task, label), rows in curves[curves["model"].isin([PLAIN, AGAIN])].groupby(["task", "model"], sort=False):
+        found[task] = found.get(task) or GOAL.why_not_learned(rows, label)
+    return found
 
 
 def why_unsettled(rows: pd.DataFrame) -> str | None:
@@ -221,9 +226,8 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
         if measure == END and tested.holds is not None:
             tested = tested.unless(why_unsettled(rows))
         if claim is None:
-            start = "nothing differs but the initialization" if label == AGAIN else "the paper makes no claim"
             verdict = {True: "worse", False: "better", None: tested.verdict}[tested.holds]
-            tested = Comparison.stated(what, None, ours, f"{start}; here: {verdict}")
+            tested = Comparison.stated(what, None, ours, f"the paper makes no claim; here: {verdict}")
         found.append(tested)
     return found
 

@@ -121,15 +121,28 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     assert of([0.2, -0.2] * 4, half=1.0) == "inconclusive"  # no ratio is found that could go to one
 
 
-def test_differences_are_those_of_the_end_and_of_the_course():
-    rows = [
-        dict(task="t", model=model, seed=0, step=step, loss=loss)
-        for model, losses in ((dual_variants.PLAIN, (9.0, 2.0, 1.0)), ("a", (7.0, 4.0, 1.0)), ("b", (9.0, 2.0, math.inf)))
-        for step, loss in zip((0, 10, 20), losses, strict=True)
-    ]
-    found = dual_variants.differences(pd.DataFrame(rows)).set_index("model")
-    assert found.loc["a", ["half", "end", "course"]].tolist() == pytest.approx([math.log(2), 0.0, math.log(2) / 2])
-    assert found.loc["b", ["end", "course"]].isna().all()
+def test_differences_are_the_distances_from_the_nearer_plain_layer_at_the_end_and_in_the_course():
+    courses = {
+        dual_variants.PLAIN: (9.0, 2.0, 1.0),
+        dual_variants.AGAIN: (9.0, 3.0, 1.0),
+        "above": (7.0, 4.0, 1.0),
+        "between, then below": (7.0, 2.5, 0.5),
+        "diverged": (9.0, 2.0, math.inf),
+    }
+    curves = pd.DataFrame(
+        [
+            dict(task="t", model=model, seed=0, step=step, loss=loss)
+            for model, losses in courses.items()
+            for step, loss in zip((0, 10, 20), losses, strict=True)
+        ]
+    )
+    found = dual_variants.differences(curves).set_index("model")[["half", "end", "course"]]
+    assert found.loc["above"].tolist() == pytest.approx([math.log(4 / 3), 0.0, math.log(4 / 3) / 2])
+    assert found.loc["between, then below"].tolist() == pytest.approx([0.0, -math.log(2), -math.log(2) / 2])
+    assert found.loc["diverged", ["end", "course"]].isna().all()
+    of_plain = curves["model"] == dual_variants.AGAIN
+    lost = dual_variants.differences(curves.assign(loss=curves["loss"].where(~of_plain, math.inf)))
+    assert lost["end"].isna().all()  # with one plain layer, nothing says what its initialization does
 
 
 def test_the_rank_claims_can_fail():
@@ -188,7 +201,7 @@ def test_a_head_that_does_nothing_has_no_effect():
 
 def test_runs_that_diverge_leave_the_figure_and_the_verdict():
     """Errors of some seeds grow until they are infinite: the figure can be drawn, and nothing is concluded from the rest."""
-    losses = {dual_variants.PLAIN: [0.5, 0.1], "augmented keys, 1 layer": [1e308, math.inf]}
+    losses = {dual_variants.PLAIN: [0.5, 0.1], dual_variants.AGAIN: [0.5, 0.1], "augmented keys, 1 layer": [1e308, math.inf]}
     rows = [
         dict(task="exponential", model=model, seed=seed, step=step, loss=loss if seed else 0.1)
         for model, course in losses.items()
@@ -209,6 +222,7 @@ def test_layers_are_compared_while_their_errors_fall_unless_their_ratio_goes_to_
             dict(task="linear", model=model, seed=seed, step=step, loss=scale * factor * (1 + seed / 100) / step**own)
             for model, factor, own in (
                 (dual_variants.PLAIN, 1.0, 1.0),
+                (dual_variants.AGAIN, 1.0, 1.0),
                 ("augmented keys, 1 layer", 0.5, 1.0),
                 ("augmented keys, 2 layers", 0.2, power),
             )

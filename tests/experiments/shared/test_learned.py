@@ -93,7 +93,7 @@ def dual_runs(plain, keys, n_seeds=8):
     return pd.concat(
         [
             runs(label, *(np.array(ends) * np.exp(generator.normal(0, 0.02, 4)) for _ in range(n_seeds))).assign(task="linear")
-            for label, ends in ((dual_variants.PLAIN, plain), ("augmented keys, 2 layers", keys))
+            for label, ends in ((dual_variants.PLAIN, plain), (dual_variants.AGAIN, plain), ("augmented keys, 2 layers", keys))
         ],
         ignore_index=True,
     )
