@@ -200,23 +200,25 @@ def test_by_hand():
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-13)
 
 
-def test_the_size_of_the_batch_changes_nothing_but_rounding_and_progress_tells_it():
-    model, points = random_model(), ["shift_state", "z_bias", "v_shift_coef"]
-    frames = {}
+def rows_of(frame, *points):
+    return pd.concat([frame[frame["point"] == point] for point in points], ignore_index=True)
+
+
+def test_the_size_of_the_batch_and_the_order_of_points_change_nothing_but_rounding_and_progress_tells_it():
+    (model, whole), points = patched("rope after"), ["v_shift_coef", "shift_state", "z_bias"]
+    expected = rows_of(whole, *points)
     for size in (None, 1, 5):
         started, done = [], []
-        frames[size] = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
-        assert started == [len(frames[size])]
+        frame = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
+        assert started == [len(frame)]
         assert done == sorted(done) and done[-1] == 1
-        n_coef = int(frames[size]["point"].str.endswith("coef").sum())
-        n_other = len(frames[size]) - n_coef
-        assert len(done) == n_coef + -(-n_other // (size or 1000))  # coefficients have no batch axis
-        pd.testing.assert_frame_equal(frames[size], frames[None], rtol=1e-9, atol=1e-12)
+        n_coef = int(frame["point"].str.endswith("coef").sum())
+        assert len(done) == n_coef + -(-(len(frame) - n_coef) // (size or 1000))  # coefficients have no batch axis
+        pd.testing.assert_frame_equal(frame, expected, rtol=1e-9, atol=1e-12)
     model, whole = patched("softmax, learned positions")
     for size in (None, 7):  # values replace b_KV in each row, and leave b_D as it is
-        alone = patching(model, points="values", batch_size=size)
-        expected = whole[whole["point"] == "values"].reset_index(drop=True)
-        pd.testing.assert_frame_equal(alone, expected, rtol=1e-9, atol=1e-12)
+        frame = patching(model, points="values", batch_size=size)
+        pd.testing.assert_frame_equal(frame, rows_of(whole, "values"), rtol=1e-9, atol=1e-12)
 
 
 def test_other_coefficients_and_metrics():
