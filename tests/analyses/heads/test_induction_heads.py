@@ -296,8 +296,9 @@ def test_random_tokens_do_not_repeat_within_a_copy_unless_they_must():
 
 def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is_drawn():
     model = HookedKVTransformer.from_zoo("docs-linear")
-    drawn = draw_piece(model, 2, 300, torch.Generator().manual_seed(0))
-    assert not set(drawn.flatten().tolist()) & set(model.tokenizer.all_special_ids)
+    special, generator = set(model.tokenizer.all_special_ids), torch.Generator().manual_seed(0)
+    assert not special & set(draw_piece(model, 1, model.cfg.d_vocab - len(special), generator).flatten().tolist())
+    drawn = draw_piece(model, 2, 300, generator)
     repeated = repeat_tokens(model, drawn, None)
     assert (repeated.tokens[:, 0] == model.tokenizer.bos_token_id).all() and repeated.tokens.shape == (2, 601)
     assert torch.equal(repeated.tokens[:, repeated.second :], drawn)
