@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .engine import Engine
-from .models import ModelShelf
 from .ray_engine import RayEngine
-from .sharing import share_out
+from .sharing import Engine, share_out
 from .spawn_engine import SpawnEngine
 from .work import Resources, Work
-from .worker import Job, PromptResult, Worker
+from .worker import Job, ModelShelf, PromptResult, Worker
 
 
 def run_jobs(

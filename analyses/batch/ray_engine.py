@@ -9,9 +9,12 @@ from typing import Any
 
 from kvlens import KVLensError
 
-from .engine import WorkerDied
+from .sharing import WorkerDied
 from .work import Work
 from .worker import Job, PromptResult, Worker
+
+PATIENCE = 10.0
+"""Seconds without an answer after which it is checked whether Ray still runs here."""
 
 
 @dataclass(eq=False)
@@ -23,7 +26,7 @@ class ActorWorker:
 
 
 class RayEngine:
-    """An :class:`kvlens.analyses.batch.engine.Engine` of Ray actors that keep their model.
+    """An :class:`kvlens.analyses.batch.sharing.Engine` of Ray actors that keep their model.
 
     Ray itself restarts nothing: the scheduler of the jobs replaces a dead actor, on any machine with free resources, and
     reassigns its job.
@@ -46,7 +49,7 @@ class RayEngine:
         if not ray.is_initialized():
             try:
                 ray.init(log_to_driver=False, configure_logging=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except Exception as error:  # a start that takes too long is none of Ray's own errors
                 raise KVLensError(f"the engine ray cannot start or reach its cluster: {error}") from error
         self._arguments = (work, threads)
         self._new = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(Worker).remote
@@ -61,8 +64,19 @@ class RayEngine:
         worker.answer = worker.actor.run.remote(job)
 
     def wait(self, workers: list[ActorWorker]) -> list[ActorWorker]:
-        """Return the workers that have answered or died."""
-        ready, _ = self.ray.wait([worker.answer for worker in workers], num_returns=1, fetch_local=False)
+        """Return the workers that have answered or died.
+
+        Raises:
+            KVLensError: Ray's daemon on this machine is gone, without which new actors would be waited for without end.
+        """
+        ready: list[Any] = []
+        while not ready:
+            answers = [worker.answer for worker in workers]
+            ready, _ = self.ray.wait(answers, num_returns=1, timeout=PATIENCE, fetch_local=False)
+            here = self.ray.get_runtime_context().get_node_id()
+            if not ready and any(node["NodeID"] == here and not node["Alive"] for node in self.ray.nodes()):
+                raise KVLensError("the engine ray: Ray's daemon on this machine died; finished prompts are kept, and the same "
+                                  "command resumes the batch")  # fmt: skip
         return [worker for worker in workers if worker.answer in ready]
 
     def collect(self, worker: ActorWorker) -> list[PromptResult]:

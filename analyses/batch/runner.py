@@ -29,12 +29,11 @@ from ..declaration import Analysis, Record
 from ..front_ends import check_front_end
 from .engines import run_jobs
 from .journal import Journal, check_same
-from .models import ModelShelf
 from .paths import check_table_path
 from .records import Survey, read_records, survey
 from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_work
-from .worker import Job, PromptResult, columns_of
+from .worker import Job, ModelShelf, PromptResult, columns_of
 
 FORMAT_VERSION = 2
 MALFORMED = "malformed"

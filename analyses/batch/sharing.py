@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvlens import KVLensError
 
-from .engine import Engine, WorkerDied
 from .worker import DIED, Job, PromptResult
 
 MAX_DEATHS = 2
@@ -21,6 +20,30 @@ MAX_DEATHS = 2
 MAX_DEATHS_WITHOUT_RESULT = 20
 """The batch ends when this many times the number of workers have died in a row, since then the prompts are not the cause. (A
 single job of eight prompts that all kill their worker accounts for 17.)"""
+
+
+class WorkerDied(Exception):
+    """A worker died before it finished its job. The message says how."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Runs workers in other processes. A worker is whatever ``start`` returns; it has one job at a time."""
+
+    def start(self) -> Any:
+        """Start a worker without waiting for it; its first answer only says that it is ready."""
+
+    def submit(self, worker: Any, job: Job) -> None:
+        """Give the next job to a worker that has answered; ``wait`` and ``collect`` report a death."""
+
+    def wait(self, workers: list[Any]) -> list[Any]:
+        """Wait until at least one of these has answered or died, and return those."""
+
+    def collect(self, worker: Any) -> list[PromptResult]:
+        """Return the answer; raises WorkerDied, or KVLensError if no worker can run the job."""
+
+    def stop(self, worker: Any) -> None:
+        """End a worker, busy or not, dead or alive."""
 
 
 def share_out(

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 
 from kvlens import KVLensError
 
-from .engine import WorkerDied
+from .sharing import WorkerDied
 from .work import Work
 from .worker import Job, PromptResult, Worker
 
@@ -28,7 +28,7 @@ class SpawnedWorker:
 
 
 class SpawnEngine:
-    """An :class:`kvlens.analyses.batch.engine.Engine` of processes, spawned since torch's threads do not survive a fork.
+    """An :class:`kvlens.analyses.batch.sharing.Engine` of processes, spawned since torch's threads do not survive a fork.
 
     Args:
         work: what they compute.

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError, KVModel
+from kvlens import HookedKVTransformer, KVLensError, KVModel, load
 
 from ..declaration import Analysis, Record
-from .models import ModelShelf
 from .table import schema_of, to_bytes
 from .work import FRONT_COLUMNS, Work, load_analysis
 
@@ -67,6 +66,26 @@ def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
     """The table's columns with their dtypes: model and prompt, then those that the work keeps."""
     kept = work.columns or tuple(analysis.columns)
     return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name].dtype for name in kept}}
+
+
+class ModelShelf:
+    """Keeps the last requested model loaded; a batch goes model by model, and two might not fit in memory.
+
+    Args:
+        names: what :func:`kvlens.load` takes.
+        device: where they run; None takes TransformerLens' choice.
+        dtype: dtype of the weights, e.g. ``float64``; None keeps the stored one.
+    """
+
+    def __init__(self, names: tuple[str, ...], *, device: str | None, dtype: str | None):
+        self.names, self.device, self.dtype = names, device, dtype
+        self._held: tuple[int, KVModel] | None = None
+
+    def __getitem__(self, index: int) -> KVModel:
+        if self._held is None or self._held[0] != index:
+            self._held = None  # frees the old model before the new one is read
+            self._held = (index, load(self.names[index], device=self.device, dtype=self.dtype))
+        return self._held[1]
 
 
 class Worker:

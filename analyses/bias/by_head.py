@@ -8,6 +8,8 @@ instead, which also removes BOS.
 """
 
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
@@ -70,10 +72,9 @@ def bias_by_head(
         KVLensError: tokens that are empty, misshapen or outside the vocabulary.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
-    groups = [[pair] for pair in heads_of(bias)]
-    described = _describe(model, prompt, text, bias, groups, batch_size, on_progress)
-    layer, head = torch.tensor(heads_of(bias)).T
-    return BY_HEAD.frame({"layer": layer, "head": head, **described})
+    units = [[pair] for pair in heads_of(bias)]
+    described = _describe(model, prompt, text, bias, units, batch_size, on_progress)
+    return BY_HEAD.frame({"head": [head for ((_, head),) in units], **described})
 
 
 @BY_LAYER.document
@@ -104,10 +105,8 @@ def bias_by_layer(
         KVLensError: as :func:`bias_by_head`.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
-    layers = [layer for layer in range(bias.n_layers) if bias.n_heads_of(layer)]
-    groups = [[(layer, head) for head in range(bias.n_heads_of(layer))] for layer in layers]
-    described = _describe(model, prompt, text, bias, groups, batch_size, on_progress)
-    return BY_LAYER.frame({"layer": layers, **described})
+    units = [list(of_layer) for _, of_layer in groupby(heads_of(bias), key=itemgetter(0))]
+    return BY_LAYER.frame(_describe(model, prompt, text, bias, units, batch_size, on_progress))
 
 
 def _describe(
@@ -115,28 +114,30 @@ def _describe(
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " pos"],
     bias: KVBias,
-    groups: list[list[tuple[int, int]]],
+    units: list[list[tuple[int, int]]],
     batch_size: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
-    """The numbers of both tables, for groups of heads: single heads, or all heads of a layer concatenated."""
+    """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
     outputs = bias_outputs(model, bias, text)
-    of_bias, of_context = (_in_groups([z.norm(dim=-1).T for z in part], groups) for part in outputs)
+    of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)
     tell = on_progress or (lambda done: None)
-    options: dict[str, Any] = dict(batch_size=batch_size)
-    effect = baseline_ablation(model, prompt, text, groups, bias=bias, **options, on_progress=lambda done: tell(done / 2))
-    zero = bias_ablation(model, bias, text, groups, **options, on_progress=lambda done: tell((1 + done) / 2))
+    with_baseline = baseline_ablation(
+        model, prompt, text, units, bias=bias, batch_size=batch_size, on_progress=lambda done: tell(done / 2)
+    )
+    with_zero = bias_ablation(model, bias, text, units, batch_size=batch_size, on_progress=lambda done: tell((1 + done) / 2))
     return {
-        "b_kv_norm": _in_groups(sizes(bias, "b_KV"), groups),
-        "b_d_norm": _in_groups(sizes(bias, "b_D"), groups),
+        "layer": [unit[0][0] for unit in units],
+        "b_kv_norm": _norms(sizes(bias, "b_KV"), units),
+        "b_d_norm": _norms(sizes(bias, "b_D"), units),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=-1),
-        "ablation_kl": effect["kl"],
-        "loss_change": effect["loss_change"],
-        "zero_kl": zero["kl"],
-        "zero_loss_change": zero["loss_change"],
+        "ablation_kl": with_baseline["kl"],
+        "loss_change": with_baseline["loss_change"],
+        "zero_kl": with_zero["kl"],
+        "zero_loss_change": with_zero["loss_change"],
     }
 
 
-def _in_groups(norms: list[Float[Tensor, "_ *pos"]], groups: list[list[tuple[int, int]]]) -> Float[Tensor, "group *pos"]:
-    """From the norms of heads, layer by layer, those of groups of heads side by side."""
-    return torch.stack([torch.stack([norms[layer][head] for layer, head in group]).norm(dim=0) for group in groups])
+def _norms(of_heads: list[Float[Tensor, "_ *pos"]], units: list[list[tuple[int, int]]]) -> Float[Tensor, "unit *pos"]:
+    """From the norms of heads, layer by layer, those of units of heads side by side."""
+    return torch.stack([torch.stack([of_heads[layer][head] for layer, head in unit]).norm(dim=0) for unit in units])

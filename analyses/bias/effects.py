@@ -39,7 +39,7 @@ from ..predictions import (
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
-from .interventions import ALL, Interventions, donors_of, kept, logits_under
+from .interventions import ALL, Interventions, donors_of, logits_under
 from .one_space import singles, with_others, with_references
 from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution
 
@@ -252,9 +252,6 @@ def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBi
     donors = donors_of(bias, references, n_references)
     first = {"zero": 0, "mean": 1, "resample": 2, "baseline": donors.b_KV.shape[1] - 1}
     donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
-    return Interventions(
-        keep_bias=kept(bias, [[] if one.part == "shift_state" else [(one.layer, one.head)] for one in ablations]),
-        keep_shift_state=kept(bias, [[] if one.part == "bias" else [(one.layer, one.head)] for one in ablations]),
-        donor=torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device),
-        donors=donors,
-    )
+    of_bias = [[] if one.part == "shift_state" else [(one.layer, one.head)] for one in ablations]
+    of_shift_state = [[] if one.part == "bias" else [(one.layer, one.head)] for one in ablations]
+    return Interventions.of(bias, of_bias, of_shift_state, donor, donors)

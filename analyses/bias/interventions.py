@@ -35,6 +35,14 @@ class Interventions(NamedTuple):
     donor: Int[Tensor, " row"]
     donors: KVBias
 
+    @classmethod
+    def of(
+        cls, bias: KVBias, of_bias: Sequence[Units], of_shift_state: Sequence[Units], donor: Sequence[int], donors: KVBias
+    ) -> "Interventions":
+        """Row by row: the units whose bias is replaced, those whose shift state is, and the index of the donor."""
+        which = torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device)
+        return cls(kept(bias, of_bias), kept(bias, of_shift_state), which, donors)
+
     def some(self, rows: slice) -> "Interventions":
         """Those of ``rows``."""
         return Interventions(self.keep_bias[rows], self.keep_shift_state[rows], self.donor[rows], self.donors)

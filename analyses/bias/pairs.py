@@ -19,15 +19,23 @@ In the first layer keys and values depend on the tokens alone, so ``aligned`` is
 must not have one. A trained bias is the start of every conversion, so ``plain`` counts it twice.
 
 In a softmax model C keeps the first prompt's keys unchanged, N adds its own, and nothing is erased. But a query that reads C
-also reads N, so the same questions are asked of what queries read (:mod:`kvlens.analyses.bias.probes`): the queries of the
-second prompt's tokens, as if they followed both prompts, over the normalizer of both.
+also reads N, so the same questions are asked of what queries read: the queries of the second prompt's tokens, as if they
+followed both prompts, over the normalizer n_i of both. Head by head, query q_i reads
+
+    phi(q_i)^T b_KV / n_i  [d_head]        phi(q_i)^T b_D / n_i
+
+which is the prompt's share of the head's output, and of the mass of its normalizer. With one row per query, they replace b_KV
+[d_phi, d_head] and b_D [d_phi] of a linear model.
 
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
@@ -35,10 +43,11 @@ from kvlens.checks import checked
 
 from ..declaration import Columns, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..layers import heads_of_model
+from ..layers import heads_of_model, stack_layers
 from ..sequences import PromptTokens, converted, one_sequence
-from .probes import numbers_read, numbers_stored, probes_of
 
+_Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
+"""Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 SecondTokens = str | Int[Tensor, "*one second_pos"]
 CIRCUIT_COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -94,7 +103,7 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
     carried_one = carry_bias(model, one, len(then))
     aligned = convert_prompt(model, then, initial=0.0 * one)  # keeps the shift state and the offset
     linear = model.cfg.attention == "linear"
-    numbers = numbers_stored if linear else numbers_read(model, probes_of(model, one, then), [both])
+    numbers = _numbers_stored if linear else _numbers_read(model, _probes_of(model, one, then), [both])
     (first, first_d), (second, second_d), (whole, whole_d) = (numbers(b) for b in (one, alone, both))
     carried, carried_d = numbers(carried_one)
     first, second, carried, whole = (x.flatten(2) for x in (first, second, carried, whole))
@@ -110,3 +119,67 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
         columns[f"{name}_error"] = (kv.flatten(2) - whole).norm(dim=-1) / whole.norm(dim=-1)
         columns[f"{name}_b_d_error"] = (d - whole_d).norm(dim=-1) / whole_d.norm(dim=-1)
     return CIRCUIT_COLUMNS.frame({"layer": layer, "head": head, **{name: x[heads] for name, x in columns.items()}})
+
+
+class _Probes(NamedTuple):
+    """Queries as a model scores them (shifted, after RoPE), layer by layer, and their positions in the text."""
+
+    queries: list[Float[Tensor, "row head d_head"]]
+    positions: Int[Tensor, " row"]
+
+
+class _Reads(NamedTuple):
+    """What queries read: exp(log_scale) times ``kv`` and ``d``, whose product may overflow."""
+
+    kv: Float[Tensor, "layer head row d_head"]
+    d: Float[Tensor, "layer head row"]
+    log_scale: Float[Tensor, "layer head row"]
+
+    @property
+    def log_normalizer(self) -> Float[Tensor, "layer head row"]:
+        """The logarithm of the part of b_D; NaN where signed weights make it negative."""
+        return self.d.log() + self.log_scale
+
+    def over(self, log_n: Float[Tensor, "layer head row"]) -> tuple[Tensor, Tensor]:
+        """``kv`` and ``d``, divided by n."""
+        factor = (self.log_scale - log_n).exp()
+        return self.kv * factor[..., None], self.d * factor
+
+
+def _numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
+    """b_KV and b_D themselves, for biases over the model's own features."""
+    return bias.b_KV.double().cpu(), bias.b_D.double().cpu()
+
+
+def _numbers_read(model: HookedKVTransformer, probes: _Probes, all_of_it: Sequence[KVBias]) -> _Numbers:
+    """What ``probes`` read from a bias, over the normalizer of ``all_of_it`` together."""
+    log_n = torch.stack([_reads(model, bias, probes).log_normalizer for bias in all_of_it]).logsumexp(dim=0)
+    log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window contains none of them reads 0
+    return lambda bias: _reads(model, bias, probes).over(log_n)
+
+
+def _probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> _Probes:
+    """The queries of ``text`` after the prompt of ``bias``."""
+    kept = "hook_q"
+    if model.cfg.positional_embedding_type == "rotary":
+        kept = "hook_rot_q"
+    elif model.cfg.kv_shift is not None and model.cfg.kv_shift.queries:
+        kept = "hook_q_shifted"
+    names = [f"blocks.{layer}.attn.{kept}" for layer in range(model.cfg.n_layers)]
+    with model.kv_bias(bias):
+        _, cache = model.run_with_cache(text[None], names_filter=names)
+    return _Probes([cache[name][0].double().cpu() for name in names], torch.arange(len(text)))
+
+
+def _reads(model: HookedKVTransformer, bias: KVBias, probes: _Probes) -> _Reads:
+    """What each query reads from ``bias``, as if its text followed it, with the model's own scoring."""
+    bias = bias.per_query_head().to("cpu").to(torch.float64)
+    layers = []
+    for layer, block in enumerate(model.blocks):
+        one = bias.of_layer(layer)
+        b_kv, b_d = one.b_KV[0], one.b_D[0]
+        rule, q = block.attn.score_rule(), probes.queries[layer][None]
+        phi = one.features.read(0, q, rule, probes.positions[None], one.log_scale, one.b_KV, one.b_D)  # type: ignore
+        features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
+        layers.append((features @ b_kv, (features @ b_d[..., None])[..., 0], phi.log_scale[0].T))
+    return _Reads(*(stack_layers(x) for x in zip(*layers, strict=True)))

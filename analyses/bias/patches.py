@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
-from .interventions import ALL, Interventions, kept
+from ..heads.shift_roles import shifted_projections
+from .interventions import ALL, Interventions
 from .one_space import stacked
 from .parts import of_kv_head
 
@@ -57,17 +58,11 @@ Sources = Mapping[tuple[str, int], Tensor]
 """(point, layer) -> the activation that a hook puts in: z_bias with a batch of 1, or shift coefficients, without one."""
 
 
-def shifted(model: HookedKVTransformer) -> list[str]:
-    """What the model shifts, of "k", "v" and "q"."""
-    shift = model.cfg.kv_shift
-    return [] if shift is None else [x for x, on in zip("kvq", (shift.keys, shift.values, shift.queries), strict=True) if on]
-
-
 def _has(model: HookedKVTransformer, point: str) -> bool:
     linear = model.cfg.attention == "linear"
     halves = {"b_kv": linear, "b_d": linear and model.cfg.normalizer != "none", "keys": not linear, "values": not linear}
-    others = {"bias": True, "prompt": True, "z_bias": True, "shift_state": bool(shifted(model))}
-    return (halves | others).get(point, point[0] in shifted(model))
+    others = {"bias": True, "prompt": True, "z_bias": True, "shift_state": bool(shifted_projections(model))}
+    return (halves | others).get(point, point[0] in shifted_projections(model))
 
 
 def available_points(model: HookedKVTransformer) -> list[str]:
@@ -107,8 +102,7 @@ def as_interventions(bias: KVBias, patches: Sequence[Patch], donors: Mapping[str
     ]
     order = list(donors)
     donor = [order.index(patch.point) if patch.point in order else 0 for patch in patches]
-    rows = torch.tensor(donor, dtype=torch.long, device=bias.b_KV.device)
-    return Interventions(kept(bias, of_bias), kept(bias, of_shift_state), rows, stacked(list(donors.values())))
+    return Interventions.of(bias, of_bias, of_shift_state, donor, stacked(list(donors.values())))
 
 
 def patch_hooks(patches: Sequence[Patch], sources: Sources, rows: slice) -> list[tuple[str, Callable[..., Tensor]]]:

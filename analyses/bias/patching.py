@@ -45,6 +45,7 @@ from kvlens.errors import brief, nearest
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
+from ..heads.shift_roles import shifted_projections
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
 from .interventions import logits_under
@@ -56,7 +57,6 @@ from .patches import (
     has_batch_axis,
     patch_hooks,
     patches_of,
-    shifted,
 )
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
@@ -231,7 +231,7 @@ def _donors(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
 def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
     """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
     cfg = model.cfg
-    known = shifted(model)
+    known = shifted_projections(model)
     for x in given:
         if x not in known:
             raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(known) or 'none'}")

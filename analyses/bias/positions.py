@@ -31,10 +31,9 @@ from ..stream.logit_attribution import (
     logit_target,
 )
 from ..texts import token_texts
-from .one_pass import OnePassReading
 from .outputs import share_probes
 from .parts import HEAD
-from .reads import VIEWS, PromptReading, Stretch, TextReads
+from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads
 
 NONE = -1
 """No position: all positions of the text together, or a part that is not a prompt position."""

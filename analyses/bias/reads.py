@@ -27,6 +27,14 @@ A long prompt of linear attention is read in segments (:mod:`kvlens.analyses.seg
 prompt's keys and values, one segment at a time. A shifted value also mixes neighbors across the end of a segment, so the last
 ``window`` keys are kept for the next segment.
 
+Other models than HookedKVTransformer hand over whole layers from one pass over both,
+
+    z_i = inherited_i + gate_i * sum_j A_ij v'_j + text_i
+
+A is then the pattern of a softmax layer, and of a recurrent layer its exact effective attention, A_ij = qbar_i . kbar_j with
+the carried queries and keys: b_KV = sum_j kbar_j v_j^T. A gate on the heads' outputs belongs to every part; a norm behind z,
+and a gate behind that, are held as in direct logit attribution.
+
 Source: ICLCA eq. 13 and 19; the shift state, the decay and the two views are kvlens'.
 """
 
@@ -37,7 +45,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import HookedKVTransformer, KVLensError, KVModel
+from kvlens.model import direct_path, read_attention
 
 from ..segments import Found, Looks, Progress, rows_at
 from ..stream.logit_attribution import final_scale, final_scale_name
@@ -211,6 +220,42 @@ class PromptReading:
 
     def _per_query_head(self, layer: int, x: Tensor, dim: int = 1) -> Tensor:
         return x.repeat_interleave(self.cfg.of_layer(layer).n_heads // x.shape[dim], dim=dim)
+
+
+class OnePassReading:
+    """As :class:`PromptReading`, from one pass over both, where the model hands over whole layers.
+
+    Args:
+        model: with what the prompt continues attached.
+        prompt, text: tokens [pos].
+        with_logits: whether logits will be attributed, for which heads must write to the residual stream directly.
+
+    Raises:
+        KVLensError: they do not.
+    """
+
+    def __init__(
+        self,
+        model: KVModel,
+        prompt: Int[Tensor, " prompt_pos"],
+        text: Int[Tensor, " text_pos"],
+        with_logits: bool,
+    ):
+        self.model, self.n_prompt, self.layers = model, len(prompt), read_attention(model, prompt, text)
+        self.scale = torch.ones(len(text), 1, dtype=torch.float64, device=text.device)
+        if with_logits:
+            self.scale = direct_path(model, torch.cat([prompt, text])).scale[self.n_prompt :]
+
+    def text(self) -> tuple[list[TextReads], Float[Tensor, "text 1"]]:
+        """The text's side of every layer, and the final norm's scale there."""
+        layers = [(of.pattern.transpose(0, 1), of.z, of.z_bias, None, of.gate, of.factor) for of in self.layers]
+        return [TextReads(*of) for of in layers], self.scale
+
+    def visit_prompt(self, visit: Callable[[int, Stretch], None]) -> None:
+        """Hand every layer's values to ``visit(layer, stretch)``; a position's key is the position."""
+        for layer, of in enumerate(self.layers):
+            keys = torch.eye(self.n_prompt, dtype=of.values.dtype, device=of.values.device)
+            visit(layer, Stretch(0, keys[:, None].expand(-1, of.values.shape[1], -1), of.values))
 
 
 def _mixed_values(model: HookedKVTransformer, by: str) -> tuple[int, bool]:

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
 from kvlens.errors import IndirectHeads
-from kvlens.model import HeadsRead, StreamReading, direct_path, heads_per_layer
+from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per_layer, output_weights
 
 from ..layers import stack_layers
 from ..passes import MEMORY_PER_PASS
-from .attribution import head_logit_attribution
+from ..stream.logit_attribution import residual_directions
 from .lags import PatternScores, pattern_scores
 from .repeated_tokens import RepeatedTokens
 from .shift_roles import ShiftTaps, layer_taps, shifted_projections
@@ -80,10 +80,59 @@ def _measure_part(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
         attribution = scores[0].raw.new_full((len(scores), max(heads_per_layer(model))), torch.nan)
     else:
         positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
-        attribution = stack_layers(head_logit_attribution(model, path, outputs, positions, repeated.next_tokens))
+        attribution = stack_layers(_logit_attribution(model, path, outputs, positions, repeated.next_tokens))
     return HeadMeasures(_stacked(scores), attribution, taps)
 
 
 def _stacked(scores: Sequence[PatternScores]) -> PatternScores:
     """The scores of all layers, zeros for heads that a layer does not have."""
     return PatternScores(*(stack_layers(of_layers) for of_layers in zip(*scores, strict=True)))
+
+
+def _logit_attribution(
+    model: KVModel,
+    path: StreamReading,
+    outputs: Sequence[Float[Tensor, "batch pos _ _"]],
+    positions: slice,
+    targets: Int[Tensor, "batch position"],
+) -> list[Float[Tensor, " _"]]:
+    """Mean over batch and positions of what each head adds to the centered logit of the target, layer by layer.
+
+    With the scale of every norm frozen, and without later layers and biases, the direct contribution of z_h to the logit of
+    token t is
+
+        z_h W_O . d_t / s
+
+    with d_t and s from :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to d_head numbers per
+    head and position, so no head's output is expanded to d_model numbers. If there is a norm between the heads and the
+    residual stream (Gemma 2, OLMo 2), its scale is frozen like that of the final norm, and its gain and centering are part of
+    the path.
+
+    Args:
+        model: the model that was run.
+        path: what lay between its heads and its logits in that run (:func:`kvlens.model.direct_path`).
+        outputs: z of every layer.
+        positions: the positions whose logits are attributed.
+        targets: the token at each position whose logit is attributed.
+
+    Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (direct paths); TransformerLens,
+    ``logit_attrs``.
+    """
+    dtype = wide_dtype(model)
+    direction = residual_directions(model, targets) / path.scale[:, positions].to(dtype)
+    rows = []
+    for number, (layer, z, of) in enumerate(zip(model.layers(), outputs, path.layers, strict=True)):
+        into_stream = direction if of.scale is None else _in_front_of(layer, direction, of.scale[:, positions].to(dtype))
+        into_head = torch.einsum("bpm,hdm->bphd", into_stream, output_weights(model, number).to(dtype))
+        written = z[:, positions].to(dtype)
+        written = written if of.factor is None else written * of.factor[:, positions].to(dtype)
+        rows.append((written * into_head).sum(dim=-1).mean(dim=(0, 1)))
+    return rows
+
+
+def _in_front_of(layer: Layer, direction: Tensor, scale: Tensor) -> Tensor:
+    """Pull ``direction`` back through the norm behind a layer's heads, with its scale frozen, from its output to its input."""
+    _, norm = layer.norms()
+    assert norm is not None
+    direction = direction * norm.gain
+    return (direction - direction.mean(dim=-1, keepdim=True) if norm.centers else direction) / scale

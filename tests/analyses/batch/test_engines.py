@@ -6,16 +6,17 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
-from kvlens.analyses.batch.engine import WorkerDied
+from kvlens.analyses.batch.engines import run_jobs
+from kvlens.analyses.batch.ray_engine import RayEngine
 from kvlens.analyses.batch.runner import Input, run_batch
-from kvlens.analyses.batch.sharing import MAX_DEATHS, share_out
+from kvlens.analyses.batch.sharing import MAX_DEATHS, WorkerDied, share_out
 from kvlens.analyses.batch.work import Resources, Work
 from kvlens.analyses.batch.worker import Job, PromptResult
 from kvlens.analyses.declaration import Record
-from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError
 
@@ -127,68 +128,71 @@ def test_an_error_and_a_reader_that_leaves_stop_every_worker():
     assert engine.alive == [None, None, None]
 
 
+# --- real workers ----------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_text_model().save(folder)
-    return str(folder)
-
-
-def deadly_prompts(tmp_path):
-    """Eleven prompts, of which the fifth kills the first worker that takes it."""
+def deadly(model_folder, tmp_path_factory):
+    """The work of a user's analysis, whose module is in a folder that only the work names; eleven prompts, of which the fifth
+    kills the first worker that takes it; the table that this process writes, without a kill."""
+    folder = tmp_path_factory.mktemp("mine")
+    shutil.copy(LETTERS_FILE, folder / "letters_of_ones_own.py")
     records = [{"id": f"p{i}", "prompt": "abcdefghijk"[: i + 1]} for i in range(11)]
-    records[4]["kills_once"] = str(tmp_path / "killed")
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    return Input(path)
-
-
-def check_deadly_prompts(out, lines):
-    assert len(lines) == 1 and "a worker died" in lines[0]
-    table = pd.read_parquet(out)
+    records[4]["kills_once"] = str(folder / "killed")
+    (folder / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    work, source = Work("letters_of_ones_own:LETTERS", (model_folder,), folder=str(folder)), Input(folder / "p.jsonl")
+    (folder / "killed").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        run_batch(work, source, folder / "alone.parquet")
+    table = pd.read_parquet(folder / "alone.parquet")
     assert list(table["prompt_id"]) == [f"p{i}" for i in range(11) for _ in range(i + 1)]
     assert "".join(table["letter"]) == "".join("abcdefghijk"[: i + 1] for i in range(11))
-    assert not list(out.parent.glob("*.partial*"))
+    return work, source, (folder / "alone.parquet").read_bytes()
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_is_killed(model_folder, tmp_path, monkeypatch):
-    """The analysis is a user's: its module is in a folder that only the work names."""
+def test_two_processes_of_which_one_is_killed(deadly, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    shutil.copy(LETTERS_FILE, mine / "letters_of_ones_own.py")
-    work, lines = Work("letters_of_ones_own:LETTERS", (model_folder,), folder=str(mine)), []
-    out = tmp_path / "t.parquet"
+    (work, source, table), lines = deadly, []
+    (source.prompts.parent / "killed").unlink()
     resources = Resources(workers=2, threads=1, prompts_per_job=3)
-    source = deadly_prompts(tmp_path)
-    result = run_batch(work, source, out, resources=resources, tell=lines.append)
-    assert result.errors is None and result.n_rows == 66
-    check_deadly_prompts(out, lines)
-    assert "killed by SIGKILL" in lines[0]
-    alone = run_batch(work, source, tmp_path / "alone.parquet")
-    assert alone.out.read_bytes() == out.read_bytes()
+    result = run_batch(work, source, tmp_path / "t.parquet", resources=resources, tell=lines.append)
+    assert result.errors is None and result.out.read_bytes() == table
+    assert lines == ["a worker died (killed by SIGKILL); another takes over"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
 
 
 @pytest.mark.slow
-def test_two_ray_actors_of_which_one_is_killed(model_folder, tmp_path):
+def test_a_ray_actor_that_is_killed(deadly, tmp_path):
     """As a user runs it, in a process of its own: Ray starts threads and processes that must not outlive the test."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]' runs this test")
-    shutil.copy(LETTERS_FILE, tmp_path / "letters_of_ones_own.py")
-    source = deadly_prompts(tmp_path)
-    command = [sys.executable, "-m", "kvlens", "analyse", "letters_of_ones_own:LETTERS", str(source.prompts)]
-    command += ["--model", str(model_folder), "--prompts-per-job", "3"]
-    two_actors = ["--engine", "ray", "--workers", "2", "--threads", "1", "--out", "t.parquet"]
-    run = subprocess.run([*command, *two_actors], cwd=tmp_path, timeout=600, capture_output=True, text=True)
+    work, source, table = deadly
+    (source.prompts.parent / "killed").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "kvlens", "analyse", work.analysis, str(source.prompts), "--model", *work.models]
+    command += ["--engine", "ray", "--threads", "1", "--prompts-per-job", "3", "--out", str(tmp_path / "t.parquet")]
+    run = subprocess.run(command, cwd=source.prompts.parent, timeout=600, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    check_deadly_prompts(tmp_path / "t.parquet", [line for line in run.stderr.splitlines() if "a worker died" in line])
-    subprocess.run([*command, "--out", "alone.parquet"], cwd=tmp_path, timeout=600, check=True, capture_output=True)
-    assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "t.parquet").read_bytes()
+    assert run.stderr.count("a worker died") == 1 and (tmp_path / "t.parquet").read_bytes() == table
 
 
-def test_without_ray_it_says_what_to_install(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+def test_a_batch_on_ray_goes_on_with_actors_that_answered_and_ends_where_its_daemon_died(monkeypatch):
+    """A stand-in for Ray with two actors: the second answers after a while, then none, since this machine's daemon died."""
+    ray, here = MagicMock(), {"NodeID": "here", "Alive": True}
+    ray.get_runtime_context().get_node_id.return_value = "here"
+    ray.nodes.return_value = [here, {"NodeID": "there", "Alive": False}]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    engine = RayEngine(Work(LETTERS, ("m",)), threads=1, gpus=0.0)
+    first, second = engine.start(), engine.start()
+    first.answer, second.answer = "a", "b"
+    ray.wait.side_effect = [([], ["a", "b"]), (["b"], ["a"]), ([], ["a"])]
+    assert engine.wait([first, second]) == [second]
+    here["Alive"] = False
+    with pytest.raises(KVLensError, match="daemon on this machine died; finished prompts are kept"):
+        engine.wait([first])
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(KVLensError, match=r"pip install -e '.\[ray\]'"):
-        run_batch(
-            Work(LETTERS, (model_folder,)), deadly_prompts(tmp_path), tmp_path / "t.parquet", resources=Resources(engine="ray")
-        )
+        list(run_jobs([], Work(LETTERS, ("m",)), Resources(engine="ray")))

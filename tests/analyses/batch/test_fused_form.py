@@ -12,30 +12,16 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens.analyses import prompt_copies, prompt_effect
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.mark.parametrize("analysis", [prompt_effect, prompt_copies], ids=lambda analysis: analysis.__name__)
+def test_a_batch_runs_unhooked_patterns_fused_and_finds_the_same(analysis, tmp_path, fused_calls):
     tiny_text_model(attention="softmax", dtype=torch.float64).save(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def table_of(analysis, folder):
-    worker = Worker(Work(analysis=analysis, models=(str(folder),), device="cpu"))
+    worker = Worker(Work(analysis.__name__, (str(tmp_path / "model"),), device="cpu"))
     result = worker.run(Job(0, ((0, Record(id="0", prompt=PROMPT, text=TEXT)),)))[0]
     assert result.error is None
-    return pa.ipc.open_stream(result.rows).read_all().to_pandas(), worker.models[0]
-
-
-def test_predictions_come_from_the_fused_kernel(folder, fused_calls):
-    table, model = table_of("prompt_effect", folder)
-    assert fused_calls
+    assert fused_calls or analysis is prompt_copies  # which looks at patterns
+    model = worker.models[0]
     assert model.cfg.softmax_form == "eager"
     fused_calls.clear()
-    expected = prompt_effect(model, PROMPT, TEXT)
+    table, expected = pa.ipc.open_stream(result.rows).read_all().to_pandas(), analysis(model, PROMPT, TEXT)
     assert not fused_calls
-    pd.testing.assert_frame_equal(table[expected.columns], expected, rtol=1e-10, atol=1e-12)
-
-
-def test_an_analysis_of_patterns_finds_the_same(folder):
-    table, model = table_of("prompt_copies", folder)
-    expected = prompt_copies(model, PROMPT, TEXT)
     pd.testing.assert_frame_equal(table[expected.columns], expected, check_dtype=False, rtol=1e-10, atol=1e-12)

@@ -11,21 +11,27 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from kvlens.analyses.batch import script
+from kvlens.analyses.batch.arguments import declared_in
 from kvlens.analyses.batch.work import load_analysis
-from tiny_text_model import tiny_text_model
 
 from kvlens import analyses
 from kvlens.analyses import ANALYSES
 from kvlens.cli import main
 
 LETTERS = "batch_probes.letters:LETTERS"
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_text_model().save(folder)
-    return str(folder)
+GOOD = ["p.txt", "--model", "docs-linear", "--out", "t.parquet"]
+ANSWERED_EARLY = {
+    "there is no such option": ["--bogus", "3"],
+    "did you mean '--retry-failed'": ["--retry-faild"],
+    "no column 'layr'": ["--columns", "layr"],
+    "invalid choice": ["--dtype", "int8"],
+    "workers: at most": ["--workers", "99999"],
+    "did you mean 'docs-linear'": ["--model", "docs-linaer"],
+    "expected a file that ends in .parquet": ["--out", "t.csv"],
+    "prompts: cannot read nowhere.txt": ["nowhere.txt"],
+    "File name too long": ["--out", f"{'x' * 300}.parquet"],
+}
+"""Where torch is not imported to say what is wrong: words of the answer -> what is added to GOOD."""
 
 
 @pytest.fixture(autouse=True)
@@ -150,15 +156,6 @@ def test_bad_names_and_missing_words(capsys):
     assert "the following arguments are required: PROMPTS, --model, --out" in refused(capsys, main(["analyse", LETTERS]))
 
 
-def test_help_is_light():
-    code = (
-        "import sys; from kvlens.cli import main; codes = [main(['analyse', a]) for a in ('--help', 'bias_by_haed')];"
-        "sys.exit(str((codes, {'torch', 'transformer_lens', 'pandas', 'numpy'} & set(sys.modules))))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr.splitlines()[-1] == "([0, 2], set())"
-
-
 def test_python_m_runs_the_same_command(model_folder, capsys):
     environment = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # runpy's, of a module that was imported before
     for words, status in (["--help"], 0), (["bias_by_haed"], 2):  # which import nothing that takes seconds
@@ -169,3 +166,47 @@ def test_python_m_runs_the_same_command(model_folder, capsys):
     assert script.main([*command, "--text", " c"]) == 0
     assert capsys.readouterr() == ("Written to t.parquet: 12 rows of 2 prompts\n", "")
     assert script.main(command) == 2
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_the_text_of_the_module_says_what_the_declaration_says(name):
+    read, analysis = declared_in(name), load_analysis(name)
+    assert read is not None and read.reads_prompts == bool(analysis.inputs)
+    assert read.options == {option: isinstance(default, bool) for option, default in analysis.defaults.items()}
+    assert read.columns in (None, tuple(analysis.columns))
+
+
+def test_help_is_light_and_torch_is_not_imported_to_say_what_is_wrong():
+    code = f"""
+import contextlib, io, sys
+from kvlens.cli import main
+assert [main(["analyse", word]) for word in ("--help", "bias_by_haed")] == [0, 2]
+assert not {{"torch", "transformer_lens", "pandas", "numpy"}} & set(sys.modules)
+for words, more in {ANSWERED_EARLY!r}.items():
+    given = {GOOD!r}[1:] if more == ["nowhere.txt"] else {GOOD!r}
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error):
+        assert main(["analyse", "dual_losses", *given, *more]) == 2, more
+    assert words in error.getvalue() or words.startswith("there is no"), (words, error.getvalue())
+    assert not {{"torch", "pandas"}} & set(sys.modules), more
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in Path().iterdir()] == ["p.txt"]
+
+
+def test_weights_alone_need_no_prompts_and_run_once_a_model(capsys):
+    models = ["--model", "docs-linear", "--model", "docs-shift"]
+    assert main(["analyse", "composition", *models, "--kinds", "Q", "--out", "t.parquet"]) == 0
+    assert capsys.readouterr().out == "Written to t.parquet: 432 rows of 2 models\n"
+    assert main(["analyse", "composition", *models, "p.txt", "--kinds", "Q", "--out", "u.parquet"]) == 0
+    told = capsys.readouterr()
+    assert "composition reads the weights alone, and runs once per model; p.txt is not read" in told.err
+    table = pd.read_parquet("t.parquet")
+    pd.testing.assert_frame_equal(table, pd.read_parquet("u.parquet"))
+    assert set(table["prompt_id"]) == {"none"} and not table.duplicated().any()
+
+
+def test_other_analyses_say_that_prompts_are_missing(capsys):
+    assert main(["analyse", "bias_by_head", "--model", "docs-linear", "--out", "t.parquet"]) == 2
+    assert "required: PROMPTS" in capsys.readouterr().err

@@ -49,6 +49,10 @@ def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
         whole = bias_positions(model, PROMPT[:n_prompt], TEXT[:n_text], **options)
         streamed = bias_positions(model, PROMPT[:n_prompt], TEXT[:n_text], segment_length=2, **options)
         pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
+        bias = convert_prompt(model, PROMPT[:n_prompt], initial=options["initial"])
+        heads = bias_decomposition(model, bias, TEXT[:n_text], answer=3)["logit"]
+        of_bias = whole[whole["part"].isin(["inherited", "prompt"])].groupby(["layer", "head"])["logit"].sum()
+        assert of_bias.tolist() == pytest.approx(heads.tolist(), abs=1e-12 * heads.abs().max())
 
 
 @pytest.mark.parametrize("shift", [None, KVShiftConfig(window=2)])

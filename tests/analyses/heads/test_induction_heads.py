@@ -8,8 +8,7 @@ import pytest
 import torch
 from analysis_models import centered, random_model
 from kvlens.analyses.declaration import Record
-from kvlens.analyses.heads import induction, measures
-from kvlens.analyses.heads import naming as verdict_table
+from kvlens.analyses.heads import induction, measures, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
 from kvlens.analyses.heads.lags import KINDS
 from kvlens.analyses.heads.repeated_tokens import draw_piece, repeat_tokens
@@ -18,7 +17,7 @@ from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_ve
 from transformer_lens.head_detector import detect_head
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
-from kvlens.zoo import names
+from kvlens.analyses import induction_heads, induction_verdicts
 
 N = 7
 MODELS = {
@@ -84,13 +83,8 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
 
 def test_the_two_layer_circuit_is_found_with_its_k_composition():
     frame = heads_and_verdicts(two_layer_circuit(), n_sequences=2, n_repeated=N)
-    assert [
-        tuple(row)
-        for row in frame.loc[~frame["verdict"].isin(["none", "inconclusive"]), ["layer", "head", "verdict"]].to_numpy()
-    ] == [
-        (0, 1, "previous token"),
-        (1, 2, "induction"),
-    ]
+    named = frame.loc[~frame["verdict"].isin(["none", "inconclusive"]), ["layer", "head", "verdict"]]
+    assert named.to_numpy().tolist() == [[0, 1, "previous token"], [1, 2, "induction"]]
     before, induction = only(frame, layer=0, head=1), only(frame, layer=1, head=2)
     assert before["previous_token_score"] == pytest.approx(1, abs=1e-12)
     # at the start of the second copy place 0, which attends to itself, matches as well: half of one place of N
@@ -104,12 +98,9 @@ def test_the_two_layer_circuit_is_found_with_its_k_composition():
 def test_a_head_that_lowers_what_it_finds_has_the_opposite_copying_score_and_attribution():
     model = shifted_heads()
     model.blocks[0].attn.W_O[0] *= -1
-    row = verdict_table.induction_verdicts(model, n_sequences=2, n_repeated=N).iloc[0]
-    assert (row["verdict"], row["copying_score"], row["logit_attribution"]) == (
-        "induction",
-        pytest.approx(-1),
-        pytest.approx(1 / D_VOCAB - 1),
-    )
+    row = induction_verdicts(model, n_sequences=2, n_repeated=N).iloc[0]
+    assert row["verdict"] == "induction"
+    assert (row["copying_score"], row["logit_attribution"]) == pytest.approx((-1, 1 / D_VOCAB - 1))
 
 
 def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_values():
@@ -117,7 +108,7 @@ def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_va
     attn = model.blocks[0].attn
     attn.v_shift_coef.mul_(-0.01)
     attn.W_V.mul_(-100)
-    before, after = (verdict_table.induction_verdicts(m, n_sequences=2, n_repeated=N) for m in (shifted_heads(), model))
+    before, after = (induction_verdicts(m, n_sequences=2, n_repeated=N) for m in (shifted_heads(), model))
     assert before["verdict"].tolist() == after["verdict"].tolist()
     assert before["logit_attribution"].tolist() == pytest.approx(after["logit_attribution"].tolist())
 
@@ -127,9 +118,7 @@ def test_the_threshold_decides():
     model = two_layer_circuit()
     model.blocks[0].attn.W_Q[1] *= 3 / SHARP
     for threshold, name in ((0.9, "none"), (0.8, "previous token"), (0.6, "previous token")):
-        assert (
-            verdict_table.induction_verdicts(model, n_sequences=2, n_repeated=N, threshold=threshold)["verdict"].iloc[1] == name
-        )
+        assert induction_verdicts(model, n_sequences=2, n_repeated=N, threshold=threshold)["verdict"].iloc[1] == name
 
 
 def test_roles_of_wider_windows_and_shifted_queries():
@@ -202,30 +191,6 @@ def test_relation_to_transformer_lens_detector(name):
         torch.testing.assert_close(ours * n_queries / pattern_mass, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear"])
-def test_copying_score_equals_the_eigenvalues_of_the_vocabulary_sized_circuit(name):
-    model = random_model(**MODELS[name])  # gains 1: nothing to fold
-    frame = verdict_table.induction_verdicts(model, prompt=piece())
-    for row in frame.to_dict("records"):
-        attn = model.blocks[row["layer"]].attn
-        one = torch.eye(model.cfg.d_model, dtype=torch.float64)
-        center = one - 1 / model.cfg.d_model if model.cfg.normalization_type == "LN" else one
-        unembed = center @ (model.W_U - model.W_U.mean(dim=1, keepdim=True))
-        circuit = model.W_E @ center @ attn.W_V[row["head"]] @ attn.W_O[row["head"]] @ unembed
-        eigenvalues = torch.linalg.eigvals(circuit)
-        # d_vocab > d_head: the eigenvalues that should be 0 come out at about sqrt(eps) of the largest
-        expected = float((eigenvalues.sum() / eigenvalues.abs().sum()).real)
-        assert row["copying_score"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
-    folded, plain = scaled_model("softmax, window 2, GQA"), scaled_model("softmax, window 2, GQA")
-    folded.process_weights_(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    before, after = (verdict_table.induction_verdicts(model, prompt=piece()) for model in (plain, folded))
-    # TransformerLens folds in float32: some 1e-7 in each weight, summed over a few layers
-    pd.testing.assert_frame_equal(before, after, rtol=1e-5, atol=1e-5)
-
-
 # --- attribution and ablation against interventions ------------------------------------------------------------------
 
 
@@ -233,7 +198,7 @@ def test_figures_of_the_weights_do_not_depend_on_whether_gains_are_folded():
 def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
     """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
     model = scaled_model(name)
-    frame = verdict_table.induction_verdicts(model, prompt=piece())
+    frame = induction_verdicts(model, prompt=piece())
     tokens = twice(piece())
     logits, cache = model.run_with_cache(tokens)
 
@@ -291,39 +256,18 @@ def test_ablation_effects_equal_one_hooked_forward_pass_a_head(name):
 
 
 def test_ablating_the_circuit_hurts_and_ablating_an_idle_head_does_nothing():
-    plain = verdict_table.induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N)
-    frame = verdict_table.induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N, ablations=True)
+    plain = induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N)
+    frame = induction_verdicts(two_layer_circuit(), n_sequences=3, n_repeated=N, ablations=True)
     used = frame["verdict"] != "none"
     assert (frame.loc[used, "ablation_loss_change"] > 0.3).all() and (frame.loc[used, "ablation_logit_change"] < -0.3).all()
     assert (frame.loc[~used, ["ablation_loss_change", "ablation_logit_change"]].abs() < 1e-12).all(axis=None)
     assert plain[["ablation_loss_change", "ablation_logit_change"]].isna().all(axis=None)
 
 
-# --- trained models --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif("induction-shift-1l" not in names(), reason="induction-shift-1l is not among the shipped models yet")
-def test_the_trained_shifted_head_is_named_with_its_role():
-    frame = verdict_table.induction_verdicts(HookedKVTransformer.from_zoo("induction-shift-1l"))
-    named = frame[(frame["verdict"] == "induction") & (frame["role"] == "induction")]
-    assert len(named) >= 1
-    best = frame.loc[frame["logit_attribution"].idxmax()]
-    assert (best["verdict"], best["role"]) == ("induction", "induction")
-
-
-@pytest.mark.skipif("induction-plain-2l" not in names(), reason="induction-plain-2l is not among the shipped models yet")
-def test_the_trained_two_layer_circuit_is_found():
-    frame = verdict_table.induction_verdicts(HookedKVTransformer.from_zoo("induction-plain-2l"))
-    previous = set(frame.loc[(frame["layer"] == 0) & (frame["verdict"] == "previous token"), "head"])
-    induction = frame[(frame["layer"] == 1) & (frame["verdict"] == "induction")]
-    assert previous and len(induction)
-    assert set(induction["k_composition_head"]) & previous
-
-
 # --- table and input -------------------------------------------------------------------------------------------------
 
 
-TABLES = [(induction.induction_heads, induction.COLUMNS), (verdict_table.induction_verdicts, verdict_table.COLUMNS)]
+TABLES = [(induction_heads, induction.COLUMNS), (induction_verdicts, naming.COLUMNS)]
 
 
 @pytest.mark.parametrize(("table", "columns"), TABLES)
@@ -352,8 +296,9 @@ def test_random_tokens_do_not_repeat_within_a_copy_unless_they_must():
 
 def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is_drawn():
     model = HookedKVTransformer.from_zoo("docs-linear")
-    drawn = draw_piece(model, 2, 300, torch.Generator().manual_seed(0))
-    assert not set(drawn.flatten().tolist()) & set(model.tokenizer.all_special_ids)
+    special, generator = set(model.tokenizer.all_special_ids), torch.Generator().manual_seed(0)
+    assert not special & set(draw_piece(model, 1, model.cfg.d_vocab - len(special), generator).flatten().tolist())
+    drawn = draw_piece(model, 2, 300, generator)
     repeated = repeat_tokens(model, drawn, None)
     assert (repeated.tokens[:, 0] == model.tokenizer.bos_token_id).all() and repeated.tokens.shape == (2, 601)
     assert torch.equal(repeated.tokens[:, repeated.second :], drawn)
@@ -362,20 +307,16 @@ def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is
         assert repeat_tokens(model, drawn, None).tokens.shape == (2, 600)
 
 
-def test_the_batch_form_repeats_the_prompt():
+@pytest.mark.parametrize(("function", "more"), [(induction_heads, {}), (induction_verdicts, dict(threshold=0.1))])
+def test_the_batch_form_repeats_the_prompt(function, more):
     model = HookedKVTransformer.from_zoo("docs-linear")
-    prompt = "Return the names of all widgets."
-    tokens = model.to_tokens(prompt, prepend_bos=False)
-    analyses = (
-        (induction.induction_heads.analysis, induction.induction_heads, {}),
-        (verdict_table.induction_verdicts.analysis, verdict_table.induction_verdicts, dict(threshold=0.1)),
+    record, tokens = Record("a", "Return the names."), model.to_tokens("Return the names.", prepend_bos=False)
+    pd.testing.assert_frame_equal(function.analysis.run(model, record), function(model, prompt=tokens))
+    random = dict(seed=3, **more)
+    pd.testing.assert_frame_equal(
+        function.analysis.run(model, record, n_random=2, **random),
+        function(model, n_sequences=2, n_repeated=tokens.shape[1], **random),
     )
-    for analysis, function, more in analyses:
-        pd.testing.assert_frame_equal(analysis.run(model, Record("a", prompt)), function(model, prompt=tokens))
-        pd.testing.assert_frame_equal(
-            analysis.run(model, Record("a", prompt), n_random=2, seed=3, **more),
-            function(model, n_sequences=2, n_repeated=tokens.shape[1], seed=3, **more),
-        )
 
 
 @pytest.mark.parametrize(
@@ -388,10 +329,10 @@ def test_the_batch_form_repeats_the_prompt():
 def test_models_without_induction_are_refused(changes, message):
     model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
     with pytest.raises(KVLensError, match=message):
-        induction.induction_heads.analysis.check_model(model)
+        induction_heads.analysis.check_model(model)
 
 
 def test_ablations_refuse_positions_that_are_added_inside_the_layers():
     model = blank_model(positional_embedding_type="shortformer")
     with pytest.raises(KVLensError, match="shortformer"):
-        induction.induction_heads(model, n_repeated=5, ablations=True)
+        induction_heads(model, n_repeated=5, ablations=True)

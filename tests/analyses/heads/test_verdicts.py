@@ -22,13 +22,18 @@ UNNAMED = (NO_VERDICT, INCONCLUSIVE)
 ONE = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
 
 
-def verdict(pattern, n, taps=ONE):
-    """The verdict on one head with a given pattern [query, key] or [text, query, key], on 2 n positions."""
+def verdicts(patterns, n, taps=ONE):
+    """The verdicts on heads with given patterns [text, head, query, key], on 2 n positions."""
     repeated = RepeatedTokens(torch.arange(n).repeat(2)[None], n)
-    given = ShiftTaps(ONE, taps, ONE)
-    scores = pattern_scores(pattern.view(-1, 1, 2 * n, 2 * n), repeated, given)
+    given = ShiftTaps(*(x.expand(patterns.shape[1], -1) for x in (ONE, taps, ONE)))
+    scores = pattern_scores(patterns, repeated, given)
     layered = type(scores)(*(x[None] for x in scores))
-    return name_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0][0]
+    return name_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0]
+
+
+def verdict(pattern, n, taps=ONE):
+    """The verdict on one head with a given pattern [query, key] or [text, query, key]."""
+    return verdicts(pattern.view(-1, 1, 2 * n, 2 * n), n, taps)[0]
 
 
 def uniform(n):
@@ -97,9 +102,9 @@ def test_below_the_threshold_or_near_chance_there_is_no_name():
 
 def test_a_head_that_attends_to_random_positions_has_no_name():
     n, generator = 40, torch.Generator().manual_seed(0)
-    for _ in range(200):
-        places = (torch.rand(3, 2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
-        assert verdict(torch.eye(2 * n, dtype=torch.float64)[places], n).name == NO_VERDICT
+    places = (torch.rand(200, 3, 2 * n, generator=generator) * torch.arange(1, 2 * n + 1)).long()
+    found = verdicts(torch.eye(2 * n, dtype=torch.float64)[places].transpose(0, 1), n)
+    assert len(found) == 200 and {head.name for head in found} == {NO_VERDICT}
 
 
 def test_a_positional_head_meets_the_criterion_at_most_positions_and_a_matching_head_at_a_few():
@@ -155,13 +160,19 @@ def test_heads_of_untrained_models_are_hardly_ever_named():
     assert n_heads == 768 and named <= 0.005 * n_heads
 
 
-def test_the_names_do_not_change_with_the_length_of_the_text():
+def test_the_heads_of_trained_models_have_their_names_and_keep_them_at_every_length():
+    one_layer = induction_verdicts(HookedKVTransformer.from_zoo("induction-shift-1l"))
+    best = one_layer.loc[one_layer["logit_attribution"].idxmax()]
+    assert (best["verdict"], best["role"]) == ("induction", "induction")
     shipped = HookedKVTransformer.from_zoo("induction-plain-2l")
-    names = {n: induction_verdicts(shipped, n_sequences=4, n_repeated=n)["verdict"].tolist() for n in (16, 27, 30, 40, 64)}
-    by_head = list(zip(*names.values(), strict=True))
-    same = sum(verdicts.count(max(set(verdicts), key=verdicts.count)) for verdicts in by_head)
-    assert same >= 0.95 * len(by_head) * len(names)
-    assert {"induction", "previous token"} <= set(names[16])
+    frames = {n: induction_verdicts(shipped, n_sequences=4, n_repeated=n) for n in (16, 27, 30, 40, 64)}
+    by_head = list(zip(*(frame["verdict"] for frame in frames.values()), strict=True))
+    same = sum(names.count(max(set(names), key=names.count)) for names in by_head)
+    assert same >= 0.95 * len(by_head) * len(frames)
+    assert {"induction", "previous token"} <= set(frames[16]["verdict"])
+    frame = frames[40]
+    previous = set(frame.loc[(frame["layer"] == 0) & (frame["verdict"] == "previous token"), "head"])
+    assert previous & set(frame.loc[(frame["layer"] == 1) & (frame["verdict"] == "induction"), "k_composition_head"])
 
 
 def test_a_costly_head_has_a_name():

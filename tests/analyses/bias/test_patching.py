@@ -1,17 +1,17 @@
-"""Every patch against a slow reference (a KVBias or a model built by hand), and the known ends of the scale."""
+"""Every patch against a slow reference (a bias, a model or a softmax built by hand), and the known ends of the scale."""
 
 import copy
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, centered, pencil_model, random_model, tokens
-from kvlens.analyses.bias.patching import activation_patching
-from kvlens.analyses.declaration import Record
+from analysis_models import GROUPED, SOFTMAX, VARIANTS, centered, pencil_model, random_model, softmax_model, tokens
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens.analyses import activation_patching
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
 ANSWER, RIVAL = 3, 11
@@ -22,16 +22,31 @@ BIAS_TENSORS = {
     "shift_state": ["last_k", "last_v", "last_q"],
     "prompt": ["b_KV", "b_D", "last_k", "last_v", "last_q"],
 }
-MODELS = {
+LINEAR = {
     **VARIANTS,
     "values shifted, no normalizer": dict(normalizer="none", kv_shift=KVShiftConfig(window=1, keys=False)),
-    "gqa, queries shifted": dict(n_heads=6, d_model=36, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
+    "gqa, queries shifted": dict(GROUPED, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
 }
+MODELS = LINEAR | {f"softmax, {name}": dict(changes, attention="softmax") for name, changes in SOFTMAX.items()}
+POINTS = {
+    "rope after": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef",
+    "rope before": "b_kv b_d bias z_bias",
+    "gqa decay": "b_kv shift_state prompt z_bias k_shift_coef v_shift_coef",
+    "learned, queries shifted": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
+    "values shifted, no normalizer": "b_kv shift_state prompt z_bias v_shift_coef",
+    "gqa, queries shifted": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
+    "softmax, queries shifted": "bias keys values shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
+}
+"""Those of a model; of the other softmax models ``bias keys values z_bias``."""
 
 
 def patching(model, **changes):
     arguments = dict(prompt=CLEAN, corrupted=CORRUPTED, text=TEXT, answer=ANSWER, rival=RIVAL)
     return activation_patching(model, **{**arguments, **changes})
+
+
+def metric(logits) -> float:
+    return float(logits[0, -1, ANSWER] - logits[0, -1, RIVAL])
 
 
 def metrics_under(model, bias, n_rows=1, fwd_hooks=()):
@@ -99,21 +114,18 @@ def patched(name):
     return model, patching(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LINEAR)
 def test_every_patch_against_the_slow_way(name):
     model, frame = patched(name)
     clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
     with model.kv_bias(clean):
         _, cache = model.run_with_cache(TEXT[None])
-    assert frame["clean_metric"].unique() == pytest.approx(metrics_under(model, clean), rel=1e-12)
-    assert frame["corrupted_metric"].unique() == pytest.approx(metrics_under(model, corrupted), rel=1e-12)
     gap = frame["clean_metric"][0] - frame["corrupted_metric"][0]
     for point, rows in frame.groupby("point"):
         expected = slow_metrics(model, clean, corrupted, rows, cache)
         assert rows["metric"].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12), point
-    assert frame["recovered"].tolist() == pytest.approx(
-        ((frame["metric"] - frame["corrupted_metric"]) / gap).tolist(), rel=1e-12
-    )
+    recovered = (frame["metric"] - frame["corrupted_metric"]) / gap
+    assert frame["recovered"].tolist() == pytest.approx(recovered.tolist(), rel=1e-12)
     moved = (frame["metric"] - frame["corrupted_metric"]).abs() > 1e-9
     assert moved.groupby(frame["point"]).any().all()
 
@@ -121,41 +133,35 @@ def test_every_patch_against_the_slow_way(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_are_every_head_then_every_layer_then_everything(name):
     model, frame = patched(name)
-    cfg = model.cfg
+    assert frame["point"].unique().tolist() == POINTS.get(name, "bias keys values z_bias").split()
     by_key_value_head = ("shift_state", "k_shift_coef", "v_shift_coef")
     for point, rows in frame.groupby("point", sort=False):
-        n_heads = cfg.n_kv_heads if point in by_key_value_head else 0 if point == "prompt" else cfg.n_heads
+        n_heads = model.cfg.n_kv_heads if point in by_key_value_head else 0 if point == "prompt" else model.cfg.n_heads
         expected = [(layer, head) for layer in range(2) for head in range(n_heads)] + [(0, -1), (1, -1), (-1, -1)]
         assert list(zip(rows["layer"], rows["head"], strict=True)) == expected
-    shift = [] if cfg.kv_shift is None else [x for x, on in zip("kvq", ("keys", "values", "queries"), strict=True)
-                                             if getattr(cfg.kv_shift, on)]  # fmt: skip
-    kernel = cfg.normalizer == "kernel"
-    assert frame["point"].unique().tolist() == [
-        "b_kv",
-        *(["b_d", "bias"] if kernel else []),
-        *(["shift_state", "prompt"] if shift else []),
-        "z_bias",
-        *(f"{x}_shift_coef" for x in shift),
-    ]
+    assert len(frame) == activation_patching.analysis.n_interventions(model, points=None)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_patching_everything_gives_the_clean_run(name):
+def test_patching_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     model, frame = patched(name)
-    frame = frame[frame["point"] == ("bias" if model.cfg.kv_shift is None else "prompt")]
-    assert frame.iloc[-1][["layer", "head"]].tolist() == [-1, -1]
-    assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
-    assert not frame["recovered"].iloc[:-1].isin([0, 1]).any()
+    clean, corrupted = (metric(model(torch.cat([x, TEXT])[None])) for x in (CLEAN, CORRUPTED))
+    np.testing.assert_allclose(frame["clean_metric"], clean, rtol=1e-10)
+    np.testing.assert_allclose(frame["corrupted_metric"], corrupted, rtol=1e-10)
+    recovered = frame.loc[frame["point"] == ("bias" if model.cfg.kv_shift is None else "prompt"), "recovered"]
+    assert recovered.iloc[-1] == pytest.approx(1, abs=1e-10)
+    assert not recovered.iloc[:-1].isin([0, 1]).any()
+    of_prompt = [point for point in frame["point"].unique() if "coef" not in point]
+    itself = patching(model, corrupted=CLEAN, points=of_prompt)
+    np.testing.assert_allclose(itself["metric"], clean, rtol=1e-10)
+    assert name not in LINEAR or itself["clean_metric"].equals(itself["corrupted_metric"])
 
 
-def test_patching_a_prompt_with_itself_changes_nothing():
+def test_a_models_own_coefficients_change_nothing():
     model = random_model(kv_shift=KVShiftConfig(window=2, queries=True))
     own = {x: torch.stack([getattr(block.attn, f"{x}_shift_coef") for block in model.blocks]) for x in "kvq"}
-    frame = patching(model, corrupted=CLEAN, coefficients=own)
-    assert frame["metric"].to_numpy() == pytest.approx(frame["clean_metric"].to_numpy(), rel=1e-13)
-    assert frame["clean_metric"].equals(frame["corrupted_metric"])
-    coefs = patching(model, coefficients=own, points=[f"{x}_shift_coef" for x in "kvq"])
-    assert coefs["recovered"].to_numpy() == pytest.approx(0, abs=1e-12)
+    frame = patching(model, coefficients=own, points=[f"{x}_shift_coef" for x in "kvq"])
+    assert frame["recovered"].to_numpy() == pytest.approx(0, abs=1e-12)
 
 
 def test_where_clean_and_corrupted_agree_nothing_can_be_recovered():
@@ -194,18 +200,25 @@ def test_by_hand():
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-13)
 
 
-def test_the_size_of_the_batch_changes_nothing_but_rounding_and_progress_tells_it():
-    model, points = random_model(), ["bias", "shift_state", "z_bias", "v_shift_coef"]
-    frames = {}
-    for size in (None, 1, 5, 1000):
+def rows_of(frame, *points):
+    return pd.concat([frame[frame["point"] == point] for point in points], ignore_index=True)
+
+
+def test_the_size_of_the_batch_and_the_order_of_points_change_nothing_but_rounding_and_progress_tells_it():
+    (model, whole), points = patched("rope after"), ["v_shift_coef", "shift_state", "z_bias"]
+    expected = rows_of(whole, *points)
+    for size in (None, 1, 5):
         started, done = [], []
-        frames[size] = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
-        assert started == [len(frames[size])]
+        frame = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
+        assert started == [len(frame)]
         assert done == sorted(done) and done[-1] == 1
-        n_coef = int(frames[size]["point"].str.endswith("coef").sum())
-        n_other = len(frames[size]) - n_coef
-        assert len(done) == n_coef + -(-n_other // (size or 1000))  # coefficients have no batch axis
-        pd.testing.assert_frame_equal(frames[size], frames[None], rtol=1e-9, atol=1e-12)
+        n_coef = int(frame["point"].str.endswith("coef").sum())
+        assert len(done) == n_coef + -(-(len(frame) - n_coef) // (size or 1000))  # coefficients have no batch axis
+        pd.testing.assert_frame_equal(frame, expected, rtol=1e-9, atol=1e-12)
+    model, whole = patched("softmax, learned positions")
+    for size in (None, 7):  # values replace b_KV in each row, and leave b_D as it is
+        frame = patching(model, points="values", batch_size=size)
+        pd.testing.assert_frame_equal(frame, rows_of(whole, "values"), rtol=1e-9, atol=1e-12)
 
 
 def test_other_coefficients_and_metrics():
@@ -240,20 +253,83 @@ def test_the_model_is_left_as_it_was():
     clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
     before = copy.deepcopy(clean.b_KV), copy.deepcopy(corrupted.b_KV)
     with model.kv_bias(own):
-        patching(model, prompt=clean, corrupted=corrupted)
+        patching(model, prompt=clean, corrupted=corrupted, points=["bias", "z_bias", "k_shift_coef"])
         assert model.attached_kv_bias is own
     assert torch.equal(clean.b_KV, before[0]) and torch.equal(corrupted.b_KV, before[1])
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
-def test_the_batch_script_gives_the_promised_columns():
-    model = pencil_model()
-    record = Record("a", "1", "0", {"corrupted": "0", "answer": 0, "rival": 1})
-    frame = activation_patching.analysis.run(model, record, points="b_kv,z_bias")
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == activation_patching.analysis.columns.dtypes
-    assert frame["recovered"].tolist() == pytest.approx([1] * 6)
-    assert len(activation_patching.analysis.run(model, record, points="")) == 6
-    with pytest.raises(KVLensError, match="corrupted: this analysis needs a field of this name"):
-        activation_patching.analysis.run(model, replace(record, fields={}), points="")
-    with pytest.raises(KVLensError, match="needs a text"):
-        activation_patching.analysis.run(model, replace(record, text=None), points="")
+# --- softmax models: keys and values of the prompt's own -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped", "alibi"])
+def test_the_last_layers_keys_and_values_are_those_of_transformer_lens(name):
+    """No later layer reads the prompt's stream there, so patching hook_k and hook_v is equivalent."""
+    model, frame = patched(f"softmax, {name}")
+    recovered = frame.set_index(["point", "layer", "head"])["metric"]
+    _, cache = model.run_with_cache(torch.cat([CLEAN, TEXT])[None])
+    n_kv = model.cfg.n_kv_heads
+    single = range(n_kv) if n_kv == model.cfg.n_heads else ()  # a key-value head is no single query head of a group
+
+    def take(x, hook, head):
+        x = x.clone()
+        x[:, :7, head] = cache[hook.name][:, :7, head]
+        return x
+
+    for point, hooked in {"bias": "kv", "keys": "k", "values": "v"}.items():
+        for head in (-1, *single):
+            taken = functools.partial(take, head=slice(None) if head == -1 else head)
+            hooks = [(f"blocks.1.attn.hook_{x}", taken) for x in hooked]
+            expected = metric(model.run_with_hooks(torch.cat([CORRUPTED, TEXT])[None], fwd_hooks=hooks))
+            assert recovered[point, 1, head] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
+@pytest.mark.parametrize("point", ["bias", "keys", "values"])
+def test_every_head_against_a_softmax_by_hand(name, point):
+    """The corrupted run, with one head's output at the text recomputed from the clean prompt's keys or values, or both."""
+    model, whole = patched(f"softmax, {name}")
+    frame = whole[whole["point"] == point].set_index(["layer", "head"])["metric"]
+    caches = {x: model.run_with_cache(torch.cat([prompt, TEXT])[None])[1] for x, prompt in (("a", CLEAN), ("b", CORRUPTED))}
+    key = "hook_k" if model.cfg.positional_embedding_type == "standard" else "hook_rot_k"
+    group, scale = model.cfg.n_heads // model.cfg.n_kv_heads, float(model.blocks[0].attn.attn_scale)
+    keys_from, values_from = {"bias": "aa", "keys": "ab", "values": "ba"}[point]
+    seen = {}
+
+    def watch(x, hook):
+        seen[hook.name.rpartition(".")[2]] = x
+
+    for layer in range(2):
+        at = f"blocks.{layer}.attn."
+        for head in range(model.cfg.n_heads):
+
+            def recomputed(z, hook, head=head, at=at):
+                k, v = (seen[x][0, :, head // group].clone() for x in (key, "hook_v"))
+                k[:7] = caches[keys_from][at + key][0, :7, head // group]
+                v[:7] = caches[values_from][at + "hook_v"][0, :7, head // group]
+                q = seen["hook_q" if key == "hook_k" else "hook_rot_q"][0, 7:, head]
+                scores = (q @ k.T / scale).masked_fill(~torch.ones(4, 11, dtype=torch.bool).tril(7), -torch.inf)
+                z = z.clone()
+                z[0, 7:, head] = scores.softmax(dim=-1) @ v
+                return z
+
+            names = [key, "hook_v", "hook_q" if key == "hook_k" else "hook_rot_q"]
+            hooks = [*((at + name, watch) for name in names), (at + "hook_z", recomputed)]
+            logits = model.run_with_hooks(torch.cat([CORRUPTED, TEXT])[None], fwd_hooks=hooks)
+            assert frame[layer, head] == pytest.approx(metric(logits), rel=1e-9)
+
+
+def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
+    model = softmax_model("learned positions")
+    for options in (
+        dict(method="landmark", n_features=3, verbose=False, n_continuations=2, continuation_length=3),
+        dict(method="random", n_features=8),
+    ):
+        clean, corrupted = (convert_prompt(model, x, **options) for x in (CLEAN, CORRUPTED))
+        frame = patching(model, prompt=clean, corrupted=corrupted)
+        assert frame["point"].unique().tolist() == ["bias", "z_bias"]
+        assert frame.set_index(["point", "layer", "head"])["recovered"]["bias", -1, -1] == pytest.approx(1, abs=1e-9)
+        with model.kv_bias(clean):
+            assert frame["clean_metric"].iloc[0] == pytest.approx(metric(model(TEXT[None])), rel=1e-9)
+        with pytest.raises(KVLensError, match="only if the two prompts pair token by token"):
+            patching(model, prompt=clean, corrupted=corrupted, points=["keys"])
