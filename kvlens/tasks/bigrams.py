@@ -32,8 +32,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_ids, require_integers
-from kvlens.tasks.drawing import draw_until_scored
-from kvlens.tasks.occurrences import previous_occurrence
+from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 ALPHABET = string.ascii_letters
 BLOCKS, MARKOV = "blocks", "markov"

@@ -4,7 +4,7 @@ The null: labels are given to runs of one model. A verdict may come in at most o
 for the difference that is shown with each verdict, in spreads (standard deviations over seeds) of single runs.
 
 All draws go through an experiment's own `compare` at once, as runs of many seeds; the significance test is then applied to six
-(or as many as the experiment takes) at a time. ``python tests/experiments/test_null.py`` prints both shares for every verdict.
+(or as many as the experiment takes) at a time.
 """
 
 import math
@@ -415,15 +415,3 @@ def test_real_runs_of_one_model_under_two_names():
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
     ), {}))  # fmt: skip
     assert ((verdicts_on(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()
-
-
-if __name__ == "__main__":
-    for case in CASES:
-        found, at_rest = verdicts_on(case, "normal", 0.0)
-        _, two_fold = verdicts_on(case, "learned or not", 0.0)
-        _, moved = verdicts_on(case, "normal", case.difference)
-        for number in range(len(moved)) if case.verdicts is None else case.verdicts:
-            shares = [(answers[number] != 0).mean() for answers in (at_rest, two_fold, moved)]
-            words = found[number].claim if not case.exact else ""
-            print(f"{case.experiment:20} {number:2} false {shares[0]:.3f} {shares[1]:.3f}  power {shares[2]:.3f}"
-                  f" at {case.difference:g} spreads, {case.n_seeds} values  {words[:70]}")  # fmt: skip

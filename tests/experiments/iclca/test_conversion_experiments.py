@@ -269,11 +269,6 @@ def test_a_difference_is_significant_where_every_seed_has_it(with_bias, expected
     assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == expected
 
 
-def test_a_single_seed_is_inconclusive():
-    by_seed = measured(runs_table([(0.1, 0.1)], [(0.8, 0.4)]))
-    assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == [None, None]
-
-
 def test_with_and_without_bias_a_seed_starts_from_the_same_function():
     tiny = trainable_bias.trainable_bias.scales["tiny"]
     settings = {**tiny, "training": {**tiny["training"], "steps": 6, "eval_every": 3}}

@@ -3,8 +3,7 @@
 import torch
 from task_checks import seeded
 
-from kvlens.tasks.drawing import draw_distinct
-from kvlens.tasks.occurrences import previous_occurrence
+from kvlens.tasks.drawing import draw_distinct, previous_occurrence
 
 
 def test_previous_occurrence_equals_the_loop():
