@@ -20,7 +20,7 @@ from torch import Tensor
 from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
 from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
-from kvlens.experiments.shared.curves import line_style
+from kvlens.experiments.shared.curves import finish, line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model, prompted_logits, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
@@ -285,8 +285,5 @@ def draw(table: pd.DataFrame) -> Figure:
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
         axes.plot(rows["stored_numbers"], rows["relative_error"], linewidth=1.8, label=label, **line_style(i))
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
-    axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    finish(axes, "Size and error of converted softmax prompts, on text not used for fitting", ncols=2, below=0.16)
     return figure

@@ -10,7 +10,7 @@ import torch
 
 from kvlens import HookedKVTransformer
 from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
-from kvlens.experiments.dual.one_step import after_one_step
+from kvlens.experiments.dual.dual_equivalence import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
 
@@ -92,6 +92,8 @@ def test_simplex_features_are_a_simplex_and_as_unbiased_as_their_lengths():
     unit = projection / projection.norm(dim=-1, keepdim=True)
     block = unit[:4] @ unit[:4].T
     torch.testing.assert_close(block, torch.eye(4).double() * (4 / 3) - 1 / 3, rtol=1e-12, atol=1e-12)
+    normal = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(projection.norm(dim=-1), normal.norm(dim=-1), rtol=1e-12, atol=0)
 
 
 def verdict(comparisons, words):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvlens import convert_prompt
-from kvlens.experiments.iclca import compaction, compaction_facts, compaction_figure, compaction_ways
+from kvlens.experiments.iclca import compaction, compaction_facts, compaction_ways
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 
 TINY = {**compaction.compaction.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
@@ -121,8 +121,8 @@ def test_facts_are_counted_by_hand():
 def test_every_method_of_the_picture_looks_its_own():
     weights = compaction_ways.weight_methods(compaction.compaction.scales["paper"])
     paper = [name for name in weights if name != compaction_ways.TOKENS]  # drawn at the lower edge
-    styles = compaction_figure.styles_of([*KEPT, *paper])
+    styles = compaction.styles_of([*KEPT, *paper])
     looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]
     assert [*styles] == [*KEPT, *paper] and len(set(looks)) == len(looks)
-    by_family = {compaction_figure.family(method): styles[method]["color"] for method in KEPT}
+    by_family = {compaction.family(method): styles[method]["color"] for method in KEPT}
     assert len(set(by_family.values())) == len(by_family)
