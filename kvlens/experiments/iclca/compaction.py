@@ -47,7 +47,7 @@ from kvlens.experiments.iclca.compaction_ways import (
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 from kvlens.experiments.shared.curves import PALETTE, finish
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import prompted_logits
+from kvlens.experiments.shared.sampling import divergences, prompted_logits, relative_errors
 from kvlens.model import HookedKVTransformer
 
 SIZE = ["method", "prompt_tokens", "keys_per_head"]
@@ -144,7 +144,7 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
             size = {"method": way.method, "keys_per_head": way.keys}
             for head in () if way.bias.fit is None else way.bias.fit.rows():
                 yield "heads", {**size, **head}
-            for position, error in enumerate(_relative(old, new).mean(dim=0).tolist()):
+            for position, error in enumerate(relative_errors(new, old).mean(dim=0).tolist()):
                 yield "positions", {**size, "text_position": position, "relative_error": error}
 
 
@@ -167,9 +167,7 @@ def _continuation(model: HookedKVTransformer, way: Stored, texts: Tensor, n: int
 
 
 def _errors(old: Tensor, new: Tensor, without: Tensor) -> dict[str, float]:
-    log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
-    kl = (log_old.exp() * (log_old - log_new)).sum(dim=-1).flatten()
-    off, relative = (new - old).norm(dim=-1), _relative(old, new)
+    kl, relative, off = divergences(new, old).flatten(), relative_errors(new, old), (new - old).norm(dim=-1)
     return {
         "relative_error": float(relative.mean()),
         "largest_relative_error": float(relative.max()),
@@ -178,11 +176,6 @@ def _errors(old: Tensor, new: Tensor, without: Tensor) -> dict[str, float]:
         "kl_median": float(kl.median()),
         "kl_95": float(kl.quantile(0.95)),
     }
-
-
-def _relative(old: Tensor, new: Tensor) -> Tensor:
-    """|new - old| / |old| at every token, [text, pos]."""
-    return (new - old).norm(dim=-1) / old.norm(dim=-1)
 
 
 def _means(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:

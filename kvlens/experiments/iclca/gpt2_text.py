@@ -27,7 +27,7 @@ from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.prompt_pairs import PAIRS, Pair
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import hooked_model
+from kvlens.experiments.shared.sampling import hooked_model, relative_errors
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
@@ -151,16 +151,11 @@ def _row(model: HookedKVTransformer, way: str, new_text: Tensor, old_text: Tenso
     return {
         "way": way,
         "generated": model.tokenizer.decode(new_text.tolist()),
-        "relative_error": relative_error(new, old),
-        "relative_error_centered": relative_error(new - new.mean(-1, keepdim=True), old - old.mean(-1, keepdim=True)),
+        "relative_error": float(relative_errors(new, old).mean()),
+        "relative_error_centered": float(relative_errors(*(x - x.mean(-1, keepdim=True) for x in (new, old))).mean()),
         "next_token_agrees": float((new.argmax(-1) == old.argmax(-1)).double().mean()),
         "tokens_alike": int(differ[0]) if len(differ) else same,
     }
-
-
-def relative_error(new: Float[Tensor, "place vocab"], old: Float[Tensor, "place vocab"]) -> float:
-    """||new - old|| / ||old||, mean over positions."""
-    return float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())
 
 
 def compare(texts: pd.DataFrame) -> Iterator[Comparison]:

@@ -22,7 +22,7 @@ from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
 from kvlens.experiments.shared.curves import finish, line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import hooked_model, prompted_logits, sampled
+from kvlens.experiments.shared.sampling import divergences, hooked_model, prompted_logits, relative_errors, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 
@@ -213,10 +213,9 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, texts: Tensor, bias: KV
 def logit_errors(old: Tensor, new: Tensor) -> dict[str, float]:
     """Relative error, divergence and agreement of logits, means over the tokens of the texts."""
     old, new = old.double(), new.double()
-    log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
     return {
-        "relative_error": float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean()),
-        "kl": float((log_old.exp() * (log_old - log_new)).sum(dim=-1).mean()),
+        "relative_error": float(relative_errors(new, old).mean()),
+        "kl": float(divergences(new, old).mean()),
         "argmax_agrees": float((old.argmax(dim=-1) == new.argmax(dim=-1)).double().mean()),
     }
 
