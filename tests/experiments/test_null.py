@@ -117,15 +117,12 @@ def depth_runs(runs):
     """Steps to the goal, and accuracies at the end that scatter around it (the two claims with a bound)."""
     ends = {induction_depth.SHIFT_1: runs(lead=0.75), induction_depth.PLAIN_1: runs(lead=-0.75)}
     ends = {m: v - MEANS[runs.noise] + induction_depth.LEARNED for m, v in ends.items()}
-    curves = stacked(runs.table(v, model=m, step=10, split="heldout") for m, v in ends.items())
-    fast = {
-        induction_depth.SHIFT_1: 1.0,
-        induction_depth.PLAIN_2: 0.0,
-        induction_depth.PLAIN_4: -1.0,
-        induction_depth.PLAIN_1: 0,
-    }
+    few, deep = (dict(compared=name, law="first repeat") for name in induction_depth.COMPARED)
+    curves = stacked(runs.table(v, model=m, step=10, split="heldout", **few) for m, v in ends.items())
+    fast = ((induction_depth.SHIFT_1, 1.0, few), (induction_depth.PLAIN_2, 0.0, few), (induction_depth.PLAIN_1, 0.0, few),
+            (induction_depth.PLAIN_2, 0.0, deep), (induction_depth.PLAIN_4, -1.0, deep))  # fmt: skip
     steps = stacked(
-        runs.table(runs(lead), model=m).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead in fast.items()
+        runs.table(runs(lead), model=m, **own).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead, own in fast
     )
     return induction_depth.compare(SweepRuns(dict(training=dict(steps=10_000)), curves), steps, {})
 
@@ -190,7 +187,9 @@ def bias_runs(runs):
 def dual_variants_runs(runs):
     return dual_variants.compare(
         stacked(
-            runs.table(v, task=t, model=m, end=v, course=v) for t, m in dual_variants.CLAIMS for v in [runs(lead=1) - runs()]
+            runs.table(v, task=t, model=m, half=v, end=v, course=v)
+            for t, m in dual_variants.CLAIMS
+            for v in [runs(lead=1) - runs()]
         ),
         {},
     )

@@ -3,8 +3,9 @@
 An induction head finds the token that followed the current token last time. Attention compares the current token with a key,
 so the key must represent the *predecessor* of the token whose value is copied. A plain layer's key represents its own token:
 one layer must first write predecessors into the residual stream, and only the next can look for them. KV shift mixes each key
-(and value) with its predecessor, so one layer suffices. Four models with Llama's blocks are trained on the paper's distribution
-of sequences (app. D: random tokens, scored at the first repeat); positions are rotary.
+(and value) with its predecessor, so one layer suffices. Models with Llama's blocks are trained on the paper's distribution
+of sequences (app. D: random tokens, scored at the first repeat); positions are rotary. Plain models learn it late, so at small
+scale two and four plain layers are compared on blocks of tokens that repeat, which they learn in hundreds of steps.
 """
 
 import math
@@ -28,6 +29,9 @@ MODELS: dict[str, dict[str, Any]] = {
     PLAIN_1: dict(n_layers=1),
     PLAIN_4: dict(n_layers=4),
 }
+FEW, DEEP = "one layer or two", "two layers or four"
+"""What is compared, on sequences of ``task`` and on those of ``deep_task``."""
+COMPARED = {FEW: (SHIFT_1, PLAIN_2, PLAIN_1), DEEP: (PLAIN_2, PLAIN_4)}
 COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#D55E00", PLAIN_4: "#CC79A7"}
 LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
@@ -38,10 +42,11 @@ LEARNED = 0.99
     "Does one layer with KV shift learn induction, for which plain attention needs two?",
     cost=(
         "a few seconds",
-        "45 minutes on one core",
+        "55 minutes on one core",
         "hours on one GPU (the paper's vocabulary and length; not run here)",
     ),
     task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),
+    deep_task=dict(law=("repeated_block", "repeated_block", "first_repeat")),
     model=dict(d_model=(16, 64, 1024), d_head=(8, 16, 64), **LLAMA_BLOCKS),
     training=dict(
         batch_size=(16, 128, 128),
@@ -56,10 +61,18 @@ LEARNED = 0.99
     rates=([5e-3], [1e-3, 3e-3], [1e-4, 2e-4, 6e-4]),
 )
 def induction_depth(settings: Settings, tell: Tell) -> Outcome:
-    """Train the four models, and compare the steps that they need."""
-    models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
-    runs, task = train_cells([Cell(make_task("induction", **settings["task"]), models)], settings, tell), settings["task"]
-    steps = steps_to(runs.curves, LEARNED)
+    """Train the models, and compare the steps that they need."""
+    task, deep = settings["task"], {**settings["task"], **settings["deep_task"]}
+    cells = [
+        Cell(
+            make_task("induction", **own),
+            {label: {**settings["model"], **MODELS[label]} for label in COMPARED[compared]},
+            columns=dict(compared=compared, law=own["law"].replace("_", " ")),
+        )
+        for compared, own in ((FEW, task), (DEEP, deep))
+    ]
+    runs = train_cells(cells, settings, tell)
+    steps = steps_to(runs.curves, LEARNED, by=("compared", "law", "model", "seed"))
     return Outcome(
         tables={"curves": runs.curves, "steps": steps},
         figure=draw(runs, steps),
@@ -71,7 +84,8 @@ def induction_depth(settings: Settings, tell: Tell) -> Outcome:
             "the paper's width is 1,024, with 20 million parameters outside the embeddings. A run ends when its held-out "
             "accuracy is nearly perfect.",
             steps_in_words(settings),
-            "The loss is taken only at the scored position; the paper does not say which other positions it trains on.",
+            f"Two and four plain layers are compared on sequences of law {deep['law']!r}; the paper's are first repeats.",
+            "The loss is taken only at scored positions; the paper does not say which other positions it trains on.",
         ],
     )
 
@@ -83,33 +97,17 @@ def untrained(runs: Runs) -> Reasons:
     need no flat curves (see `compare`).
     """
     goal = Goal(1 / runs.settings["task"]["vocab_size"], best=1.0, y="accuracy")
-    by_model = dict(list(of_heldout(runs.curves).groupby("model")))
+    heldout = of_heldout(runs.curves)
+    by_model = dict(list(heldout[heldout["compared"] == FEW].groupby("model")))
     still = goal.why_not_flat(by_model[PLAIN_1], PLAIN_1)
     return {PLAIN_1: goal.why_not_learned(by_model[SHIFT_1], SHIFT_1) or still}
 
 
 def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
-    """The figure's statements, tested seed by seed; ``why`` is that of `untrained`.
-
-    A run that has not learned by the last step counts with that many steps, and so with fewer than it needs: a model that
-    learned in time is then ahead of it by less than it is. Two such runs count as equal, and where all are such there is no
-    verdict.
-    """
-    limit = runs.settings["training"]["steps"]
-    last = last_heldout(runs.curves).set_index("model")["accuracy"]
+    """The figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
+    rows = runs.curves[runs.curves["compared"] == FEW]
+    last = last_heldout(rows).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
-    censored = steps.assign(steps=steps["steps"].clip(upper=limit))
-    median = steps.groupby("model")["steps"].median()
-    late = {label: int((rows["steps"] > limit).sum()) for label, rows in steps.groupby("model")}
-    n_seeds = len(shifted)
-
-    def neither(one: str, other: str) -> str | None:
-        return f"no run of either learned within {limit} steps" if late[one] == late[other] == n_seeds else None
-
-    def in_steps(label: str) -> str:
-        not_yet = f" ({late[label]} of {n_seeds} runs count with {limit} steps, not having learned)" if late[label] else ""
-        return in_words(median[label], limit) + not_yet
-
     return [
         Comparison.tested_on(
             "smallest held-out accuracy that one layer with KV shift reaches, over seeds",
@@ -119,20 +117,12 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
             shifted,
             LEARNED,
         ),
-        Comparison.tested_on(
-            f"steps to {LEARNED:.0%}, median over seeds: one shifted layer, against two plain layers",
-            None,
-            f"{in_steps(SHIFT_1)} against {in_steps(PLAIN_2)}",
-            "one layer with KV shift learns induction in fewer steps than two layers without",
-            differences_by_seed(censored, PLAIN_2, SHIFT_1, "steps"),
-        ).unless(neither(PLAIN_2, SHIFT_1)),
-        Comparison.tested_on(
-            f"steps to {LEARNED:.0%}, median over seeds: four plain layers, against two",
-            None,
-            f"{in_steps(PLAIN_4)} against {in_steps(PLAIN_2)}",
-            "four plain layers do not learn induction faster than two",
-            differences_by_seed(censored, PLAIN_4, PLAIN_2, "steps"),
-        ).unless(neither(PLAIN_4, PLAIN_2)),
+        compare_steps(
+            runs, steps, FEW, (SHIFT_1, PLAIN_2), "one layer with KV shift learns induction in fewer steps than two without"
+        ),
+        compare_steps(
+            runs, steps, DEEP, (PLAIN_4, PLAIN_2), "four plain layers do not learn induction faster than two", denied=True
+        ),
         Comparison.tested_on(
             "largest held-out accuracy of one plain layer, over seeds",
             None,
@@ -145,6 +135,37 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
     ]
 
 
+def compare_steps(
+    runs: Runs, steps: pd.DataFrame, compared: str, models: tuple[str, str], claim: str, *, denied: bool = False
+) -> Comparison:
+    """Whether the first of two ``models`` learns in fewer steps than the second; ``denied``: the claim is that it does not.
+
+    A run that has not learned by the last step counts with that many steps, and so with fewer than it needs: a model that
+    learned in time is then ahead of it by less than it is. Two such runs count as equal, and where all are such there is no
+    verdict.
+    """
+    limit = runs.settings["training"]["steps"]
+    rows = steps[(steps["compared"] == compared) & steps["model"].isin(models)]
+    late = {label: int((own["steps"] > limit).sum()) for label, own in rows.groupby("model")}
+    median, n_seeds = rows.groupby("model")["steps"].median(), rows["seed"].nunique()
+
+    def words(label: str) -> str:
+        not_yet = f" ({late[label]} of {n_seeds} runs count with {limit} steps, not having learned)" if late[label] else ""
+        return in_words(median[label], limit) + not_yet
+
+    first, second = models
+    lead = differences_by_seed(rows.assign(steps=rows["steps"].clip(upper=limit)), second, first, "steps")
+    neither = f"no run of either learned within {limit} steps" if late[first] == late[second] == n_seeds else None
+    return Comparison.tested_on(
+        f"steps to {LEARNED:.0%}, median over seeds, on {rows['law'].iloc[0]}s: {first}, against {second}",
+        None,
+        f"{words(first)} against {words(second)}",
+        claim,
+        lead,
+        below=denied,
+    ).unless(neither)
+
+
 def in_words(steps: float, limit: int) -> str:
     """A number of steps, or that ``limit`` steps were not enough."""
     return f"{steps:g}" if steps < math.inf else f"more than {limit}"
@@ -152,17 +173,19 @@ def in_words(steps: float, limit: int) -> str:
 
 def draw(runs: Runs, steps: pd.DataFrame) -> Figure:
     """Plot accuracy against step, with a dot where each run has learned induction."""
-    heldout = of_heldout(runs.curves)
     figure = draw_panels(
-        heldout,
+        of_heldout(runs.curves),
         "step",
         xlabel="step",
-        ylabel="held-out accuracy at the first repeat",
+        ylabel="held-out accuracy",
         colors=COLORS,
-        title=f"Induction: one layer with KV shift, two layers without; dot: a run reaches {LEARNED:.0%}",
+        title=lambda rows: f"{rows['compared'].iloc[0]}, {rows['law'].iloc[0]}s; dot: {LEARNED:.0%}".capitalize(),
+        by="compared",
     )
-    axes = figure.axes[0]
-    for label, rows in steps[steps["steps"] < math.inf].groupby("model", sort=False):
-        axes.plot(rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8)
-    axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
+    for axes, (_, panel) in zip(figure.axes, steps.groupby("compared", sort=False), strict=True):
+        for label, rows in panel[panel["steps"] < math.inf].groupby("model", sort=False):
+            axes.plot(
+                rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8
+            )
+        axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
     return figure

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kvlens.experiments.shared.curves import mean_course
@@ -43,14 +42,12 @@ class Goal:
         best: ``y`` of a perfect model; 0 if that is unknown, as for text.
         share: the share of the distance from ``chance`` to ``best`` that counts as having learned.
         y: the column that is measured.
-        in_logs: whether flatness is measured on the logarithm of ``y``, for errors that are compared by their ratio.
     """
 
     chance: float
     best: float = 0.0
     share: float = 0.5
     y: str = "loss"
-    in_logs: bool = False
 
     def gains(self, runs: pd.DataFrame) -> tuple[float, float]:
         """The gain of one model after half of the steps and at the end; means over seeds.
@@ -79,17 +76,12 @@ class Goal:
             name: of that model.
             rival: of the model that it is compared with; a model that is ahead of it need not be flat.
         """
-        goal = Goal(math.log(self.chance), math.log(self.chance) - 1, y=self.y) if self.in_logs else self
-        half, end = goal.gains(self._in_logs(runs))
-        done = not self.in_logs and end >= DONE
-        done = done or (rival is not None and end > goal.gains(self._in_logs(rival))[1])
+        half, end = self.gains(runs)
+        done = end >= DONE or (rival is not None and end > self.gains(rival)[1])
         if done or not math.isfinite(end) or end - half <= max(LATE * end, 1 - DONE):
             return None
         late = "all" if end <= end - half else f"{(end - half) / end:.0%}"
         return f"{name} still improves: {late} of the gain came in the second half of its steps"
-
-    def _in_logs(self, runs: pd.DataFrame) -> pd.DataFrame:
-        return runs.assign(**{self.y: np.log(runs[self.y])}) if self.in_logs else runs
 
     def why_untrained(self, course: pd.DataFrame, baseline: str) -> str | None:
         """The reason why the models of ``course`` cannot be compared with ``baseline`` yet, or None.

@@ -190,5 +190,6 @@ def draw_panels(
     words: dict[str, Any] = dict(
         title="thick: mean over seeds; thin: each seed", title_fontsize=8, frameon=False, fontsize=9, ncols=4
     )
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", **words)
+    lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", **words)
     return figure

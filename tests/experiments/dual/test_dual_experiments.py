@@ -107,9 +107,9 @@ def test_equivalence_fails_where_it_should():
 
 
 def test_variants_are_tested_in_both_directions_or_not_at_all():
-    def of(ratios, model="augmented keys, 2 layers", why=None):
-        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), end=ratios, course=0.0))
-        return dual_variants.compare(table, {("linear", model): why})[0].verdict
+    def of(ratios, model="augmented keys, 2 layers", why=None, half=0.0):
+        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), half=half, end=ratios, course=0.0))
+        return dual_variants.compare(table, {"linear": why})[0].verdict
 
     assert of([-0.2] * 8) == "holds"
     assert of([0.2] * 8) == "does not hold"
@@ -118,6 +118,9 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
     assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # the paper claims that these are faster
     assert of([-0.2] * 8, why="too early") == "not trained far enough"
+    for half, settled in ((-0.224, True), (-0.226, False), (0.2, True)):  # 1.125 times as far; from the other side
+        assert of([-0.2] * 8, half=half) == ("holds" if settled else "not trained far enough")
+    assert of([0.2, -0.2] * 4, half=1.0) == "inconclusive"  # no ratio is found that could go to one
 
 
 def test_differences_are_those_of_the_end_and_of_the_course():
@@ -127,7 +130,7 @@ def test_differences_are_those_of_the_end_and_of_the_course():
         for step, loss in zip((0, 10, 20), losses, strict=True)
     ]
     found = dual_variants.differences(pd.DataFrame(rows)).set_index("model")
-    assert found.loc["a", ["end", "course"]].tolist() == pytest.approx([0.0, math.log(2) / 2])
+    assert found.loc["a", ["half", "end", "course"]].tolist() == pytest.approx([math.log(2), 0.0, math.log(2) / 2])
     assert found.loc["b", ["end", "course"]].isna().all()
 
 
@@ -194,22 +197,28 @@ def test_runs_that_diverge_leave_the_figure_and_the_verdict():
     assert found.holds is None and found.ours == "not finite for 7 of 8 seeds"
 
 
-def test_which_layer_learns_faster_can_be_said_while_errors_still_fall_and_which_ends_better_cannot():
-    """Plain attention's error falls as 1 / step, that of two variants to half of it; it must have learned in both cases."""
+def test_layers_are_compared_while_their_errors_fall_unless_their_ratio_goes_to_one():
+    """Plain attention's error falls as 1 / step; it must have learned, also where the claim is about the course."""
 
-    def verdicts(scale):
+    def verdicts(scale, power):
         rows = [
-            dict(task="linear", model=model, seed=seed, step=step, loss=scale * factor * (1 + seed / 100) / step)
-            for model, factor in (
-                (dual_variants.PLAIN, 1.0),
-                ("augmented keys, 1 layer", 0.5),
-                ("augmented keys, 2 layers", 0.5),
+            dict(task="linear", model=model, seed=seed, step=step, loss=scale * factor * (1 + seed / 100) / step**own)
+            for model, factor, own in (
+                (dual_variants.PLAIN, 1.0, 1.0),
+                ("augmented keys, 1 layer", 0.5, 1.0),
+                ("augmented keys, 2 layers", 0.2, power),
             )
             for seed in range(8)
             for step in range(1, 21)
         ]
         curves = pd.DataFrame(rows)
-        return [one.holds for one in dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))]
+        return [
+            one.verdict for one in dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))
+        ]
 
-    assert verdicts(1.0) == [True, None]
-    assert verdicts(15.0) == [None, None]
+    held, untrained = "holds", "not trained far enough"
+    assert verdicts(1.0, 1.0) == [held, held]
+    assert verdicts(1.0, 1.1) == [held, held]
+    # log(0.2) + 0.3 log(20) = -0.71 at the end, 0.3 log(2) = 0.21 more than after half of the steps
+    assert verdicts(1.0, 0.7) == [held, untrained]
+    assert verdicts(15.0, 1.0) == [untrained, untrained]

@@ -41,17 +41,19 @@ def depth_comparisons(**ends):
         PLAIN_4=[(50 + i, 1.0) for i in SEEDS],
         PLAIN_1=[(500, 0.06)] * 6,
     )
+    ends = {getattr(induction_depth, label): runs for label, runs in {**usual, **ends}.items()}
     curves = pd.concat(
         [
-            course(getattr(induction_depth, label), seed, [0.05, accuracy], steps=[5, step])
-            for label, runs in {**usual, **ends}.items()
-            for seed, (step, accuracy) in enumerate(runs)
+            course(label, seed, [0.05, accuracy], steps=[5, step], compared=compared, law="first repeat")
+            for compared, labels in induction_depth.COMPARED.items()
+            for label in labels
+            for seed, (step, accuracy) in enumerate(ends[label])
         ],
         ignore_index=True,
     )
-    settings = dict(task=dict(vocab_size=16), training=dict(steps=500))
-    runs = Runs(settings, curves)
-    return induction_depth.compare(runs, steps_to(curves, induction_depth.LEARNED), induction_depth.untrained(runs))
+    runs = Runs(dict(task=dict(vocab_size=16), training=dict(steps=500)), curves)
+    steps = steps_to(curves, induction_depth.LEARNED, by=("compared", "law", "model", "seed"))
+    return induction_depth.compare(runs, steps, induction_depth.untrained(runs))
 
 
 YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
@@ -78,7 +80,7 @@ def test_depth_claims_hold_fail_and_stay_open_where_they_should(ends, verdicts):
 def test_a_claim_about_steps_says_how_many_runs_had_not_learned():
     """225 steps against more than 800 decides, whether or not the slower one's curve is flat."""
     usual = dict(SHIFT_1=[(225, 1.0)] * 6, PLAIN_2=[(500, 0.2)] * 5 + [(400, 1.0)])
-    (fewer,) = (c for c in depth_comparisons(**usual) if "one shifted layer, against two plain layers" in c.what)
+    (fewer,) = (c for c in depth_comparisons(**usual) if "first repeats: 1 layer, KV shift, against" in c.what)
     assert (fewer.verdict, fewer.sample.n, fewer.sample.mean) == (YES, 6, pytest.approx((5 * 275 + 175) / 6))
     assert fewer.ours == "225 against more than 500 (5 of 6 runs count with 500 steps, not having learned)"
 
