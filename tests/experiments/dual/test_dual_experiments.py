@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer
-from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
+from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_variants, random_features
 from kvlens.experiments.dual.dual_equivalence import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
@@ -132,16 +132,6 @@ def test_differences_are_those_of_the_end_and_of_the_course():
     found = dual_variants.differences(pd.DataFrame(rows)).set_index("model")
     assert found.loc["a", ["half", "end", "course"]].tolist() == pytest.approx([math.log(2), 0.0, math.log(2) / 2])
     assert found.loc["b", ["end", "course"]].isna().all()
-
-
-def test_the_rank_claims_can_fail():
-    def layers(bound):
-        return pd.DataFrame(dict(seed=range(8), d_mlp=4, rank_bound=bound, rank=bound, largest_error=1e-16))
-
-    assert verdict(dual_layer.compare(layers(3.0), 12), "at most d_model") is True
-    assert verdict(dual_layer.compare(layers(12.0), 12), "at most d_model") is False
-    wide = layers(10.0).assign(d_mlp=96)
-    assert verdict(dual_layer.compare(wide, 12), "at least 4 d_model") is False
 
 
 def test_more_features_and_other_kinds_are_tested():
