@@ -37,7 +37,7 @@ DISTILLED = {objective: f"context distillation, {objective}" for objective in OB
 SIZE = ["method", "keys_per_head", "n_continuations"]
 """The columns that identify a row of the table."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
-"""ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with random features."""
+"""ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with (Performer's) random features."""
 
 
 class Way(NamedTuple):

@@ -10,7 +10,9 @@ from kvlens.experiments.iclca import compaction, compaction_facts, compaction_wa
 from kvlens.experiments.iclca.softmax_conversion import context_of, writing_model
 
 TINY = {**compaction.compaction.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
-KEPT, CHANGED = [*compaction_ways.METHODS], compaction_ways.weight_methods(TINY)
+KEPT = [*compaction_ways.METHODS]
+THOUGHTS = [compaction_ways.VECTORS, compaction_ways.MATRICES]
+CHANGED = [compaction_ways.TOKENS, *THOUGHTS, "distillation, rank 1", "distillation, all entries"]
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,8 @@ def test_facts_are_counted_by_hand():
 
 
 def test_every_method_of_the_picture_looks_its_own():
-    weights = compaction_ways.weight_methods(compaction.compaction.scales["paper"])
-    paper = [name for name in weights if name != compaction_ways.TOKENS]  # drawn at the lower edge
+    ranks = compaction_ways.ranks(compaction.compaction.scales["paper"])  # token patches are drawn at the lower edge
+    paper = [*THOUGHTS, *map(compaction_ways.distillation_name, ranks)]
     styles = compaction.styles_of([*KEPT, *paper])
     looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]
     assert [*styles] == [*KEPT, *paper] and len(set(looks)) == len(looks)
