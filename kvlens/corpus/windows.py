@@ -87,7 +87,7 @@ class TokenWindows:
         return self._with_bos(self.tokens[starts + torch.arange(stride)])
 
     @checked
-    def consecutive(self, length: int, max_windows: int | None = None) -> Int[Tensor, "window {length}"]:
+    def consecutive(self, length: int, max_windows: Count | None = None) -> Int[Tensor, "window {length}"]:
         """Return non-overlapping windows in order, for evaluation; an incomplete last window is left out.
 
         Args:
@@ -101,8 +101,6 @@ class TokenWindows:
         n_windows = len(self) // stride
         windows = self.tokens[: n_windows * stride].view(n_windows, stride)
         if max_windows is not None:
-            if max_windows < 1:
-                raise KVLensError(f"TokenWindows.consecutive: max_windows must be at least 1, got {max_windows}")
             n_kept = min(max_windows, n_windows)
             windows = windows[torch.arange(n_kept) * n_windows // n_kept]
         return self._with_bos(windows)

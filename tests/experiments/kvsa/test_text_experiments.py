@@ -327,14 +327,6 @@ def test_a_saved_model_is_found_in_its_folder_and_in_that_of_its_run(tmp_path):
         assert set(source.watched["step"]) == {3}
 
 
-def test_a_shipped_model_is_read_without_a_course():
-    outcome = coefficients.coefficients.run({"models": ["docs-linear"], "train": None}, **SILENT)
-    assert len(outcome.tables["coefficients"]) == 4 * 6 * 4
-    assert outcome.tables["counts"]["count"].sum() == 4 * 6
-    assert set(outcome.tables) == {"coefficients", "counts"}
-    assert len(outcome.figure.axes) == 1
-
-
 def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
     with pytest.raises(KVLensError, match="did you mean 'docs-linear'.*kvlens train docs-shift --out docs-shift"):
         coefficients.read_source("docs-liner")
