@@ -6,7 +6,7 @@ windows = TokenWindows.from_texts([document.text for document in corpus.train], 
 """
 
 from kvlens.corpus.docs import DocsCorpus, Document, build_docs_corpus
-from kvlens.corpus.tokenizer import encode_texts, load_tokenizer, train_bpe_tokenizer
+from kvlens.corpus.tokenizer import encode_texts, train_bpe_tokenizer
 from kvlens.corpus.windows import TokenWindows
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "TokenWindows",
     "build_docs_corpus",
     "encode_texts",
-    "load_tokenizer",
     "train_bpe_tokenizer",
 ]

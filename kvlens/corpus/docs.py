@@ -38,6 +38,7 @@ PACKAGES = ("stdlib", "numpy", "torch", "transformers")
 DEFAULT_MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}
 MIN_DOCSTRING_CHARS = 40
 MIN_REPEAT_CHARS = 32
+MAX_REPEATED_SHARE = 0.5  # of a paragraph's characters in lines that occurred elsewhere
 MAX_NON_ASCII = 0.1
 SPLIT_SALT = "held-out"  # chosen so that no single huge module is held out: each package gives 3 to 6 % of its text
 _TOPICS = "pydoc_data.topics"
@@ -114,9 +115,7 @@ class DocsCorpus:
 class ParagraphFilter:
     """Passes each paragraph once: copies and near-copies of earlier paragraphs are dropped."""
 
-    def __init__(self, max_repeated_share: float = 0.5):
-        """Args: max_repeated_share: drop a paragraph if this share of its characters is in lines that occurred elsewhere."""
-        self.max_repeated_share = max_repeated_share
+    def __init__(self) -> None:
         self._paragraphs: set[bytes] = set()
         self._lines: set[bytes] = set()
 
@@ -137,7 +136,7 @@ class ParagraphFilter:
         lines = [line for line in lines if len(line) >= MIN_REPEAT_CHARS]
         digests = [_digest(line) for line in lines]
         repeated = sum(len(line) for line, seen in zip(lines, digests, strict=True) if seen in self._lines)
-        if repeated > self.max_repeated_share * sum(map(len, lines)):
+        if repeated > MAX_REPEATED_SHARE * sum(map(len, lines)):
             return False
         self._paragraphs.add(digest)
         self._lines.update(digests)

@@ -26,7 +26,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 
-FORMAT, FORMAT_VERSION = "kvlens.tokens", 2
+FORMAT, FORMAT_VERSION = "kvlens.tokens", 3
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +61,7 @@ def kept_tokens(of: Mapping[str, object], make: Callable[[], Tokenized]) -> Toke
 
 def _write(path: Path, made: Tokenized) -> None:
     tokens = {split: windows.tokens.to(torch.int32) for split, windows in made.windows.items()}
-    facts = {split: [windows.bos_token_id, windows.bos_first, windows.n_chars] for split, windows in made.windows.items()}
+    facts = {split: [windows.bos_token_id, windows.n_chars] for split, windows in made.windows.items()}
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "windows": json.dumps(facts)}
     if made.tokenizer is not None:
         header["tokenizer"] = made.tokenizer.backend_tokenizer.to_str()
@@ -71,8 +71,8 @@ def _write(path: Path, made: Tokenized) -> None:
 def _read(path: Path) -> Tokenized:
     tokens, header = read_checked_tensors(path, "kept tokens", FORMAT, FORMAT_VERSION)
     windows = {
-        split: TokenWindows(tokens[split], bos, bos_first=first, n_chars=n_chars)
-        for split, (bos, first, n_chars) in json.loads(header["windows"]).items()
+        split: TokenWindows(tokens[split], bos, n_chars=n_chars)
+        for split, (bos, n_chars) in json.loads(header["windows"]).items()
     }
     trained = header.get("tokenizer")
     return Tokenized(windows, None if trained is None else restored_tokenizer(Tokenizer.from_str(trained)))

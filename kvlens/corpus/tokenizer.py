@@ -2,22 +2,16 @@
 
 Byte-level means that the alphabet is the 256 bytes: any Unicode text can be encoded, and decoding returns exactly the encoded
 text. Small vocabularies (1024) suit small models: the embedding stays small, and each token is seen often.
-
-Neither of the two entries that :mod:`kvlens.tokenizer` adds to a tokenizer survives `save_pretrained`: on loading, the name is
-that of the folder, and ``add_bos_token`` is missing. `load_tokenizer` restores it; `AutoTokenizer.from_pretrained(folder)`
-works too, but TransformerLens then reads the folder a second time.
 """
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.arguments import path_of
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, brief, first_line
-from kvlens.tokenizer import for_transformer_lens, with_bos
+from kvlens.errors import KVLensError, brief
+from kvlens.tokenizer import with_bos
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
@@ -75,27 +69,6 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
 def restored_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """A trained byte-level BPE, as `train_bpe_tokenizer` returns it."""
     return with_bos(tokenizer, _NAME, **SPECIAL_TOKENS)
-
-
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer that ``tokenizer.save_pretrained(folder)`` wrote, offline; the folder is not needed afterwards.
-
-    Raises:
-        KVLensError: ``folder`` has no ``tokenizer.json``, it is damaged, or the tokenizer does not prepend exactly one BOS.
-    """
-    folder = path_of("load_tokenizer", folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise KVLensError(f"load_tokenizer: {folder} has no tokenizer.json; give the folder of save_pretrained")
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as error:  # the parser of a damaged file raises its own
-        raise KVLensError(f"load_tokenizer: {folder} cannot be read: {first_line(error)}") from error
-    if tokenizer.bos_token_id is None or tokenizer.encode("") != [tokenizer.bos_token_id]:
-        raise KVLensError(
-            f"load_tokenizer: the tokenizer in {folder} does not prepend its BOS; it was not written by "
-            "train_bpe_tokenizer: load it with transformers.AutoTokenizer"
-        )
-    return for_transformer_lens(tokenizer, str(folder))
 
 
 @checked

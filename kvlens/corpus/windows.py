@@ -2,8 +2,7 @@
 
 All documents are concatenated in one flat tensor, with BOS before each. A window of length n is the BOS token and n - 1
 consecutive tokens from any position of that tensor. TransformerLens prepends BOS to every prompt, so with the BOS the model
-sees the same token at position 0 in training and in use. With ``bos_first=False`` a window is just n consecutive tokens of the
-flat tensor.
+sees the same token at position 0 in training and in use.
 
 Windows may cross from one document into the next; the BOS between them marks the boundary.
 """
@@ -25,21 +24,13 @@ class TokenWindows:
 
     Attributes:
         tokens: Int[Tensor, "total"], on the CPU.
-        bos_token_id: the token before each document, and (with ``bos_first``) at the start of each window.
-        bos_first: whether each window starts with BOS.
+        bos_token_id: the token before each document, and at the start of each window.
         n_documents: number of documents.
         n_chars: number of characters of the tokenized text, or 0 if unknown.
     """
 
     @checked
-    def __init__(
-        self,
-        tokens: Int[Tensor, " total"],
-        bos_token_id: int,
-        *,
-        bos_first: bool = True,
-        n_chars: int = 0,
-    ):
+    def __init__(self, tokens: Int[Tensor, " total"], bos_token_id: int, *, n_chars: int = 0):
         """Use an existing flat tensor; `from_texts` makes one.
 
         Raises:
@@ -51,13 +42,12 @@ class TokenWindows:
             )
         self.tokens = tokens.long()
         self.bos_token_id = bos_token_id
-        self.bos_first = bos_first
         self.n_documents = int((tokens == bos_token_id).sum())
         self.n_chars = n_chars
 
     @classmethod
     @checked
-    def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, *, bos_first: bool = True) -> "TokenWindows":
+    def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> "TokenWindows":
         """Tokenize ``texts`` (such as ``[document.text for document in corpus.train]``), BOS before each.
 
         Raises:
@@ -69,7 +59,7 @@ class TokenWindows:
         if bos is None:
             raise KVLensError("TokenWindows.from_texts: the tokenizer has no BOS token; set tokenizer.bos_token")
         pieces = [torch.tensor([bos, *ids]) for ids in encode_texts(tokenizer, texts)]
-        return cls(torch.cat(pieces), bos, bos_first=bos_first, n_chars=sum(map(len, texts)))
+        return cls(torch.cat(pieces), bos, n_chars=sum(map(len, texts)))
 
     def __len__(self) -> int:
         """Number of tokens, the BOS of each document included."""
@@ -97,7 +87,7 @@ class TokenWindows:
         return self._with_bos(self.tokens[starts + torch.arange(stride)])
 
     @checked
-    def consecutive(self, length: int, max_windows: int | None = None) -> Int[Tensor, "window {length}"]:
+    def consecutive(self, length: int, max_windows: Count | None = None) -> Int[Tensor, "window {length}"]:
         """Return non-overlapping windows in order, for evaluation; an incomplete last window is left out.
 
         Args:
@@ -111,23 +101,19 @@ class TokenWindows:
         n_windows = len(self) // stride
         windows = self.tokens[: n_windows * stride].view(n_windows, stride)
         if max_windows is not None:
-            if max_windows < 1:
-                raise KVLensError(f"TokenWindows.consecutive: max_windows must be at least 1, got {max_windows}")
             n_kept = min(max_windows, n_windows)
             windows = windows[torch.arange(n_kept) * n_windows // n_kept]
         return self._with_bos(windows)
 
     def _stride(self, length: int, method: str) -> int:
         """Tokens of text in a window of this length."""
-        stride = length - 1 if self.bos_first else length
+        stride = length - 1
         if length < 2 or stride > len(self):
             raise KVLensError(
-                f"TokenWindows.{method}: length must be from 2 to {len(self) + length - stride} "
-                f"(the text has {len(self)} tokens), got {length}"
+                f"TokenWindows.{method}: length must be from 2 to {len(self) + 1} (the text has {len(self)} tokens), got "
+                f"{length}"
             )
         return stride
 
     def _with_bos(self, windows: Int[Tensor, "window stride"]) -> Int[Tensor, "window pos"]:
-        if not self.bos_first:
-            return windows
         return torch.cat([windows.new_full((len(windows), 1), self.bos_token_id), windows], dim=1)

@@ -62,6 +62,6 @@ def make_task(name: str, **settings: object) -> Task:
     Raises:
         KVLensError: there is no task of this name, it has no such setting, or a setting has a bad value.
     """
-    if not isinstance(name, str) or name not in TASKS:
+    if name not in TASKS:
         raise KVLensError(f"unknown task {name!r}{nearest(name, TASKS)}; there are {', '.join(TASKS)}")
     return TASKS[name].from_settings(settings)

@@ -32,8 +32,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_ids, require_integers
-from kvlens.tasks.drawing import draw_until_scored
-from kvlens.tasks.occurrences import previous_occurrence
+from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 ALPHABET = string.ascii_letters
 BLOCKS, MARKOV = "blocks", "markov"
@@ -92,14 +91,7 @@ class BigramTask(Task):
         return draw_until_scored(self, draw)
 
     @checked
-    def sample_with_prompt(
-        self,
-        batch_size: int,
-        generator: torch.Generator,
-        prompt_length: int,
-        *,
-        first_use_only: bool = False,
-    ) -> Batch:
+    def sample_with_prompt(self, batch_size: int, generator: torch.Generator, prompt_length: int) -> Batch:
         """Draw sequences in which the prompt determines every scored prediction.
 
         Cut all three tensors at ``prompt_length``: the columns before it are the prompt, the rest the continuation. A position
@@ -110,8 +102,6 @@ class BigramTask(Task):
             batch_size: sequences.
             generator: on the CPU.
             prompt_length: letters of the prompt, from 2 to ``length - 1``.
-            first_use_only: score a trigger only at its first use in the continuation, where the answer does not follow from
-                the continuation alone; otherwise at every use.
 
         Raises:
             KVLensError: the prompt leaves no continuation, or nothing is scored.
@@ -123,7 +113,7 @@ class BigramTask(Task):
 
         def draw() -> Batch:
             batch = self.sample(batch_size, generator, "heldout")
-            return batch._replace(scored=self._settled_by_prompt(batch.inputs, prompt_length, first_use_only))
+            return batch._replace(scored=self._settled_by_prompt(batch.inputs, prompt_length))
 
         return draw_until_scored(self, draw)
 
@@ -177,13 +167,9 @@ class BigramTask(Task):
             columns.append(torch.where(before < self.n_triggers, follower, column))
         return torch.stack(columns, dim=1)
 
-    def _settled_by_prompt(
-        self, letters: Int[Tensor, "batch pos"], prompt_length: int, first_use_only: bool
-    ) -> Bool[Tensor, "batch pos"]:
+    def _settled_by_prompt(self, letters: Int[Tensor, "batch pos"], prompt_length: int) -> Bool[Tensor, "batch pos"]:
         """Positions at which the continuation uses a trigger whose follower is in the prompt."""
         is_use = letters[:, :, None] == torch.arange(self.n_triggers)
         shown = is_use[:, : prompt_length - 1].any(dim=1)
         settled = is_use[:, prompt_length:] & shown[:, None]
-        if first_use_only:
-            settled &= is_use[:, prompt_length:].cumsum(dim=1) == 1
         return torch.cat([torch.zeros_like(letters[:, :prompt_length], dtype=torch.bool), settled.any(dim=2)], dim=1)

@@ -1,4 +1,4 @@
-"""Random draws that several tasks share."""
+"""Random draws that several tasks share, and the look-up of the previous occurrence, which all tasks like induction need."""
 
 from collections.abc import Callable
 
@@ -38,3 +38,18 @@ def draw_until_scored(task: Task, draw: Callable[[], Batch]) -> Batch:
         f"task {task.name!r}: {MAX_TRIES} batches in a row held no position to score; with {task.settings()} sequences are too "
         "short for what is to be predicted: make them longer, or the batch larger"
     )
+
+
+def previous_occurrence(tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """Return for each position the last earlier position with the same token, or -1.
+
+    A stable sort puts equal tokens next to each other in the order of their positions, so the left neighbor is the previous
+    occurrence: O(length log(length)) work, and no length x length table.
+
+    Args:
+        tokens: token ids, of any range.
+    """
+    order = tokens.argsort(dim=1, stable=True)
+    in_order = tokens.gather(1, order)
+    repeats = in_order[:, 1:] == in_order[:, :-1]
+    return torch.full_like(tokens, -1).scatter_(1, order[:, 1:], torch.where(repeats, order[:, :-1], -1))

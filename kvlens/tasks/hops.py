@@ -24,8 +24,7 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_drawable, require_integers
-from kvlens.tasks.drawing import draw_until_scored
-from kvlens.tasks.occurrences import previous_occurrence
+from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Induction: a token that occurred earlier is followed by the token that followed it then. Two distributions, and a mixture.
 
-``first_repeat`` is the one of KVSA (:mod:`kvlens.tasks.first_repeat`): random tokens, scored once, at the first repeat.
-``repeated_block``, the default, repeats a block of random tokens and scores at least half of the positions. ``both`` draws
-every sequence from one of the two, with equal probability.
+``first_repeat`` is the one of KVSA: random tokens, scored once, at the first repeat. ``repeated_block``, the default, repeats a
+block of random tokens and scores at least half of the positions. ``both`` draws every sequence from one of the two, with equal
+probability.
 
 A sequence of ``repeated_block`` draws a period p, uniform from ``length // 4`` to ``length // 2``, and p distinct tokens, and
 repeats them:
@@ -23,19 +23,29 @@ What does not solve the task:
 So a token must be found by its predecessor: two plain layers, or one layer whose keys are shifted by one. ``first_repeat``
 requires the same, with few tokens to search (1.25 sqrt(length) on average); the shortest text is "A B A".
 
-Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512).
+A sequence of ``first_repeat`` first draws a pool of ``length`` distinct tokens from the vocabulary, then its tokens one by one,
+uniform over the pool except for the token just drawn. Nothing repeats for a while (the birthday problem). The one scored
+prediction is at the first token that occurred before: it is followed by the token that followed it then. The text continues by
+the same rule, every repeated token being followed by its last follower, but a causal model is scored before that.
+
+Two faults of the paper's script are corrected here. After the scored position, a token that was followed only by a token seen
+before is followed by -1 in the script. And a sequence without a repeat is drawn again (in the script the lines that would do so
+come after its ``return``).
+
+Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512; the script draws its 512 tokens from 7,989).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_choice, require_drawable, require_integers
 from kvlens.tasks.drawing import draw_distinct
-from kvlens.tasks.first_repeat import draw_first_repeats
 
 BLOCK, FIRST, BOTH = "repeated_block", "first_repeat", "both"
 LAWS = (BLOCK, FIRST, BOTH)
@@ -106,5 +116,34 @@ class InductionTask(Task):
         return Batch(tokens[:, :-1], tokens[:, 1:], positions[:, :-1] >= period)
 
     def _draw_first_repeats(self, batch_size: int, generator: torch.Generator) -> Batch:
-        tokens, scored = draw_first_repeats(self.vocab_size, batch_size, self.length, generator)
-        return Batch(tokens[:, :-1], tokens[:, 1:], scored)
+        indices, is_first = _walk(batch_size, self.length, generator)
+        while not bool(is_first.any(dim=1).all()):
+            missing = ~is_first.any(dim=1)
+            indices[missing], is_first[missing] = _walk(int(missing.sum()), self.length, generator)
+        tokens = draw_distinct(self.vocab_size, batch_size, self.length, generator).gather(1, indices)
+        return Batch(tokens[:, :-1], tokens[:, 1:], is_first)
+
+
+def _walk(
+    batch_size: int, length: int, generator: torch.Generator
+) -> tuple[Int[Tensor, "batch pos_plus_1"], Bool[Tensor, "batch pos"]]:
+    """Draw indices into the pool, all rows at once, one position after another, since each token depends on all before it."""
+    drawn = torch.randint(length - 1, (batch_size, length + 1), generator=generator)
+    rows = torch.arange(batch_size)
+    follower = torch.full((batch_size, length), -1)  # the last follower of each pool index; -1 if there is none
+    last = torch.full((batch_size,), length)  # before the text: an index outside the pool
+    forced = torch.full((batch_size,), -1)  # the follower of a repeated token
+    columns, repeats = [], []
+    for column in drawn.unbind(1):
+        column = column + (column >= last).long()  # any index but the last; pools are shuffled, so the first is uniform
+        index = torch.where(forced >= 0, forced, column)
+        follows = follower[rows, index]
+        is_repeat = (forced < 0) & (follows >= 0)
+        forced = torch.where(is_repeat, follows, -1)
+        has_last = last < length
+        follower[rows[has_last], last[has_last]] = index[has_last]
+        columns.append(index)
+        repeats.append(is_repeat)
+        last = index
+    repeat = torch.stack(repeats[:-1], dim=1)
+    return torch.stack(columns, dim=1), repeat & (repeat.cumsum(dim=1) == 1)

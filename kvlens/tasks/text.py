@@ -15,11 +15,13 @@ from pydoc_data.topics import topics
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import path_of
 from kvlens.checks import Seed, ensure
+from kvlens.conversion import convert_prompt
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.corpus.docs import docs_versions
 from kvlens.corpus.kept import Tokenized, kept_tokens
@@ -29,7 +31,6 @@ from kvlens.model import HookedKVTransformer
 from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_drawable, require_integers
-from kvlens.tasks.context import context_effect
 
 DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05
@@ -37,6 +38,7 @@ MOST_BYTES = 259
 """The smallest vocabulary of a byte-level tokenizer: 256 bytes, 3 special tokens."""
 N_CONTEXT, N_TEXT = 256, 64
 """Tokens of context and of the text after it with which a shipped model's use of its context is measured."""
+WINDOWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class TextTask(Task):
         measured = {"sequences": len(windows), "bits_a_character": bits}
         if model.cfg.attention != "linear" or windows.shape[1] < N_CONTEXT + N_TEXT:
             return measured
-        effect = context_effect(model, windows[:, : N_CONTEXT + N_TEXT], N_CONTEXT)
-        return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect._asdict(), "gain": effect.gain}
+        effect = context_effect(model, windows[:, : N_CONTEXT + N_TEXT])
+        return {**measured, "n_context": N_CONTEXT, "n_text": N_TEXT, **effect}
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         """Draw windows at random positions of ``split``."""
@@ -184,3 +186,38 @@ def _read(path: Path) -> list[str]:
     if not texts:
         raise KVLensError(f"task 'text': {path} is empty")
     return texts
+
+
+@torch.no_grad()
+def context_effect(model: HookedKVTransformer, windows: Int[Tensor, "window pos"]) -> dict[str, float]:
+    """How much a context helps a model, as tokens before the text and as a bias: a requirement for shipped models.
+
+    Args:
+        model: with linear attention and a tokenizer that has a BOS.
+        windows: `N_CONTEXT` tokens of context, BOS included, and the text, of which every token but the first is predicted.
+
+    Returns:
+        Mean next-token losses on the text, nats per token, over the same predictions: ``without`` (after BOS alone),
+        ``with_context``, ``converted`` (with the context as a bias); ``relative_error`` of the logits with the bias against
+        those with the context, ||new - old|| / ||old||; and ``gain``, what the converted context saves.
+    """
+    losses, squares = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for batch in windows.split(WINDOWS_AT_ONCE):
+        batch = batch.to(model.W_E.device)
+        text = batch[:, N_CONTEXT:]
+        bos = torch.full_like(text[:, :1], model.tokenizer.bos_token_id)
+        alone = model(torch.cat([bos, text], dim=1))[:, 1:]
+        original = model(batch)[:, N_CONTEXT:]
+        with model.kv_bias(convert_prompt(model, batch[:, :N_CONTEXT])):
+            converted = model(text)
+        losses += torch.stack([_summed_loss(logits, text) for logits in (alone, original, converted)])
+        squares += torch.stack([(converted - original).double().square().sum(), original.double().square().sum()]).cpu()
+    names = ("without", "with_context", "converted")
+    found = dict(zip(names, (losses / len(windows)).tolist(), strict=True))
+    return {**found, "relative_error": float((squares[0] / squares[1]).sqrt()), "gain": found["without"] - found["converted"]}
+
+
+def _summed_loss(logits: Tensor, text: Tensor) -> Tensor:
+    """Loss in float64, summed over windows and averaged over their predictions."""
+    log_probs = logits[:, :-1].double().log_softmax(dim=-1)
+    return -log_probs.gather(-1, text[:, 1:, None]).squeeze(-1).mean(dim=1).sum().cpu()

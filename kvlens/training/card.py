@@ -1,4 +1,4 @@
-"""The model card of a trained model, written from its measurements (see :func:`kvlens.training.ship.describe`)."""
+"""The model card of a trained model, written from its measurements (see :func:`kvlens.training.ship.facts_of`)."""
 
 from typing import Any
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from kvlens.bridge import KVTransformerBridge
@@ -34,7 +33,7 @@ from kvlens.mixers import has_mixer, mixer_for
 from kvlens.mixers.rules import DeltaRule
 from kvlens.tasks import Batch, Task
 from kvlens.training.distributed import Workers
-from kvlens.training.loss import CrossEntropy, Objective, Score, in_float, score_in_parts
+from kvlens.training.loss import CrossEntropy, Objective, Score, score_in_parts
 from kvlens.training.run import Run
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, run_to_end
@@ -55,9 +54,7 @@ class AnswerLoss(CrossEntropy):
             logits = model(batch.inputs)[batch.scored]
         else:
             logits = model.lm_head(model.model(batch.inputs, use_cache=False).last_hidden_state[batch.scored])
-        logits, wanted = in_float(logits), batch.targets[batch.scored]
-        right = (logits.detach().argmax(dim=-1) == wanted).sum()
-        return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
+        return self.of(logits, batch.targets[batch.scored])
 
 
 def new_hybrid(task: Task, settings: Mapping[str, Any]) -> Qwen3_5ForCausalLM:

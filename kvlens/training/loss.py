@@ -58,7 +58,12 @@ class CrossEntropy(Loss):
     def score(self, model: HookedKVTransformer, batch: Batch) -> Score:
         """Score the logits at the scored positions."""
         batch = what_is_read(model, batch)
-        logits, wanted = in_float(logits_at(model, batch.inputs, batch.scored)), batch.targets[batch.scored]
+        return self.of(logits_at(model, batch.inputs, batch.scored), batch.targets[batch.scored])
+
+    @staticmethod
+    def of(logits: Tensor, wanted: Tensor) -> Score:
+        """Of logits [scored, d_vocab] and the target tokens."""
+        logits = in_float(logits)
         right = (logits.detach().argmax(dim=-1) == wanted).sum()
         return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
 

@@ -224,9 +224,9 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         KVLensError: there is no such recipe or task; the nearest name is proposed.
     """
-    if isinstance(name, str) and name in RECIPES:
+    if name in RECIPES:
         return RECIPES[name]
-    if isinstance(name, str) and name in task_names():
+    if name in task_names():
         return Recipe(name=name, summary=f"A model of kvlens' task {name!r}.", task=name)
     known = [*RECIPES, *task_names()]
     raise KVLensError(
@@ -271,10 +271,6 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     Raises:
         KVLensError: an unknown field, or one that contradicts the others.
     """
-    if not isinstance(task, Task):
-        raise KVLensError(f"model: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
-    if not isinstance(settings, Mapping):
-        raise KVLensError(f"model: expected settings by name, such as {{'n_layers': 2}}, got {settings!r}")
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
     shift = values.get("kv_shift")
     if isinstance(shift, dict | bool):

@@ -96,7 +96,7 @@ class Run:
         """
         done, settings = self.progress, self.settings
         batch = self.task.sample(settings.batch_size, batch_generator(settings.seed, done.step))
-        count, self._rate = int(batch.scored.sum()), settings.rate().learning_rate(self._share_done())
+        count, self._rate = int(batch.scored.sum()), settings.rate(self._share_done())
         if not self.model.training:  # setting it in every module takes a twentieth of a small model's step
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)

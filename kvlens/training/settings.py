@@ -1,4 +1,15 @@
-"""The settings of a training run, except model and task."""
+"""The settings of a training run, except model and task, and the learning rate as a function of its progress.
+
+Progress p goes from 0 to 1, measured in steps or in seconds of a time budget, whichever is further along. One formula thus
+serves both, and a run that ends by its time budget has also finished its cosine.
+
+    lr(p) = peak * p / w                                                                      p < w  (linear warm-up)
+    lr(p) = peak * (f + (1 - f) (1 + cos(pi (p - w) / (1 - w))) / 2)                          p >= w, "cosine"
+    lr(p) = peak                                                                              p >= w, "constant"
+
+with w the warm-up's share of the run and f the final share of the peak. Step t of n (counted from 0) has p = (t + 1) / n, so
+the first step has a positive rate, and the last has the final rate.
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -10,7 +21,6 @@ from kvlens.checks import Count, Seed, Within, checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks import Task
 from kvlens.tasks.checks import require_batch
-from kvlens.training.schedule import Schedule
 
 
 @checked
@@ -45,10 +55,10 @@ class TrainSettings:
 
     steps: Count = 1000
     batch_size: Count = 32
-    learning_rate: float | int = 1e-3
-    schedule: str = "cosine"
-    warmup_fraction: float | int = 0.02
-    final_fraction: float | int = 0.1
+    learning_rate: Annotated[float | int, Within(above=0)] = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: Annotated[float | int, Within(0, below=1)] = 0.02
+    final_fraction: Annotated[float | int, Within(0, 1)] = 0.1
     weight_decay: Annotated[float | int, Within(0)] = 0.01
     betas: tuple[Annotated[float | int, Within(0, below=1)], Annotated[float | int, Within(0, below=1)]] = (0.9, 0.99)
     max_grad_norm: Annotated[float | int, Within(above=0, most=math.inf)] = 1.0
@@ -62,9 +72,6 @@ class TrainSettings:
     watch: str | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        self.rate()
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> "TrainSettings":
@@ -89,6 +96,12 @@ class TrainSettings:
                 f"{nearest(self.watch, names)}; leave it out to watch nothing"
             )
 
-    def rate(self) -> Schedule:
-        """The learning rate as a function of progress."""
-        return Schedule(self.learning_rate, self.schedule, self.warmup_fraction, self.final_fraction)
+    def rate(self, progress: float) -> float:
+        """The learning rate at ``progress`` in [0, 1]; beyond 1 it is the final rate."""
+        progress, warmup, final = min(progress, 1.0), self.warmup_fraction, self.final_fraction
+        if progress < warmup:
+            return self.learning_rate * progress / warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        cosine = (1 + math.cos(math.pi * ((progress - warmup) / (1 - warmup)))) / 2
+        return self.learning_rate * (final + (1 - final) * cosine)

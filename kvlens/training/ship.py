@@ -77,7 +77,8 @@ def train_recipe(
 
     def fill(temporary: Path) -> None:
         model.save(temporary, stored_dtype=getattr(torch, recipe.stored_dtype))
-        facts.update(describe(recipe, task, type(model).load(temporary), result))
+        saved = type(model).load(temporary)
+        facts.update(facts_of(recipe, task, saved, result, saved.cfg.to_json(), measure(saved, task)))
         write_beside(temporary, facts, result)
 
     with only_run_in(folder):
@@ -122,15 +123,10 @@ def _train_hybrid(recipe: Recipe, folder: Path, device: Any, restart: bool, prog
     return facts
 
 
-def describe(recipe: Recipe, task: Task, model: Model, result: TrainResult) -> dict[str, Any]:
-    """Recipe, sizes and held-out measurements of a saved model, as JSON values."""
-    return facts_of(recipe, task, model, result, model.cfg.to_json(), measure(model, task))
-
-
 def facts_of(
     recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, Any], heldout: dict[str, Any]
 ) -> dict[str, Any]:
-    """The content of ``training.json``."""
+    """The content of ``training.json``: recipe, sizes and held-out measurements of a saved model, as JSON values."""
     training = asdict(TrainSettings.of(dict(recipe.training)))
     return {
         "name": recipe.name,

@@ -1,10 +1,11 @@
 """Every verdict of every experiment, on runs that differ by nothing but noise, and on runs with a known difference.
 
 The null: labels are given to runs of one model. A verdict may come in at most one of twenty cases. The power: 80 % of cases,
-for the difference that is shown with each verdict, in spreads (standard deviations over seeds) of single runs.
+for the difference that is shown with each verdict, in spreads (standard deviations over seeds) of single runs. And the side:
+every claim holds for a large difference of the claimed sign, and fails for one of the other sign.
 
 All draws go through an experiment's own `compare` at once, as runs of many seeds; the significance test is then applied to six
-(or as many as the experiment takes) at a time. ``python tests/experiments/test_null.py`` prints both shares for every verdict.
+(or as many as the experiment takes) at a time.
 """
 
 import math
@@ -48,9 +49,10 @@ class Runs:
     difference: float
     n_seeds: int
     generator: np.random.Generator
+    n_draws: int = N_DRAWS
 
     def __call__(self, lead: float = 0.0) -> np.ndarray:
-        return NOISE[self.noise](self.generator, N_DRAWS * self.n_seeds) + SPREAD * self.difference * lead
+        return NOISE[self.noise](self.generator, self.n_draws * self.n_seeds) + SPREAD * self.difference * lead
 
     def table(self, values: np.ndarray, **columns: object) -> pd.DataFrame:
         return pd.DataFrame({"seed": np.arange(len(values)), "accuracy": values, **columns})
@@ -66,6 +68,7 @@ class Case:
         difference: what the power is measured at, in spreads of single runs.
         verdicts: which of the tests' results have that difference, by number; None for all.
         n_seeds: that the experiment takes.
+        against: of these, the claims that the known difference speaks against.
         exact: comparisons with a verdict that is not the significance test's: identities that hold to rounding.
         paired: whether all claims are about differences of runs, which scatter symmetrically for any distribution; where
             single runs are compared with a bound, the noise itself must be symmetric.
@@ -76,6 +79,7 @@ class Case:
     difference: float = 3.0
     verdicts: tuple[int, ...] | None = None
     n_seeds: int = 6
+    against: tuple[int, ...] = ()
     exact: int = 0
     paired: bool = True
 
@@ -152,12 +156,12 @@ def diverging_runs(runs):
 
 def scaling_runs(runs):
     """The gain at each of two sizes, and each kind's fall with size."""
-    leads = {("plain", "a"): 0, ("KV shift", "a"): 1, ("plain", "b"): 1, ("KV shift", "b"): 2}
+    leads = {("plain", "b"): 1, ("KV shift", "b"): 2, ("plain", "a"): 0, ("KV shift", "a"): 1}  # in any order
     return compare_scaling(runs, leads)
 
 
 def growing_gain_runs(runs):
-    return compare_scaling(runs, {("plain", "a"): 0, ("KV shift", "a"): 0, ("plain", "b"): 0, ("KV shift", "b"): 1})
+    return compare_scaling(runs, {("plain", "b"): 0, ("KV shift", "b"): 1, ("plain", "a"): 0, ("KV shift", "a"): 0})
 
 
 def compare_scaling(runs, leads):
@@ -258,7 +262,9 @@ def gpt2_runs(runs):
 
 def imitation_runs(runs):
     """What is left of a change, around all of it."""
-    ways = [(weights_to_prompt.GIVEN, 1), (weights_to_prompt.NULL, 1)]
+    ways = [
+        (way, 1) for way in (weights_to_prompt.PROMPT, weights_to_prompt.GIVEN, weights_to_prompt.FREE, weights_to_prompt.NULL)
+    ]
     return weights_to_prompt.compare(
         stacked(
             runs.table(v, part="mlp", way=way, keys_per_head=r, left=1 - v)
@@ -284,10 +290,13 @@ def recall_runs(runs):
 
 MEANS = {name: float(draw(np.random.default_rng(0), 10**6).mean()) for name, draw in NOISE.items()}
 
+IMPROVEMENTS = tuple(number for number, claim in enumerate(dual_variants.CLAIMS.values()) if claim.better)
+"""The known difference of `dual_variants_runs` makes every variant worse."""
+
 CASES = [
     Case("induction-depth", depth_runs, difference=4.0, paired=False),
     Case("induction-width", width_runs),
-    Case("ngram", ngram_runs),
+    Case("ngram", ngram_runs, against=(1,)),
     Case("hops", hops_runs),
     Case("arithmetic", arithmetic_runs),
     Case("variants", variants_runs),
@@ -300,8 +309,8 @@ CASES = [
     Case("softmax-conversion", conversion_runs, n_seeds=8),
     Case("compaction", compaction_runs, n_seeds=8),
     Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
-    Case("weights-to-prompt", imitation_runs, paired=False),
-    Case("dual-variants", dual_variants_runs, n_seeds=8),
+    Case("weights-to-prompt", imitation_runs, against=(3,), paired=False),
+    Case("dual-variants", dual_variants_runs, n_seeds=8, against=IMPROVEMENTS),
     Case("random-features", features_runs, n_seeds=20),
     Case("dual-layer", layer_runs, n_seeds=8, exact=1, paired=False),
 ]
@@ -337,6 +346,16 @@ def test_the_known_difference_is_significant_in_four_of_five_cases_and_almost_ne
     for number in range(len(answers)) if case.verdicts is None else case.verdicts:
         right, wrong = sorted([(answers[number] == 1).mean(), (answers[number] == -1).mean()], reverse=True)
         assert right >= LEAST and wrong <= 0.001
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.compare.__name__)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_every_claim_holds_for_a_large_difference_and_fails_for_its_reverse(case, sign):
+    """On as many runs as the experiment takes, by its own comparisons: 10 spreads are 17 standard errors of six pairs."""
+    runs = Runs("normal", sign * 10 * case.difference / 3, case.n_seeds, np.random.default_rng(8), n_draws=1)
+    found = [comparison.holds for comparison in case.compare(runs) if comparison.sample is not None]
+    for number in range(len(found)) if case.verdicts is None else case.verdicts:
+        assert found[number] is ((sign > 0) is not (number in case.against)), number
 
 
 def test_every_verdict_of_every_experiment_has_its_null():
@@ -414,15 +433,3 @@ def test_real_runs_of_one_model_under_two_names():
         runs.table(v, model=m, n_layers=1, k=1, chance=1 / 3) for m, v in shared.items()
     ), {}))  # fmt: skip
     assert ((verdicts_on(case, "normal", 0.0)[1] != 0).mean(axis=1) <= MOST).all()
-
-
-if __name__ == "__main__":
-    for case in CASES:
-        found, at_rest = verdicts_on(case, "normal", 0.0)
-        _, two_fold = verdicts_on(case, "learned or not", 0.0)
-        _, moved = verdicts_on(case, "normal", case.difference)
-        for number in range(len(moved)) if case.verdicts is None else case.verdicts:
-            shares = [(answers[number] != 0).mean() for answers in (at_rest, two_fold, moved)]
-            words = found[number].claim if not case.exact else ""
-            print(f"{case.experiment:20} {number:2} false {shares[0]:.3f} {shares[1]:.3f}  power {shares[2]:.3f}"
-                  f" at {case.difference:g} spreads, {case.n_seeds} values  {words[:70]}")  # fmt: skip

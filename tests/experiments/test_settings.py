@@ -75,6 +75,8 @@ def test_a_dictionary_changes_only_the_fields_that_it_names():
     train = changed_settings(of_trained, "small", {"train": {"task": {"length": 9}}}).scales["small"]["train"]
     own = of_trained.scales["small"]["train"]
     assert train == {**own, "task": {**own["task"], "length": 9}}
+    mine = {"mine": dict(n_layers=1, d_model=8, d_head=4)}  # a collection is replaced
+    assert changed_settings(find_experiment("scaling"), "small", {"sizes": mine}).scales["small"]["sizes"] == mine
 
 
 @pytest.mark.parametrize(
@@ -93,22 +95,18 @@ def test_a_dictionary_changes_only_the_fields_that_it_names():
         ('task={"lenght": 8}', "has no field 'lenght'; did you mean 'length'?"),
         ("rates=[NaN]", "must be a number above 0"),
         ('training={"learning_rate": NaN}', "learning_rate must be"),
+        (("random-features", "size=1e9"), "the setting size must be"),  # at which nothing can be measured
+        (("random-features", "size=NaN"), "the setting size must be"),
+        (("dual-equivalence", "learning_rate=1e8"), "the setting learning_rate must be"),
+        (("scaling", 'sizes={"mine": 3}'), "mine, must be a nonempty dictionary"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_leaves_nothing(word, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "hops", "--scale", "tiny", "--set", word]) == 2
+    experiment, setting = word if isinstance(word, tuple) else ("hops", word)
+    assert main(["reproduce", experiment, "--scale", "tiny", "--set", setting]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "words", [("random-features", "size=1e9"), ("dual-equivalence", "learning_rate=1e8"), ("random-features", "size=NaN")]
-)
-def test_numbers_at_which_nothing_can_be_measured_are_refused(words, capsys):
-    experiment, word = words
-    assert main(["reproduce", experiment, "--scale", "tiny", "--set", word]) == 2
-    assert f"the setting {word.partition('=')[0]} must be" in capsys.readouterr().err
 
 
 def test_the_settings_that_an_experiment_reads_are_those_that_it_has():
@@ -119,14 +117,6 @@ def test_the_settings_that_an_experiment_reads_are_those_that_it_has():
     only = changed_settings(find_experiment("dual-variants"), "small", {"d_x": {"linear": 3}, "steps": {"exponential": 3}})
     with pytest.raises(KVLensError, match="none for linear"):
         only.run(only.scales["small"], pytest.fail)
-
-
-def test_changed_sizes_are_checked_like_those_of_the_scales():
-    it = find_experiment("scaling")
-    mine = {"mine": dict(n_layers=1, d_model=8, d_head=4)}
-    assert changed_settings(it, "small", {"sizes": mine}).scales["small"]["sizes"] == mine
-    with pytest.raises(KVLensError, match="mine, must be a nonempty dictionary"):
-        changed_settings(it, "small", {"sizes": {"mine": 3}})
 
 
 def test_every_declared_range_belongs_to_a_setting():

@@ -7,22 +7,20 @@ from task_checks import assert_frequency, seeded
 from kvlens.tasks import BigramTask
 
 TASK = BigramTask(n_letters=17, n_triggers=3, length=41, trigger_rate=0.3)
+CHAIN = BigramTask(n_letters=11, n_triggers=3, length=41, law="markov")
+BOTH_LAWS = pytest.mark.parametrize("task", [TASK, CHAIN], ids=["blocks", "markov"])
 
 
-def test_every_committed_trigger_and_nothing_else_is_scored_with_its_follower():
-    inputs, targets, scored = TASK.sample(11, seeded(0))
+@BOTH_LAWS
+def test_every_committed_trigger_and_nothing_else_is_scored_with_its_follower_which_is_no_trigger(task):
+    inputs, targets, scored = task.sample(40, seeded(0))
+    assert not ((inputs < 3) & (targets < 3)).any()
     for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
         follower: dict[int, int] = {}
         for i, letter in enumerate(row):
             assert is_scored[i] == (letter in follower)
-            if letter < TASK.n_triggers:
+            if letter < task.n_triggers:
                 assert target[i] == follower.setdefault(letter, target[i])
-
-
-def test_a_trigger_never_follows_a_trigger():
-    inputs, targets, _ = TASK.sample(50, seeded(1))
-    assert not ((inputs < 3) & (targets < 3)).any()
-    assert torch.equal(targets[:, :-1], inputs[:, 1:])
 
 
 def test_followers_and_the_other_letters_are_drawn_without_preference():
@@ -44,16 +42,15 @@ def test_triggers_come_as_often_as_the_rate_says():
     assert chance == pytest.approx(TASK.trigger_rate / (1 + TASK.trigger_rate))
 
 
-@pytest.mark.parametrize("first_use_only", [False, True])
-def test_with_a_prompt_only_what_the_prompt_has_shown_is_scored(first_use_only):
+@BOTH_LAWS
+def test_with_a_prompt_only_what_the_prompt_has_shown_is_scored(task):
     n_prompt = 19
-    inputs, targets, scored = TASK.sample_with_prompt(23, seeded(4), n_prompt, first_use_only=first_use_only)
+    inputs, targets, scored = task.sample_with_prompt(50, seeded(4), n_prompt)
     for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
         prompt = row[:n_prompt]
-        shown = {letter: prompt[i + 1] for i, letter in enumerate(prompt[:-1]) if letter < TASK.n_triggers}
+        shown = {letter: prompt[i + 1] for i, letter in enumerate(prompt[:-1]) if letter < task.n_triggers}
         for i, letter in enumerate(row):
-            is_repeated = first_use_only and letter in row[n_prompt:i]
-            assert is_scored[i] == (i >= n_prompt and letter in shown and not is_repeated)
+            assert is_scored[i] == (i >= n_prompt and letter in shown)
             if is_scored[i]:
                 assert target[i] == shown[letter]
 
@@ -62,8 +59,8 @@ def test_a_trigger_cut_off_from_its_follower_is_not_settled():
     task = BigramTask(n_letters=4, n_triggers=1, length=9, trigger_rate=1.0)  # a x a x a x ...
     assert task.sample_with_prompt(1, seeded(0), 3).scored.tolist() == [[False] * 4 + [True, False] * 2 + [True]]
     letters = torch.tensor([[2, 0, 3, 0, 3]])
-    assert task._settled_by_prompt(letters, 2, False).tolist() == [[False] * 5]
-    assert task._settled_by_prompt(letters, 3, False).tolist() == [[False, False, False, True, False]]
+    assert task._settled_by_prompt(letters, 2).tolist() == [[False] * 5]
+    assert task._settled_by_prompt(letters, 3).tolist() == [[False, False, False, True, False]]
 
 
 def test_letters_are_a_to_z_then_capitals():
@@ -72,36 +69,11 @@ def test_letters_are_a_to_z_then_capitals():
     assert task.text_as_tokens("azAZ").tolist() == [0, 25, 26, 51]
 
 
-# --- the paper's own law ---
-
-CHAIN = BigramTask(n_letters=11, n_triggers=3, length=41, law="markov")
-
-
-def test_in_a_chain_every_committed_trigger_is_scored_with_its_follower():
-    inputs, targets, scored = CHAIN.sample(40, seeded(0))
-    for row, target, is_scored in zip(inputs.tolist(), targets.tolist(), scored.tolist(), strict=True):
-        follower: dict[int, int] = {}
-        for i, letter in enumerate(row):
-            assert is_scored[i] == (letter in follower)
-            if letter < CHAIN.n_triggers:
-                assert target[i] == follower.setdefault(letter, target[i])
-
-
 def test_in_a_chain_what_follows_no_trigger_is_uniform_over_the_whole_alphabet():
-    inputs, targets, scored = CHAIN.sample(8000, seeded(1))
+    inputs, targets, _ = CHAIN.sample(8000, seeded(1))
     letters = torch.arange(CHAIN.n_letters)
     assert_frequency(inputs[:, :1] == letters, 1 / 11)
     first = (inputs[:, 0] >= CHAIN.n_triggers).nonzero().squeeze(1)
     assert_frequency(targets[first, :1] == letters, 1 / 11)
     triggers = (inputs[:, 0] < CHAIN.n_triggers).nonzero().squeeze(1)
     assert_frequency(targets[triggers, :1] == letters[CHAIN.n_triggers :], 1 / 8)
-    assert not (targets[triggers, 0] < CHAIN.n_triggers).any()
-    assert not scored[:, 0].any()
-
-
-def test_prompts_of_a_chain_settle_what_is_scored():
-    batch = CHAIN.sample_with_prompt(50, seeded(2), 20)
-    assert not batch.scored[:, :20].any()
-    for row, is_scored in zip(batch.inputs.tolist(), batch.scored.tolist(), strict=True):
-        shown = set(row[:19])
-        assert all(is_scored[i] == (row[i] < 3 and row[i] in shown) for i in range(20, len(row)))

@@ -8,27 +8,27 @@ from task_checks import seeded
 
 from kvlens import HookedKVTransformer
 from kvlens.tasks import make_task
-from kvlens.tasks.facts import FactsTask, Story, answer_shares, scored_questions, word_tokenizer
+from kvlens.tasks.facts import FactsTask, answer_shares, scored_questions, word_tokenizer
 from kvlens.tasks.facts.nested import notes
 from kvlens.tasks.facts.story import is_heldout_pair
-from kvlens.tasks.facts.words import KINDS, ROOM
+from kvlens.tasks.facts.words import INSIDE, KINDS, ROOM
 from kvlens.training import build_model
 
 TASK = FactsTask(min_facts=2, max_facts=7, length=120)
+RETOLD = FactsTask(min_facts=4, max_facts=7, length=160, update_share=0.4, pronoun_share=0.7)
+NESTED = FactsTask(min_facts=2, max_facts=8, length=128, hops=2, notes=True)
+DRAWN = {
+    (name, split): task.stories(120, seeded(0), split)
+    for name, task in (("plain", TASK), ("retold", RETOLD), ("nested", NESTED))
+    for split in ("train", "heldout")
+}
+EACH_DRAW = pytest.mark.parametrize("drawn", DRAWN, ids="-".join)
 
 
-@pytest.fixture(scope="module")
-def stories() -> list[Story]:
-    return TASK.stories(120, seeded(0))
-
-
-def pairs(stories):
-    return {(s.fact.kind.name, s.fact.subject, s.fact.value) for story in stories for s in story.sentences}
-
-
-def test_text_and_tokens_are_the_same_story(stories):
-    tokenizer = word_tokenizer()
-    for story in stories:
+@EACH_DRAW
+def test_text_and_tokens_are_the_same_story(drawn):
+    tokenizer = word_tokenizer(pronouns=True, hops=True)  # a word has the same id in the smaller vocabularies, see below
+    for story in DRAWN[drawn]:
         whole = f"{story.prompt} {story.text}"
         assert tokenizer.encode(whole) == story.tokens and len(story.tokens) == story.n_tokens
         assert tokenizer.decode(story.tokens, skip_special_tokens=True) == " " + whole
@@ -36,85 +36,64 @@ def test_text_and_tokens_are_the_same_story(stories):
         assert tokenizer.encode(story.text, add_special_tokens=False) == story.tokens[story.n_prompt_tokens :]
 
 
-def test_the_ground_truth_points_at_subject_value_and_answer(stories):
-    tokenizer = word_tokenizer()
-    for story in stories:
-        word = tokenizer.convert_ids_to_tokens(story.tokens)
-        for sentence in story.sentences:
-            assert word[sentence.subject_position] == "\u2581" + sentence.fact.subject
-            assert word[sentence.value_position] == "\u2581" + sentence.fact.value
-            assert word[sentence.value_position + 1] == "."
-        for question in story.questions:
-            told = story.sentences[question.sentence]
-            assert told.fact == question.fact
-            assert story.tokens[question.value_position] == story.tokens[told.value_position]
-            assert word[question.answer_start - 1] == "?" and word[question.end - 1] == "."
+def test_words_of_larger_vocabularies_come_last():
+    plain, pronouns, hops = (word_tokenizer(*more).get_vocab() for more in ((), (True,), (True, True)))
+    assert {word: pronouns[word] for word in plain} == plain and len(pronouns) == len(plain) + 3  # It, This, person
+    assert {word: hops[word] for word in pronouns} == pronouns
+    assert [task.d_input for task in (TASK, RETOLD, NESTED)] == [len(plain), len(pronouns), len(hops)]
+    assert FactsTask(min_facts=2, max_facts=7, length=160, update_share=1.0).d_input == len(plain)
 
 
-def test_the_story_alone_decides_the_answer(stories):
-    for story in stories:
-        asked = Counter((sentence.fact.kind.name, sentence.fact.subject) for sentence in story.sentences)
-        assert set(asked.values()) == {1}  # one value for each subject and kind
-        for kind in KINDS:
-            values = [sentence.fact.value for sentence in story.sentences if sentence.fact.kind == kind]
-            assert len(set(values)) == len(values)
-
-
-RETOLD = FactsTask(min_facts=4, max_facts=7, length=160, update_share=0.4, pronoun_share=0.7)
-
-
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_updates_and_pronouns_leave_one_sentence_that_holds_the_answer(split):
-    drawn, tokenizer = RETOLD.stories(120, seeded(1), split), word_tokenizer(pronouns=True)
-    seen = Counter()
-    for story in drawn:
-        assert tokenizer.encode(f"{story.prompt} {story.text}") == story.tokens
+@EACH_DRAW
+def test_the_ground_truth_points_at_subject_value_and_answer_and_the_story_alone_decides_it(drawn):
+    """Every value of a kind stands once, and only in pairs of its split; the sentence that is asked for is the last one."""
+    tokenizer = word_tokenizer(pronouns=True, hops=True)
+    for story in DRAWN[drawn]:
         word = tokenizer.convert_ids_to_tokens(story.tokens)
         last = {(s.fact.kind.name, s.fact.subject): i for i, s in enumerate(story.sentences)}
         for i, sentence in enumerate(story.sentences):
             assert sentence.outdated == (last[sentence.fact.kind.name, sentence.fact.subject] != i)
-            assert word[sentence.value_position] == "\u2581" + sentence.fact.value
             named = word[sentence.subject_position].removeprefix("\u2581")
             assert named in ("It", "This") if sentence.pronoun else named == sentence.fact.subject
             assert not sentence.pronoun or story.sentences[i - 1].fact.subject == sentence.fact.subject
-            assert is_heldout_pair(*sentence.fact) == (split == "heldout")
-            seen += Counter(update=sentence.outdated, pronoun=sentence.pronoun)
-        asked = [question.sentence for question in story.questions if not question.repeated]
-        assert set(asked) <= set(last.values()) and len(set(asked)) == len(asked)
-        for question in story.questions:
-            assert story.sentences[question.sentence].fact == question.fact
+            assert word[sentence.value_position] == "\u2581" + sentence.fact.value
+            assert word[sentence.value_position + 1] == "."
+            assert is_heldout_pair(*sentence.fact) == (drawn[1] == "heldout")
         values = [(s.fact.kind.name, s.fact.value) for s in story.sentences]
         assert len(set(values)) == len(values)
-    assert seen["update"] > 100 and seen["pronoun"] > 100
-    every = sum(not sentence.outdated for story in drawn for sentence in story.sentences)
-    assert abs(seen["update"] / every - 0.4) < 5 * (0.24 / every) ** 0.5
+        for question in story.questions:
+            told = story.sentences[question.origins[0]]
+            assert question.fact.value == told.fact.value and question.sentence in last.values()
+            assert story.sentences[question.sentence].fact.subject == question.fact.subject
+            assert story.tokens[question.value_position] == story.tokens[told.value_position]
+            assert word[question.answer_start - 1] == "?" and word[question.end - 1] == "."
 
 
-def test_pronouns_are_words_more_and_change_no_number():
-    plain, more = word_tokenizer().get_vocab(), word_tokenizer(pronouns=True).get_vocab()
-    assert {word: more[word] for word in plain} == plain and len(more) == len(plain) + 3  # It, This, person
-    assert TASK.d_input == len(plain) and RETOLD.d_input == len(more)
-    assert FactsTask(min_facts=2, max_facts=7, length=160, update_share=1.0).d_input == len(plain)
-
-
-def test_each_fact_is_asked_once_before_any_is_asked_again(stories):
-    for story in stories:
-        first = [question.sentence for question in story.questions if not question.repeated]
+@EACH_DRAW
+def test_everything_is_asked_once_before_anything_is_asked_again(drawn):
+    """A fact of every sentence that holds; in nested stories also the room of every thing."""
+    length = {"plain": TASK, "retold": RETOLD, "nested": NESTED}[drawn[0]].length
+    for story in DRAWN[drawn]:
+        first = [(question.sentence, len(question.origins)) for question in story.questions if not question.repeated]
         assert len(set(first)) == len(first)
-        if len(story.questions) > len(story.sentences):
-            assert len(first) == len(story.sentences)
+        n_asked = sum(1 + (s.fact.kind == INSIDE) for s in story.sentences if not s.outdated)
+        if len(story.questions) > n_asked:
+            assert len(first) == n_asked
             assert all(question.repeated for question in story.questions[len(first) :])
-        assert TASK.length - 14 < story.n_tokens <= TASK.length  # no question with its answer fits into what is left
+        assert length - 14 < story.n_tokens <= length  # no question with its answer fits into what is left
 
 
-def test_held_out_stories_join_only_what_no_training_story_joins(stories):
-    heldout = TASK.stories(120, seeded(0), "heldout")
-    assert all(is_heldout_pair(s.fact.kind, s.fact.subject, s.fact.value) for story in heldout for s in story.sentences)
-    assert not pairs(stories) & pairs(heldout)
-    for kind in KINDS:  # every word is seen in training, joined to most of the other side
+def test_updates_come_as_often_as_the_share_says_and_pronouns_often():
+    sentences = [sentence for split in ("train", "heldout") for story in DRAWN["retold", split] for sentence in story.sentences]
+    updates, holding = sum(s.outdated for s in sentences), sum(not s.outdated for s in sentences)
+    assert abs(updates / holding - 0.4) < 5 * (0.24 / holding) ** 0.5
+    assert sum(s.pronoun for s in sentences) > 200
+
+
+def test_every_word_of_held_out_stories_is_seen_in_training_joined_to_most_of_the_other_side():
+    for kind in KINDS:
         for subject in kind.subjects:
-            free = sum(not is_heldout_pair(kind, subject, value) for value in kind.values)
-            assert free == len(kind.values) * 7 / 8
+            assert sum(not is_heldout_pair(kind, subject, value) for value in kind.values) == len(kind.values) * 7 / 8
 
 
 def test_held_out_batches_score_the_answer_words_and_training_batches_the_answers():
@@ -172,12 +151,12 @@ class Blank:
 
 
 @pytest.mark.unhooked
-def test_accuracy_is_one_for_a_perfect_model_and_chance_for_a_guessing_one(stories):
+def test_accuracy_is_one_for_a_perfect_model_and_chance_for_a_guessing_one():
     class Knows(Blank):
         def __call__(self, tokens):
             return torch.nn.functional.one_hot(tokens.roll(-1, dims=1), TASK.d_input)
 
-    same = [story for story in stories if len(story.sentences) == 4]
+    same = [story for story in DRAWN["plain", "train"] if len(story.sentences) == 4]
     assert len(same) > 5
     shares = answer_shares(Knows(), same, batch_size=3)
     assert shares.with_story == shares.without_story == 1.0 and shares.converted is None
@@ -202,33 +181,21 @@ def test_the_model_of_the_task_reads_and_writes_text():
         assert model.to_tokens("Where is the dragon?")[0, 4] == model.tokenizer.unk_token_id
 
 
-NESTED = FactsTask(min_facts=2, max_facts=8, length=128, hops=2, notes=True)
-
-
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_a_story_of_two_hops_tells_both_halves_of_every_answer(split):
-    drawn, tokenizer = NESTED.stories(80, seeded(2), split), word_tokenizer(hops=True)
     seen = Counter()
-    for story in drawn:
-        assert tokenizer.encode(f"{story.prompt} {story.text}") == story.tokens
+    for story in DRAWN["nested", split]:
         assert {len(sentence.words) for sentence in story.sentences} == {7}  # any can stand in another's place
-        assert all(is_heldout_pair(*sentence.fact) == (split == "heldout") for sentence in story.sentences)
-        values = [sentence.fact.value for sentence in story.sentences]
-        assert len(set(values)) == len(values)
         for question in story.questions:
             inner, outer = story.sentences[question.sentence], story.sentences[question.origins[0]]
-            told = story.tokens[outer.value_position]
-            assert story.tokens[question.value_position] == told and question.fact.subject == inner.fact.subject
             seen[len(question.origins)] += 1
             if len(question.origins) == 2:
                 assert question.origins[0] < question.origins[1] == question.sentence
-                assert inner.fact.value == outer.fact.subject and question.fact.value == outer.fact.value
+                assert inner.fact.value == outer.fact.subject
         for position, room in notes(story):
             inner = next(s for s in story.sentences if s.start <= position < s.start + len(s.words))
             outer = next(s for s in story.sentences if s.fact.subject == inner.fact.value)
             assert position == inner.value_position and room == outer.fact.value and outer.start < inner.start
-        first = [question for question in story.questions if not question.repeated]
-        assert len({(q.sentence, len(q.origins)) for q in first}) == len(first)
     assert seen[1] > 100 and seen[2] > 100
 
 
@@ -241,8 +208,3 @@ def test_notes_are_predicted_in_training_only():
     assert set(batch.targets[batch.scored & ~plain.scored].tolist()) <= rooms
     first_question = (held.inputs == word_tokenizer(hops=True).get_vocab()["?"]).long().argmax(dim=1)
     assert all(not held.scored[row, :end].any() for row, end in enumerate(first_question.tolist()))
-
-
-def test_words_of_two_hops_change_no_number():
-    plain, more = word_tokenizer(pronouns=True).get_vocab(), word_tokenizer(hops=True).get_vocab()
-    assert {word: more[word] for word in plain} == plain and NESTED.d_input == len(more)

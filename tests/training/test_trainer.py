@@ -161,6 +161,16 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weight
         assert torch.equal(weights(again), weights(twin))
 
 
+def test_learning_rates_known_by_hand():
+    cosine = TrainSettings(learning_rate=8.0, warmup_fraction=0.5, final_fraction=0.25)
+    assert [cosine.rate(p) for p in (0.0, 0.125, 0.25, 0.5)] == [0.0, 2.0, 4.0, 8.0]
+    assert cosine.rate(0.75) == pytest.approx(5.0, rel=1e-15)  # half-way from 8 to 2
+    assert cosine.rate(1.0) == cosine.rate(3.0) == 2.0
+    constant = dataclasses.replace(cosine, schedule="constant")
+    assert [constant.rate(p) for p in (0.25, 0.5, 1.0)] == [4.0, 8.0, 8.0]
+    assert TrainSettings(warmup_fraction=0.0, final_fraction=0.0).rate(1.0) == 0.0
+
+
 def test_linear_attention_has_no_longest_text():
     model = tiny_model(n_ctx=5, attention="linear")
     assert isinstance(model, HookedKVTransformer)

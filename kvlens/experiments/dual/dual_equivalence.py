@@ -7,12 +7,12 @@ computed with the same kernel. As a control, a dual model with shuffled labels i
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens.experiments.dual.one_step import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, train_layer
-from kvlens.experiments.shared.curves import line_style
+from kvlens.experiments.shared.curves import finish, line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.ops import dual
 from kvlens.ops.feature_maps.projections import draw_projections
@@ -67,6 +67,31 @@ def dual_equivalence(settings: Settings, tell: Tell) -> Outcome:
             "The paper shows random features alone; landmarks and the exact softmax kernel are ours.",
         ],
     )
+
+
+def after_one_step(
+    q: Float[Tensor, " d"],
+    k: Float[Tensor, "token d"],
+    labels: Float[Tensor, "token d_out"],
+    scale: float,
+    demonstration_labels: Float[Tensor, "demo d_out"] | None = None,
+) -> Float[Tensor, " d_out"]:
+    """f(q) after one step with the exact softmax kernel; the last token is H_T, all others are demonstrations.
+
+    Args:
+        q, k: the query and all keys, the query's own last.
+        labels: labels of all tokens: v_j, or W_FFN v_j.
+        scale: scale of the softmax.
+        demonstration_labels: wrong labels for the demonstrations, for a control.
+    """
+    n = len(k) - 1
+    wanted = labels[:n] if demonstration_labels is None else demonstration_labels
+    log_D = (k @ q / scale).logsumexp(dim=0)
+    start = torch.cat([torch.zeros_like(wanted), labels[n:] * (-log_D).exp()])  # the coefficients of W_0
+    predictions = (dual.kernel_values(dual.softmax_kernel(k, k[:n], scale)).T @ start).requires_grad_()
+    (gradient,) = torch.autograd.grad(dual.loss_of_predictions(predictions, wanted, log_D.exp(), eta=1.0), predictions)
+    after = start + torch.cat([-gradient, torch.zeros_like(labels[n:])])
+    return dual.kernel_values(dual.softmax_kernel(q[None], k, scale))[0] @ after
 
 
 def _both(q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +161,5 @@ def draw(errors: pd.DataFrame) -> Figure:
     axes.set_yscale("log")
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set(ylabel="relative difference; a dot per head and seed")
-    axes.set_title("One step of the dual model against the attention layer's output", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
+    finish(axes, "One step of the dual model against the attention layer's output", ncols=4, below=0.08, fontsize=8)
     return figure

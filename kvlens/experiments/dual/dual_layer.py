@@ -14,8 +14,8 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens.dual import DualLayer
-from kvlens.experiments.dual.one_step import after_one_step
-from kvlens.experiments.shared.curves import PALETTE
+from kvlens.experiments.dual.dual_equivalence import after_one_step
+from kvlens.experiments.shared.curves import PALETTE, finish
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
@@ -181,6 +181,5 @@ def draw(layers: pd.DataFrame, d: int) -> Figure:
     axes.axhline(d, color="#999999", linewidth=0.8, label="d_model")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")
-    axes.set_title("Rank of the labels after a ReLU MLP", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    finish(axes, "Rank of the labels after a ReLU MLP", ncols=3)
     return figure

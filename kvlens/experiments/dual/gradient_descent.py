@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens.experiments.shared.curves import line_style
+from kvlens.experiments.shared.curves import finish, line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.ops import dual
 
@@ -110,6 +110,5 @@ def draw(tasks: pd.DataFrame) -> Figure:
     highest = float(tasks[["error_before", "error_after"]].max().max())
     axes.plot([0, highest], [0, highest], color="#999999", linewidth=0.8, label="unchanged")
     axes.set(xlabel="error of the answer with W_0", ylabel="after one layer")
-    axes.set_title("Error before and after one linear attention layer; a dot per task", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    finish(axes, "Error before and after one linear attention layer; a dot per task", ncols=3)
     return figure

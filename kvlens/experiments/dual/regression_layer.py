@@ -44,8 +44,7 @@ class Variant:
     """One of the paper's changes to the layer; the defaults are plain attention.
 
     Attributes:
-        alpha: regularization: z_i - alpha v_i, divided by 1 - alpha if ``normalised``.
-        normalised: see ``alpha``.
+        alpha: regularization: (z_i - alpha v_i) / (1 - alpha).
         key_depth, value_depth: layers of the MLP on keys and on values; 0 for none.
         negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
@@ -53,7 +52,6 @@ class Variant:
     """
 
     alpha: float = 0.0
-    normalised: bool = True
     key_depth: int = 0
     value_depth: int = 0
     negatives: int = 0
@@ -91,7 +89,7 @@ class Layer:
             mean = mean_of_negatives(v, lowest_scored(scores, visible, variant.negatives))
             z = z - variant.beta * (mean if variant.per == "query" else pattern @ mean)
         if variant.alpha:
-            z = (z - variant.alpha * v[..., -z.shape[-2] :, :]) / (1 - variant.alpha if variant.normalised else 1)
+            z = (z - variant.alpha * v[..., -z.shape[-2] :, :]) / (1 - variant.alpha)
         return z[..., -n:, :]
 
     def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

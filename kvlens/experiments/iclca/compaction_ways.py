@@ -58,11 +58,6 @@ def distillation_name(rank: int | None) -> str:
     return f"{DISTILLED}, all entries" if rank is None else f"{DISTILLED}, rank {rank}"
 
 
-def weight_methods(settings: Mapping[str, Any]) -> list[str]:
-    """The names of the changes of the weights that are measured."""
-    return [TOKENS, VECTORS, MATRICES, *(distillation_name(rank) for rank in ranks(settings))]
-
-
 class Stored(NamedTuple):
     """A prompt, stored in some way.
 

@@ -35,6 +35,7 @@ from kvlens import zoo
 from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
+from kvlens.experiments.shared.curves import finish
 from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model
@@ -349,9 +350,7 @@ def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Fig
     _draw_accuracy(left, accuracy, guess)
     _draw_margins(right, predictions[predictions["condition"] == CONVERTED])
     for axes in (left, right):
-        axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -366,9 +365,7 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
     axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
     axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
     axes.set(xlabel="use of a trigger in the text", ylabel="accuracy, 95 % interval over sequences", ylim=(0, 1.04))
-    axes.set_title("Accuracy with the prompt and with its bias", loc="left", fontsize=11)
-    below: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    axes.legend(frameon=False, fontsize=9, ncols=4, columnspacing=1, handlelength=1.4, **below)
+    finish(axes, "Accuracy with the prompt and with its bias", ncols=4, below=0.16, columnspacing=1, handlelength=1.4)
 
 
 def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
@@ -381,5 +378,4 @@ def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
     for label, (values, color) in pieces.items():
         axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=color, alpha=0.8, label=label)
     axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
-    axes.set_title("Margin of each prediction, and its change by conversion", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    finish(axes, "Margin of each prediction, and its change by conversion", ncols=1, below=0.16)

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.conversion import convert_prompt
+from kvlens.experiments.shared.curves import finish
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig
 
@@ -240,12 +241,7 @@ def draw(summary: pd.DataFrame) -> Figure:
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     _note_float64(axes, summary)
-    axes.set_title(
-        "Error of converted prompts, relative to the logits; lines: means, bands: all pairs", loc="left", fontsize=11
-    )
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    finish(axes, "Error of converted prompts, relative to the logits; lines: means, bands: all pairs", ncols=3)
     return figure
 
 

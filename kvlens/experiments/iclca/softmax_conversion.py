@@ -20,9 +20,9 @@ from torch import Tensor
 from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
 from kvlens.conversion.weights.distillation import Objective
 from kvlens.errors import KVLensError
-from kvlens.experiments.shared.curves import line_style
+from kvlens.experiments.shared.curves import finish, line_style
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.sampling import hooked_model, prompted_logits, sampled
+from kvlens.experiments.shared.sampling import divergences, hooked_model, prompted_logits, relative_errors, sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 
@@ -37,7 +37,7 @@ DISTILLED = {objective: f"context distillation, {objective}" for objective in OB
 SIZE = ["method", "keys_per_head", "n_continuations"]
 """The columns that identify a row of the table."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
-"""ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with random features."""
+"""ICLCA sec. 6.4: relative error of GPT-2's logits without the prompt, and converted with (Performer's) random features."""
 
 
 class Way(NamedTuple):
@@ -213,10 +213,9 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, texts: Tensor, bias: KV
 def logit_errors(old: Tensor, new: Tensor) -> dict[str, float]:
     """Relative error, divergence and agreement of logits, means over the tokens of the texts."""
     old, new = old.double(), new.double()
-    log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
     return {
-        "relative_error": float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean()),
-        "kl": float((log_old.exp() * (log_old - log_new)).sum(dim=-1).mean()),
+        "relative_error": float(relative_errors(new, old).mean()),
+        "kl": float(divergences(new, old).mean()),
         "argmax_agrees": float((old.argmax(dim=-1) == new.argmax(dim=-1)).double().mean()),
     }
 
@@ -285,8 +284,5 @@ def draw(table: pd.DataFrame) -> Figure:
         label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
         axes.plot(rows["stored_numbers"], rows["relative_error"], linewidth=1.8, label=label, **line_style(i))
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
-    axes.set_title("Size and error of converted softmax prompts, on text not used for fitting", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    finish(axes, "Size and error of converted softmax prompts, on text not used for fitting", ncols=2, below=0.16)
     return figure

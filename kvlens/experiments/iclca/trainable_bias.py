@@ -8,7 +8,7 @@ and any later difference is due to the bias. The two are therefore compared seed
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, last_heldout, of_heldout
+from kvlens.experiments.shared.curves import PALETTE, PLAIN, draw_curves, finish, last_heldout, of_heldout
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
@@ -104,7 +104,6 @@ def draw(curves: pd.DataFrame) -> Figure:
     for axes, y, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
         draw_curves(axes, of_heldout(curves), y=y, colors=COLORS)
         axes.set(xlabel="step", ylabel=label)
-    n_seeds = curves["seed"].nunique()
-    left.set_title(f"b_KV and b_D as parameters: mean of {n_seeds} seeds (thick), and each of them", loc="left", fontsize=11)
-    left.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+    title = f"b_KV and b_D as parameters: mean of {curves['seed'].nunique()} seeds (thick), and each of them"
+    finish(left, title, ncols=2)
     return figure

@@ -34,7 +34,7 @@ from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch
 from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
 from kvlens.experiments.iclca.imitation import check_imitable, held_out, imitation
-from kvlens.experiments.shared.curves import MARKERS
+from kvlens.experiments.shared.curves import MARKERS, finish
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model, sampled
 from kvlens.kv_bias import KVBias
@@ -232,8 +232,7 @@ def draw(table: pd.DataFrame) -> Figure:
         axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {NAMES[part]}")
         axes.set_xticks(ticks := sorted(set(here["keys_per_head"])), [str(r) for r in ticks])
         axes.minorticks_off()
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes)
     panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
     panels[0].set_ylabel("share of the change of the logits that is left")
     words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)

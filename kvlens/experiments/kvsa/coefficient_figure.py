@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvlens.experiments.shared.curves import MARKERS, PALETTE
+from kvlens.experiments.shared.curves import MARKERS, PALETTE, finish
 
 COEFFICIENT_COLORS = {"alpha_1": "#0072B2", "alpha_2": "#56B4E9", "beta_1": "#D55E00", "beta_2": "#E69F00"}
 SHARE_COLORS = PALETTE[:5]
@@ -76,7 +76,7 @@ def _draw_course(axes: Axes, course: pd.DataFrame, name: str) -> None:
         drawn = axes.plot(lines.index, lines, color=color, linewidth=0.9, alpha=0.75)
         letter, number = str(coefficient).split("_")
         drawn[0].set_label(f"$\\{letter}_{number}$")
-    _finish(axes, "coefficient (gray: from 0 to 1)", f"{name}: every head's coefficients in training")
+    _against_step(axes, "coefficient (gray: from 0 to 1)", f"{name}: every head's coefficients in training")
 
 
 def _draw_shares(axes: Axes, shares: pd.DataFrame, name: str) -> None:
@@ -85,7 +85,7 @@ def _draw_shares(axes: Axes, shares: pd.DataFrame, name: str) -> None:
         label = "coefficients outside [0, 1]" if outside else _as_mathtext(column)
         axes.plot(shares["step"], shares[column], color=color, linewidth=1.8, linestyle="--" if outside else "-", label=label)
     axes.set_ylim(-0.02, 1.02)
-    _finish(axes, "share", f"{name}: heads of each kind, in training")
+    _against_step(axes, "share", f"{name}: heads of each kind, in training")
 
 
 def _as_mathtext(kind: str) -> str:
@@ -93,10 +93,7 @@ def _as_mathtext(kind: str) -> str:
     return f"${formula}$"
 
 
-def _finish(axes: Axes, y_label: str, title: str) -> None:
+def _against_step(axes: Axes, y_label: str, title: str) -> None:
     axes.set(xlabel="step", ylabel=y_label)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.grid(color="#e5e7eb", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes, title, ncols=5, fontsize=8)

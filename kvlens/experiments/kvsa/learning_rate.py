@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.experiments.kvsa.text_scales import MODEL, PAPER_TRAINING, SMALL_RATES, SMALL_SEEDS, SMALL_TRAINING, TEXT, text_goal
-from kvlens.experiments.shared.curves import MARKERS, of_heldout
+from kvlens.experiments.shared.curves import MARKERS, finish, of_heldout
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
@@ -189,10 +189,7 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
         fontsize=9,
     )
     axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
-    axes.set_title("Dots: seeds, lines: means; losses off the chart are drawn at its top", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+    finish(axes, "Dots: seeds, lines: means; losses off the chart are drawn at its top", ncols=2)
     return figure
 
 

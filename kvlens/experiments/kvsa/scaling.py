@@ -27,7 +27,7 @@ from kvlens.experiments.kvsa.text_scales import (
     TEXT,
     text_goal,
 )
-from kvlens.experiments.shared.curves import MARKERS, mean_course, of_heldout
+from kvlens.experiments.shared.curves import MARKERS, finish, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
@@ -189,13 +189,10 @@ def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     for marker, (kind, color) in zip(MARKERS, COLORS.items(), strict=False):
         _draw_scaling(right, finals[finals["model"] == kind], kind, color, marker)
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
-    right.set_title("Dots: seeds, lines: power laws fitted to the means", loc="left", fontsize=11)
     right.yaxis.set_major_formatter("{x:.3g}")
     right.yaxis.set_minor_formatter("{x:.3g}")
-    right.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-    for axes in (left, right):
-        axes.grid(color="#dddddd", linewidth=0.6, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
+    finish(right, "Dots: seeds, lines: power laws fitted to the means", ncols=2)
+    right.grid(color="#dddddd", linewidth=0.6, which="minor")
     return figure
 
 
@@ -207,8 +204,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
         look: dict[str, Any] = dict(marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=max(1, len(mean) // 8))
         axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, label=f"{kind}, {size}", **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
-    axes.set_title("Means over seeds; stronger lines are larger models", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    finish(axes, "Means over seeds; stronger lines are larger models", ncols=4)
 
 
 def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str, marker: str) -> None:

@@ -24,7 +24,7 @@ from kvlens.experiments.kvsa.text_scales import (
     TEXT,
     text_goal,
 )
-from kvlens.experiments.shared.curves import SHIFTED, line_style, mean_course, of_heldout
+from kvlens.experiments.shared.curves import SHIFTED, finish, line_style, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, train_cells
@@ -165,10 +165,7 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
         mean = mean_course(heldout[heldout["model"] == label], y="loss")
         axes.plot(mean["step"], mean["mean"], linewidth=1.8, markevery=max(1, len(mean) // 8), label=label, **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
-    axes.set_title("Mean over seeds", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    finish(axes, "Mean over seeds", ncols=3)
 
 
 def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:

@@ -8,7 +8,8 @@ that are added to the stream break this, and so does a causal mask alone. Measur
 Source: LECTURE (the plain layer is permutation equivariant; learned and sinusoidal positions).
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -31,25 +32,14 @@ def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int,
         n_prompts: number of random inputs X, all permuted in the same way.
         n_models: number of draws of weights, inputs and pi.
     """
-    return pd.DataFrame(_measure(model, n_positions, d_input, n_prompts, n_models))
-
-
-def _measure(
-    model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int
-) -> Iterator[dict[str, Any]]:
-    for attention_dir, positions in KINDS:
-        for dtype in DTYPES:
-            for seed in range(n_models):
-                kind = dict(attention_dir=attention_dir, positional_embedding_type=positions, dtype=dtype, seed=seed)
-                cfg = HookedKVTransformerConfig(**{**model, **kind, "n_ctx": n_positions, "d_vocab": 1, "device": "cpu"})
-                yield dict(
-                    attention_dir=attention_dir,
-                    positions=positions,
-                    dtype=str(dtype).removeprefix("torch."),
-                    seed=seed,
-                    deviation=deviation(HookedKVRegressor(cfg, d_input), n_positions, n_prompts, seed),
-                    rounding=permutation_rounding(cfg),
-                )
+    rows = []
+    for (attention_dir, positions), dtype, seed in itertools.product(KINDS, DTYPES, range(n_models)):
+        kind = dict(attention_dir=attention_dir, positional_embedding_type=positions, dtype=dtype, seed=seed)
+        cfg = HookedKVTransformerConfig(**{**model, **kind, "n_ctx": n_positions, "d_vocab": 1, "device": "cpu"})
+        own = dict(attention_dir=attention_dir, positions=positions, dtype=str(dtype).removeprefix("torch."), seed=seed)
+        off = deviation(HookedKVRegressor(cfg, d_input), n_positions, n_prompts, seed)
+        rows.append(dict(own, deviation=off, rounding=permutation_rounding(cfg)))
+    return pd.DataFrame(rows)
 
 
 @torch.no_grad()

@@ -19,8 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.errors import KVLensError
-
 Points = Float[Tensor, "prompt point dim"]
 Answers = Float[Tensor, "prompt point_minus_1"]
 Predictions = Float[Tensor, "prompt point"]
@@ -43,13 +41,10 @@ def least_squares(x: Points, y: Answers) -> Predictions:
 
 
 def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
-    """Least squares with ``penalty`` |w|^2 added to the squared error; arguments and result as of `least_squares`.
+    """Least squares with ``penalty`` |w|^2, which is positive, added to the squared error.
 
-    Raises:
-        KVLensError: ``penalty`` is not positive, so that w would be undetermined by fewer examples than dimensions.
+    Arguments and result as of `least_squares`, which is the limit for a penalty of 0.
     """
-    if not penalty > 0:
-        raise KVLensError(f"ridge: penalty must be positive, got {penalty}; least_squares is the limit of 0")
     examples = x[:, :-1]
     gram = _sums_before(examples[..., None] * examples[:, :, None])
     moment = _sums_before(examples * y[..., None])
@@ -58,13 +53,7 @@ def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
 
 
 def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
-    """The mean answer of the ``k`` nearest examples; arguments and result as of `least_squares`.
-
-    Raises:
-        KVLensError: ``k`` is below 1.
-    """
-    if k < 1:
-        raise KVLensError(f"nearest_neighbors: k must be at least 1, got {k}")
+    """The mean answer of the ``k`` nearest examples; arguments and result as of `least_squares`."""
     # Differences are computed directly; by products, the distance of a point to itself would be about the root of eps.
     distance = torch.cdist(x, x[:, :-1], compute_mode="donot_use_mm_for_euclid_dist")
     distance = distance.masked_fill(_earlier(x) == 0, math.inf)

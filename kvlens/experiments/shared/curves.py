@@ -211,5 +211,23 @@ def draw_curves(
         for _, run in rows.sort_values(x, kind="stable").groupby("seed"):
             axes.plot(run[x], run[y], color=look["color"], alpha=0.35, linewidth=0.7, label="_seed")
         axes.plot(course[x], course["mean"], **{"linewidth": 1.8, "label": str(label), **look, **line})
+    finish(axes)
+
+
+def finish(axes: Axes, title: str = "", *, ncols: int = 0, below: float = 0.13, **legend: Any) -> None:
+    """The look of a panel: a light grid, no frame above and on the right, its title, and with ``ncols`` a legend under it.
+
+    Args:
+        axes: with everything drawn.
+        title: above the panel, on the left.
+        ncols: columns of the legend; 0 for none.
+        below: the legend's distance from the panel, in heights of it.
+        **legend: matplotlib's properties of the legend.
+    """
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    if ncols:
+        look = dict(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -below), ncols=ncols)
+        axes.legend(**{**look, **legend})

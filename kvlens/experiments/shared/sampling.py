@@ -1,4 +1,4 @@
-"""Loading the model that an experiment runs on, sampling text from it, and reading text after a prompt."""
+"""Loading the model that an experiment runs on, sampling text from it, reading text after a prompt, and errors of logits."""
 
 from typing import Any
 
@@ -46,3 +46,14 @@ def prompted_logits(
     whole = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
     parts = [model(part, attention_mask=torch.ones_like(part))[:, len(prompt) :] for part in whole.split(TEXTS_AT_ONCE)]
     return torch.cat(parts)
+
+
+def relative_errors(new: Float[Tensor, "*token vocab"], old: Float[Tensor, "*token vocab"]) -> Float[Tensor, "*token"]:
+    """|new - old| / |old| at every token."""
+    return (new - old).norm(dim=-1) / old.norm(dim=-1)
+
+
+def divergences(new: Float[Tensor, "*token vocab"], old: Float[Tensor, "*token vocab"]) -> Float[Tensor, "*token"]:
+    """KL(old || new) of the next token, nats, at every token."""
+    log_old, log_new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
+    return (log_old.exp() * (log_old - log_new)).sum(dim=-1)

@@ -138,16 +138,15 @@ class FactsTask(Task):
         return batch
 
     @checked
-    def as_batch(self, stories: Sequence[Story], spans: Sequence[Sequence[tuple[int, int]]] | None = None) -> Batch:
+    def as_batch(self, stories: Sequence[Story], spans: Sequence[Sequence[tuple[int, int]]]) -> Batch:
         """Stories as tokens, padded on the right.
 
         Args:
             stories: of at most ``length`` tokens each.
-            spans: for each story, (start, stop) of the tokens to predict; None takes the answer words.
+            spans: for each story, (start, stop) of the tokens to predict.
         """
         inputs = torch.full((len(stories), self.length), word_tokenizer().pad_token_id)
         scored = torch.zeros_like(inputs, dtype=torch.bool)
-        spans = [_answer_words(story) for story in stories] if spans is None else spans
         for row, (story, parts) in enumerate(zip(stories, spans, strict=True)):
             inputs[row, : story.n_tokens] = torch.tensor(story.tokens)
             for start, stop in parts:

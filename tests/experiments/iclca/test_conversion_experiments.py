@@ -254,26 +254,6 @@ def test_runs_are_compared_seed_by_seed():
     assert better.ours == "+0.250 ± 0.212 (2 seeds)"  # 0.1 and 0.4
 
 
-@pytest.mark.parametrize(
-    ("with_bias", "expected"),
-    [
-        ([(0.5, 0.2 + i / 100) for i in range(6)], [True, True]),
-        ([(0.9, 0.6 + i / 100) for i in range(6)], [False, False]),
-        ([(0.5, 0.2)] * 5 + [(0.9, 0.6)], [None, None]),  # one seed better, one worse
-        ([(0.8, 0.4)] * 6, [None, None]),  # no difference at all
-        ([(0.6 + i / 100, 0.4) for i in range(6)], [True, None]),  # faster, but no better at the end
-    ],
-)
-def test_a_difference_is_significant_where_every_seed_has_it(with_bias, expected):
-    by_seed = measured(runs_table(with_bias, [(0.8, 0.4)] * 6))
-    assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == expected
-
-
-def test_a_single_seed_is_inconclusive():
-    by_seed = measured(runs_table([(0.1, 0.1)], [(0.8, 0.4)]))
-    assert [comparison.holds for comparison in trainable_bias.compare(by_seed, {})] == [None, None]
-
-
 def test_with_and_without_bias_a_seed_starts_from_the_same_function():
     tiny = trainable_bias.trainable_bias.scales["tiny"]
     settings = {**tiny, "training": {**tiny["training"], "steps": 6, "eval_every": 3}}

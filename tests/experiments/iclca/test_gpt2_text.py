@@ -60,7 +60,9 @@ def test_text_and_errors_are_those_of_transformers(gpt2, outcome):
     expected = float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())
     assert first.loc[WITHOUT, "relative_error"] == pytest.approx(expected, rel=1e-4) and expected > 0.01
     old, new = (x - x.mean(-1, keepdim=True) for x in (old, new))
-    assert first.loc[WITHOUT, "relative_error_centered"] == pytest.approx(gpt2_text.relative_error(new, old), rel=1e-4)
+    assert first.loc[WITHOUT, "relative_error_centered"] == pytest.approx(
+        float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean()), rel=1e-4
+    )
     assert first.loc[WITHOUT, "next_token_agrees"] == pytest.approx(float((new.argmax(-1) == old.argmax(-1)).double().mean()))
 
 
@@ -93,10 +95,7 @@ def test_claims_can_hold_and_fail():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--set", "n_pair=3"], "no setting 'n_pair'; did you mean 'n_pairs'"),
-        (["--set", "n_pairs=many"], "must be a whole number"),
         (["--set", "n_pairs"], "expected NAME=VALUE"),
-        (["--set", "n_pairs=true"], "must be a whole number"),
         (["--set", "texts=fact"], "did you mean 'facts'"),
         (["--model", "docs-linear"], "attention is linear"),
         (["--model", "docs-gpt"], "neither a shipped model"),

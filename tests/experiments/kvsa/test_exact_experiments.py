@@ -12,7 +12,6 @@ from kvlens.ops.induction import landscape_loss, naive_induction_head
 
 BATCH, POS, D, VOCAB = 3, 13, 5, 7
 SIGMA, SLOPE = 0.6, 0.15
-EXPERIMENTS = [induction_exact.induction_exact, landscape.landscape]
 
 
 def embeddings_and_tokens(dtype=torch.float64, seed=0):
@@ -119,19 +118,12 @@ def test_the_model_has_the_closed_forms_loss_and_gradients_off_the_plane_too(T):
         attn.k_shift_coef.copy_(torch.tensor([[0.3, -0.8]]))
         attn.v_shift_coef.copy_(torch.tensor([[1.2, 0.4]]))
     alpha, beta = (p.detach()[0].clone().requires_grad_() for p in (attn.k_shift_coef, attn.v_shift_coef))
-    loss, closed = cross_entropy(model(tokens)[:, -1], answers), landscape_loss(alpha, beta, T)
-    assert abs(float(loss.detach() - closed.detach())) <= 4 * landscape.loss_rounding(T)  # sizes up to 1.2 + 0.8
-    got = torch.autograd.grad(loss, (attn.k_shift_coef, attn.v_shift_coef))
+    losses, closed = cross_entropy(model(tokens)[:, -1], answers, reduction="none"), landscape_loss(alpha, beta, T)
+    # of every text alone; sizes up to 1.2 + 0.8
+    assert (losses.detach() - closed.detach()).abs().max() <= 4 * landscape.loss_rounding(T)
+    got = torch.autograd.grad(losses.mean(), (attn.k_shift_coef, attn.v_shift_coef))
     for a, b in zip(got, torch.autograd.grad(closed, (alpha, beta)), strict=True):
         assert (a[0] - b).abs().max() <= 4 * landscape.loss_rounding(T)
-
-
-def test_every_text_alone_has_the_same_loss():
-    T = 9
-    model, tokens, answers = landscape.model_and_texts(T, n_texts=5, seed=3)
-    constructed_models.set_shift(model, 0.2, 0.7)
-    losses = cross_entropy(model(tokens)[:, -1], answers, reduction="none").detach()
-    assert losses.max() - losses.min() <= 2 * landscape.loss_rounding(T)
 
 
 def test_descent_ends_at_the_induction_head_downhill_and_inside_the_square():
@@ -206,10 +198,3 @@ def test_claims_about_the_landscape_can_fail():
 
 
 # --- both ---
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.name)
-def test_all_scales_have_the_same_settings_and_a_cost(experiment):
-    names = {scale: sorted(settings) for scale, settings in experiment.scales.items()}
-    assert names["tiny"] == names["small"] == names["paper"]
-    assert set(experiment.cost) == set(experiment.scales) == {"tiny", "small", "paper"}

@@ -158,23 +158,6 @@ def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned(
     pd.testing.assert_frame_equal(hops.hops_made(final.sample(frac=1, random_state=0)), expected)
 
 
-@pytest.mark.parametrize(
-    ("plain", "shifted", "holds"),
-    [
-        ((1.0, 0.4), (1.0, 0.95), [True, True]),
-        ((1.0, 0.4), (1.0, 0.8), [True, True]),  # neither learns the second hop, one learns more of it
-        ((0.9, 0.4), (1.0, 0.4), [None, True]),  # as many hops, a better accuracy
-        ((1.0, 1.0), (1.0, 0.4), [False, False]),
-        ((0.4, 0.4), (0.4, 0.4), [None, None]),
-        ((1.0, 1.0), (1.0, 1.0), [None, None]),
-    ],
-)
-def test_hops_are_tested_seed_by_seed(plain, shifted, holds):
-    found = hops.compare(hop_rows(*([(accuracy,) * 6 for accuracy in ends] for ends in (plain, shifted))), {})
-    assert [c.holds for c in found] == holds
-    assert found[1].ours == f"{(sum(shifted) - sum(plain)) / 2:+.3f} ± 0.000 (6 seeds)"
-
-
 def test_too_shallow_is_distinguished_from_too_few_steps():
     """A model that cannot learn is informative if a similar one has learned in as many steps, and its curve is flat."""
 

@@ -1,14 +1,9 @@
-"""The previous occurrence of each token, against a loop."""
+"""The previous occurrence of each token, against a loop, and draws of distinct numbers."""
 
 import torch
 from task_checks import seeded
 
-from kvlens.tasks.drawing import draw_distinct
-from kvlens.tasks.occurrences import previous_occurrence
-
-
-def test_previous_occurrence_by_hand():
-    assert previous_occurrence(torch.tensor([[3, 1, 3, 3, 1]])).tolist() == [[-1, -1, 0, 2, 1]]
+from kvlens.tasks.drawing import draw_distinct, previous_occurrence
 
 
 def test_previous_occurrence_equals_the_loop():
@@ -17,6 +12,7 @@ def test_previous_occurrence_equals_the_loop():
         [max((j for j in range(i) if row[j] == row[i]), default=-1) for i in range(len(row))] for row in tokens.tolist()
     ]
     assert previous_occurrence(tokens).tolist() == expected
+    assert previous_occurrence(torch.tensor([[3, 1, 3, 3, 1]])).tolist() == [[-1, -1, 0, 2, 1]]
 
 
 def test_distinct_draws_are_distinct_and_every_number_occurs_at_every_position():
