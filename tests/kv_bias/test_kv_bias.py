@@ -101,26 +101,29 @@ def test_arithmetic_leaves_its_arguments_as_they_were():
 
 
 def test_token_counts_of_unequal_prompts_add_row_by_row():
-    a, b = bias_of(1, 3, shift_state_seed=9), bias_of(2, 3, shift_state_seed=9)
-    a = replace(a, n_prompt_tokens=torch.tensor([1, 2, 4]))
-    assert (a + b).n_prompt_tokens.tolist() == [8, 9, 11]
-    assert (a + a).n_prompt_tokens.tolist() == [2, 4, 8]
-    assert (b - a).n_prompt_tokens.tolist() == [6, 5, 3]
+    a, b = bias_of(1, 3, shift_state_seed=9, n_prompt_tokens=torch.tensor([1, 2, 4])), bias_of(2, 3, shift_state_seed=9)
     head = [(1, 0)]
-    assert (b - b.select(heads=head) + a.select(heads=head)).n_prompt_tokens.tolist() == [1, 2, 4]
+    for got, expected in (
+        (a + b, [8, 9, 11]),
+        (a + a, [2, 4, 8]),
+        (b - a, [6, 5, 3]),
+        (b - b.select(heads=head) + a.select(heads=head), [1, 2, 4]),
+    ):
+        assert got.n_prompt_tokens.tolist() == expected
 
 
-def test_the_sum_of_two_prompts_is_their_concatenation_if_order_does_not_matter():
+def test_the_sum_of_prompts_of_any_length_is_their_concatenation_if_order_does_not_matter():
     # one layer, no positions, no shift: b_KV and b_D are sums over tokens and over nothing else
-    model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=None)
-    first, second = tokens(2, 5, seed=1), tokens(2, 5, seed=2)
-    added = convert_prompt(model, first) + convert_prompt(model, second)
-    whole = convert_prompt(model, torch.cat([first, second], dim=1))
-    for name in ("b_KV", "b_D"):
-        assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * getattr(whole, name).norm()
-    assert added.n_prompt_tokens == whole.n_prompt_tokens == 10
-    rest = combine(whole, convert_prompt(model, second), weights=(1, -1), shift_state="first")
-    assert (rest.b_KV - convert_prompt(model, first).b_KV).norm() <= ROUNDING * whole.b_KV.norm()
+    model, x, y = model_of(n_layers=1, positional_embedding_type="none", kv_shift=None), tokens(2, 9), tokens(2, 5, seed=2)
+    a, b, whole = (convert_prompt(model, text) for text in (x, y, torch.cat([x, y], dim=1)))
+    assert a.position_offset != b.position_offset and a.starts_where(b)
+    for added in (a + b, sum([a, b])):
+        for name in ("b_KV", "b_D"):
+            assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * getattr(whole, name).norm()
+        assert added.n_prompt_tokens == whole.n_prompt_tokens == 14
+    assert ((whole - b).b_KV - a.b_KV).norm() <= ROUNDING * whole.b_KV.norm()
+    rotary = model_of(rotary_placement="before", kv_shift=None)
+    assert not convert_prompt(rotary, x).starts_where(convert_prompt(rotary, y))
 
 
 def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follows_the_second():
@@ -161,18 +164,6 @@ def test_subtracting_with_different_offsets_proposes_what_subtracts():
     found = eval(proposed, {"combine": combine, "a": a, "b": b})
     assert torch.equal(found.b_KV, a.b_KV - b.b_KV) and torch.equal(found.b_D, a.b_D - b.b_D)
     assert found.position_offset == a.position_offset
-
-
-def test_without_positions_prompts_of_any_length_add():
-    model, x, y = model_of(positional_embedding_type="none", kv_shift=None), tokens(1, 9), tokens(1, 5, seed=1)
-    a, b = convert_prompt(model, x), convert_prompt(model, y)
-    whole = convert_prompt(model, torch.cat([x, y], dim=1))
-    assert a.position_offset != b.position_offset and a.starts_where(b)
-    assert torch.equal((a + b).b_KV[0], a.b_KV[0] + b.b_KV[0])
-    assert (sum([a, b]).b_KV[0] - whole.b_KV[0]).norm() <= ROUNDING * whole.b_KV[0].norm()  # layer 0 mixes nothing yet
-    rotary = model_of(rotary_placement="before", kv_shift=None)
-    a, b = convert_prompt(rotary, x), convert_prompt(rotary, y)
-    assert not a.starts_where(b)
 
 
 def test_what_is_no_arithmetic_is_a_type_error():
@@ -334,6 +325,18 @@ def test_files_of_others_are_refused(tmp_path):
             KVBias.load(path)
 
 
+def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_part_of_the_structure():
+    free, same = (HookedKVTransformer(model_of(kv_shift=KVShiftConfig(init=init)).cfg) for init in ("identity", "uniform"))
+    assert free.fingerprint().kv_shift == same.fingerprint().kv_shift
+    assert free.fingerprint().weights != same.fingerprint().weights
+    bias = convert_prompt(free, tokens(1, 4))
+    free.attach_kv_bias(bias)
+    free.detach_kv_bias()
+    free.blocks[1].attn.k_shift_coef.data[0, 0] += 1e-6
+    with pytest.raises(KVLensError, match=r"weights differs \(same structure, other weights\)"):
+        free.attach_kv_bias(bias)
+
+
 CHANGES = {
     "format version 6, this kvlens reads 5: upgrade": lambda tensors, metadata, meta: metadata.update(format_version="6"),
     **{f"lacks {name}": lambda tensors, metadata, meta, name=name: tensors.pop(name) for name in TENSORS},
@@ -416,20 +419,3 @@ def test_a_bias_does_not_fit_another_model_and_says_why(changes, field):
     with pytest.raises(KVLensError, match=f"attach_kv_bias: {field} differs"):
         model_of(**changes).attach_kv_bias(bias)
     assert model_of(**changes).attached_kv_bias is None
-
-
-def test_one_changed_weight_is_noticed():
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "kv_shift": SHIFT}))
-    bias = convert_prompt(model, tokens(1, 4))
-    model.attach_kv_bias(bias)
-    model.detach_kv_bias()
-    model.blocks[1].attn.k_shift_coef.data[0, 0] += 1e-6
-    with pytest.raises(KVLensError, match=r"weights differs \(same structure, other weights\)"):
-        model.attach_kv_bias(bias)
-
-
-def test_initialization_of_a_shift_is_no_part_of_the_fingerprint():
-    free = model_of(kv_shift=KVShiftConfig(init="identity")).fingerprint()
-    same = model_of(kv_shift=KVShiftConfig(init="uniform")).fingerprint()
-    assert free.kv_shift == same.kv_shift
-    assert free.weights != same.weights
