@@ -21,7 +21,7 @@ from kvlens.components.fast_path import on_fast_path
 from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
-from kvlens.components.layer_bias import LayerBias, Normalizers, read_bias
+from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.positions import counted_by
 from kvlens.components.softmax_attention import SoftmaxHeads, score_rule
@@ -124,10 +124,6 @@ class KVAttention(Attention):
         if self.cfg.alibi_slopes is None:
             return super().alibi_slopes(device)
         return self.W_Q.new_tensor(list(self.cfg.alibi_slopes), device=device)
-
-    def read_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-        """(b_KV, b_D) of linear attention after their hooks: the attached bias, otherwise the trained one, otherwise None."""
-        return read_bias(self, dtype)
 
     def waits_for_a_bias(self, hook_point: str) -> bool:
         """Whether the hook point of this name (e.g. ``hook_b_kv``) fires only with a KV bias, and there is none now."""

@@ -22,6 +22,7 @@ from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.feature_maps import FEATURE_MAPS
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
+from kvlens.components.layer_bias import read_bias
 from kvlens.components.variants import read_values
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants.ridge import ridge_attention, ridge_state, ridge_steps
@@ -106,7 +107,7 @@ class LinearHeads(Heads):
             features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))
             if mask is None and tokens.mask is not None:
                 features = features.hidden(tokens.mask)
-            bias = self.attn.read_bias(accumulate)
+            bias = read_bias(self.attn, accumulate)
             variant = self.attn.variant
             if variant is not None and variant.ridge is not None:
                 return self._solved(features, variant.ridge.strength)

@@ -11,8 +11,8 @@ from kvlens.checks import Within, checked, ensure
 from kvlens.components.attention import KVAttention
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
+from kvlens.kv_bias.fit import since
 from kvlens.kv_bias.ragged import padded
-from kvlens.kv_bias.records import since
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.linear_attention import LinearAttentionState
 from kvlens.ops.linear_attention.carry import carry_state

@@ -11,8 +11,8 @@ import torch
 
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import same_features
+from kvlens.kv_bias.fit import of_sum, since
 from kvlens.kv_bias.ragged import padded
-from kvlens.kv_bias.records import of_sum, since
 from kvlens.kv_bias.recurrent import combined
 
 SHIFT_STATE = ("last_k", "last_v", "last_q")

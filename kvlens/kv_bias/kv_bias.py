@@ -28,9 +28,8 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.fit import BiasFit, below
+from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
 from kvlens.kv_bias.ragged import packed, padded, used_keys
-from kvlens.kv_bias.records import replaced, rounded, since
 from kvlens.kv_bias.recurrent import RecurrentStates, recurrent_from
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers

@@ -1,4 +1,4 @@
-"""What a model does for all its layers: seeding, kvlens' own parameters, and each layer's part of an attached bias."""
+"""What a model does for all its layers: seeding, and each layer's part of an attached bias."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,6 @@ def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
         if seed is not None:
             (torch.default_generator if on_cpu else torch).manual_seed(seed)
         yield
-
-
-def init_kv_parameters(model: Any) -> None:
-    """Initialize kvlens' own parameters: shift coefficients and feature maps (b_KV and b_D start at 0)."""
-    generator = None if model.cfg.seed is None else torch.Generator().manual_seed(model.cfg.seed)
-    for block in model.blocks:
-        block.attn.init_kv_parameters(generator)
 
 
 @torch.enable_grad()

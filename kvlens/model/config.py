@@ -65,15 +65,6 @@ class KVShiftConfig:
                 "with init='identity', or init='uniform' with the gate"
             )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "KVShiftConfig":
-        """Build from fields by name; an unknown name raises KVLensError."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise KVLensError(f"KVShiftConfig: unknown field {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-        return cls(**values)
-
 
 @dataclass
 class _Given(HookedTransformerConfig):
@@ -135,7 +126,7 @@ class HookedKVTransformerConfig(_Given):
 
     def __post_init__(self):
         self.dtype = dtype_of(self.dtype)
-        self.kv_shift = _shift_of(self.kv_shift)
+        self.kv_shift = shift_of(self.kv_shift)
         check_sizes(self)
         super().__post_init__()
         if self.trust_remote_code:
@@ -219,19 +210,13 @@ class HookedKVTransformerConfig(_Given):
     @classmethod
     def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
         """Build from :meth:`to_json`'s dict; a key unknown to this version raises KVLensError."""
-        known = {f.name for f in fields(cls)}
-        for name in plain:
-            if name not in known:
-                raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}; was it written by a newer kvlens?")
+        _check_known(cls, plain, "; was it written by a newer kvlens?")
         return cls(**{**plain, **overrides})
 
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
-        known = {f.name for f in fields(cls)}
-        for name in changes:
-            if name not in known:
-                raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}")
+        _check_known(cls, changes)
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
         return cls(**{**values, "trust_remote_code": False, **changes})
 
@@ -263,8 +248,8 @@ class HookedKVTransformerConfig(_Given):
     def _check_variant(self, variant: AttentionVariantConfig) -> None:
         negative, ridge = "attention_variant: negative", "attention_variant: ridge"
         solved = "its kernel must be one function of key and key, and of query and key"
-        positions = self.positional_embedding_type in ("alibi", "relative_positional_bias")
-        weighted = positions or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
+        alibi = self.positional_embedding_type == "alibi"
+        weighted = alibi or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
         refused = [
             (
                 variant.ridge and weighted,
@@ -284,9 +269,9 @@ class HookedKVTransformerConfig(_Given):
                 f"trainable_kv_bias cannot be combined with this attention_variant: {why_no_kv_bias(variant)}",
             ),
             (
-                self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None or self.load_in_4bit,
-                "attention_variant cannot be combined with norms over all heads, clip_qkv or 4-bit weights, which act inside "
-                "the base's attention",
+                self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None,
+                "attention_variant cannot be combined with norms over all heads or clip_qkv, which act inside the base's "
+                "attention",
             ),
         ]
         for is_refused, reason in refused:
@@ -305,8 +290,6 @@ class HookedKVTransformerConfig(_Given):
         refused = [
             (self.attention == "linear", "linear attention has its own forms: see linear_attention_form"),
             (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not expose"),
-            (self.positional_embedding_type == "relative_positional_bias", "T5's attention is TransformerLens' own class"),
-            (self.load_in_4bit, "4-bit weights"),
         ]
         return next((reason for is_refused, reason in refused if is_refused), None)
 
@@ -327,7 +310,6 @@ class HookedKVTransformerConfig(_Given):
         linear_in_scores = "linear attention has no softmax scores to act on"
         return [
             (self.positional_embedding_type == "alibi", f"ALiBi: it adds to softmax scores; {linear_in_scores}"),
-            (self.positional_embedding_type == "relative_positional_bias", f"T5's position bias: {linear_in_scores}"),
             (
                 self.positional_embedding_type == "shortformer",
                 "shortformer: its keys include positions and its values do not, which no stored state can represent",
@@ -338,7 +320,6 @@ class HookedKVTransformerConfig(_Given):
             (self.use_logn_attn, "log-n scaling: it rescales softmax scores by the context length"),
             (self.use_dynamic_ntk_rope, "dynamic NTK: it rotates old keys again as the text grows, which a state cannot do"),
             (self.attention_dir != "causal", "bidirectional attention: the state holds only the past"),
-            (self.load_in_4bit, "4-bit weights"),
             (self.clip_qkv is not None, "clip_qkv"),
             (
                 self.original_architecture in NORM_OVER_ALL_HEADS,
@@ -374,14 +355,20 @@ class HookedKVTransformerConfig(_Given):
             raise KVLensError(f"decay: every gamma must lie in (0, 1], got {list(self.decay)}")
 
 
-def _shift_of(value: Any) -> KVShiftConfig | None:
+def _check_known(cls: type[HookedKVTransformerConfig], given: Collection[str], why: str = "") -> None:
+    known = {f.name for f in fields(cls)}
+    for name in (name for name in given if name not in known):
+        raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}{why}")
+
+
+def shift_of(value: Any) -> KVShiftConfig | None:
     """The shift given as a KVShiftConfig, a dict of its fields, True (the default shift) or False (no shift)."""
     if value is None or isinstance(value, KVShiftConfig):
         return value
     if isinstance(value, bool):
         return KVShiftConfig() if value else None
     if isinstance(value, Mapping):
-        return KVShiftConfig.from_dict(dict(value))
+        return from_fields(KVShiftConfig, value)
     raise KVLensError(f"kv_shift: expected a KVShiftConfig, a dict of its fields, True or None, got {value!r}")
 
 

@@ -1,7 +1,7 @@
 """Checks of what is generated, and reading a long text without logits, whose memory would exceed everything else."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from jaxtyping import Int
@@ -19,8 +19,6 @@ LONG = 1024
 MOST_NEW = 2**31 - 1
 COLDEST, HOTTEST = 1e-20, 1e20
 TEMPERATURES = f"0 (the most probable token), or a number from {COLDEST:g} to {HOTTEST:g}"
-
-
 TRANSFORMERS_KEYWORDS = ("output_logits", "return_dict_in_generate")
 """Keywords of Transformers' ``generate`` that TransformerLens supports; it ignores all others."""
 
@@ -32,45 +30,26 @@ def check_keywords(generate: Callable[..., Any], given: Collection[str]) -> None
         raise unknown_argument("HookedKVTransformer.generate", unknown, names)
 
 
-def check_sampling(
-    *,
-    max_new_tokens: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    freq_penalty: Any,
-    return_type: Any,
-    padding_side: Any,
-    eos_token_id: Any,
-    stop_at_eos: Any,
-    do_sample: Any,
-    use_past_kv_cache: Any,
-    verbose: Any,
-    prepend_bos: Any,
-    d_vocab: int,
-) -> None:
+def check_sampling(d_vocab: int, given: Mapping[str, Any]) -> None:
     """Raise KVLensError for an invalid argument of ``generate``, before anything in the model changes."""
-
-    token = Annotated[int, Within(0, d_vocab - 1)]
-    if not isinstance(eos_token_id, list | tuple) or not eos_token_id:
-        ensure("generate: eos_token_id, one or several,", token | None, eos_token_id)
-    ensure("generate: eos_token_id", token | Sequence[token] | None, eos_token_id)
-    for name, kind, value in (
-        ("stop_at_eos", bool, stop_at_eos),
-        ("do_sample", bool, do_sample),
-        ("use_past_kv_cache", bool, use_past_kv_cache),
-        ("verbose", bool, verbose),
-        ("prepend_bos", bool | None, prepend_bos),
-        ("max_new_tokens", Annotated[int, Within(1, MOST_NEW)], max_new_tokens),
-        ("top_k", Annotated[int, Within(1, MOST_NEW)] | None, top_k),
-        ("top_p", Annotated[float, Within(above=0, most=1)] | None, top_p),
-        ("freq_penalty", Annotated[float, Within(-HOTTEST, HOTTEST)], freq_penalty),
-        ("return_type", Literal["input", "str", "tokens", "embeds"], return_type),
-        ("padding_side", Literal["left", "right"] | None, padding_side),
-    ):
-        ensure(f"generate: {name}", kind, value)
-    if not is_temperature(temperature):
-        raise KVLensError(f"generate: temperature must be {TEMPERATURES}, got {brief(temperature)}")
+    token, eos = Annotated[int, Within(0, d_vocab - 1)], given["eos_token_id"]
+    if not isinstance(eos, list | tuple) or not eos:
+        ensure("generate: eos_token_id, one or several,", token | None, eos)
+    kinds: dict[str, Any] = {
+        "eos_token_id": token | Sequence[token] | None,
+        **dict.fromkeys(("stop_at_eos", "do_sample", "use_past_kv_cache", "verbose"), bool),
+        "prepend_bos": bool | None,
+        "max_new_tokens": Annotated[int, Within(1, MOST_NEW)],
+        "top_k": Annotated[int, Within(1, MOST_NEW)] | None,
+        "top_p": Annotated[float, Within(above=0, most=1)] | None,
+        "freq_penalty": Annotated[float, Within(-HOTTEST, HOTTEST)],
+        "return_type": Literal["input", "str", "tokens", "embeds"],
+        "padding_side": Literal["left", "right"] | None,
+    }
+    for name, kind in kinds.items():
+        ensure(f"generate: {name}", kind, given[name])
+    if not is_temperature(given["temperature"]):
+        raise KVLensError(f"generate: temperature must be {TEMPERATURES}, got {brief(given['temperature'])}")
 
 
 def is_temperature(value: Any) -> bool:

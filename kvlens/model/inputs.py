@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache
+from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.arguments import check_characters
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError, brief, nearest
@@ -81,11 +81,6 @@ def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
             f"attach_kv_bias: the text after this bias would start at position {offset}, but the model has positions 0 to "
             f"{cfg.n_ctx - 1} (n_ctx={cfg.n_ctx}); convert a shorter prompt"
         )
-
-
-def bos_under_bias(prepend_bos: Any, attached: bool) -> Any:
-    """Whether a string gets a BOS: as the caller says; by default none while a bias is attached, as the prompt had one."""
-    return False if prepend_bos is USE_DEFAULT_VALUE and attached else prepend_bos
 
 
 def check_hook_names(names: Any, hook_points: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Logits at the end of a text, without the others: ``logits_on`` and ``logits_of`` of a HookedKVTransformer."""
+"""Logits at the end of a text, without the others."""
 
 from typing import Any
 
@@ -9,58 +9,61 @@ from torch import Tensor
 from kvlens.components import hidden_tokens_keep_positions
 
 
-def logits_on(
-    model: Any,
-    text: Int[Tensor, "batch pos"],
-    n_last: int,
-    before: Int[Tensor, "batch before_pos"] | None,
-    kept: Bool[Tensor, "batch before_pos"] | None,
-    keeps_positions: bool,
-    residuals: list[Tensor] | None,
-) -> Float[Tensor, "batch n_last d_vocab"]:
-    """See :meth:`kvlens.KVModel.logits_on`.
+class LastLogits:
+    """The part of a HookedKVTransformer that computes them."""
 
-    With linear attention ``before`` is read into a state, in segments: its length costs no memory.
-    """
-    last, options = model.cfg.n_layers - 1, {}
+    def logits_on(
+        self: Any,
+        text: Int[Tensor, "batch pos"],
+        n_last: int,
+        *,
+        before: Int[Tensor, "batch before_pos"] | None = None,
+        kept: Bool[Tensor, "batch before_pos"] | None = None,
+        keeps_positions: bool = True,
+        residuals: list[Tensor] | None = None,
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_on`.
 
-    def keep(resid: Tensor, hook: Any) -> None:
-        residuals.append(resid[:, -n_last:].clone())  # type: ignore[union-attr]
+        With linear attention ``before`` is read into a state, in segments: its length costs no memory.
+        """
+        last, options = self.cfg.n_layers - 1, {}
 
-    def cut(resid: Tensor, hook: Any) -> Tensor:
-        return resid[:, -n_last:]
+        def keep(resid: Tensor, hook: Any) -> None:
+            residuals.append(resid[:, -n_last:].clone())  # type: ignore[union-attr]
 
-    names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
-    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
-    hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
-    n_before = 0 if before is None else before.shape[1]
-    if before is not None and n_before and model.cfg.attention == "linear" and not model.cfg.attention_variant:
-        options["past_kv_cache"] = cache = model.empty_cache(len(text))
-        mask = torch.ones_like(before) if kept is None else kept.to(before)
+        def cut(resid: Tensor, hook: Any) -> Tensor:
+            return resid[:, -n_last:]
+
+        names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
+        hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
+        hooks.append((f"blocks.{last}.{self.blocks[last].cut_point()}", cut))
+        n_before = 0 if before is None else before.shape[1]
+        if before is not None and n_before and self.cfg.attention == "linear" and not self.cfg.attention_variant:
+            options["past_kv_cache"] = cache = self.empty_cache(len(text))
+            mask = torch.ones_like(before) if kept is None else kept.to(before)
+            with hidden_tokens_keep_positions(keeps_positions):
+                self(before, return_type=None, attention_mask=mask, past_kv_cache=cache)
+            kept = None
+        elif before is not None and n_before:
+            text = torch.cat([before, text], dim=1)
+        mask = torch.ones_like(text)
+        if kept is not None:
+            mask[:, :n_before] = kept
         with hidden_tokens_keep_positions(keeps_positions):
-            model(before, return_type=None, attention_mask=mask, past_kv_cache=cache)
-        kept = None
-    elif before is not None and n_before:
-        text = torch.cat([before, text], dim=1)
-    mask = torch.ones_like(text)
-    if kept is not None:
-        mask[:, :n_before] = kept
-    with hidden_tokens_keep_positions(keeps_positions):
-        logits: Tensor = model.run_with_hooks(text, attention_mask=mask, fwd_hooks=hooks, **options)
-    return logits
+            logits: Tensor = self.run_with_hooks(text, attention_mask=mask, fwd_hooks=hooks, **options)
+        return logits
 
-
-def logits_of(
-    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None, n_last: int | None
-) -> Float[Tensor, "batch n_last d_vocab"]:
-    """See :meth:`kvlens.KVModel.logits_of`."""
-    n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
-    hooks: list[Any] = []
-    if layer is None or layer == n_layers:
-        residual = residual[:, -n_last:]
-    elif n_last < residual.shape[1]:
-        hooks = [(f"blocks.{n_layers - 1}.hook_resid_post", lambda resid, hook: resid[:, -n_last:])]
-    mask = torch.ones(residual.shape[:2], dtype=torch.long, device=residual.device)
-    start = n_layers if layer is None else layer
-    logits: Tensor = model.run_with_hooks(residual, start_at_layer=start, attention_mask=mask, fwd_hooks=hooks)
-    return logits
+    def logits_of(
+        self: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_of`."""
+        n_layers, n_last = self.cfg.n_layers, n_last or residual.shape[1]
+        hooks: list[Any] = []
+        if layer is None or layer == n_layers:
+            residual = residual[:, -n_last:]
+        elif n_last < residual.shape[1]:
+            hooks = [(f"blocks.{n_layers - 1}.hook_resid_post", lambda resid, hook: resid[:, -n_last:])]
+        mask = torch.ones(residual.shape[:2], dtype=torch.long, device=residual.device)
+        start = n_layers if layer is None else layer
+        logits: Tensor = self.run_with_hooks(residual, start_at_layer=start, attention_mask=mask, fwd_hooks=hooks)
+        return logits

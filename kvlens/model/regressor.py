@@ -29,8 +29,6 @@ from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
 
 MAPS = "maps.safetensors"
-NOT_ADDED = ("shortformer", "relative_positional_bias")
-"""Kinds of positions that TransformerLens passes to the attention separately from the residual stream; not supported."""
 
 
 class HookedKVRegressor(nn.Module):
@@ -53,10 +51,10 @@ class HookedKVRegressor(nn.Module):
         super().__init__()
         if d_input < 1:
             raise KVLensError(f"HookedKVRegressor: d_input must be at least 1, got {d_input}")
-        if cfg.positional_embedding_type in NOT_ADDED:
+        if cfg.positional_embedding_type == "shortformer":  # its positions are not added to the residual stream
             raise KVLensError(
-                f"HookedKVRegressor: positional_embedding_type={cfg.positional_embedding_type!r} needs tokens; take standard, "
-                "sinusoidal, rotary, alibi or none"
+                "HookedKVRegressor: positional_embedding_type='shortformer' needs tokens; take standard, sinusoidal, rotary, "
+                "alibi or none"
             )
         self.d_input = d_input
         self.transformer = HookedKVTransformer(cfg)

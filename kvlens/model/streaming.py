@@ -71,10 +71,7 @@ def _has_a_state(cfg: Any) -> bool:
     """Whether a state of fixed size carries the attention from segment to segment as fast as in a whole pass."""
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
         return False
-    variant = cfg.attention_variant
-    if variant is not None and (variant.negative is not None or variant.ridge is not None):
-        return False  # negatives are chosen among all scores; ridge attention after a state runs token by token
-    return why_no_kv_bias(variant) is None
+    return why_no_kv_bias(cfg.attention_variant) is None  # ridge attention after a state would run token by token
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

@@ -25,22 +25,15 @@ from kvlens.components import (
 )
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.model.assembly import init_kv_parameters, spread_bias
+from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, of_weights, weights_hash
 from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
 from kvlens.model.hooks import ChecksHookNames
-from kvlens.model.inputs import (
-    as_kv_config,
-    bos_under_bias,
-    check_input,
-    check_room,
-    check_text,
-    check_tokens,
-)
+from kvlens.model.inputs import as_kv_config, check_input, check_room, check_text, check_tokens
 from kvlens.model.load_and_save import LoadsAndSaves
-from kvlens.model.logits import logits_of, logits_on
+from kvlens.model.logits import LastLogits
 from kvlens.model.parts import Ends, Layer, ends_of, layers_of
 from kvlens.model.prompt import SoftmaxPrompts
 from kvlens.model.streaming import forward_in_segments, streams
@@ -49,7 +42,7 @@ from kvlens.model.weights import ProcessesWeights
 from kvlens.tokenizer import warn_of_unknown_words
 
 
-class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -112,7 +105,9 @@ class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, Check
 
     def init_kv_parameters(self) -> None:
         """Initialize kvlens' own parameters: shift coefficients and feature maps (b_KV and b_D start at 0)."""
-        init_kv_parameters(self)
+        generator = None if self.cfg.seed is None else torch.Generator().manual_seed(self.cfg.seed)
+        for block in self.blocks:
+            block.attn.init_kv_parameters(generator)
 
     def forward(
         self,
@@ -165,23 +160,6 @@ class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, Check
                 stop_at_layer,
                 past_kv_cache,
             )
-
-    def logits_on(
-        self,
-        text: Tensor,
-        n_last: int,
-        *,
-        before: Tensor | None = None,
-        kept: Tensor | None = None,
-        keeps_positions: bool = True,
-        residuals: list[Tensor] | None = None,
-    ) -> Tensor:
-        """See :meth:`kvlens.KVModel.logits_on`."""
-        return logits_on(self, text, n_last, before, kept, keeps_positions, residuals)
-
-    def logits_of(self, residual: Tensor, layer: int | None = None, n_last: int | None = None) -> Tensor:
-        """See :meth:`kvlens.KVModel.logits_of`."""
-        return logits_of(self, residual, layer, n_last)
 
     def layers(self) -> list[Layer]:
         """See :meth:`kvlens.KVModel.layers`."""
@@ -278,7 +256,7 @@ class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, Check
 
     def prepends(self, prepend_bos: bool | None) -> bool:
         """As in the base, but by default no BOS while a bias is attached, as the prompt had one."""
-        return super().prepends(bos_under_bias(prepend_bos, self._attached is not None))
+        return super().prepends(False if prepend_bos is USE_DEFAULT_VALUE and self._attached is not None else prepend_bos)
 
     @torch.inference_mode()
     def generate(
@@ -316,7 +294,7 @@ class HookedKVTransformer(SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, Check
             return_type=return_type,
             verbose=verbose,
         )
-        check_sampling(**common, **sampling, use_past_kv_cache=use_past_kv_cache, d_vocab=self.cfg.d_vocab_out)
+        check_sampling(self.cfg.d_vocab_out, {**common, **sampling, "use_past_kv_cache": use_past_kv_cache})
         was_training = self.training
         check_start(self.cfg, input)
         if isinstance(input, Tensor) and input.dim() == 1:

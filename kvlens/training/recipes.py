@@ -11,7 +11,8 @@ from typing import Any
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
-from kvlens.model import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model import HookedKVTransformerConfig
+from kvlens.model.config import shift_of
 from kvlens.tasks import Task, make_task, task_names
 from kvlens.tasks.batch import Model
 
@@ -274,7 +275,7 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
     shift = values.get("kv_shift")
     if isinstance(shift, dict | bool):
-        values["kv_shift"] = None if shift is False else KVShiftConfig.from_dict(shift if isinstance(shift, dict) else {})
+        values["kv_shift"] = shift_of(shift)
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)

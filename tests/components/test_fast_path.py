@@ -58,31 +58,18 @@ def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos, mo
         assert (a - b).norm() <= 1e-12 * (b.norm() + 1e-3 * max(x.norm() for x in expected[1:]))
 
 
-def test_a_hooked_norm_fires_once_and_gives_the_same_to_rounding():
-    model, text = linear_model().requires_grad_(False), tokens(2, 11)
+def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_values(monkeypatch):
+    model, text, seen = linear_model().requires_grad_(False), tokens(2, 11), []
     plain = model(text)
-    seen = []
     names = ["blocks.0.ln1.hook_scale", "blocks.1.ln2.hook_normalized"]
     hooked = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: seen.append(hook.name)) for name in names])
     assert relative_error(plain, hooked) < ROUNDING
     assert seen == names  # once each
-
-
-def test_an_edit_of_a_norm_reaches_queries_keys_and_values(monkeypatch):
-    model, text = linear_model().requires_grad_(False), tokens(2, 11)
     hooks = [("blocks.0.ln1.hook_normalized", lambda x, hook: 0.5 * x), ("ln_final.hook_scale", lambda x, hook: 2 * x)]
     ours = model.run_with_hooks(text, fwd_hooks=hooks)
     transformer_lens_blocks(model, monkeypatch)
     assert relative_error(ours, model.run_with_hooks(text, fwd_hooks=hooks)) < ROUNDING
-    assert relative_error(ours, model(text)) > 1e-3
-
-
-def test_a_torch_hook_on_a_norm_is_called():
-    model, text, seen = linear_model().requires_grad_(False), tokens(1, 5), []
-    handle = model.blocks[0].ln1.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    model(text)
-    handle.remove()
-    assert seen == [(1, 5, 30)]
+    assert relative_error(ours, plain) > 1e-3
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
@@ -122,3 +109,16 @@ def test_a_hook_may_keep_the_last_positions_only(kind):
     name = f"blocks.{model.cfg.n_layers - 1}.{model.blocks[-1].cut_point()}"
     last = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: x[:, -3:])])
     assert relative_error(last, model(text)[:, -3:]) < ROUNDING
+
+
+@pytest.mark.parametrize("form", ["eager", "fused", None])
+@pytest.mark.parametrize("shift", [None, KVShiftConfig()])
+def test_a_pass_leaves_nothing_in_the_layer(form, shift):
+    changes = dict(attention="linear") if form is None else dict(softmax_form=form)
+    model = small_model(n_heads=6, n_key_value_heads=2, kv_shift=shift, **changes)
+    held = [dict(vars(block.attn)) for block in model.blocks]
+    with torch.no_grad():
+        model(tokens(1, 9))
+    for layer, before in zip(model.blocks, held, strict=True):
+        assert vars(layer.attn).keys() == before.keys()
+        assert all(vars(layer.attn)[name] is value for name, value in before.items())

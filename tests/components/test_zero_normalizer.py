@@ -28,18 +28,14 @@ def test_a_key_of_zeros_gives_an_output_of_zeros_and_finite_gradients(form):
     model = as_induction_head(build(feature_map="identity", kv_shift=KVShiftConfig(), linear_attention_form=form))
     with torch.no_grad():
         z = model.run_with_cache(tokens(5), names_filter="blocks.0.attn.hook_z")[1]["blocks.0.attn.hook_z"]
-    assert torch.equal(z[:, 0], torch.zeros_like(z[:, 0]))
+    assert bool((z[:, 0] == 0).all())
+    if form == "parallel":
+        pattern = model.run_with_cache(tokens(5))[1]["pattern", 0]
+        assert bool((pattern[:, :, 0] == 0).all() and pattern.isfinite().all())
     loss = model(tokens(5), return_type="loss")
     loss.backward()
     assert bool(loss.isfinite())
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-
-
-def test_the_hooked_pattern_has_a_row_of_zeros_there():
-    model = as_induction_head(build(feature_map="identity", kv_shift=KVShiftConfig()))
-    _, cache = model.run_with_cache(tokens(5))
-    assert torch.equal(cache["pattern", 0][:, :, 0], torch.zeros_like(cache["pattern", 0][:, :, 0]))
-    assert bool(cache["pattern", 0].isfinite().all())
 
 
 def test_a_normalizer_that_is_zero_alone_names_layer_head_and_position():

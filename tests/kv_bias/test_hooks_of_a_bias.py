@@ -1,4 +1,6 @@
-"""``hook_b_kv``, ``hook_b_d`` and ``hook_b_keys`` are a whole softmax bias: patched, they equal ``select`` and ``+``."""
+"""``hook_b_kv``, ``hook_b_d`` and ``hook_b_keys`` are a whole softmax bias, with a row per query head, even where keys are
+grouped: patched, they equal ``select`` and ``+``, and a write reaches that head alone.
+"""
 
 from dataclasses import replace
 
@@ -11,11 +13,20 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.kv_bias import VirtualKeys
 
 NAMES = ("b_kv", "b_d", "b_keys")
-SHAPES = ("gpt2", "llama", "qwen3")
+SHAPES = ("gpt2", "qwen3")
+"""One key-value head per query head, and several query heads."""
+FORMS = ("eager", "fused")
+GROUPED = dict(n_heads=6, n_key_value_heads=3, dtype=torch.float64)
+KINDS = {
+    "rotary": dict(positional_embedding_type="rotary"),
+    "alibi": dict(positional_embedding_type="alibi"),
+    "local": dict(use_local_attn=True, window_size=5, attn_types=["global", "local"]),
+    "sinks": dict(use_attention_sinks=True),
+}
 ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 FEW = dict(n_continuations=2, continuation_length=4, verbose=False)
 ROUNDING = 1e-12
-"""float64. Without the keys the patches below are off by 1e-2 and more."""
+"""float64. Without the keys the patches below are off by 1e-2 and more, and what an ablated head changes is 1e-3 and more."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +73,91 @@ def patched(given, layer, head, in_place=False):
     return [(f"blocks.{layer}.attn.hook_{name}", patch) for name in given]
 
 
-def exchanged(model, bias, donor, layer, head) -> KVBias:
+def without(bias, layer, head) -> KVBias:
+    """``bias`` without one query head, by ``select``."""
+    return bias.select(heads=[(i, h) for i in range(bias.n_layers) for h in range(bias.n_heads) if (i, h) != (layer, head)])
+
+
+def exchanged(bias, donor, layer, head) -> KVBias:
     """``bias`` with one query head of ``donor``, by ``select`` and ``+``."""
-    rest = [(i, h) for i in range(model.cfg.n_layers) for h in range(model.cfg.n_heads) if (i, h) != (layer, head)]
-    return donor.select(heads=[(layer, head)]) + bias.select(heads=rest)
+    return donor.select(heads=[(layer, head)]) + without(bias, layer, head)
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
+def decoded(model, bias, hooks):
+    """The logits of the texts, token by token."""
+    cache, ones = model.empty_cache(len(TEXT)), torch.ones(len(TEXT), 1, dtype=torch.long)
+    steps = [logits(model, bias, hooks, x, past_kv_cache=cache, attention_mask=ones) for x in TEXT.split(1, dim=1)]
+    return torch.cat(steps, dim=1)
+
+
+def ablating(*heads):
+    """Hooks that remove the second layer's bias of query heads, in place."""
+
+    def ablate(b, hook):
+        b[:, list(heads)] = 0
+
+    return [(f"blocks.1.attn.hook_b_{x}", ablate) for x in ("kv", "d")]
+
+
+def blind_to_the_prompt(model, *heads):
+    """Logits of the text behind the prompt, where some heads' queries see no key of the prompt: no bias at all."""
+    n = len(ONE)
+
+    def blind(scores, hook):
+        scores[:, list(heads), n:, :n] = -torch.inf
+
+    with model.using_softmax_form("eager"):
+        whole = torch.cat([ONE.repeat(len(TEXT), 1), TEXT], dim=1)
+        return model.run_with_hooks(whole, fwd_hooks=[("blocks.1.attn.hook_attn_scores", blind)])[:, n:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_query_head_is_ablated_and_no_other(kind, form):
+    model = small_model(**GROUPED, **KINDS[kind])
+    bias = convert_prompt(model, ONE)
+    with model.using_softmax_form(form):
+        whole = logits(model, bias)
+        for heads in ((3,), (0, 5)):
+            ablated = logits(model, bias, ablating(*heads))
+            assert relative_error(ablated, blind_to_the_prompt(model, *heads)) < ROUNDING
+            assert relative_error(ablated, whole) > 1e-3
+        assert relative_error(decoded(model, bias, ablating(3)), blind_to_the_prompt(model, 3)) < ROUNDING
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", [0.5, -0.1])
+def test_one_head_is_ablated_of_a_sum_and_of_a_batch(form, weight):
+    """``select`` keeps a row per query head, and a sum of such sums rows."""
+    model = small_model(**GROUPED, **KINDS["rotary"])
+    one, two = (convert_prompt(model, tokens(2, 7, seed=seed)) for seed in (2, 3))
+    with model.using_softmax_form(form):
+        expected = logits(model, without(one, 1, 3) + weight * without(two, 1, 3))
+        assert relative_error(logits(model, one + weight * two, ablating(3)), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_linear_attention_has_query_heads_too_and_no_keys_to_show(trained):
+    model = linear_model(**GROUPED, trainable_kv_bias=trained)
+    bias = convert_prompt(model, ONE)
+    if not trained:
+        assert relative_error(logits(model, bias, ablating(3)), logits(model, without(bias, 1, 3))) < ROUNDING
+        with model.kv_bias(bias):
+            assert not [name for name in model.run_with_cache(TEXT)[1] if name.endswith("b_keys")]
+        return
+
+    def learn(of):
+        for layer, block in enumerate(model.blocks):
+            block.attn.b_KV.data.copy_(of.b_KV[layer])
+            block.attn.b_D.data.copy_(of.b_D[layer])
+
+    learn(bias)
+    ablated = model.run_with_hooks(TEXT, fwd_hooks=ablating(3))
+    learn(without(bias, 1, 3))
+    assert relative_error(ablated, model(TEXT)) < ROUNDING
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scales", [False, True], ids=["as converted", "other log-scales"])
 def test_patched_together_they_are_select_and_plus(model, form, scales):
     one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
@@ -78,7 +167,7 @@ def test_patched_together_they_are_select_and_plus(model, form, scales):
         plain = logits(model, one)
         for layer, head in ((0, 1), (2, 4)):
             given = shown(model, other, layer)
-            expected = logits(model, exchanged(model, one, other, layer, head))
+            expected = logits(model, exchanged(one, other, layer, head))
             found = logits(model, one, patched(given, layer, head, in_place=head == 1))
             assert relative_error(found, expected) < ROUNDING
             assert relative_error(plain, expected) > 1e-2
@@ -86,12 +175,12 @@ def test_patched_together_they_are_select_and_plus(model, form, scales):
             assert relative_error(logits(model, one, patched(two, layer, head)), expected) > 1e-3
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("form", FORMS)
 def test_in_rows_of_a_batch_and_while_decoding(model, form):
     """Each row of a batch of texts has its own head patched; token by token, at every step."""
     one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
     layer, heads = 1, (0, 3)
-    expected = torch.cat([logits(model, exchanged(model, one, other, layer, h), text=TEXT[[i]]) for i, h in enumerate(heads)])
+    expected = torch.cat([logits(model, exchanged(one, other, layer, h), text=TEXT[[i]]) for i, h in enumerate(heads)])
     given = shown(model, other, layer)
 
     def patch(b, hook):
@@ -103,16 +192,10 @@ def test_in_rows_of_a_batch_and_while_decoding(model, form):
     hooks = [(f"blocks.{layer}.attn.hook_{name}", patch) for name in NAMES]
     with model.using_softmax_form(form):
         assert relative_error(logits(model, one, hooks), expected) < ROUNDING
-        cache = model.empty_cache(len(TEXT))
-        mask = torch.ones(len(TEXT), 1, dtype=torch.long)
-        steps = [
-            logits(model, one, hooks, TEXT[:, i : i + 1], past_kv_cache=cache, attention_mask=mask)
-            for i in range(TEXT.shape[1])
-        ]
-        assert relative_error(torch.cat(steps, dim=1), expected) < ROUNDING
+        assert relative_error(decoded(model, one, hooks), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("hooked", [("b_keys",), ("b_kv",), NAMES])
 def test_looking_changes_no_bit(model, form, hooked):
     bias = rescaled(convert_prompt(model, ONE), 3)
@@ -121,14 +204,15 @@ def test_looking_changes_no_bit(model, form, hooked):
         unseen = model(TEXT)
         seen, cache = model.run_with_cache(TEXT, names_filter=names)
     assert torch.equal(seen, unseen)
-    group = model.cfg.n_heads // model.cfg.n_kv_heads
+    group, every = model.cfg.n_heads // model.cfg.n_kv_heads, convert_prompt(model, ONE).per_query_head()
+    assert f"{model.cfg.n_heads} heads" in repr(bias)
     for layer in range(model.cfg.n_layers):
         if "b_keys" in hooked:
             keys = bias.features.keys[layer].repeat_interleave(group, dim=0)
             assert torch.equal(cache[f"blocks.{layer}.attn.hook_b_keys"], keys[None])
-        if "b_kv" in hooked:  # the numbers themselves: an exact bias holds values with weight 1
-            values = convert_prompt(model, ONE).per_query_head().b_KV[layer]
-            torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_b_kv"][0], values, rtol=1e-14, atol=0)
+        for name, numbers in (("b_kv", every.b_KV), ("b_d", every.b_D)):
+            if name in hooked:  # the numbers themselves: an exact bias holds values with weight 1
+                torch.testing.assert_close(cache[f"blocks.{layer}.attn.hook_{name}"][0], numbers[layer], rtol=1e-14, atol=0)
 
 
 def test_unhooked_nothing_is_expanded_or_copied(model):
@@ -140,26 +224,18 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
     assert read.features is bias.features
 
 
-KINDS = {
-    "rotary": dict(positional_embedding_type="rotary"),
-    "alibi": dict(positional_embedding_type="alibi"),
-    "local": dict(use_local_attn=True, window_size=5, attn_types=["global", "local"]),
-    "sinks": dict(use_attention_sinks=True),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["exact", "landmark"])
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
-    model = small_model(n_heads=6, n_key_value_heads=3, dtype=torch.float64, **kind)
+    model = small_model(**GROUPED, **KINDS[kind])
     options = dict(method=method, n_features=3, **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
     if method == "landmark":
         other = replace(other, features=VirtualKeys(other.features.keys, one.features.distance))
     found = logits(model, one, patched(shown(model, other, layer), layer, head))
-    assert relative_error(found, logits(model, exchanged(model, one, other, layer, head))) < ROUNDING
+    assert relative_error(found, logits(model, exchanged(one, other, layer, head))) < ROUNDING
 
 
 @pytest.mark.parametrize("method", ["random", "taylor"])
@@ -169,7 +245,7 @@ def test_features_without_keys_are_exchanged_by_two_hooks(method):
     one, other = (convert_prompt(model, prompt, method=method, **FEW, **options) for prompt in (ONE, OTHER))
     assert not torch.allclose(one.log_scale, other.log_scale)
     given = shown(model, other, 1, NAMES[:2])
-    expected = logits(model, exchanged(model, one, other, 1, 3))
+    expected = logits(model, exchanged(one, other, 1, 3))
     assert relative_error(logits(model, one, patched(given, 1, 3)), expected) < ROUNDING
     assert relative_error(logits(model, one), expected) > 1e-3
 
@@ -192,44 +268,41 @@ def test_a_prompt_that_continues_a_patched_bias(model, head):
     given = shown(model, other, layer)
     heads = slice(None) if head is None else head
     hooks = patched(given, layer, heads)
-    whole = exchanged(model, one, other, layer, head) if head is not None else other.select([layer]) + one.select([0, 2])
+    whole = exchanged(one, other, layer, head) if head is not None else other.select([layer]) + one.select([0, 2])
     expected = logits(model, convert_prompt(model, more, initial=whole))
     assert relative_error(logits(model, convert_prompt(model, more, initial=one, fwd_hooks=hooks)), expected) < ROUNDING
     assert relative_error(logits(model, convert_prompt(model, more, initial=one)), expected) > 1e-3
 
 
-def test_gradients_of_each_query_heads_keys(model):
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_each_query_head(model, form):
+    """Backward hooks, against the gradients of a bias that holds a row per query head, and of keys that the group shares."""
     bias, found = convert_prompt(model, ONE), {}
-    with torch.enable_grad(), model.kv_bias(bias):
-        hooks = [("blocks.1.attn.hook_b_keys", lambda gradient, hook: found.update(g=gradient.clone()))]
-        with model.hooks(bwd_hooks=hooks):
+    hooks = [(f"blocks.1.attn.hook_{name}", lambda g, hook: found.__setitem__(hook.name, g.clone())) for name in NAMES]
+    whole, keys = bias.per_query_head(), bias.features.keys.clone().requires_grad_()
+    every = replace(whole, b_KV=whole.b_KV.clone().requires_grad_(), b_D=whole.b_D.clone().requires_grad_())
+    with torch.enable_grad(), model.using_softmax_form(form):
+        with model.kv_bias(bias), model.hooks(bwd_hooks=hooks):
             model(TEXT).square().sum().backward()
-    group = model.cfg.n_heads // model.cfg.n_kv_heads
-    keys = bias.features.keys.clone().requires_grad_()
-    with torch.enable_grad(), model.kv_bias(replace(bias, features=VirtualKeys(keys, bias.features.distance))):
-        model(TEXT).square().sum().backward()
-    assert found["g"].shape == (1, model.cfg.n_heads, *keys.shape[-2:])
-    summed = found["g"][0].unflatten(0, (-1, group)).sum(dim=1)
-    torch.testing.assert_close(summed, keys.grad[1], rtol=1e-9, atol=1e-9)
+        with model.kv_bias(replace(every, features=VirtualKeys(keys, bias.features.distance))):
+            model(TEXT).square().sum().backward()
+    b_kv, b_d, b_keys = (found[name] for name, _ in hooks)
+    assert b_keys.shape == (1, model.cfg.n_heads, *keys.shape[-2:])
+    summed = b_keys.unflatten(1, (model.cfg.n_kv_heads, -1)).sum(dim=2)
+    for gradient, expected in ((b_kv, every.b_KV.grad), (b_d, every.b_D.grad), (summed, keys.grad)):
+        torch.testing.assert_close(gradient, expected[1][None], rtol=1e-9, atol=1e-9)
 
 
-def test_a_row_per_key_value_head_is_refused_with_a_message():
+@pytest.mark.parametrize(("name", "sizes"), [("b_d", "7"), ("b_keys", "7, 6")])
+def test_a_row_per_key_value_head_is_refused_with_a_message(name, sizes):
     model = small_model(n_heads=6, n_key_value_heads=3)
-    hook = ("blocks.1.attn.hook_b_keys", lambda b, hook: b[:, :3])
-    with pytest.raises(
-        KVLensError, match=r"hook_b_keys: a hook returned shape \[1, 3, 7, 6\], expected \[batch or 1, 6, 7, 6\]"
-    ):
+    hook = (f"blocks.1.attn.hook_{name}", lambda b, hook: b[:, :3])
+    words = rf"hook_{name}: a hook returned shape \[1, 3, {sizes}\], expected \[batch or 1, 6, {sizes}\]"
+    with pytest.raises(KVLensError, match=words):
         logits(model, convert_prompt(model, ONE), [hook])
 
 
-def test_a_linear_model_has_no_keys_to_show():
-    model = linear_model()
-    with model.kv_bias(convert_prompt(model, ONE)):
-        _, cache = model.run_with_cache(TEXT)
-    assert not [name for name in cache if name.endswith("b_keys")]
-
-
-@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_rows_may_differ_at_some_of_the_points_alone(model, form, gradients):
     bias, factors = convert_prompt(model, ONE), torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)

@@ -63,6 +63,8 @@ REFUSED = [
     ),
     (f"n_prompt_tokens {COUNT}", lambda: replace(linear(), n_prompt_tokens=torch.tensor([3]))),
     ("features.keys must be", narrow_keys),
+    ("log_scale must be", lambda: replace(softmax(), log_scale=softmax().log_scale[:, :2])),
+    ("last_v must be", lambda: replace(softmax(), last_v=softmax().last_v[..., :2, :])),
     ("are only for softmax", lambda: replace(softmax(), features=None, log_scale=None)),
     # arithmetic
     ("position offsets differ (0 and 8)", lambda: linear() + moved()),

@@ -1,5 +1,6 @@
 """Small models whose axes all differ, in every variant that the tests go through."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -149,3 +150,11 @@ def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
 
 def relative_error(new: torch.Tensor, old: torch.Tensor) -> float:
     return float((new - old).detach().norm() / old.detach().norm())
+
+
+def warned_of(run: Callable[[], Any]) -> list[str]:
+    """What ``run`` warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in found]

@@ -93,22 +93,6 @@ def test_ridge_does_not_normalize_for_any_normalizer():
     assert relative_error(plain(tokens(2, 9)), divided(tokens(2, 9))) < 1e-9
 
 
-@pytest.mark.parametrize("kind", BUILD)
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "egative" in name or name == "all but ridge"])
-def test_decoding_behind_padding_and_a_frozen_cache(kind, name, shared):
-    """Left padding, as in generation; a frozen cache is read and not written."""
-    model, x = shared(kind, name), tokens(1, 8)
-    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), x], dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, :2] = 0
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
-    model(padded[:, :7], past_kv_cache=cache, attention_mask=mask[:, :7])
-    cache.freeze()
-    twice = [model(padded[:, 7:], past_kv_cache=cache, attention_mask=mask[:, 7:]) for _ in range(2)]
-    assert torch.equal(*twice)
-    assert relative_error(twice[0], model(x)[:, 5:]) < 1e-10
-
-
 @pytest.mark.parametrize("per", ["query", "label"])
 def test_decoding_linear_attention_with_decay_and_negatives(per):
     """gamma^{i-j} between a query and tokens of earlier pieces."""
@@ -184,18 +168,6 @@ def test_weight_processing_keeps_the_output_or_is_refused(kind, name):
         model.process_weights_(refactor_factored_attn_matrices=True)
 
 
-def test_hooks_fire_only_where_a_variant_is_on():
-    x = tokens(1, 9)
-    names = [f"hook_{n}" for n in ("k_augmented", "v_augmented", "z_own", "z_negative")]
-    plain = small_model(dtype=torch.float64)
-    assert not [key for key in plain.run_with_cache(x)[1] if key.endswith(tuple(names))]
-    model = variant_model("softmax", VARIANTS["all but ridge"])
-    cache = model.run_with_cache(x)[1]
-    assert [n for n in names if f"blocks.1.attn.{n}" in cache] == names[1:]
-    sliced = model.run_with_cache(x, pos_slice=slice(2, 5), names_filter=["blocks.0.attn.hook_z_negative"])[1]
-    assert sliced["blocks.0.attn.hook_z_negative"].shape == (1, 3, 6, 6)
-
-
 def test_saving_and_fingerprints(tmp_path):
     model = variant_model("linear", VARIANTS["augmented in parallel"])
     model.save(tmp_path / "m")
@@ -208,9 +180,3 @@ def test_saving_and_fingerprints(tmp_path):
     weaker = variant_model("linear", AttentionVariantConfig(regularised=Regularised(0.1)))
     with pytest.raises(KVLensError):
         weaker.attach_kv_bias(convert_prompt(plain, x))
-
-
-def test_the_fingerprint_of_a_shipped_model_is_what_it_was():
-    """Biases that users hold were made before this field existed."""
-    rest = HookedKVTransformer.from_zoo("docs-linear").fingerprint().rest
-    assert "variant" not in rest

@@ -9,10 +9,12 @@ import torch
 from small_models import relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
+from kvlens.model import AttentionVariantConfig, Augmented, Regularised
 
 POS = 12
 SLICES = {3: [3], (2, 7): slice(2, 7), (-3, None): slice(-3, None)}
 """As given to ``run_with_cache``, and as an index; a list of positions is given as itself."""
+VARIANT = AttentionVariantConfig(regularised=Regularised(0.2), augmented=Augmented(keys=True, values=True))
 WITHOUT_POSITIONS = ("hook_b_kv", "hook_b_d", "hook_last_", "shift_coef", ".experts.")
 
 
@@ -94,16 +96,23 @@ def test_decoding_caching_and_converting(seed):
         assert relative_error(model(text[:, 5:]), whole[:, 5:]) < rounding
 
 
-@pytest.mark.parametrize("changes", [dict(use_split_qkv_input=True), dict(use_attn_in=True), dict(num_experts=4)], ids=str)
-@pytest.mark.parametrize("shift", [None, KVShiftConfig()])
+@pytest.mark.parametrize(
+    "changes",
+    [dict(use_split_qkv_input=True), dict(use_attn_in=True), dict(num_experts=4), dict(attention_variant=VARIANT)],
+    ids=["split", "attn in", "experts", "variant"],
+)
+@pytest.mark.parametrize("shift", [None, KVShiftConfig(queries=True)])
 def test_slices_of_every_kind_of_hook(changes, shift):
     """Linear attention with a bias, and with a router, whose weights have a row for each position of every text."""
     experts = dict(gated_mlp=True, experts_per_token=2) if "num_experts" in changes else {}
-    model = small_model(
-        attention="linear", n_heads=6, use_qk_norm=True, use_attn_result=True, kv_shift=shift, **experts, **changes
-    )
+    normed = dict(use_qk_norm="attention_variant" not in changes)
+    model = small_model(attention="linear", n_heads=6, use_attn_result=True, kv_shift=shift, **experts, **normed, **changes)
     with torch.no_grad(), model.kv_bias(convert_prompt(model, tokens(2, 5))):
         check_slices(model, tokens(2, POS, seed=1))
+    with torch.no_grad(), model.kv_bias(convert_prompt(model, tokens(1, 5))):
+        (_, cache), (_, bare) = (model.run_with_cache(tokens(1, POS), remove_batch_dim=each) for each in (False, True))
+    for name in (name for name in cache if name.startswith("blocks.0.attn.hook_")):
+        assert torch.equal(bare[name], cache[name] if "shift_coef" in name else cache[name][0]), name
 
 
 def test_gradients_are_cut_like_what_they_are_of():

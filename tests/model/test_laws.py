@@ -68,6 +68,20 @@ def test_left_and_right_padding_change_nothing(kind, name, shared):
 
 
 @each(KINDS)
+def test_rows_behind_padding_continue_as_alone_and_a_frozen_cache_is_read_and_not_written(kind, name, shared):
+    model, long, short, more = shared(kind, name), tokens(1, 7), tokens(1, 3, seed=1), tokens(2, 4, seed=2)
+    cache, mask = model.empty_cache(2), torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+    model(torch.cat([long, torch.cat([tokens(1, 4, seed=8), short], dim=1)]), attention_mask=mask, past_kv_cache=cache)
+    model(more[:, :2], past_kv_cache=cache)
+    cache.freeze()
+    first, again = (model(more[:, 2:], past_kv_cache=cache) for _ in range(2))
+    assert torch.equal(first, again)
+    for row, text in enumerate((long, short)):
+        alone = model(torch.cat([text, more[[row]]], dim=1))[:, -2:]
+        assert relative_error(first[[row]], alone) < rounding(kind, name)
+
+
+@each(KINDS)
 def test_forms_and_hooks_change_nothing_and_the_pattern_makes_z(kind, name, shared):
     model, text = shared(kind, name), tokens(2, 9)
     hooked, cache = model.run_with_cache(text)

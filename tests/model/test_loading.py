@@ -62,37 +62,20 @@ def test_a_loaded_model_and_a_shift_at_the_identity(kind):
     x = hf_tokens()
     assert torch.equal(plain(x), shifted(x))
     torch.testing.assert_close(plain(x).log_softmax(-1), hf_model(x).logits.log_softmax(-1), atol=2e-5, rtol=0)
+    whole = HookedKVTransformer.from_pretrained_no_processing("gpt2", hf_model=hf_model, tokenizer=tokenizer)
+    torch.testing.assert_close(whole(x), hf_model(x).logits, atol=2e-5, rtol=0)  # the logits themselves
 
 
-def test_unprocessed_weights_give_the_logits_themselves():
-    hf_model = tiny_hf_model("gpt2")
-    model = HookedKVTransformer.from_pretrained_no_processing("gpt2", hf_model=hf_model, tokenizer=tiny_tokenizer())
-    torch.testing.assert_close(model(hf_tokens()), hf_model(hf_tokens()).logits, atol=1e-5, rtol=0)
-
-
-def test_a_copy_of_a_model_at_hand_is_independent_of_it():
-    plain = plain_model()
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_copy_of_a_model_at_hand_is_independent_of_it(processed):
+    plain, x = plain_model(), tokens(2, 7)
+    if processed:
+        plain.process_weights_()
     copy = HookedKVTransformer.from_hooked_transformer(plain)
-    x = tokens(2, 7)
     expected = plain(x)
     assert torch.equal(copy(x), expected)
     copy.W_E.data.zero_()
     assert torch.equal(plain(x), expected)
-
-
-def test_a_processed_model_is_copied_as_it_is():
-    plain = plain_model()
-    plain.process_weights_()
-    copy = HookedKVTransformer.from_hooked_transformer(plain)
-    assert torch.equal(copy(tokens(2, 7)), plain(tokens(2, 7)))
-
-
-def test_softmax_weights_may_become_a_linear_model():
-    linear = HookedKVTransformer.from_hooked_transformer(
-        plain_model(positional_embedding_type="rotary"), attention="linear", kv_shift=KVShiftConfig(init="identity")
-    )
-    bias = convert_prompt(linear, tokens(1, 5))
-    assert bias.n_prompt_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -135,34 +118,54 @@ def test_saving_refuses_a_folder_with_something_in_it(tmp_path):
     assert {p.name for p in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:500]),
-            "model.safetensors is damaged",
-        ),
-        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda f: (f / "config.json").write_text("{"), "not JSON"),
-        (lambda f: (f / "config.json").unlink(), "no config.json"),
-        (lambda f: edit(f, lambda c: c.update(format="other")), "not written by kvlens"),
-        (lambda f: edit(f, lambda c: c.update(format_version=99)), "upgrade kvlens"),
-        (lambda f: edit(f, lambda c: c["config"].update(atention="softmax")), "did you mean 'attention'"),
-        (lambda f: edit(f, lambda c: c["config"].update(attention="softmax", trainable_kv_bias=False)), "do not fit"),
-    ],
-)
-def test_a_damaged_folder_is_refused_with_the_reason(damage, message, tmp_path):
+def config_with(change):
+    """What changes the folder's config.json, with a checksum that fits."""
+
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        config["checksum"] = checksum_of_json(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+DAMAGES = [
+    (
+        "model.safetensors is damaged",
+        lambda f: (f / "model.safetensors").write_bytes(b"short"),
+    ),
+    ("model.safetensors is missing", lambda f: (f / "model.safetensors").unlink()),
+    ("not JSON", lambda f: (f / "config.json").write_text("{")),
+    ("no config.json", lambda f: (f / "config.json").unlink()),
+    ("not written by kvlens", config_with(lambda c: c.update(format="other"))),
+    ("upgrade kvlens", config_with(lambda c: c.update(format_version=99))),
+    ("did you mean 'attention'", config_with(lambda c: c["config"].update(atention="softmax"))),
+    ("do not fit", config_with(lambda c: c["config"].update(attention="softmax", trainable_kv_bias=False))),
+    *(
+        (words, config_with(lambda c, change=change: c["config"].update(change)))
+        for words, change in (
+            ("hold 2 layers", dict(n_layers=10_000)),
+            ("hold 2 layers", dict(n_layers=1)),
+            ("do not fit the configuration: embed.W_E", dict(d_vocab=10**9)),
+            ("do not fit the configuration", dict(d_model=10**6, d_head=10**6, n_heads=1)),
+            ("n_layers must be", dict(n_layers="2")),
+            ("did you mean 'float64'|dtype must be", dict(dtype="float99")),
+            ("kv_shift must be", dict(kv_shift=7)),
+            ("act_fn", dict(act_fn=None)),
+            ("did you mean 'linear'", dict(attention="linearr")),
+            ("eps must be", dict(eps="x")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "damage"), DAMAGES)
+def test_a_damaged_folder_is_refused_with_the_reason_before_anything_is_built(words, damage, tmp_path):
     linear_model(feature_map="hedgehog").save(tmp_path / "model")
     damage(tmp_path / "model")
-    with pytest.raises(KVLensError, match=message):
+    with pytest.raises(KVLensError, match=f"(?s)load: .*({words})"):
         HookedKVTransformer.load(tmp_path / "model")
-
-
-def edit(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    config["checksum"] = checksum_of_json(config)
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
@@ -208,14 +211,9 @@ def test_a_rounded_model_keeps_its_biases_through_save_load_and_copy(dtype, tmp_
 
 
 @pytest.mark.parametrize("kind", sorted(ALL_KINDS))
-def test_no_weight_is_left_unset(kind, monkeypatch):
-    """What torch.empty leaves is NaN here: a parameter that no checkpoint brings would differ from one load to the next."""
+def test_no_weight_is_left_unset(kind, request):
+    """A parameter that no checkpoint brings would differ from one load to the next."""
     hf_model = tiny_hf_model(kind)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: filled_with_nan(empty(*args, **kwargs)))
+    request.getfixturevalue("empty_is_nan")
     model = HookedKVTransformer.from_pretrained("tiny", hf_model=hf_model)
     assert [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())] == []
-
-
-def filled_with_nan(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.fill_(torch.nan) if tensor.is_floating_point() and not tensor.is_meta else tensor

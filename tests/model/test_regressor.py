@@ -1,7 +1,5 @@
 """HookedKVRegressor: its answer from its parts, hooks and cache on numbers, positions, coming back from disk, bad input."""
 
-import json
-
 import pytest
 import torch
 from small_models import with_random_biases
@@ -29,42 +27,33 @@ def regressor(**changes):
     return with_random_biases(model)
 
 
-def numbers(pos=POS, dtype=torch.float64, seed=0):
-    return torch.randn(BATCH, pos, D_INPUT, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def numbers(pos=POS, seed=0):
+    return torch.randn(BATCH, pos, D_INPUT, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # --- the answer ---
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_the_answer_is_read_from_the_normed_stream_one_number_a_position(changes):
+@torch.no_grad()
+def test_the_stream_starts_with_numbers_and_positions_and_is_read_behind_its_norm(changes):
     model = regressor(**changes)
-    with torch.no_grad():
-        predicted, cache = model.run_with_cache(numbers())
-        stream = cache["blocks.1.hook_resid_post"]
-        if model.cfg.normalization_type is not None:
-            ln = model.transformer.ln_final
-            stream = F.layer_norm(stream, (D_MODEL,), ln.w, ln.b, model.cfg.eps)
-        expected = stream @ model.read_out.weight[0] + model.read_out.bias
+    predicted, cache = model.run_with_cache(numbers())
+    stream, kind = cache["blocks.1.hook_resid_post"], model.cfg.positional_embedding_type
+    if model.cfg.normalization_type is not None:
+        ln = model.transformer.ln_final
+        stream = F.layer_norm(stream, (D_MODEL,), ln.w, ln.b, model.cfg.eps)
+    expected = stream @ model.read_out.weight[0] + model.read_out.bias
     assert predicted.shape == (BATCH, POS)
     assert predicted.dtype == torch.float64
     # sums of 10 terms of order 1, after a norm that divides by a deviation of order 1
     torch.testing.assert_close(predicted, expected, rtol=0, atol=100 * D_MODEL * EPS)
-
-
-@pytest.mark.parametrize("kind", ["standard", "sinusoidal", "rotary", "none"])
-def test_the_stream_starts_with_numbers_and_absolute_positions(kind):
-    model = regressor(positional_embedding_type=kind)
-    x = numbers()
-    with torch.no_grad():
-        _, cache = model.run_with_cache(x)
-        embedded = torch.stack([F.linear(row, model.read_in.weight, model.read_in.bias) for row in x])
-    position = torch.arange(POS, dtype=torch.float64)[:, None]
+    embedded = torch.stack([F.linear(row, model.read_in.weight, model.read_in.bias) for row in numbers()])
     even = torch.arange(0, D_MODEL, 2, dtype=torch.float64)
-    angles = position / 10000 ** (even / D_MODEL)
+    angles = torch.arange(POS, dtype=torch.float64)[:, None] / 10000 ** (even / D_MODEL)
     added = torch.zeros(POS, D_MODEL, dtype=torch.float64)
     if kind == "standard":
-        added = model.transformer.W_pos.detach()[:POS]
+        added = model.transformer.W_pos[:POS]
     elif kind == "sinusoidal":
         added = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
     # a float64 power, product and sine, each to a few units in the last place of angles up to 6
@@ -75,26 +64,24 @@ def test_the_stream_starts_with_numbers_and_absolute_positions(kind):
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
 def test_causal_models_do_not_look_ahead_and_bidirectional_ones_do(changes):
     x, other = numbers(), numbers(seed=1)
     mixed = torch.cat([x[:, :3], other[:, 3:]], dim=1)
-    with torch.no_grad():
-        model = regressor(**changes)
-        assert torch.allclose(model(x)[:, :3], model(mixed)[:, :3], rtol=0, atol=1000 * EPS)
-        assert not torch.allclose(model(x)[:, 3:], model(mixed)[:, 3:], rtol=0, atol=1e-3)
-        both = regressor(attention_dir="bidirectional")
-        assert ((both(x) - both(mixed))[:, :3].abs() > 1e-6).all()
+    model = regressor(**changes)
+    assert torch.allclose(model(x)[:, :3], model(mixed)[:, :3], rtol=0, atol=1000 * EPS)
+    assert not torch.allclose(model(x)[:, 3:], model(mixed)[:, 3:], rtol=0, atol=1e-3)
+    both = regressor(attention_dir="bidirectional")
+    assert ((both(x) - both(mixed))[:, :3].abs() > 1e-6).all()
 
 
+@torch.no_grad()
 def test_float32_and_float64_agree_to_float32():
-    wide = regressor()
-    narrow = regressor(dtype=torch.float32)
+    wide, narrow = regressor(), regressor(dtype=torch.float32)
     narrow.load_state_dict({name: value.float() for name, value in wide.state_dict().items()})
-    with torch.no_grad():
-        expected = wide(numbers())
-        got = narrow(numbers())  # float64 numbers are rounded to what the model reads
+    got = narrow(numbers())  # float64 numbers are rounded to what the model reads
     assert got.dtype == torch.float32
-    error = (got - expected).abs().max()
+    error = (got - wide(numbers())).abs().max()
     assert 0 < error < 1e3 * torch.finfo(torch.float32).eps  # sums of at most 13 terms of order 1, two layers of them
 
 
@@ -113,16 +100,20 @@ def test_the_same_seed_gives_the_same_maps_and_leaves_the_global_generators_alon
 def test_every_weight_that_is_trained_has_a_gradient():
     model = regressor()
     model(numbers()).square().sum().backward()
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert {"read_in.weight", "read_out.bias", "transformer.pos_embed.W_pos"} <= trained
-    assert not [name for name in trained if "embed.W_E" in name or "unembed" in name]
-    gradients = {name: p.grad for name, p in model.named_parameters() if name in trained}
-    assert not [name for name, grad in gradients.items() if grad is None]
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert {"read_in.weight", "read_out.bias", "transformer.pos_embed.W_pos"} <= trained.keys()
+    assert not [name for name, grad in trained.items() if grad is None or "embed.W_E" in name or "unembed" in name]
+
+
+def test_sinusoidal_positions_do_not_end():
+    for kind in ("sinusoidal", "none"):
+        assert regressor(positional_embedding_type=kind)(numbers(12)).isfinite().all()
 
 
 # --- hooks ---
 
 
+@torch.no_grad()
 def test_a_hook_on_a_pattern_is_reached_and_removed():
     model, x, seen = regressor(), numbers(), []
 
@@ -131,54 +122,50 @@ def test_a_hook_on_a_pattern_is_reached_and_removed():
         return torch.eye(POS, dtype=pattern.dtype).expand_as(pattern)
 
     hooks = [(f"blocks.{layer}.attn.hook_pattern", look_at_itself) for layer in range(2)]
-    with torch.no_grad():
-        before, blind = model(x), model.run_with_hooks(x, fwd_hooks=hooks)
-        alone = model.run_with_hooks(torch.cat([numbers(seed=1)[:, :-1], x[:, -1:]], dim=1), fwd_hooks=hooks)
-        assert torch.equal(model(x), before)
-    assert [name for name, _ in seen[:2]] == ["blocks.0.attn.hook_pattern", "blocks.1.attn.hook_pattern"]
-    assert {shape for _, shape in seen} == {(BATCH, 5, POS, POS)}
+    before, blind = model(x), model.run_with_hooks(x, fwd_hooks=hooks)
+    alone = model.run_with_hooks(torch.cat([numbers(seed=1)[:, :-1], x[:, -1:]], dim=1), fwd_hooks=hooks)
+    assert torch.equal(model(x), before)
+    assert seen[:2] == [(f"blocks.{layer}.attn.hook_pattern", (BATCH, 5, POS, POS)) for layer in range(2)]
     assert not torch.allclose(blind, before)
     # who sees only itself does not care about the others
     assert torch.allclose(blind[:, -1], alone[:, -1], rtol=0, atol=1000 * EPS)
+    with pytest.raises(KVLensError, match=r"did you mean .*hook_pattern"):
+        model.run_with_hooks(x, fwd_hooks=[("blocks.0.attn.hook_patern", look_at_itself)])
 
 
+@torch.no_grad()
 def test_hooks_of_the_transformer_act_on_the_regressor():
-    model, x = regressor(), numbers()
-    with torch.no_grad(), model.transformer.hooks(fwd_hooks=[("hook_embed", lambda value, hook: value * 0)]):
-        predicted = model(x)
+    model = regressor()
+    with model.transformer.hooks(fwd_hooks=[("hook_embed", lambda value, hook: value * 0)]):
+        predicted = model(numbers())
     # only positions are left, up to how a kernel sums the rows of a batch
     assert (predicted - predicted[:1]).abs().max() <= 1000 * EPS
     assert predicted[0].std() > 1e-3
 
 
 def test_the_cache_has_the_keys_of_a_transformer_that_stops_before_the_unembedding():
-    _, cache = regressor().run_with_cache(numbers())
+    model = regressor()
+    _, cache = model.run_with_cache(numbers())
     plain = HookedKVTransformer(HookedKVTransformerConfig(**SIZES))
     _, tokens_cache = plain.run_with_cache(torch.zeros(BATCH, POS, dtype=torch.long))
     assert set(cache.keys()) == set(tokens_cache.keys()) - {"unembed.hook_in", "unembed.hook_out"}
     assert cache["k", 1].shape == (BATCH, POS, 5, 2)
-
-
-def test_a_names_filter_picks_and_a_misspelt_name_is_answered():
-    model = regressor()
     _, cache = model.run_with_cache(numbers(), names_filter="blocks.1.attn.hook_z")
     assert list(cache.keys()) == ["blocks.1.attn.hook_z"]
-    with pytest.raises(KVLensError, match=r"did you mean .*hook_pattern"):
-        model.run_with_hooks(numbers(), fwd_hooks=[("blocks.0.attn.hook_patern", lambda value, hook: value)])
 
 
 # --- on disk ---
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
 def test_save_and_load_give_the_same_numbers(changes, tmp_path):
     model = regressor(**changes)
     model.save(tmp_path / "model")
     loaded = HookedKVRegressor.load(tmp_path / "model", device="cpu")
     assert loaded.d_input == D_INPUT
     assert loaded.transformer.fingerprint() == model.transformer.fingerprint()
-    with torch.no_grad():
-        assert torch.equal(loaded(numbers()), model(numbers()))
+    assert torch.equal(loaded(numbers()), model(numbers()))
     trained = [[name for name, p in m.named_parameters() if p.requires_grad] for m in (model, loaded)]
     assert trained[0] == trained[1]
 
@@ -196,23 +183,13 @@ def test_a_rounded_copy_is_smaller_and_near(tmp_path):
     assert loaded.transformer.fingerprint().weights == model.transformer.fingerprint().weights
 
 
-def test_a_model_is_replaced_when_asked_and_nothing_else_ever(tmp_path):
-    one, two = regressor(), regressor(seed=4)
-    one.save(tmp_path / "model")
+def test_a_model_is_replaced_when_asked_and_damaged_and_foreign_folders_are_refused(tmp_path):
+    one, two, folder = regressor(), regressor(seed=4), tmp_path / "model"
+    one.save(folder)
     with pytest.raises(KVLensError, match="save: .* already holds a kvlens model; pass overwrite=True to replace it"):
-        two.save(tmp_path / "model")
-    two.save(tmp_path / "model", overwrite=True)
-    assert torch.equal(HookedKVRegressor.load(tmp_path / "model").read_in.weight, two.read_in.weight)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(KVLensError, match="left alone"):
-        two.save(tmp_path / "other", overwrite=True)
-    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
-
-
-def test_damaged_and_foreign_folders_are_refused(tmp_path):
-    folder = tmp_path / "model"
-    regressor().save(folder)
+        two.save(folder)
+    two.save(folder, overwrite=True)
+    assert torch.equal(HookedKVRegressor.load(folder).read_in.weight, two.read_in.weight)
     whole = (folder / "maps.safetensors").read_bytes()
     for damaged in (whole[:40], b"", whole.replace(b"read_out.bias", b"read_out.blas")):
         (folder / "maps.safetensors").write_bytes(damaged)
@@ -221,17 +198,8 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
     (folder / "maps.safetensors").unlink()
     with pytest.raises(KVLensError, match="maps.safetensors is missing"):
         HookedKVRegressor.load(folder)
-    regressor().transformer.save(tmp_path / "transformer")
+    one.transformer.save(tmp_path / "transformer")
     with pytest.raises(KVLensError, match="written by a regressor"):
         HookedKVRegressor.load(tmp_path / "transformer")
     with pytest.raises(KVLensError, match=r"holds no config.json"):
         HookedKVRegressor.load(tmp_path / "nothing")
-    assert json.loads((folder / "config.json").read_text())["format"] == "kvlens.model"
-
-
-# --- bad input ---
-
-
-def test_sinusoidal_positions_do_not_end():
-    for kind in ("sinusoidal", "none"):
-        assert regressor(positional_embedding_type=kind)(numbers(12)).isfinite().all()

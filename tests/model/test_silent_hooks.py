@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from small_models import linear_model, small_model, tokens
+from small_models import linear_model, small_model, tokens, warned_of
 
 from kvlens import convert_prompt
 from kvlens.model.hooks import ChecksHookNames
@@ -20,13 +20,6 @@ WITHOUT_A_BIAS = {
 
 def look(x: torch.Tensor, hook) -> None:
     """A hook that only reads."""
-
-
-def warned_of(run) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in found]
 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_BIAS)

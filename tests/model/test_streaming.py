@@ -4,12 +4,10 @@ import itertools
 
 import pytest
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import LINEAR, linear_model, relative_error, small_model, tokens
 from tiny_text_model import tiny_text_model
 
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.corpus import train_bpe_tokenizer
+from kvlens import KVLensError, convert_prompt
 from kvlens.model import generation, streaming
 from kvlens.model.streaming import default_segment_length, segments
 
@@ -19,21 +17,10 @@ ROUNDING = 1e-14
 POS = 23
 
 VARIANTS = {
-    "elu_plus_one": {},
+    **{name: changes for name, changes in LINEAR.items() if name not in ("split", "attn in", "trained bias")},
     "identity": dict(feature_map="identity", normalizer="none"),
     "relu": dict(feature_map="relu"),
-    "random": dict(feature_map="random"),
-    "taylor": dict(feature_map="taylor"),
-    "hedgehog": dict(feature_map="hedgehog"),
-    "rope before": dict(rotary_placement="before"),
     "adjacent pairs": dict(rotary_adjacent_pairs=True, rotary_dim=4),
-    "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
-    "no shift": dict(kv_shift=None),
-    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
-    "gqa decay": dict(n_heads=6, d_model=36, n_key_value_heads=3, normalizer="none", decay="retnet"),
-    "learned": dict(positional_embedding_type="standard", n_ctx=2 * POS),
-    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
-    "no positions": dict(positional_embedding_type="none"),
     "attention only": dict(attn_only=True),
     "parallel attention and mlp": dict(parallel_attn_mlp=True),
     "regularised": dict(attention_variant=dict(regularised=dict(alpha=0.3))),
@@ -44,8 +31,13 @@ VARIANTS = {
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """Segments of 5 tokens by default."""
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+    """Segments of 5 tokens by default, or of as many as it is called with."""
+
+    def of(length):
+        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: length)
+
+    of(5)
+    return of
 
 
 def model_of(name, **more):
@@ -73,16 +65,13 @@ def caches_equal(one, two):
         assert not a.frozen
 
 
-def empty_cache(model, batch):
-    return TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", batch)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
-def test_streamed_equals_whole(name, monkeypatch):
+def test_streamed_equals_whole(name, short_segments, monkeypatch):
     model, text = model_of(name), tokens(3, POS)
-    whole_cache, cache = empty_cache(model, 3), empty_cache(model, 3)
+    short_segments(100)
+    whole_cache, cache = model.empty_cache(3), model.empty_cache(3)
     whole, plain = model(text, past_kv_cache=whole_cache), model(text)
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+    short_segments(5)
     seen = lengths_seen(model, monkeypatch)
     assert relative_error(model(text), plain) < ROUNDING
     assert relative_error(model(text, past_kv_cache=cache), whole) < ROUNDING
@@ -100,8 +89,8 @@ def test_any_length_of_segment(length):
     assert relative_error(torch.cat(parts, dim=1), model(text)) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["elu_plus_one", "gqa decay", "learned", "sinusoidal", "rope before"])
-def test_padding_anywhere_bias_and_cache(name, short_segments, monkeypatch):
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned", "sinusoidal", "rope before"])
+def test_padding_anywhere_bias_and_cache(name, short_segments):
     model, text = model_of(name), tokens(3, POS)
     mask = torch.rand(3, POS, generator=torch.Generator().manual_seed(2)) < 0.6
     mask[0, :7], mask[1, 11:], mask[2] = False, False, True  # a segment without a real token, rows of unequal length
@@ -109,13 +98,13 @@ def test_padding_anywhere_bias_and_cache(name, short_segments, monkeypatch):
     for biased, cached in itertools.product((False, True), repeat=2):
         if biased:
             model.attach_kv_bias(bias)
-        caches = [empty_cache(model, 3), empty_cache(model, 3)]
+        caches = [model.empty_cache(3), model.empty_cache(3)]
         for cache in caches if cached else ():
             model(before, past_kv_cache=cache)
         streamed = model(text, attention_mask=mask.long(), past_kv_cache=caches[0])
-        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+        short_segments(100)
         whole = model(text, attention_mask=mask.long(), past_kv_cache=caches[1])
-        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+        short_segments(5)
         assert relative_error(streamed[mask], whole[mask]) < ROUNDING, (biased, cached)
         caches_equal(*caches)
         model.detach_kv_bias()
@@ -131,8 +120,8 @@ def test_one_bias_serves_every_row_and_its_shift_state_is_read_once(short_segmen
 
 
 def test_a_frozen_cache_stays_as_it_is(short_segments):
-    model, text = model_of("elu_plus_one"), tokens(2, POS)
-    cache = empty_cache(model, 2)
+    model, text = model_of("rope after"), tokens(2, POS)
+    cache = model.empty_cache(2)
     model(tokens(2, 4, seed=1), past_kv_cache=cache)
     cache.freeze()
     state, first = cache.entries[0].state.kv.clone(), model(text, past_kv_cache=cache)
@@ -144,15 +133,15 @@ def test_a_frozen_cache_stays_as_it_is(short_segments):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_return_type(masked, short_segments, monkeypatch):
-    model, text = model_of("elu_plus_one"), tokens(3, POS)
+def test_every_return_type(masked, short_segments):
+    model, text = model_of("rope after"), tokens(3, POS)
     mask = torch.ones(3, POS, dtype=torch.long)
     mask[1, :6], mask[2, 9:] = 0, 0
     options = dict(attention_mask=mask) if masked else {}
     streamed = [model(text, return_type=kind, **options) for kind in ("logits", "loss", "both", None)]
     per_token = model(text, return_type="loss", loss_per_token=True, **options)
     residual = model(text, stop_at_layer=1, **options)
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+    short_segments(100)
     logits, loss = model(text, return_type="both", **options)
     real = mask.bool()
     assert relative_error(streamed[0][real], logits[real]) < ROUNDING
@@ -165,7 +154,7 @@ def test_every_return_type(masked, short_segments, monkeypatch):
 
 
 def test_hooks_of_either_kind_and_gradients_let_the_text_run_whole(short_segments, monkeypatch):
-    model, text = model_of("elu_plus_one"), tokens(1, POS)
+    model, text = model_of("rope after"), tokens(1, POS)
     seen = lengths_seen(model, monkeypatch)
 
     def ignore(*_, **__):
@@ -214,17 +203,15 @@ def test_softmax_the_parallel_form_and_variants_that_need_all_scores_run_whole(s
         assert seen == [POS]
 
 
-def test_strings_and_left_padding_are_read_as_one_text(short_segments, monkeypatch):
-    tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
-    model = linear_model(d_vocab=len(tokenizer)).requires_grad_(False)
-    model.set_tokenizer(tokenizer)
-    texts = ["the cat sat on the mat and the dog ran to the man and sat", "the dog"]
+def test_strings_and_left_padding_are_read_as_one_text(short_segments):
+    model = tiny_text_model(dtype=torch.float64)
+    texts = ["The widget is purple and the gadget is green", "Return both"]
     for options in (dict(padding_side="left"), dict(padding_side="right"), dict(prepend_bos=False), {}):
         streamed = model(texts, **options)
-        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 100)
+        short_segments(100)
         assert streamed.shape[1] > 10
         assert relative_error(streamed, model(texts, **options)) < ROUNDING
-        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 5)
+        short_segments(5)
 
 
 def test_too_long_a_text_and_wrong_tokens_are_refused_before_anything_runs(short_segments, monkeypatch):
@@ -238,8 +225,8 @@ def test_too_long_a_text_and_wrong_tokens_are_refused_before_anything_runs(short
 
 
 def test_a_failure_leaves_the_cache_as_it_was(short_segments, monkeypatch):
-    model, text = model_of("elu_plus_one"), tokens(1, POS)
-    cache = empty_cache(model, 1)
+    model, text = model_of("rope after"), tokens(1, POS)
+    cache = model.empty_cache(1)
     model(tokens(1, 4, seed=1), past_kv_cache=cache)
     state, forward = cache.entries[0].state.kv.clone(), model.blocks[1].forward
     calls = itertools.count()
@@ -266,7 +253,7 @@ def test_the_length_of_a_segment_follows_the_model_and_the_batch():
 
 def test_progress_is_reported_and_ends_at_one():
     told = []
-    list(segments(model_of("elu_plus_one"), tokens(1, POS), segment_length=10, on_progress=told.append))
+    list(segments(model_of("rope after"), tokens(1, POS), segment_length=10, on_progress=told.append))
     assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]
 
 

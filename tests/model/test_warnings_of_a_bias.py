@@ -5,19 +5,12 @@ import warnings
 
 import pytest
 import torch
-from small_models import linear_model, small_model, tokens
+from small_models import linear_model, small_model, tokens, warned_of
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.model.fingerprint import WeightsThen, weights_unchanged
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
-
-
-def warned_of(run) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in found]
 
 
 def forward(model):
@@ -181,17 +174,10 @@ def test_normalizers_below_zero_are_said_once_with_their_share(build, form):
                 assert not warned_of(lambda: forward(model))
 
 
-def test_with_gradients_too():
-    model = small_model()
-    bias = -1 * convert_prompt(model, PROMPT)
-    with model.kv_bias(bias):
-        assert len(warned_of(lambda: model(TEXT))) == 1
-
-
-def test_maps_whose_normalizers_have_any_sign_are_left_alone():
-    model = small_model(attention="linear", feature_map="identity", dtype=torch.float64)
-    with model.kv_bias(-1 * convert_prompt(model, PROMPT)):
-        assert not warned_of(lambda: forward(model))
+def test_with_gradients_too_but_not_of_maps_whose_normalizers_have_any_sign():
+    for model, n_warnings in ((small_model(), 1), (linear_model(feature_map="identity"), 0)):
+        with model.kv_bias(-1 * convert_prompt(model, PROMPT)):
+            assert len(warned_of(lambda model=model: model(TEXT))) == n_warnings
 
 
 def test_the_warning_names_the_line_that_ran_the_model():

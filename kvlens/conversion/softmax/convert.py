@@ -11,7 +11,7 @@ from kvlens.conversion.softmax.prompt_pass import as_batch, attention_parts, con
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.kv_bias.records import of_sum
+from kvlens.kv_bias.fit import of_sum
 from kvlens.model.protocol import ReadsPrompts
 
 
