@@ -1,6 +1,7 @@
 """Verdicts, sets and statements against slow forms: a second verdict in float64, and exhaustion over all sets."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -48,7 +49,7 @@ def test_verdicts_are_those_of_the_definition(answer, rival):
         words = whole.argmax(dim=-1) if answer in (None, "first two") else torch.tensor([answer])
         if rival in words.tolist():
             continue
-        outcomes = _outcomes_on(whole, now, words, rival)
+        outcomes = _outcomes_on(whole, words, rival)
         for outcome, row in zip(outcomes.under(lambda text, n_last, now=now: now), now, strict=True):
             verdict = outcomes.verdict(outcome)
             assert verdict.at_bound or verdict.name == second_verdict(whole, row, words.tolist(), rival)
@@ -56,8 +57,13 @@ def test_verdicts_are_those_of_the_definition(answer, rival):
     assert set(seen) >= {"lost", "kept"} and len(seen) >= 3
 
 
-def _outcomes_on(whole, now, words, rival):
-    question = Question.of(random_model(n_layers=1), PROMPT, TEXT, words, rival)
+@functools.cache
+def one_layer():
+    return random_model(n_layers=1)
+
+
+def _outcomes_on(whole, words, rival):
+    question = Question.of(one_layer(), PROMPT, TEXT, words, rival)
     outcomes = Outcomes(question)
     outcomes.__dict__["_whole_log_p"] = whole
     return outcomes
@@ -67,7 +73,7 @@ def test_within_a_thousandth_of_a_nat_a_verdict_is_at_the_bound():
     whole = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64).log()
     for share, at_bound, name in ((0.3 + 1e-4, True, "changed"), (0.3 - 1e-4, True, "lost"), (0.25, False, "lost")):
         now = torch.tensor([[[share, 0.9 - share, 0.1]]], dtype=torch.float64).log()
-        outcomes = _outcomes_on(whole, now, torch.tensor([0]), None)
+        outcomes = _outcomes_on(whole, torch.tensor([0]), None)
         found = outcomes.verdict(outcomes.under(lambda text, n, now=now: now)[0])
         assert (found.name, found.at_bound) == (name, at_bound)
 
@@ -84,77 +90,46 @@ def exchanges(model, span=SPANS[1]):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_exchanging_a_set_keeps_its_complement(name):
-    """S of the prompt exchanged for the other's = all but S of the other's exchanged for the prompt's."""
-    model = random_model(**MODELS[name])
-    outcomes, of_heads, of_positions = exchanges(model)
-    generator = torch.Generator().manual_seed(3)
-    other = HeadExchange(outcomes.question, of_heads.donors.select_prompt(0), of_heads.own.repeat(1), same_features=True)
-    for exchange, reverse in ((of_heads, other.read), (of_positions, None)):
-        chosen = torch.rand(7, len(exchange.parts), generator=generator) < torch.linspace(0, 1, 7)[:, None]
-        here = [outcome.log_p for outcome in outcomes.under(exchange.read(chosen))]
-        if reverse is None:
-            biases = exchange.biases(~chosen, onto_other=True)
-            there = [outcome.log_p for outcome in outcomes.under(outcomes.question.reads_under(biases))]
-        else:
-            there = [outcome.log_p for outcome in outcomes.under(reverse(~chosen))]
-        assert here == pytest.approx(there, abs=ROUNDING)
-        assert max(here) - min(here) > 1e-3
-        nothing = exchange.read(torch.zeros(1, len(exchange.parts), dtype=torch.bool))
-        assert outcomes.under(nothing)[0].log_p == pytest.approx(outcomes.whole.log_p, abs=ROUNDING)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_the_order_is_the_exact_change_of_z_times_the_gradient(name):
     """Against one part at a time, by finite differences of the score along dz, with dz from a pass in which every layer's input
     is that of the unchanged pass."""
     model = random_model(**MODELS[name])
     outcomes, exchange, _ = exchanges(model)
     products = first_order(outcomes, exchange, at_other=False)
-    streams, z = {}, {}
+    answer, mask = int(outcomes.question.answer), torch.ones_like(TEXT[None])
 
-    def run(bias, hooks):
+    def run(bias, hooks, see=()):
+        """log p(answer), and what passes some hook points."""
+        seen = {}
+        looks = [(name, lambda x, hook: seen.update({hook.name: x.clone()})) for name in see]
         with model.kv_bias(bias), torch.no_grad():
-            return float(
-                model.run_with_hooks(TEXT[None], attention_mask=torch.ones_like(TEXT[None]), fwd_hooks=hooks)[
-                    0, -1
-                ].log_softmax(-1)[int(outcomes.question.answer)]
-            )
-
-    def keep(into):
-        return lambda x, hook: into.update({hook.name: x.clone()})
+            logits = model.run_with_hooks(TEXT[None], attention_mask=mask, fwd_hooks=[*hooks, *looks])
+        return float(logits[0, -1].log_softmax(-1)[answer]), seen
 
     names = [f"blocks.{layer}.hook_resid_pre" for layer in range(2)]
     of_z = [f"blocks.{layer}.attn.hook_z" for layer in range(2)]
-    run(exchange.own, [*((name, keep(streams)) for name in names), *((name, keep(z)) for name in of_z)])
+    _, own = run(exchange.own, [], [*names, *of_z])
+    held = [(name, lambda x, hook: own[hook.name]) for name in names]
     step = 1e-5
     for index in range(0, len(exchange.parts), 3):
         one = torch.zeros(1, len(exchange.parts), dtype=torch.bool)
         one[0, index] = True
-        changed: dict = {}
-        held = [(name, lambda x, hook: streams[hook.name]) for name in names]
-        run(exchange.biases(one), [*held, *((name, keep(changed)) for name in of_z)])
-
-        def along(sign, changed=changed, part=exchange.parts[index]):
-            def move(x, hook):
-                return x + sign * step * (changed[hook.name] - z[hook.name])
-
-            return run(exchange.own, [(of_z[part.layer], move)])
-
-        slope = (along(1) - along(-1)) / (2 * step)
+        _, changed = run(exchange.biases(one), held, of_z)
+        z = of_z[exchange.parts[index].layer]
+        move = step * (changed[z] - own[z])
+        up, down = (run(exchange.own, [(z, lambda x, hook, by=by: x + by)])[0] for by in (move, -move))
         # second-order central differences: the error is step^2 times a third derivative, and rounding 1e-15 / step
-        assert float(products[index]) == pytest.approx(-slope, rel=1e-5, abs=1e-8)
+        assert float(products[index]) == pytest.approx(-(up - down) / (2 * step), rel=1e-5, abs=1e-8)
 
 
 def exhausted(runs, keeping) -> int | None:
     """The size of a smallest set, by running all of them."""
-    every = range(runs.n_parts)
+    every = frozenset(range(runs.n_parts))
     for size in range(runs.n_parts + 1):
-        for parts in itertools.combinations(every, size):
-            exchanged = set(every) - set(parts) if keeping else set(parts)
-            runs.of([exchanged])
-            if runs.verdict(exchanged).name == ("kept" if keeping else "lost"):
-                return size
+        sets = [every - set(parts) if keeping else set(parts) for parts in itertools.combinations(every, size)]
+        runs.of(sets)
+        if any(runs.verdict(each).name == ("kept" if keeping else "lost") for each in sets):
+            return size
     return None
 
 
@@ -162,7 +137,7 @@ def test_sets_are_as_small_as_any():
     """Eight heads of random models, whose answers rest on several heads: against all 256 sets, and none near is stronger."""
     sizes, weaker = [], 0
     for seed in range(12):
-        model = random_model(attention="softmax" if seed % 2 else "linear", kv_shift=None, seed=seed)
+        model = random_model(n_heads=4, attention="softmax" if seed % 2 else "linear", kv_shift=None, seed=seed)
         for span in SPANS:
             outcomes, exchange, _ = exchanges(model, span)
             n = len(exchange.parts)
@@ -289,19 +264,6 @@ def test_exchanges_are_those_of_transformers_own_model(family):
             torch.testing.assert_close(now.double().exp(), again.exp(), atol=CLOSE, rtol=0)
             changes.append(float((now - found[0]).exp().sub(1).abs().max()))
     assert sum(change > 0.05 for change in changes) > len(changes) / 2
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])
-def test_statements_hold_in_transformers_own_model(family):
-    """Grouped keys; heads and convolutions of recurrent layers."""
-    (plain, model), spans, lost = sharp(family), [(0, 4), (4, 9), (9, 13), (13, 18)], 0
-    for seed in range(3):
-        prompt, text = some_tokens(18, seed=2 * seed), some_tokens(5, seed=2 * seed + 1)
-        found = explain(model, prompt, text, by=spans)
-        _hold(found, TransformersPasses(plain, prompt, text, spans))
-        lost += bool(found.cause)
-    assert lost
 
 
 @torch.no_grad()
