@@ -160,39 +160,6 @@ def test_heads_add_up_to_the_whole_and_the_interaction(model, tables):
     assert (heads["sum_over_heads"] + heads["interaction"] - heads["whole"]).abs().max() < TOLERANCE
 
 
-def test_a_heads_swap_is_that_heads_part_of_the_other_prompt(model, tables):
-    """By hooks on the bias as it is read, without batches of biases."""
-    if model.cfg.attention == "softmax":
-        pytest.skip("softmax prompts bring keys of their own, which no hook on b_KV exchanges; the whole is held above")
-    whole, other = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, without=[SPANS[2]])
-    group = model.cfg.n_heads // model.cfg.n_kv_heads
-
-    def exchanged(layer, head, part):
-        def bias(x, hook):
-            x[:, head] = getattr(other, "b_KV" if hook.name.endswith("kv") else "b_D")[layer, head]
-            return x
-
-        def rows(x, hook):
-            kv_heads = slice(head * group, (head + 1) * group) if hook.name.endswith("_q") else head
-            x[:, :, kv_heads] = getattr(other, hook.name.rsplit("hook_", 1)[1])[layer][:, kv_heads]
-            return x
-
-        stem = f"blocks.{layer}.attn.hook_"
-        shifted = [x for x in "kvq" if getattr(whole, f"last_{x}").shape[-3]]
-        normalized = ["b_d"] if model.cfg.normalizer == "kernel" else []
-        if part == "shift_state":
-            return [(stem + f"last_{x}", rows) for x in shifted]
-        return [(stem + x, bias) for x in ("b_kv", *normalized)]
-
-    before = log_p(model, whole, 5)
-    shift_states = ((0, 1, "shift_state"), (1, 0, "shift_state")) if model.cfg.kv_shift is not None else ()
-    for layer, head, part in ((0, 1, "head"), (1, 4, "head"), *shift_states):
-        with model.hooks(fwd_hooks=exchanged(layer, head, part)):
-            after = log_p(model, whole, 5)
-        row = tables.heads.query("unit == 2 and layer == @layer and head == @head and part == @part")
-        assert float(row["swap"].iloc[0]) == pytest.approx(before - after, abs=TOLERANCE)
-
-
 def test_positions_are_those_of_the_prompt_and_what_precedes_the_unit_has_no_effect(model, tables):
     table, shifts = tables.positions, model.cfg.kv_shift is not None
     assert len(table) == len(SPANS) * (13 + shifts) * 3

@@ -51,7 +51,7 @@ def test_every_row_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeyp
     model = random_model(**MODELS[name])
     shifts = model.cfg.kv_shift is not None
     found = found_in(
-        model, heads=("0.1", "1.s0") if shifts else ("0.1", "1.2"), positions=("7", SHIFT_STATE if shifts else "9")
+        model, heads=("0.1", "1.s0") if shifts else ("0.1", "1.2"), positions=("4", SHIFT_STATE if shifts else "9")
     )
     table = answer_flow(model, PROMPT, TEXT, found)
     assert len(table) == 2**4 + 1 + 2 + 2 + 2 * 4  # switches; all; each head alone, each position alone; edges
