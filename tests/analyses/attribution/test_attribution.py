@@ -13,6 +13,7 @@ from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
 from kvlens.analyses.attribution.units import units_of
 
+from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.components.kv_shift import shifted_projections
@@ -164,7 +165,6 @@ def test_positions_are_those_of_the_prompt_and_what_precedes_the_unit_has_no_eff
     table, shifts = tables.positions, model.cfg.kv_shift is not None
     assert len(table) == len(SPANS) * (13 + shifts) * 3
     of_unit = table[(table["unit"] == 1) & (table["layer"] == -1)]
-    of_unit = table[(table["unit"] == 1) & (table["layer"] == -1)]
     assert of_unit.loc[of_unit["in_unit"], "prompt_position"].tolist() == [3, 4]
     window = 0 if not shifts else model.cfg.kv_shift.window
     assert of_unit.loc[of_unit["in_shift_window"], "prompt_position"].tolist() == list(range(5, 5 + window))
@@ -255,7 +255,7 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
     """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
     read = []
-    monkeypatch.setattr("kvlens.analyses.attribution.by_position.factors", lambda *args: read.append(args) or factors(*args))
+    monkeypatch.setattr("kvlens.analyses.attribution.terms.factors", lambda *args: read.append(args) or factors(*args))
     table = attribution_by_position(random_model(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
     assert len(table) == 70 * 3 and len(read) == 2
 

@@ -8,7 +8,7 @@ from analysis_models import VARIANTS, random_model, tokens
 from kvlens.analyses.attribution import by_head
 from kvlens.analyses.attribution.explain import SHIFT_STATE, Explained, explain
 from kvlens.analyses.attribution.flow import answer_flow, parts_drawn
-from kvlens.analyses.attribution.statements import COLUMNS as STATEMENTS
+from kvlens.analyses.attribution.verdicts import STATEMENTS
 from kvlens.analyses.bias.parts import exchangeable
 from second_opinion import HookedPasses
 

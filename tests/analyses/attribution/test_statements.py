@@ -16,6 +16,7 @@ from kvlens.analyses.attribution.cost import CAP, expected_cost
 from kvlens.analyses.attribution.explain import SHIFT_STATE, explain
 from kvlens.analyses.attribution.order import first_order, head_orders
 from kvlens.analyses.attribution.search import ONE_BY_ONE, Asked, Runs, sets_of
+from kvlens.analyses.attribution.terms import Terms
 from kvlens.analyses.attribution.verdicts import Outcomes
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
@@ -80,12 +81,8 @@ def test_within_a_thousandth_of_a_nat_a_verdict_is_at_the_bound():
 
 def exchanges(model, span=SPANS[1]):
     question = Question.of(model, PROMPT, TEXT)
-    deleted = question.rows([[span]])
-    bias = convert_prompt(model, PROMPT)
-    return (
-        Outcomes(question),
-        HeadExchange(question, bias, convert_prompt(model, deleted)),
-        PositionExchange(question, bias, deleted),
+    return Outcomes(question), HeadExchange(
+        question, convert_prompt(model, PROMPT), convert_prompt(model, question.rows([[span]]))
     )
 
 
@@ -94,7 +91,7 @@ def test_the_order_is_the_exact_change_of_z_times_the_gradient(name):
     """Against one part at a time, by finite differences of the score along dz, with dz from a pass in which every layer's input
     is that of the unchanged pass."""
     model = random_model(**MODELS[name])
-    outcomes, exchange, _ = exchanges(model)
+    outcomes, exchange = exchanges(model)
     products = first_order(outcomes, exchange, at_other=False)
     answer, mask = int(outcomes.question.answer), torch.ones_like(TEXT[None])
 
@@ -139,7 +136,7 @@ def test_sets_are_as_small_as_any():
     for seed in range(12):
         model = random_model(n_heads=4, attention="softmax" if seed % 2 else "linear", kv_shift=None, seed=seed)
         for span in SPANS:
-            outcomes, exchange, _ = exchanges(model, span)
+            outcomes, exchange = exchanges(model, span)
             n = len(exchange.parts)
             everything = Runs(outcomes, n, exchange.read, 10_000)
             if everything.outcomes.verdict(everything.of([range(n)])[0]).name != "lost":
@@ -166,7 +163,7 @@ def test_sets_are_as_small_as_any():
 def test_no_set_that_was_run_is_smaller_than_the_first_that_is_named():
     """Wherever the cap ends the search; single parts were run before, half of the time."""
     for seed, keeping in itertools.product(range(6), (False, True)):
-        outcomes, exchange, _ = exchanges(random_model(attention="softmax", kv_shift=None, seed=seed), SPANS[seed % 4])
+        outcomes, exchange = exchanges(random_model(attention="softmax", kv_shift=None, seed=seed), SPANS[seed % 4])
         n = len(exchange.parts)
         for most in (3, 9, 17, 40):
             runs, every = Runs(outcomes, n, exchange.read, 2 * n), set(range(n))
@@ -182,7 +179,7 @@ def test_no_set_that_was_run_is_smaller_than_the_first_that_is_named():
 
 
 def test_a_search_ends_at_its_cap_and_says_so():
-    outcomes, exchange, _ = exchanges(random_model(kv_shift=None))
+    outcomes, exchange = exchanges(random_model(kv_shift=None))
     runs = Runs(outcomes, len(exchange.parts), exchange.read, 0)
     assert sets_of(runs, range(len(exchange.parts)), keeping=False) == ([], False)
 
@@ -251,7 +248,7 @@ def test_exchanges_are_those_of_transformers_own_model(family):
     question, passes = Question.of(model, prompt, text), TransformersPasses(plain, prompt, text, [span])
     bias, deleted = convert_prompt(model, prompt), question.rows([[span]])
     of_heads = HeadExchange(question, bias, convert_prompt(model, deleted))
-    of_positions = PositionExchange(question, bias, deleted)
+    of_positions = PositionExchange(question, Terms.of_prompt(model, prompt), deleted)
     places = [SHIFT_STATE if part < 0 else str(part) for part in of_positions.parts]
     changes = []
     for exchange, codes in ((of_heads, [part.code for part in of_heads.parts]), (of_positions, places)):
