@@ -27,8 +27,8 @@ ANALYSES = {
     "prompt_by_depth": "kvlens.analyses.prompt.readings",
     "prompt_copies": "kvlens.analyses.heads.copies",
     "prompt_effect": "kvlens.analyses.prompt.readings",
-    "state_erasure": "kvlens.analyses.state.memory",
-    "state_memory": "kvlens.analyses.state.memory",
+    "state_erasure": "kvlens.analyses.state",
+    "state_memory": "kvlens.analyses.state",
 }
 """Name of an analysis, which ``kvlens analyse NAME`` runs over many prompts -> the module that holds it."""
 

@@ -1,19 +1,22 @@
-"""Verdicts, sets and statements against slow forms: a second verdict in float64, and exhaustion over all sets."""
+"""Verdicts, sets, statements and flows against slow forms: a second verdict, exhaustion over all sets, hooked passes."""
 
 import copy
 import functools
 import itertools
 
+import pandas as pd
 import pytest
 import torch
 import transformers as tf
-from analysis_models import random_model, tokens
+from analysis_models import VARIANTS, random_model, tokens
 from bridge_models import some_tokens, tiny
+from kvlens.analyses.attribution import by_head
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.cost import CAP, expected_cost
-from kvlens.analyses.attribution.explain import SHIFT_STATE, explain
+from kvlens.analyses.attribution.explain import SHIFT_STATE, Explained, explain
+from kvlens.analyses.attribution.flow import answer_flow, parts_drawn
 from kvlens.analyses.attribution.order import first_order, head_orders
 from kvlens.analyses.attribution.search import ONE_BY_ONE, Asked, Runs, sets_of
 from kvlens.analyses.attribution.terms import Terms
@@ -281,3 +284,53 @@ def _hold(found, passes):
             (answer,) = found.answer_tokens
             assert row.p_after == pytest.approx(float(now[0, answer].exp()), abs=CLOSE), row
             assert row.at_bound or row.verdict == second_verdict(whole, now, [answer]), row
+
+
+ANSWER, RIVAL = 5, 7
+OF_FLOWS = {name: MODELS[name] for name in ("linear", "softmax shift")} | {"linear, no shift": VARIANTS["rope before"]}
+
+
+def drawn(heads, positions, cause=(1,)) -> Explained:
+    """An explanation whose sets are these heads and positions."""
+    sets = {"heads": heads, "positions": positions}
+    statements = [{"about": about, "role": "breaking", "parts": "+".join(codes)} for about, codes in sets.items()]
+    units = pd.DataFrame(SPANS, columns=["start", "stop"]).assign(unit_text="")
+    tables = [pd.DataFrame(statements), units, *(pd.DataFrame({"code": sorted(codes)}) for codes in sets.values())]
+    p = (0.5, None, 0.5)
+    return Explained("5", "7", p, p, *tables, None, cause, frozenset(), (ANSWER,), (RIVAL,))
+
+
+@pytest.mark.parametrize("name", OF_FLOWS)
+def test_every_row_of_a_flow_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeypatch):
+    """Position 4 is one of the removed unit's."""
+    monkeypatch.setattr(by_head, "MEMORY_PER_PASS", 1)  # four rows at once
+    model = random_model(**OF_FLOWS[name])
+    shifts = model.cfg.kv_shift is not None
+    found = drawn(("0.1", "1.s0") if shifts else ("0.1", "1.2"), ("4", SHIFT_STATE if shifts else "9"))
+    table = answer_flow(model, PROMPT, TEXT, found)
+    assert len(table) == 2**4 + 1 + 2 + 2 + 2 * 4  # switches; all; each head alone, each position alone; edges
+    assert not table.duplicated(["heads", "positions", "inside", "others"]).any()
+    passes = HookedPasses(model, PROMPT, TEXT, SPANS)
+    before = passes.without([]).log_softmax(dim=-1)[[ANSWER, RIVAL]]
+    for row in table.itertuples():
+        heads, positions = (codes.split("+") if codes else [] for codes in (row.heads, row.positions))
+        read = passes.exchanged(found.cause, heads, positions, inside=row.inside, others=row.others)
+        said = read.log_softmax(dim=-1)[[ANSWER, RIVAL]]
+        assert row.effect == pytest.approx(float(before[0] - said[0]), abs=ROUNDING), row
+        assert row.p_answer == pytest.approx(float(said[0].exp()), abs=ROUNDING)
+        assert row.p_rival == pytest.approx(float(said[1].exp()), abs=ROUNDING)
+        first = int(read.argmax())
+        assert pd.isna(row.says) == (first == ANSWER)
+        if first != ANSWER:
+            assert row.p_says == pytest.approx(float(read.softmax(dim=-1)[first]), abs=ROUNDING)
+    assert table["effect"].abs().max() > 0.01
+
+
+def test_where_nothing_is_lost_no_flow_is_measured():
+    assert len(answer_flow(random_model(), PROMPT, TEXT, drawn(("0.1",), ("4",), cause=()))) == 0
+
+
+def test_the_parts_drawn_are_those_of_the_sets_and_not_too_many():
+    every = tuple(f"{layer}.{head}" for layer in (1, 0) for head in range(4))
+    heads, positions = parts_drawn(drawn(every, ("4", "7")))
+    assert len(heads) + len(positions) == 7 and positions == ["4", "7"] and heads == sorted(heads)
