@@ -37,14 +37,6 @@ def one_sequence(
     Raises:
         KVLensError: another type, several sequences, an empty one, ids outside the vocabulary, a string without a tokenizer.
     """
-    check_is_model(what, model)
-    return read_sequence(model, what, tokens, may_be_empty=may_be_empty, prepend_bos=prepend_bos)
-
-
-def read_sequence(
-    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
-) -> Int[Tensor, " pos"]:
-    """:func:`one_sequence` for a `HookedKVTransformer` or a bridge."""
     if isinstance(tokens, str):
         if model.tokenizer is None:
             raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
@@ -66,21 +58,12 @@ def read_sequence(
     return tokens.to(model.cfg.device)
 
 
-def check_is_model(what: str, model: Any) -> None:
-    """Raise KVLensError unless ``model`` is a model of kvlens."""
-    if not isinstance(model, KVModel):
-        raise KVLensError(
-            f"{what}: expected a HookedKVTransformer or a KVTransformerBridge to read it with, got {type(model).__name__}"
-        )
-
-
 def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
     """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by default, unless it continues a bias.
 
     Raises:
         KVLensError: a bias, which has no tokens; otherwise as :func:`one_sequence`.
     """
-    check_is_model(what, model)
     if isinstance(prompt, KVBias):
         raise KVLensError(
             f"{what}: this analysis reads the prompt's own tokens, and a bias has none; give the prompt as a string or token "

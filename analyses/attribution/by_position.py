@@ -8,7 +8,7 @@ position's term in the state that is exchanged, kbar_p v_p^T, carried to the end
 keep their numbers: the counterfactual prompt is as long, the unit removed or replaced in place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, convert_prompt, weights_unchanged
+from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, weights_unchanged
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
@@ -27,15 +27,8 @@ from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Question, Read, Rival
 from .by_head import rows_at_once
-from .terms import SHIFT_STATES, carriers, factors, state_terms, with_states, written
+from .terms import ALL, SHIFT_STATES, Terms, carriers, in_layer
 from .units import BY, Spans, Unit, positions_of, units_of
-
-ALL = -1
-"""In place of a layer: every one; in place of a position: the shift state, which has none."""
-
-Rows = Callable[[Bool[Tensor, "row pos"], int, bool], KVBias]
-"""(chosen positions, layer, onto the other prompt) -> a batch of biases, of the prompt or of the other prompt, with the chosen
-positions of the other one."""
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -93,14 +86,14 @@ def attribution_by_position(
     """
     question = Question.of(model, prompt, text, answer, rival)
     units = units_of(model, question.prompt, by)
-    bias = convert_prompt(model, question.prompt)
+    read = Terms.of_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
     others = without_each(question, units, replace_by or {})
-    carried = carriers(bias, positions_of(units, len(question.prompt)))
+    carried = carriers(read.bias, positions_of(units, len(question.prompt)))
     frames = []
     for number, (unit, other) in enumerate(zip(units, others, strict=True)):
-        exchange = PositionExchange(question, bias, other)
+        exchange = PositionExchange(question, read, other)
         whole, swap, converse = exchanged_positions(exchange, layers)
         parts = exchange.parts
         at = torch.tensor(parts * len(layers))
@@ -164,7 +157,7 @@ class PositionExchange:
 
     Args:
         question: what is asked.
-        bias: of the prompt.
+        read: of the prompt.
         other: the counterfactual prompt, a single row.
 
     Attributes:
@@ -173,24 +166,28 @@ class PositionExchange:
         at_once: how many rows a pass has room for.
     """
 
-    def __init__(self, question: Question, bias: KVBias, other: Counterfactuals):
+    def __init__(self, question: Question, read: Terms, other: Counterfactuals):
         self.question, self.n_positions = question, len(question.prompt)
-        self.parts = [*range(self.n_positions), *([ALL] if has_shift_state(bias) else [])]
-        donor = convert_prompt(question.model, other).select_prompt(0)
-        if bias.features is None:
-            self.own, self.donor = bias, donor
-            self._rows = _linear_rows(question, self.own, self.donor, other)
-        else:
-            self.own, self.donor = in_one_space(bias, donor)
-            rows = _softmax_rows(self.own, self.donor, self.n_positions)
-            self._rows = rows if bias.recurrent is None else _with_states(question, self.own, other, rows)
+        self.parts = [*range(self.n_positions), *([ALL] if has_shift_state(read.bias) else [])]
+        there = Terms.of_prompt(question.model, other)
+        self.own, self.donor = in_one_space(read.bias, there.bias)  # the other prompt's keys lie behind the prompt's
+        behind = read.bias.d_phi + there.first_key
+        self._sides = replace(read, bias=self.own), replace(there, bias=self.donor, first_key=behind)
         self.at_once = min(32, rows_at_once(self.own))
 
     def biases(self, chosen: Bool[Tensor, "row part"], layer: int = ALL, onto_other: bool = False) -> KVBias:
         """A batch of biases: the prompt's with the chosen parts of the other prompt, or the other way round."""
-        made = self._rows(chosen[:, : self.n_positions], layer, onto_other)
-        sides = (self.donor, self.own) if onto_other else (self.own, self.donor)
-        return with_shift_states(made, *sides, chosen[:, self.n_positions :].any(dim=1), layer)
+        here, there = self._sides[::-1] if onto_other else self._sides
+        positions, whole = chosen[:, : self.n_positions], here.bias.repeat(len(chosen))
+        taken, given, tensors = here.of(positions, layer), there.of(positions, layer), tensors_of(whole)
+        mixed = {name: tensors[name] + (given[name] - taken[name]).to(tensors[name]) for name in taken}
+        own, others, shift_states = tensors_of(here.bias), tensors_of(there.bias), chosen[:, self.n_positions :].any(dim=1)
+        for name in own.keys() & set(SHIFT_STATES):
+            numbers = recurrent_layers(here.bias) if name.startswith(RECURRENT) else here.bias.attention_layers
+            meant = in_layer(numbers, layer)[:, None] & shift_states[None]
+            meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
+            mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])
+        return with_tensors(whole, mixed)
 
     def read(self, exchanged: Bool[Tensor, "row part"]) -> Read:
         """Reads a text with each set exchanged in all layers; a set of more than half is what it leaves, put into the other
@@ -201,76 +198,3 @@ class PositionExchange:
         stacked = [tensors_of(self.biases(chosen, onto_other=side)) for chosen, side in rows if len(chosen)]
         mixed = {name: torch.cat([each[name] for each in stacked], dim=1)[:, back] for name in stacked[0]}
         return self.question.reads_under(with_tensors(self.own.repeat(len(exchanged)), mixed))
-
-
-def _softmax_rows(here: KVBias, there: KVBias, n_positions: int) -> Rows:
-    """Weights and values of chosen positions moved from one prompt's keys to the other's, which lie behind them."""
-    half = here.d_phi // 2
-    before = half - n_positions  # keys of what the prompt continues
-
-    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
-        of_one = torch.nn.functional.pad(chosen, (before, 0))
-        swapped = torch.cat([of_one, of_one], dim=1).to(here.b_D.device)
-        which = _layers(here, layer) & swapped[None, :, None]
-        return _moved(there, here, which, len(chosen)) if onto_other else _moved(here, there, which, len(chosen))
-
-    return make
-
-
-def _moved(to: KVBias, other: KVBias, which: Tensor, n_rows: int) -> KVBias:
-    """A bias of virtual keys, some of which have the weights and values of another."""
-    return replace(
-        to.repeat(n_rows),
-        b_D=torch.where(which, other.b_D[:, None], to.b_D[:, None]),
-        b_KV=torch.where(which[..., None], other.b_KV[:, None], to.b_KV[:, None]),
-    )
-
-
-def _with_states(question: Question, here: KVBias, other: Counterfactuals, of_attention: Rows) -> Rows:
-    """What ``of_attention`` makes, and the states of the recurrent layers with the chosen positions' terms exchanged."""
-    own, others = state_terms(question.model, question.prompt), state_terms(question.model, other)
-    numbers = torch.tensor(recurrent_layers(here))
-
-    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
-        change = (others.of(chosen) - own.of(chosen)) * (-1 if onto_other else 1)
-        meant = ((numbers == layer) | (layer == ALL)).to(change)[:, None, None, None, None]
-        bias = of_attention(chosen, layer, onto_other)
-        assert bias.recurrent is not None
-        return with_states(bias, bias.recurrent.b_KV + (meant * change).to(bias.recurrent.b_KV))
-
-    return make
-
-
-def _linear_rows(question: Question, here: KVBias, there: KVBias, other: Counterfactuals) -> Rows:
-    """b_KV and b_D less the chosen positions' terms, with the other prompt's."""
-    model = question.model
-    own, others = factors(model, question.prompt), factors(model, other)
-
-    def make(chosen: Tensor, layer: int, onto_other: bool) -> KVBias:
-        taken, given = written(model, own, chosen), written(model, others, chosen & other.kept.cpu())
-        bias = (there if onto_other else here).repeat(len(chosen))
-        where = _layers(here, layer).to(here.b_KV) * (-1 if onto_other else 1)
-        b_kv, b_d = given.b_KV - taken.b_KV, given.b_D - taken.b_D
-        return replace(bias, b_KV=bias.b_KV + where[..., None] * b_kv, b_D=bias.b_D + where * b_d)
-
-    return make
-
-
-def _layers(bias: KVBias, layer: int) -> Tensor:
-    """True at the attention layers that are meant, [layer, 1, 1, 1]."""
-    every = torch.tensor(bias.attention_layers, device=bias.b_KV.device)
-    return ((every == layer) | (layer == ALL))[:, None, None, None]
-
-
-def with_shift_states(bias: KVBias, here: KVBias, there: KVBias, exchanged: Bool[Tensor, " row"], layer: int) -> KVBias:
-    """A batch of biases with the shift state of ``here``, or where exchanged of ``there``, in one layer or in all of them."""
-    attention, recurrent = torch.tensor(here.attention_layers), torch.tensor(recurrent_layers(here))
-    own, others = tensors_of(here), tensors_of(there)
-    mixed = {}
-    for name in own.keys() & set(SHIFT_STATES):
-        numbers = recurrent if name.startswith(RECURRENT) else attention
-        meant = ((numbers == layer) | (layer == ALL))[:, None] & exchanged[None]
-        tensor = own[name][:, None]
-        meant = meant.reshape(*meant.shape, *[1] * (tensor.dim() - 2)).to(tensor.device)
-        mixed[name] = torch.where(meant, others[name][:, None], tensor)
-    return with_tensors(bias, mixed)

@@ -1,6 +1,6 @@
 """One question, one answer: which units of the prompt it rests on, through which heads, read at which positions.
 
-What is found are *statements* (:mod:`~kvlens.analyses.attribution.statements`): each is an intervention that was made, with
+What is found are *statements* (:mod:`~kvlens.analyses.attribution.verdicts`): each is an intervention that was made, with
 what the model says then. A *breaking set* loses the answer when it is exchanged, a *keeping set* keeps it alone. Units are
 removed; heads and positions are exchanged for those of the prompt without the first breaking set of units.
 """
@@ -24,17 +24,16 @@ from ..sequences import PromptTokens, TextTokens
 from ..texts import token_texts
 from .answers import Answer, Positions, Question, Read, Rival
 from .by_head import HeadExchange
-from .by_position import ALL, PositionExchange
+from .by_position import PositionExchange
 from .cost import CAP, SHARES
 from .kept import Keep, keeping
 from .null import Null
 from .order import head_orders
 from .prompt import units_table
 from .search import Asked, CapReached, FoundSet, Runs, sets_of
-from .statements import COLUMNS as STATEMENTS
-from .statements import statement, text_of
+from .terms import ALL, Terms
 from .units import BY, Spans, positions_of, units_of
-from .verdicts import KEPT, LOST, Outcomes
+from .verdicts import KEPT, LOST, STATEMENTS, Outcomes, statement, text_of
 
 SHIFT_STATE = "shift_state"
 MOST_ALONE = 4
@@ -74,7 +73,7 @@ class Explained:
         p_answer, p_rival: their probabilities with the whole prompt, without the units of ``cause`` (None where there are
             none), and without the prompt: after BOS alone, the text in its place.
         statements: what was found, a row for each intervention that was made, with the columns of
-            :mod:`kvlens.analyses.attribution.statements`.
+            :mod:`kvlens.analyses.attribution.verdicts`.
         units: effects of all units, as `prompt_attribution` returns them.
         heads, positions: of the units of ``cause``: what was run of single heads and positions (`HEAD_COLUMNS`,
             `POSITION_COLUMNS`); empty where there are none.
@@ -185,10 +184,10 @@ class _Explaining:
         heads = positions = pd.DataFrame()
         if cause:
             deleted = question.rows(self.own[list(cause)].any(dim=0)[None])
-            bias, other = convert_prompt(question.model, question.prompt), convert_prompt(question.model, deleted)
+            read, other = Terms.of_prompt(question.model, question.prompt), convert_prompt(question.model, deleted)
             question.account.count(2 * len(question.prompt))
-            heads = self._heads(HeadExchange(question, bias, other), cause)
-            positions = self._positions(PositionExchange(question, bias, deleted), cause)
+            heads = self._heads(HeadExchange(question, read.bias, other), cause)
+            positions = self._positions(PositionExchange(question, read, deleted), cause)
         return self._found(cause, table, heads, positions, null)
 
     def _left(self, step: int, per_row: int) -> int:

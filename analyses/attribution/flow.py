@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVModel, convert_prompt, weights_unchanged
+from kvlens import KVBias, KVModel, weights_unchanged
 from kvlens.checks import checked
 
 from ..declaration import Columns
@@ -34,9 +34,9 @@ from .answers import Question, Read, Rival
 from .by_head import HeadExchange
 from .by_position import PositionExchange
 from .explain import SHIFT_STATE, Explained
-from .statements import said
+from .terms import Terms
 from .units import Unit, positions_of
-from .verdicts import Outcome, Outcomes
+from .verdicts import Outcome, Outcomes, said
 
 MOST_PARTS = 7
 """Heads and positions that are drawn: every subset of them takes a pass over the text."""
@@ -163,7 +163,7 @@ def _measure(measured: _Measured, found: Explained) -> None:
     question, table = measured.question, found.units
     units = [Unit(row.unit_text, row.start, row.stop) for row in table.itertuples()]
     gone = positions_of(units, len(question.prompt))[list(found.cause)].any(dim=0)
-    of_position = PositionExchange(question, convert_prompt(question.model, question.prompt), question.rows(gone[None]))
+    of_position = PositionExchange(question, Terms.of_prompt(question.model, question.prompt), question.rows(gone[None]))
     question.account.count(2 * len(question.prompt))
     heads, positions = parts_drawn(found)
 

@@ -8,8 +8,8 @@ k_p and v_p are what the heads read at position p: shifted, where the model shif
 has one. What was held before the prompt stays.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,13 @@ from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KV
 from kvlens.bridge import read_memory
 from kvlens.model import heads_per_layer
 
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, recurrent_layers, tensors_of, with_tensors
 from ..layers import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
 """Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
+ALL = -1
+"""In place of a layer: every one."""
 BYTES_AT_ONCE = 2**27
 """Of biases that are read together, and of features of chosen positions that are added up together."""
 
@@ -45,23 +47,14 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
         prompt: [pos].
         units: True at the positions that are hidden.
     """
-    linear = isinstance(model, HookedKVTransformer) and model.cfg.attention == "linear"
-    read = factors(model, prompt) if linear else None
-    bias = convert_prompt(model, prompt) if read is None else read.bias
-    states = None if bias.recurrent is None else state_terms(model, prompt)
+    terms = Terms.of_prompt(model, prompt)
+    bias = terms.bias
     for rows in units.split(max(1, BYTES_AT_ONCE // max(1, bias.b_KV.numel() * bias.b_KV.element_size()))):
-        gone, tensors = carriers(bias, rows), tensors_of(bias.repeat(len(rows)))
-        shift_states = {name: _without_rows(tensors[name], rows) for name in SHIFT_STATES if name in tensors}
-        whole = with_tensors(bias.repeat(len(rows)), shift_states)
-        if read is not None:
-            taken = written(model, read, gone)
-            yield replace(whole, b_KV=whole.b_KV - taken.b_KV, b_D=whole.b_D - taken.b_D)
-            continue
-        keep = _weights(bias, gone)
-        hidden = replace(whole, b_KV=whole.b_KV * keep[..., None], b_D=whole.b_D * keep)
-        if states is not None and hidden.recurrent is not None:
-            hidden = with_states(hidden, hidden.recurrent.b_KV - states.of(rows).to(bias.b_KV))
-        yield hidden
+        whole = bias.repeat(len(rows))
+        left = tensors_of(whole)
+        left |= {name: _without_rows(left[name], rows) for name in SHIFT_STATES if name in left}
+        left |= {name: left[name] - taken.to(left[name]) for name, taken in terms.of(carriers(bias, rows)).items()}
+        yield with_tensors(whole, left)
 
 
 def carriers(bias: KVBias, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
@@ -81,19 +74,67 @@ def _without_rows(last: Float[Tensor, "layer row window *rest"], units: Bool[Ten
     return last * keep.reshape(1, *keep.shape, *[1] * (last.dim() - 3))
 
 
-def _weights(bias: KVBias, gone: Bool[Tensor, "row pos"]) -> Float[Tensor, "1 row 1 key"]:
-    """0 at the virtual keys of positions that are gone; those of what the prompt continues come first, and stay."""
-    before = bias.d_phi - gone.shape[1]
-    if before < 0 or bias.features is None or bias.features.kind != "virtual_keys":
-        raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
-    keep = torch.nn.functional.pad((~gone).to(bias.b_D), (before, 0), value=1.0)
-    return keep[None, :, None, :]
+@dataclass(frozen=True)
+class Terms:
+    """What each position of a prompt, or of a single counterfactual one, wrote into its bias.
+
+    Attributes:
+        model: that read it.
+        bias: of the prompt.
+        n_positions: of the prompt.
+        read: the positions that were read; None for all.
+        factors: of a linear model.
+        states: of a model with recurrent layers.
+        first_key: number of the virtual key of the prompt's first position; those of what the prompt continues come first.
+    """
+
+    model: KVModel
+    bias: KVBias
+    n_positions: int
+    read: Bool[Tensor, " pos"] | None = None
+    factors: "Factors | None" = None
+    states: "StateTerms | None" = None
+    first_key: int = 0
+
+    @classmethod
+    def of_prompt(cls, model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> "Terms":
+        """Read the prompt once (one with recurrent layers twice)."""
+        n, read = (prompt.tokens.shape[1], prompt.kept[0].cpu()) if isinstance(prompt, Counterfactuals) else (len(prompt), None)
+        if isinstance(model, HookedKVTransformer) and model.cfg.attention == "linear":
+            found = factors(model, prompt)
+            return cls(model, found.bias, n, read, found)
+        bias = convert_prompt(model, prompt)
+        bias = bias if bias.batch_size is None else bias.select_prompt(0)
+        if bias.d_phi < n or bias.features is None or bias.features.kind != "virtual_keys":
+            raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
+        states = None if bias.recurrent is None else state_terms(model, prompt)
+        return cls(model, bias, n, read, None, states, bias.d_phi - n)
+
+    def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
+        """For each row the sum of the terms of its positions, in one layer or in all, by the name of the tensor."""
+        if self.factors is not None:
+            b_kv, b_d = written(self.model, self.factors, chosen if self.read is None else chosen & self.read)
+        else:
+            behind = self.bias.d_phi - self.first_key - self.n_positions
+            keys = torch.nn.functional.pad(chosen, (self.first_key, behind)).to(self.bias.b_D)[None, :, None]
+            b_kv, b_d = self.bias.b_KV[:, None] * keys[..., None], self.bias.b_D[:, None] * keys
+        found = {
+            "b_KV": of_layer(b_kv, self.bias.attention_layers, layer),
+            "b_D": of_layer(b_d, self.bias.attention_layers, layer),
+        }
+        if self.states is not None:
+            found[RECURRENT + "b_KV"] = of_layer(self.states.of(chosen), recurrent_layers(self.bias), layer)
+        return found
 
 
-def with_states(bias: KVBias, b_kv: Float[Tensor, "recurrent_layer row head d_k d_v"]) -> KVBias:
-    """A batch of biases of a hybrid model with other states."""
-    assert bias.recurrent is not None
-    return replace(bias, recurrent=replace(bias.recurrent, b_KV=b_kv))
+def of_layer(tensor: Float[Tensor, "layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, "layer *rest"]:
+    """Zeros in every layer but the one that is meant; `ALL` means all of them."""
+    return tensor if layer == ALL else tensor * in_layer(numbers, layer).to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
+
+
+def in_layer(numbers: Sequence[int], layer: int) -> Bool[Tensor, " layer"]:
+    """Whether each of some layers is meant."""
+    return (torch.tensor(numbers) == layer) | (layer == ALL)
 
 
 class StateTerms(NamedTuple):
@@ -147,8 +188,10 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     return Factors(stack_layers(phi_k), stack_layers(carried), stack_layers(v), bias)
 
 
-def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> KVBias:
-    """What chosen positions of a prompt wrote into the bias of a linear model: for each row the sum of their terms."""
+def written(
+    model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]
+) -> tuple[Float[Tensor, "layer row head d_phi d_head"], Float[Tensor, "layer row head d_phi"]]:
+    """(b_KV, b_D) that chosen positions of a prompt wrote in a linear model: for each row the sum of their terms."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     chosen = chosen.to(read.v.device)
     most = max(1, int(chosen.sum(dim=1).max()))
@@ -162,8 +205,7 @@ def written(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> K
         b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))
         b_d.append(torch.take_along_dim((read.phi_k[:, where] * each).sum(dim=2), of_kv[:, 0], dim=2))
     d = torch.cat(b_d, dim=1) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d, dim=1)
-    like = read.bias.zero_like().repeat(len(chosen))
-    return replace(like, b_KV=torch.cat(b_kv, dim=1).to(like.b_KV), b_D=d.to(like.b_D))
+    return torch.cat(b_kv, dim=1).to(read.bias.b_KV), d.to(read.bias.b_D)
 
 
 def _features_and_values(

@@ -1,21 +1,45 @@
-"""Forward passes over one text in three conditions, shared by all analyses that compare them.
+"""A text in three conditions: with its prompt, without it, and with its prompt converted.
 
 - ``with_prompt``: the model reads [prompt; text];
 - ``without_prompt``: the model reads the text at the same positions, after only the BOS with which the prompt began;
 - ``converted``: the model reads the text alone, with the converted prompt attached as a bias.
+
+Their forward passes (:func:`read_text`) are shared by all analyses that compare them, aligned on the tokens of the text:
+
+- :func:`prompt_effect`: the effect of the prompt on the predictions, and whether its conversion has the same effect.
+- :func:`conversion_error`: how exactly the converted prompt replaces the prompt (ICLCA sec. 4): the logits both ways, equal up
+  to rounding, which is measured on the model's own forward pass (:mod:`kvlens.analyses.prompt.rounding`).
+- :func:`prompt_by_depth`: the effect at each depth. The residual stream before layer l, through the final norm and the
+  unembedding, is a guess at the next token (the logit lens). The increase of its loss without the prompt measures how much of
+  the prompt's effect is present at this depth. Source: nostalgebraist 2020, interpreting GPT: the logit lens; TransformerLens'
+  ``ActivationCache.accumulated_resid``.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel
+from kvlens.checks import checked
 
-from ..predictions import text_logits
-from ..sequences import baseline_sequence, instead_of_prompt
+from ..declaration import Columns, analysis
+from ..predictions import KL, LOSS_CHANGE, kl_divergence, log_probabilities, next_token_losses, text_logits
+from ..sequences import (
+    BaselineTokens,
+    PromptTokens,
+    TextTokens,
+    baseline_sequence,
+    instead_of_prompt,
+    one_sequence,
+    prompt_sequence,
+    prompt_text_bias,
+)
+from ..texts import next_token_texts, token_texts
+from .rounding import relative_error, rounding_error, rounding_limit
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")
 
@@ -85,3 +109,226 @@ def read_text(
             logits = text_logits(model, before, text, streams, kept=kept)
         found[condition] = Reading(logits, None if streams is None else torch.stack(streams))
     return found
+
+
+EFFECTS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this position"),
+    next_token=("str", "the token that follows in the text, missing at the last position"),
+    condition=("str", "``with_prompt``, ``without_prompt`` or ``converted``"),
+    predicted_token=("str", "the most probable next token"),
+    kl=("float64", f"{KL}; original ``with_prompt``, intervened this condition"),
+    argmax_agrees=("bool", "whether the most probable next token is that of ``with_prompt``"),
+    loss=("float64", "-log p(next_token) in nats, NaN at the last position"),
+)
+
+
+@analysis(EFFECTS, "the effect of a prompt on the predictions on a text, and whether its conversion has the same effect")
+@checked
+@torch.no_grad()
+def prompt_effect(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    baseline: BaselineTokens | None = None,
+    bias: KVBias | None = None,
+    readings: Readings | None = None,
+) -> pd.DataFrame:
+    """Compare the next-token predictions on the text in the three conditions.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        text: a string, or tokens [pos] without BOS.
+        baseline: [pos], the tokens that stand in the prompt's place "without the prompt", possibly none; None takes the
+            prompt's BOS, or nothing if the prompt does not begin with the tokenizer's BOS. They start at the prompt's first
+            position, and the text keeps its positions: nothing but what stands before it differs.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        readings: of this text in the three conditions, if they have been read already; None reads it here.
+
+    Returns:
+        One row per position of the text and condition, positions in order, conditions as in :data:`CONDITIONS`:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    if readings is None:
+        readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline))
+    check_readings(readings, CONDITIONS, len(text))
+    logits = {condition: readings[condition].logits for condition in CONDITIONS}
+    tokens = token_texts(model, text)
+    reference = log_probabilities(logits["with_prompt"])
+    frames = []
+    for condition in CONDITIONS:
+        log_p, predicted = log_probabilities(logits[condition]), logits[condition].argmax(dim=-1)
+        frames.append(
+            EFFECTS.frame(
+                {
+                    "position": range(len(text)),
+                    "token": tokens,
+                    "next_token": [*tokens[1:], None],
+                    "condition": condition,
+                    "predicted_token": [name for (name,) in next_token_texts(model, text, predicted[:, None])],
+                    "kl": kl_divergence(reference, log_p),
+                    "argmax_agrees": (predicted == logits["with_prompt"].argmax(dim=-1)),
+                    "loss": next_token_losses(log_p, text),
+                }
+            )
+        )
+    return pd.concat(frames).sort_values("position", kind="stable", ignore_index=True)
+
+
+ERRORS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this position"),
+    relative_error=("float64", "||new - old|| / ||old|| over the vocabulary"),
+    squared_error=("float64", "||new - old||^2; with the next column it gives the error of any set of positions"),
+    squared_norm=("float64", "||old||^2"),
+    max_abs_error=("float64", "the largest difference of one logit"),
+    argmax_agrees=("bool", "whether both predict the same next token"),
+    rounding_error=(
+        "float64",
+        "relative error of the unconverted model's forward pass on these tokens, against float64; the same in every row",
+    ),
+    exact_to_rounding=(
+        "bool",
+        "whether the relative error over all positions is at most 4 times that (1e-12 in float64); the same in every row",
+    ),
+)
+
+
+@analysis(ERRORS, "how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position")
+@checked
+@torch.no_grad()
+def conversion_error(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    readings: Readings | None = None,
+) -> pd.DataFrame:
+    """Compare the logits on the text with the prompt in front and with the prompt converted.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        text: a string, or tokens [pos] without BOS.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+        readings: of this text with the prompt and converted, if they have been read already; None reads it here.
+
+    Returns:
+        One row per position of the text, in order:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    if readings is None:
+        readings = read_text(model, prompt, text, bias=bias, conditions=("with_prompt", "converted"))
+    check_readings(readings, ("with_prompt", "converted"), len(text))
+    old, new = readings["with_prompt"].logits, readings["converted"].logits
+    difference, old64 = new.double() - old.double(), old.double()
+    squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)
+    rounding = rounding_error(model, prompt, text)
+    return ERRORS.frame(
+        {
+            "position": range(len(text)),
+            "token": token_texts(model, text),
+            "relative_error": (squared_error / squared_norm).sqrt(),
+            "squared_error": squared_error,
+            "squared_norm": squared_norm,
+            "max_abs_error": difference.abs().amax(dim=-1),
+            "argmax_agrees": new.argmax(dim=-1) == old.argmax(dim=-1),
+            "rounding_error": rounding,
+            "exact_to_rounding": relative_error(new.double(), old64) <= rounding_limit(model, rounding),
+        }
+    )
+
+
+DEPTHS = Columns(
+    layer=("int64", "number of layers applied; the number of layers for the whole model"),
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this position"),
+    next_token=("str", "the token that follows in the text, missing at the last position"),
+    loss_with=("float64", "-log p(next_token) at this depth with the prompt, nats; NaN at the last position"),
+    loss_without=("float64", "the same without the prompt"),
+    loss_change=("float64", f"{LOSS_CHANGE}; without the prompt, loss_without - loss_with"),
+    guess_with=("str", "the likeliest next token at this depth with the prompt"),
+    guess_without=("str", "the same without the prompt"),
+)
+
+
+@analysis(DEPTHS, "the effect of a prompt on each next token at each depth (logit lens)")
+@checked
+@torch.no_grad()
+def prompt_by_depth(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    baseline: BaselineTokens | None = None,
+    readings: Readings | None = None,
+) -> pd.DataFrame:
+    """Measure losses on the text at every depth, with and without the prompt.
+
+    Args:
+        model: with any attention; what is attached to it stays attached.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        text: a string, or tokens [pos] without BOS.
+        baseline: [pos], the tokens that stand in the prompt's place "without the prompt", possibly none; None takes the
+            prompt's BOS, or nothing if the prompt does not begin with the tokenizer's BOS. They start at the prompt's first
+            position, and the text keeps its positions: nothing but what stands before it differs.
+        readings: of this text with and without the prompt, residuals included, if they have been read already; None reads it
+            here.
+
+    Returns:
+        By depth, then position of the text:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt = prompt_sequence(model, "prompt", prompt)
+    text = one_sequence(model, "text", text)
+    baseline = baseline_sequence(model, prompt, baseline)
+    if readings is None:
+        conditions = ("with_prompt", "without_prompt")
+        readings = read_text(model, prompt, text, baseline=baseline, conditions=conditions, residuals=True)
+    check_readings(readings, ("with_prompt", "without_prompt"), len(text), residuals=True)
+    streams = [readings[condition].residuals for condition in ("with_prompt", "without_prompt")]
+    tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
+    losses: dict[str, list[Tensor]] = {"with": [], "without": []}
+    guesses: dict[str, list[Tensor]] = {"with": [], "without": []}
+    for depth in range(n_depths):
+        for name, stream in zip(losses, streams, strict=True):
+            assert stream is not None
+            log_p = log_probabilities(model.logits_of(stream[depth][None])[0])
+            losses[name].append(next_token_losses(log_p, text))
+            guesses[name].append(log_p.argmax(dim=-1))
+    loss_with, loss_without = (torch.stack(losses[name]) for name in ("with", "without"))
+    return DEPTHS.frame(
+        {
+            "layer": torch.arange(n_depths)[:, None].expand(-1, len(text)),
+            "position": torch.arange(len(text)).expand(n_depths, -1),
+            "token": tokens * n_depths,
+            "next_token": [*tokens[1:], None] * n_depths,
+            "loss_with": loss_with,
+            "loss_without": loss_without,
+            "loss_change": loss_without - loss_with,
+            **{f"guess_{name}": _texts_by_depth(model, text, torch.stack(guesses[name])) for name in guesses},
+        }
+    )
+
+
+def _texts_by_depth(model: KVModel, text: Tensor, guesses: Int[Tensor, "depth pos"]) -> list[str]:
+    """The guesses as text, by depth, then position."""
+    by_place = next_token_texts(model, text, guesses.T)
+    return [texts[depth] for depth in range(len(guesses)) for texts in by_place]

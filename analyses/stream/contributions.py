@@ -98,24 +98,23 @@ def layer_contributions(
     bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
     text, before = _text_and_before(model, text, None if isinstance(prompt, KVBias) else prompt, bias)
     targets = _targets(model, text, next_token, tokens)
-    stream = _read(model, torch.cat([before, text]), len(text), bias)
-    residual, scale = stream.residual.double(), stream.scale
-    parts, unexplained = [], residual.clone()
-    for part in _parts(model, stream, per_head):
-        unexplained -= part.vectors.double().sum(dim=0)
-        parts.append(_measure(model, part, residual, scale, targets))
+    with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
+        stream = read_stream(model, torch.cat([before, text]), len(text))  # at the text's positions, in one pass
+    residual = stream.residual.double()
+    unexplained, labels, norms, shares, logits = residual.clone(), list[Label](), [], [], []
+    for of_part, x in _parts(model, stream, per_head):
+        vectors = x.double()
+        unexplained -= vectors.sum(dim=0)
+        labels += of_part
+        norms.append(vectors.norm(dim=-1))
+        shares.append((vectors * residual).sum(dim=-1) / residual.square().sum(dim=-1))
+        logits.append(torch.stack([component_logits(model, x, stream.scale, target.ids).double() for target in targets]))
     _check_complete(stream.residual, unexplained)
-    labels = [label for part in parts for label in part.labels] + [("unembed_bias", model.cfg.n_layers, NO_HEAD)]
-    constant = torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None]
+    labels.append(("unembed_bias", model.cfg.n_layers, NO_HEAD))
+    logits.append(torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None])
     nothing = residual.new_zeros(1, len(text))
-    return _frame(
-        text=token_texts(model, text),
-        targets=targets,
-        labels=labels,
-        norms=torch.cat([*(part.norms for part in parts), nothing]),
-        shares=torch.cat([*(part.shares for part in parts), nothing]),
-        logits=torch.cat([*(part.logits for part in parts), constant], dim=1),
-    )
+    together = torch.cat([*norms, nothing]), torch.cat([*shares, nothing]), torch.cat(logits, dim=1)
+    return _frame(token_texts(model, text), targets, labels, *together)
 
 
 def _text_and_before(
@@ -142,18 +141,6 @@ Label = tuple[str, int, int]
 """component, layer, head"""
 
 
-class _Part(NamedTuple):
-    labels: list[Label]
-    vectors: Float[Tensor, "component pos d_model"]
-
-
-class _Measured(NamedTuple):
-    labels: list[Label]
-    norms: Float[Tensor, "component pos"]
-    shares: Float[Tensor, "component pos"]
-    logits: Float[Tensor, "target component pos"]
-
-
 def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
     targets = []
     if next_token:
@@ -168,15 +155,11 @@ def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[To
     return targets
 
 
-def _read(model: KVModel, tokens: Tensor, n_text: int, bias: KVBias | None) -> StreamReading:
-    """The summands at the text's positions, in one pass."""
-    with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
-        return read_stream(model, tokens, n_text)
-
-
-def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_Part]:
+def _parts(
+    model: KVModel, stream: StreamReading, per_head: bool
+) -> Iterator[tuple[list[Label], Float[Tensor, "component pos d_model"]]]:
     """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""
-    yield _Part([(name, -1, NO_HEAD) for name in stream.embeddings], torch.stack([*stream.embeddings.values()]))
+    yield [(name, -1, NO_HEAD) for name in stream.embeddings], torch.stack([*stream.embeddings.values()])
     for layer, (own, of) in enumerate(zip(model.layers(), stream.layers, strict=True)):
         heads = list(range(of.z_context.shape[1])) if per_head else [NO_HEAD]
         vectors, labels = [], []
@@ -195,17 +178,7 @@ def _parts(model: KVModel, stream: StreamReading, per_head: bool) -> Iterator[_P
         if of.mlp is not None:
             vectors.append(of.mlp[None].to(like))
             labels.append(("mlp", layer, NO_HEAD))
-        yield _Part(labels, torch.cat(vectors))
-
-
-def _measure(model: KVModel, part: _Part, residual: Tensor, scale: Tensor, targets: Sequence[_Target]) -> _Measured:
-    vectors = part.vectors.double()
-    return _Measured(
-        part.labels,
-        norms=vectors.norm(dim=-1),
-        shares=(vectors * residual).sum(dim=-1) / residual.square().sum(dim=-1),
-        logits=torch.stack([component_logits(model, part.vectors, scale, target.ids).double() for target in targets]),
-    )
+        yield labels, torch.cat(vectors)
 
 
 def _check_complete(residual: Tensor, unexplained: Tensor) -> None:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from kvlens.analyses.heads.copies import repeated_pairs
 from kvlens.analyses.prompt.linked import visit_shares
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
-from kvlens.analyses import bias_positions, linked_shares, prompt_by_depth, prompt_copies, prompt_effect
+from kvlens.analyses import bias_positions, linked_shares, prompt_copies
 
 SHIFT = KVShiftConfig(window=2, queries=True)
 MODELS = {
@@ -85,33 +84,6 @@ def test_marginals_agree_with_each_other_and_with_bias_positions():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("changes", [dict(), dict(output_logits_soft_cap=0.1)], ids=["plain", "soft-cap"])
-def test_the_deepest_row_is_the_models_own_loss(changes):
-    model = build(**MODELS["linear"], **changes)
-    table = prompt_by_depth(model, PROMPT, TEXT)
-    assert table["layer"].unique().tolist() == [0, 1, 2]
-    last = table[table["layer"] == 2]
-    effect = prompt_effect(model, PROMPT, TEXT, baseline=PROMPT[:0])
-    for column, condition in (("loss_with", "with_prompt"), ("loss_without", "without_prompt")):
-        expected = effect.loc[effect["condition"] == condition, "loss"].to_numpy()
-        assert last[column].to_numpy() == pytest.approx(expected, rel=1e-10, nan_ok=True)
-    assert (table["loss_change"] - (table["loss_without"] - table["loss_with"])).abs().max() == 0
-
-
-def test_a_prompt_that_changes_nothing_changes_no_depth():
-    model = build(**MODELS["softmax"])
-    table = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT)
-    assert (table["loss_change"].dropna() == 0).all()
-    assert (table["guess_with"] == table["guess_without"]).all()
-
-
-def test_pairs_by_hand():
-    prompt, text = torch.tensor([7, 8, 7, 9]), torch.tensor([5, 7, 9])
-    # 7 stands at 0 and 2, followed at 1 and 3; the 9 at the prompt's end has no follower there
-    assert repeated_pairs(prompt, text).tolist() == [[5, 1], [5, 3]]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_are_entries_of_the_pattern(name):
     model = build(**MODELS[name])
@@ -125,9 +97,3 @@ def test_copies_are_entries_of_the_pattern(name):
         assert row.attention == pytest.approx(expected, abs=1e-6)
     assert len(table) == 2 * model.cfg.n_heads * 2
     assert table["shifted"].any() <= (model.cfg.kv_shift is not None)
-
-
-def test_nothing_that_occurs_again_gives_an_empty_table():
-    table = prompt_copies(build(), torch.tensor([1, 2]), torch.tensor([3, 4]))
-    assert len(table) == 0
-    assert list(table.columns) == ["layer", "head", "position", "prompt_position", "attention", "shifted"]

@@ -12,7 +12,17 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens import KVLensError, analyses, convert_prompt
 
 OF_PROMPT_AND_TEXT = ("bias_by_head", "bias_by_layer", "bias_decomposition", "bias_positions", "conversion_error",
-                      "prompt_effect", "bias_effects")  # fmt: skip
+                      "prompt_effect", "bias_effects", "layer_contributions", "circuits")  # fmt: skip
+CALLS = {
+    **{name: getattr(analyses, name) for name in OF_PROMPT_AND_TEXT},
+    "bias_ablation": lambda model, prompt, text: analyses.bias_ablation(model, prompt, text, [[(0, 1)]]),
+    "activation_patching": lambda model, prompt, text: analyses.activation_patching(model, prompt, TEXT, text, points=["b_kv"]),
+    "layer_contributions of a text": lambda model, prompt, text: analyses.layer_contributions(model, None, prompt),
+    "dual_losses": lambda model, prompt, text: analyses.dual_losses(model, prompt),
+    "bias_singular_values": lambda model, prompt, text: analyses.bias_singular_values(model, prompt),
+}
+TAKE_A_BIAS = ("bias_ablation", "bias_decomposition", "bias_effects", "bias_singular_values", "circuits")
+"""As good as the prompt; elsewhere the prompt's own tokens are read."""
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +41,18 @@ def all_equal(frames) -> None:
         pd.testing.assert_frame_equal(first, other, check_exact=True)
 
 
-@pytest.mark.parametrize("name", OF_PROMPT_AND_TEXT)
+@pytest.mark.parametrize("name", CALLS)
 def test_prompt_and_text_in_any_form(model, name):
-    pairs = zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)
-    all_equal([getattr(analyses, name)(model, prompt, text) for prompt, text in pairs])
+    """A string that is read first gets the model's BOS, one behind a prompt gets none."""
+    pairs = [*zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)]
+    if name in TAKE_A_BIAS:
+        pairs.append((convert_prompt(model, PROMPT), TEXT))
+    all_equal([CALLS[name](model, prompt, text) for prompt, text in pairs])
 
 
 def test_the_other_first_arguments(model):
     prompt, text = forms(model, PROMPT), forms(model, TEXT, prepend_bos=False)
-    bias = convert_prompt(model, PROMPT)
-    all_equal([analyses.bias_ablation(model, x, y, [[(0, 1)]]) for x, y in zip([*prompt, bias], [*text, TEXT], strict=True)])
-    all_equal([analyses.activation_patching(model, x, TEXT, y, points=["b_kv"]) for x, y in zip(prompt, text, strict=True)])
-    all_equal([analyses.layer_contributions(model, x, y) for x, y in zip(prompt, text, strict=True)])
-    all_equal([analyses.layer_contributions(model, None, x) for x in prompt])  # a string gets the model's BOS
-    all_equal([analyses.layer_contributions(model, bias, y) for y in text])  # but not behind a prompt
-    all_equal([analyses.circuits(model, x, y) for x, y in zip(prompt, text, strict=True)])
+    all_equal([analyses.layer_contributions(model, convert_prompt(model, PROMPT), y) for y in text])
     details = [analyses.head_details(model, x, y) for x, y in zip(prompt, text, strict=True)]
     assert all(d.prompt == details[0].prompt for d in details)
 
@@ -63,7 +70,6 @@ NEED_TOKENS = (
     *("bias_by_head", "bias_by_layer", "bias_positions", "prompt_by_depth", "prompt_effect", "conversion_error"),
     *("prompt_copies", "head_details", "linked_shares"),
 )
-TAKE_A_BIAS = ("bias_effects", "bias_decomposition")
 
 
 @pytest.mark.unhooked
@@ -72,22 +78,6 @@ def test_where_the_prompts_own_tokens_are_read_a_bias_is_refused(model, name):
     texts = () if name in PROMPT_ONLY else (TEXT,)
     with pytest.raises(KVLensError, match="prompt: this analysis reads the prompt's own tokens, and a bias has none"):
         getattr(analyses, name)(model, convert_prompt(model, PROMPT), *texts)
-
-
-@pytest.mark.parametrize("name", TAKE_A_BIAS)
-def test_elsewhere_a_bias_is_as_good_as_its_prompt(model, name):
-    bias, analysis = convert_prompt(model, PROMPT), getattr(analyses, name)
-    all_equal([analysis(model, x, TEXT) for x in (PROMPT, bias)])
-
-
-def test_a_bias_is_as_good_as_its_prompt_where_there_is_no_text_or_a_second_prompt(model):
-    bias = convert_prompt(model, PROMPT)
-    all_equal([analyses.bias_singular_values(model, x) for x in (PROMPT, bias)])
-    all_equal([analyses.circuits(model, x, TEXT) for x in (PROMPT, bias)])
-
-
-def test_a_string_begins_with_bos_for_the_dual_model_too(model):
-    all_equal([analyses.dual_losses(model, x) for x in forms(model, PROMPT)])
 
 
 def test_every_analysis_takes_prompt_and_text_by_these_names():

@@ -40,6 +40,7 @@ from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.search import Asked, Runs, sets_of
+from kvlens.analyses.attribution.terms import Terms
 from kvlens.analyses.attribution.units import units_of
 from kvlens.analyses.attribution.verdicts import Outcomes, verdict_of
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
@@ -206,10 +207,10 @@ def sizes(model: Any, given: Any, found: Any, most: int) -> list[dict[str, Any]]
     question = Question.of(model, prompt, text, torch.tensor(found.answer_tokens))
     outcomes = Outcomes(question)
     deleted = question.rows([[spans[unit] for unit in found.cause]])
-    bias = convert_prompt(model, prompt)
+    read = Terms.of_prompt(model, prompt)
     exchanges = {
-        "heads": HeadExchange(question, bias, convert_prompt(model, deleted)),
-        "positions": PositionExchange(question, bias, deleted),
+        "heads": HeadExchange(question, read.bias, convert_prompt(model, deleted)),
+        "positions": PositionExchange(question, read, deleted),
     }
     rows = []
     for about, exchange in exchanges.items():

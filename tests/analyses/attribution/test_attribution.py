@@ -1,6 +1,7 @@
 """Effects of units, heads and positions: each is held against a model that is intervened on by other means."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
@@ -9,7 +10,7 @@ from analysis_models import VARIANTS, random_model, tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut, chosen_subsets, fitted, lasso, over_pairs
 from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
-from kvlens.analyses.attribution.terms import factors, hidden_from_text, written
+from kvlens.analyses.attribution.terms import factors, hidden_from_text
 from kvlens.analyses.attribution.units import units_of
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
@@ -30,6 +31,7 @@ PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
 SPANS = [(0, 3), (3, 5), (5, 9), (9, 13)]
 TOLERANCE = 1e-9
 """float64, log-probabilities of size 10 behind two layers whose weights are five times as large as usual."""
+FUNCTIONS = (prompt_attribution, attribution_by_head, attribution_by_position)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -42,27 +44,46 @@ def log_p(model, bias, token: int, text=TEXT) -> float:
         return float(model(text[None], attention_mask=torch.ones_like(text[None]))[0, -1].log_softmax(dim=-1)[token])
 
 
-def test_total_effects_are_those_of_the_converted_prompts(model):
-    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
+class Tables(NamedTuple):
+    units: pd.DataFrame
+    heads: pd.DataFrame
+    positions: pd.DataFrame
+
+
+@pytest.fixture(scope="module")
+def tables(model) -> Tables:
+    """What the units of `SPANS` do for token 5."""
+    given = dict(by=SPANS, answer=5)
+    units, heads = (function(model, PROMPT, TEXT, **given) for function in FUNCTIONS[:2])
+    return Tables(units, heads, attribution_by_position(model, PROMPT, TEXT, **given, each_layer=True))
+
+
+def total_effects(table) -> list[float]:
+    """Of every unit."""
+    column = "total_effect" if "total_effect" in table else "whole"
+    return table[table["unit"] >= 0].groupby("unit")[column].first().tolist()
+
+
+def test_total_effects_are_those_of_the_converted_prompts_in_every_table(model, tables):
     whole = log_p(model, convert_prompt(model, PROMPT), 5)
     expected = [whole - log_p(model, convert_prompt(model, PROMPT, without=[span]), 5) for span in SPANS]
-    assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
+    for table in tables:
+        assert total_effects(table) == pytest.approx(expected, abs=TOLERANCE)
     nothing = log_p(model, convert_prompt(model, PROMPT, without=[(0, 13)]), 5)
     shares = [effect / (whole - nothing) for effect in expected]
-    assert table["total_share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
-    assert table["p_value"].isna().all()
-    assert not table["significant"].any()
+    assert tables.units["total_share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
+    assert tables.units["p_value"].isna().all()
+    assert not tables.units["significant"].any()
 
 
-def test_a_knockout_hides_the_unit_from_the_text_alone(model):
+def test_a_knockout_hides_the_unit_from_the_text_alone(model, tables):
     """Against a pass over prompt and text in which the text's queries get the scores, or terms, of the positions that carry the
     unit taken away, and the text's own keys, values and queries are shifted without the unit's."""
-    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
     shift = model.cfg.kv_shift
     window = shift.window if shift is not None else 0
     together = torch.cat([PROMPT, TEXT])[None]
     whole = float(model(together)[0, -1].log_softmax(dim=-1)[5])
-    for effect, (start, end) in zip(table["knockout_effect"], SPANS, strict=True):
+    for effect, (start, end) in zip(tables.units["knockout_effect"], SPANS, strict=True):
         stop = min(end + window, 13)
 
         def hide(scores, hook, start=start, stop=stop):
@@ -99,22 +120,6 @@ def text_shifted_without(model, start, end):
     return [*((name, keep) for name in names), *((name + "_shifted", shifted) for name in names)]
 
 
-@pytest.mark.parametrize("span", [(6, 9), (9, 12), (12, 13)])
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_what_a_hidden_unit_says_makes_no_difference_in_one_layer(attention, span):
-    """One layer rewrites nothing: with the unit hidden its tokens do not change the score, nor at the end of the prompt."""
-    model = random_model(n_layers=1, attention=attention, kv_shift=KVShiftConfig(window=2, queries=True))
-    whole, hidden = [], []
-    for seed in (4, 5):
-        prompt = PROMPT.clone()
-        prompt[slice(*span)] = tokens(span[1] - span[0], seed)
-        whole.append(log_p(model, convert_prompt(model, prompt), 5))
-        effect = prompt_attribution(model, prompt, TEXT, by=[span], answer=5)["knockout_effect"][0]
-        hidden.append(whole[-1] - effect)
-    assert abs(whole[0] - whole[1]) > 1e-4
-    assert hidden[0] == pytest.approx(hidden[1], abs=TOLERANCE)
-
-
 def kernel_normalizers(model, start, stop):
     """n_i without some keys' part: phi(q_i).phi(k_j) unrotated, which are the normalizer's own terms."""
     held = {}
@@ -134,82 +139,31 @@ def kernel_normalizers(model, start, stop):
     return [*looks, *((f"blocks.{layer}.attn.hook_normalizer", less) for layer in range(2))]
 
 
-def test_a_bias_is_the_sum_of_what_its_positions_wrote():
-    for name, changes in VARIANTS.items():
-        model = random_model(**changes)
-        whole = convert_prompt(model, PROMPT)
-        parts = written(model, factors(model, PROMPT), torch.eye(13, dtype=torch.bool))
-        torch.testing.assert_close(parts.b_KV.sum(dim=1), whole.b_KV, rtol=1e-12, atol=1e-9, msg=name)
-        torch.testing.assert_close(parts.b_D.sum(dim=1), whole.b_D, rtol=1e-12, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("length", [1, 13])
-def test_a_prompt_that_continues_another_keeps_what_was_held(model, length):
-    """Hidden as a whole, with its shift state; rows of it that a short prompt has not pushed out stay."""
-    first, prompt = convert_prompt(model, tokens(6, 7)), PROMPT[:length]
+def test_a_prompt_that_continues_another_keeps_what_was_held(model):
+    """Hidden as a whole, with its shift state, of which rows stay that a prompt of one token has not pushed out."""
+    first, prompt = convert_prompt(model, tokens(6, 7)), PROMPT[:1]
     with model.kv_bias(first):
-        emptied = next(hidden_from_text(model, prompt, torch.ones(1, length, dtype=torch.bool))).select_prompt(0)
+        emptied = next(hidden_from_text(model, prompt, torch.ones(1, 1, dtype=torch.bool))).select_prompt(0)
     rows = {}
     for x in "kvq":
         old = getattr(first, f"last_{x}")
-        rows[f"last_{x}"] = torch.cat([old, old.new_zeros(old.shape[0], length, *old.shape[2:])], dim=1)[:, length:]
-    alone = replace(carry_bias(model, first, length), **rows)
+        rows[f"last_{x}"] = torch.cat([old, old.new_zeros(old.shape[0], 1, *old.shape[2:])], dim=1)[:, 1:]
+    alone = replace(carry_bias(model, first, 1), **rows)
     assert log_p(model, emptied, 3) == pytest.approx(log_p(model, alone, 3), abs=TOLERANCE)
 
 
-def test_heads_add_up_to_whole_and_interaction_and_the_whole_is_the_total_effect(model):
-    units = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
-    heads = attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5)
+def test_heads_add_up_to_the_whole_and_the_interaction(model, tables):
+    heads = tables.heads
     n_parts = model.cfg.n_layers * (model.cfg.n_heads + (model.cfg.n_kv_heads if model.cfg.kv_shift is not None else 0))
     assert len(heads) == (1 + len(SPANS)) * n_parts
-    of_units = heads[heads["unit"] >= 0].groupby("unit").first()["whole"]
-    assert of_units.tolist() == pytest.approx(units["total_effect"].tolist(), abs=TOLERANCE)
     sums = heads.groupby("unit")["swap"].transform("sum")
     pd.testing.assert_series_equal(heads["sum_over_heads"], sums, check_names=False, rtol=0, atol=TOLERANCE)
     assert (heads["sum_over_heads"] + heads["interaction"] - heads["whole"]).abs().max() < TOLERANCE
 
 
-def test_a_heads_swap_is_that_heads_part_of_the_other_prompt(model):
-    """By hooks on the bias as it is read, without batches of biases."""
-    heads = attribution_by_head(model, PROMPT, TEXT, by=SPANS, answer=5)
-    if model.cfg.attention == "softmax":
-        pytest.skip("softmax prompts bring keys of their own, which no hook on b_KV exchanges; the whole is held above")
-    whole, other = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, without=[SPANS[2]])
-    group = model.cfg.n_heads // model.cfg.n_kv_heads
-
-    def exchanged(layer, head, part):
-        def bias(x, hook):
-            x[:, head] = getattr(other, "b_KV" if hook.name.endswith("kv") else "b_D")[layer, head]
-            return x
-
-        def rows(x, hook):
-            kv_heads = slice(head * group, (head + 1) * group) if hook.name.endswith("_q") else head
-            x[:, :, kv_heads] = getattr(other, hook.name.rsplit("hook_", 1)[1])[layer][:, kv_heads]
-            return x
-
-        stem = f"blocks.{layer}.attn.hook_"
-        shifted = [x for x in "kvq" if getattr(whole, f"last_{x}").shape[-3]]
-        normalized = ["b_d"] if model.cfg.normalizer == "kernel" else []
-        if part == "shift_state":
-            return [(stem + f"last_{x}", rows) for x in shifted]
-        return [(stem + x, bias) for x in ("b_kv", *normalized)]
-
-    before = log_p(model, whole, 5)
-    shift_states = ((0, 1, "shift_state"), (1, 0, "shift_state")) if model.cfg.kv_shift is not None else ()
-    for layer, head, part in ((0, 1, "head"), (1, 4, "head"), *shift_states):
-        with model.hooks(fwd_hooks=exchanged(layer, head, part)):
-            after = log_p(model, whole, 5)
-        row = heads[(heads["unit"] == 2) & (heads["layer"] == layer) & (heads["head"] == head) & (heads["part"] == part)]
-        assert float(row["swap"].iloc[0]) == pytest.approx(before - after, abs=TOLERANCE)
-
-
-def test_positions_exchanged_all_together_are_the_whole(model):
-    """For a prompt of one position, exchanging it and the shift state is everything: the rows are checked by name and sign."""
-    table = attribution_by_position(model, PROMPT, TEXT, by=SPANS, answer=5, each_layer=True)
-    shifts = model.cfg.kv_shift is not None
+def test_positions_are_those_of_the_prompt_and_what_precedes_the_unit_has_no_effect(model, tables):
+    table, shifts = tables.positions, model.cfg.kv_shift is not None
     assert len(table) == len(SPANS) * (13 + shifts) * 3
-    units = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
-    assert table.groupby("unit")["whole"].first().tolist() == pytest.approx(units["total_effect"].tolist(), abs=TOLERANCE)
     of_unit = table[(table["unit"] == 1) & (table["layer"] == -1)]
     assert of_unit.loc[of_unit["in_unit"], "prompt_position"].tolist() == [3, 4]
     window = 0 if not shifts else model.cfg.kv_shift.window
@@ -227,9 +181,9 @@ def test_positions_exchanged_in_the_last_layer_are_patched_again_by_hooks(model)
     together = torch.cat([PROMPT, TEXT])[None]
     kept = torch.ones_like(together)
     kept[:, start:stop] = 0
-    names = [
-        f"blocks.1.attn.hook_{x}_shifted" if shifts else f"blocks.1.attn.hook_{x}" for x, shifts in read_projections(model)
-    ]
+    shift = model.cfg.kv_shift
+    shifted = () if shift is None else [x for x, shifts in (("k", shift.keys), ("v", shift.values)) if shifts]
+    names = [f"blocks.1.attn.hook_{x}" + ("_shifted" if x in shifted else "") for x in "kv"]
 
     def read(mask, hooks=()):
         seen = {}
@@ -254,39 +208,31 @@ def test_positions_exchanged_in_the_last_layer_are_patched_again_by_hooks(model)
     assert found["whole"].tolist() == pytest.approx([whole - without] * 13, abs=TOLERANCE)
 
 
-def read_projections(model):
-    """("k", whether keys are shifted), and so on for values."""
-    shift = model.cfg.kv_shift
-    return [("k", shift is not None and shift.keys), ("v", shift is not None and shift.values)]
-
-
-@pytest.mark.parametrize("method", ["leave_one_out", "interactions", "contextcite"])
-def test_the_whole_prompt_is_read_once(method, monkeypatch):
-    model, seen = random_model(), []
-
-    def counted(model, prompts, text, n_last=1, **options):
-        seen.append(int((prompts.kept.all(dim=1) & (prompts.tokens == prompts.original).all(dim=1)).sum()))
-        return logits_after(model, prompts, text, n_last, **options)
-
-    monkeypatch.setattr("kvlens.analyses.attribution.answers.logits_after", counted)
-    prompt_attribution(model, PROMPT, TEXT, by="token", answer=5, method=method)
-    assert sum(seen) == 1
-
-
-def test_no_prompt_is_read_twice_for_the_null(monkeypatch):
-    """The prompt, the prompt without each unit, the baseline, and the prompt with each unrelated unit."""
-    model, seen = random_model(), []
+@pytest.fixture
+def prompts_read(monkeypatch):
+    """A list of all counterfactual prompts that are read: their tokens, -1 for those that are left out."""
+    seen = []
 
     def counted(model, prompts, *given, **options):
-        seen.extend(map(tuple, torch.where(prompts.kept, prompts.tokens, -1).tolist()))
+        seen.extend(torch.where(prompts.kept, prompts.tokens, -1).tolist())
         return logits_after(model, prompts, *given, **options)
 
     monkeypatch.setattr("kvlens.analyses.attribution.answers.logits_after", counted)
-    null = Null(20, [tokens(11, seed) for seed in range(20, 30)])
+    return seen
+
+
+@pytest.mark.parametrize("method", ["leave_one_out", "interactions", "contextcite"])
+def test_the_whole_prompt_is_read_once(method, prompts_read):
+    prompt_attribution(random_model(), PROMPT, TEXT, by="token", answer=5, method=method)
+    assert prompts_read.count(PROMPT.tolist()) == 1
+
+
+def test_no_prompt_is_read_twice_for_the_null(prompts_read):
+    """The prompt, the prompt without each unit, the baseline, and the prompt with each unrelated unit."""
+    model, null = random_model(), Null(20, [tokens(11, seed) for seed in range(20, 30)])
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, null=null)
-    assert len(set(seen)) == len(seen) == 1 + len(SPANS) + 1 + 20
-    units = units_of(model, PROMPT, SPANS)
-    question = Question.of(model, PROMPT, TEXT, 5)
+    assert len(set(map(tuple, prompts_read))) == len(prompts_read) == 1 + len(SPANS) + 1 + 20
+    question, units = Question.of(model, PROMPT, TEXT, 5), units_of(model, PROMPT, SPANS)
     expected = p_values(torch.tensor(table["total_effect"].to_numpy()), null.effects(question, units))
     assert table["p_value"].tolist() == pytest.approx(expected.tolist())
 
@@ -309,52 +255,43 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
     """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
     read = []
-    monkeypatch.setattr("kvlens.analyses.attribution.by_position.factors", lambda *args: read.append(args) or factors(*args))
+    monkeypatch.setattr("kvlens.analyses.attribution.terms.factors", lambda *args: read.append(args) or factors(*args))
     table = attribution_by_position(random_model(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
     assert len(table) == 70 * 3 and len(read) == 2
 
 
 def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
-    answer, rival = torch.tensor([5, 2]), torch.tensor([7])
-    table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=answer)
-    first = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5)
-    second = prompt_attribution(model, PROMPT, torch.cat([TEXT, answer[:1]]), by=SPANS, answer=2)
-    total = first["total_effect"] + second["total_effect"]
-    assert table["total_effect"].tolist() == pytest.approx(total.tolist(), abs=TOLERANCE)
-    against = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=answer, rival=rival)
-    other = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=rival)
-    difference = total - other["total_effect"]
-    assert against["total_effect"].tolist() == pytest.approx(difference.tolist(), abs=TOLERANCE)
-    both = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, rival=7)
-    assert both["total_effect"].tolist() == pytest.approx(
-        (first["total_effect"] - other["total_effect"]).tolist(), abs=TOLERANCE
-    )
+    """Against one token after another, each behind those before it."""
+    spans = SPANS[1:3]
+    biases = [convert_prompt(model, PROMPT, **without) for without in ({}, *({"without": [span]} for span in spans))]
 
+    def expected(words) -> torch.Tensor:
+        read = [[log_p(model, bias, word, torch.cat([TEXT, words[:i]])) for i, word in enumerate(words)] for bias in biases]
+        whole, *without = torch.tensor(read, dtype=torch.float64).sum(dim=1)
+        return whole - torch.stack(without)
 
-def test_heads_and_positions_explain_answers_of_several_tokens_against_a_rival(model):
-    given = dict(by=SPANS[1:3], answer=torch.tensor([5, 2]), rival=torch.tensor([7, 1, 3]))
-    total = prompt_attribution(model, PROMPT, TEXT, **given)["total_effect"].tolist()
-    for function in (attribution_by_head, attribution_by_position):
-        table = function(model, PROMPT, TEXT, **given)
-        whole = table[table["unit"] >= 0].groupby("unit")["whole"].first()
-        assert whole.tolist() == pytest.approx(total, abs=TOLERANCE)
+    for answer, rival, functions in (
+        (torch.tensor([5, 2]), None, FUNCTIONS[:1]),
+        (torch.tensor([5]), torch.tensor([7]), FUNCTIONS[:1]),
+        (torch.tensor([5, 2]), torch.tensor([7, 1, 3]), FUNCTIONS),
+    ):
+        of_rival = 0 if rival is None else expected(rival)
+        for function in functions:
+            found = total_effects(function(model, PROMPT, TEXT, by=spans, answer=answer, rival=rival))
+            assert found == pytest.approx((expected(answer) - of_rival).tolist(), abs=TOLERANCE)
 
 
 def test_a_prompt_behind_an_attached_bias_is_the_end_of_a_longer_prompt(model):
-    first = tokens(6, 7)
-    longer, spans = torch.cat([first, PROMPT]), [(start + 6, stop + 6) for start, stop in SPANS]
-    with model.kv_bias(convert_prompt(model, first)):
-        behind = [function(model, PROMPT, TEXT, by=SPANS, answer=5) for function in FUNCTIONS]
-    together = [function(model, longer, TEXT, by=spans, answer=5) for function in FUNCTIONS]
-    for mine, theirs in zip(behind, together, strict=True):
-        mine, theirs = mine[mine["unit"] >= 0], theirs[theirs["unit"] >= 0]
+    first, by = tokens(6, 7), SPANS[1::2]
+    longer, spans = torch.cat([first, PROMPT]), [(start + 6, stop + 6) for start, stop in by]
+    for function in FUNCTIONS:
+        with model.kv_bias(convert_prompt(model, first)):
+            mine = function(model, PROMPT, TEXT, by=by, answer=5).query("unit >= 0")
+        theirs = function(model, longer, TEXT, by=spans, answer=5).query("unit >= 0")
         if "prompt_position" in theirs:
             theirs = theirs[(theirs["part"] == "shift_state") | (theirs["prompt_position"] >= 6)]
         for column in {"total_effect", "knockout_effect", "swap", "converse", "whole"} & set(mine):
             assert mine[column].tolist() == pytest.approx(theirs[column].tolist(), abs=TOLERANCE)
-
-
-FUNCTIONS = (prompt_attribution, attribution_by_head, attribution_by_position)
 
 
 def test_closed_positions_are_the_shorter_prompts():

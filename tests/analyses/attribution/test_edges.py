@@ -102,17 +102,14 @@ def test_the_estimate_is_the_effect_where_changes_are_small():
 
 def test_a_rival_is_subtracted_and_units_are_separate():
     model = random_model()
-    of = {}
-    for name, given in (
-        ("both", dict(answer=3, rival=torch.tensor([4, 1]))),
-        ("answer", dict(answer=3)),
-        ("rival", dict(answer=torch.tensor([4, 1]))),
-    ):
-        table = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN, (6, 8)], n_confirmed=None, **given)
-        of[name] = table.sort_values(list(table.columns[:8]), ignore_index=True)
+
+    def table(by=(SPAN, (6, 8)), **given):
+        found = attribution_by_edge(model, PROMPT, TEXT, by=list(by), n_confirmed=None, **given)
+        return found.sort_values(list(found.columns[:8]), ignore_index=True)
+
+    rival = torch.tensor([4, 1])
+    both, answer, other = (table(**given) for given in (dict(answer=3, rival=rival), dict(answer=3), dict(answer=rival)))
     for column in ("estimate", "effect", "whole"):
-        difference = of["answer"][column] - of["rival"][column]
-        torch.testing.assert_close(*(torch.tensor(x.to_numpy()) for x in (of["both"][column], difference)), rtol=0, atol=EXACT)
-    alone = attribution_by_edge(model, PROMPT, TEXT, by=[(6, 8)], answer=3, n_confirmed=None)
-    whole = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN, (6, 8)], answer=3, n_confirmed=None).query("unit == 1")
-    assert_frame_equal(alone.drop(columns="unit"), whole.drop(columns="unit").reset_index(drop=True))
+        assert both[column].tolist() == pytest.approx((answer[column] - other[column]).tolist(), abs=EXACT)
+    alone = table([(6, 8)], answer=3)
+    assert_frame_equal(alone.assign(unit=1), answer.query("unit == 1").reset_index(drop=True))

@@ -1,18 +1,13 @@
 """What recurrent layers keep of a prompt: against a loop over the tokens, and against the states that conversion gives."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from bridge_models import HYBRIDS, some_tokens, tiny
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import state_erasure, state_memory
 from kvlens.bridge import read_memory
 from kvlens.ops.delta_rule import naive_token_maps
-
-sys.path.append(str(Path(__file__).parents[2] / "bridge"))
-from bridge_models import HYBRIDS, some_tokens, tiny
 
 N_PROMPT, N_HEADS = 13, 4
 CLOSE = dict(rtol=1e-5, atol=1e-6)

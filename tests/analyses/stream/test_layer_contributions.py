@@ -59,13 +59,13 @@ def reading(model):
         *((name, torch.float32, 1e-5) for name in ("rope after", "gqa decay", "folded layer norm", "softmax")),
     ],
 )
-def test_the_parts_add_up(name, dtype, tolerance):
+def test_the_parts_add_up_and_heads_to_their_layer(name, dtype, tolerance):
     model = shaken(dtype=dtype, **MODELS[name])
     before = reading(model)
     logits = centered(model(torch.cat([before, TEXT])[None])[0, -5:].double())
     chosen_tokens = [11, 0, 16, 5, 2]
-    for per_head in (False, True):
-        frame = layer_contributions(model, before, TEXT, tokens=chosen_tokens, per_head=per_head)
+    frames = [layer_contributions(model, before, TEXT, tokens=chosen_tokens, per_head=per_head) for per_head in (False, True)]
+    for frame in frames:
         sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
         chosen = torch.tensor(sums.xs("chosen", level="target")["logit"].to_numpy()).reshape(5, 5)
         assert float(((chosen - logits[:, chosen_tokens]).norm(dim=-1) / logits.norm(dim=-1)).max()) < tolerance
@@ -73,22 +73,14 @@ def test_the_parts_add_up(name, dtype, tolerance):
         expected = logits[torch.arange(4), TEXT[1:]].numpy()
         np.testing.assert_allclose(following, expected, atol=tolerance * float(logits.norm(dim=-1).max()))
         np.testing.assert_allclose(sums["residual_share"], 1, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_heads_add_up_to_their_layer(name):
-    model = shaken(**MODELS[name])
-    before = reading(model)
-    by_layer = layer_contributions(model, before, TEXT)
-    by_head = layer_contributions(model, before, TEXT, per_head=True)
-    is_head = by_head["component"].isin(["attention_input", "attention_bias"])
-    n_heads = model.cfg.n_heads
+    by_layer, by_head = frames
+    is_head, n_heads = by_head["component"].isin(["attention_input", "attention_bias"]), model.cfg.n_heads
     assert by_head.loc[is_head, "head"].tolist() == list(range(n_heads)) * (is_head.sum() // n_heads)
     assert (by_head.loc[~is_head, "head"] == -1).all() and (by_layer["head"] == -1).all()
-    keys = ["position", "layer", "component"]
-    sums = by_head.groupby(keys, sort=False)[["residual_share", "logit"]].sum(min_count=1)
-    found = by_layer.set_index(keys)[["residual_share", "logit"]]
-    pd.testing.assert_frame_equal(sums.sort_index(), found.sort_index(), rtol=1e-9, atol=1e-12)
+    rows, columns = ["position", "target", "target_token", "layer", "component"], ["residual_share", "logit"]
+    sums = by_head.groupby(rows, dropna=False)[columns].sum(min_count=1)
+    of_layers = by_layer.groupby(rows, dropna=False)[columns].sum(min_count=1)
+    pd.testing.assert_frame_equal(sums, of_layers, rtol=1e3 * tolerance, atol=tolerance * float(logits.norm(dim=-1).max()))
 
 
 def test_by_hand():
@@ -156,19 +148,6 @@ def test_attribution_predicts_ablation_node_by_node(name):
         predicted = -rows["logit"].to_numpy().reshape(5, 17)
         np.testing.assert_allclose(change.numpy(), predicted, atol=1e-12, err_msg=f"{layer} {component} {head}")
         assert np.abs(predicted).max() > 1e-6
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_the_unconverted_prompt_gives_is_what_the_bias_gives(name):
-    model = shaken(**VARIANTS[name])
-    converted = layer_contributions(model, convert_prompt(model, PROMPT), TEXT, per_head=True)
-    unconverted = layer_contributions(model, PROMPT, TEXT, per_head=True)
-    assert "attention_bias" not in unconverted["component"].to_numpy()
-    keys = ["position", "layer", "component", "head"]
-    merged = converted.replace({"component": {"attention_bias": "attention_input"}})
-    sums = merged.groupby(keys)["logit"].sum(min_count=1)
-    expected = unconverted.set_index(keys)["logit"].sort_index()
-    pd.testing.assert_series_equal(sums, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_norms_by_their_definition():

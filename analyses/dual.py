@@ -1,0 +1,255 @@
+"""Heads as one step of representation learning: how much it lowers its loss, the part of each demonstration, and its bound.
+
+- :func:`dual_losses`: one row per layer, head and query. The loss is linear in W and has no minimum, so its drop measures the
+  size of the step, not its quality; it spans dozens of orders of magnitude over the heads of one model, and is therefore given
+  as a logarithm, next to scale-free measures.
+- :func:`dual_demonstrations`: one row per layer, head and token, for one query.
+- :func:`dual_bound`: the generalization bound of one head's dual model, term by term, as demonstrations are added. With
+  probability 1 - delta the risk exceeds the empirical one by at most a constant times
+
+      w rho sqrt(d_o Tr K_S) / N  +  rho^2 sqrt(log(1 / delta) / N)
+
+  The paper states it as O(.), without constants, and text tokens are not independent draws, so it is an indication rather than
+  a guarantee. Here w is the norm of W_1, the weight after the step, and rho the largest norm of a label or a prediction. With
+  negative samples K_S is the kernel of phi(k_j) - beta mean phi(k_n), and rho^2 in the second term grows by 1 + beta. Norms and
+  terms are natural logarithms, because real heads span hundreds of orders of magnitude.
+
+Source: DUAL th. 3.1, eq. 9 (steps); th. 3.2, and its version with negative samples (bound).
+"""
+
+import pandas as pd
+import torch
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.checks import checked
+from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
+
+from .declaration import Columns, Option, analysis
+from .front_ends import on_its_front_ends
+from .layers import heads_of_model
+from .predictions import OUTPUT_SHARE
+from .sequences import PromptTokens, prompt_sequence
+from .texts import token_texts
+
+
+def has_dual_model(model: HookedKVTransformer) -> None:
+    """Raise KVLensError for an attention without a known dual model, before any prompt of a batch is run."""
+    check_attention(model, 1)
+
+
+LOSSES = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    position=("int64", "of the query, in the whole sequence"),
+    token=("str", "the token at the query"),
+    n_demonstrations=("int64", "tokens in the training set"),
+    log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
+    equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
+    step_share=("float64", f"{OUTPUT_SHARE}; the part is the step's; the rest is that of W_0"),
+    demonstration_weight=("float64", "sum of kernel over normalizer over the demonstrations: attention to them"),
+    cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
+    cosine_after=("float64", "the same with W_1"),
+)
+
+
+@analysis(
+    LOSSES,
+    "every head as one step of representation learning: the size of the step, and its share of the output",
+    options={
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
+        "cosines": Option("whether to compute the cosines, which take most of the time"),
+    },
+    check_model=has_dual_model,
+)
+@on_its_front_ends
+@checked
+@torch.no_grad()
+def dual_losses(
+    model: HookedKVTransformer, prompt: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
+) -> pd.DataFrame:
+    """Measure the dual model's step, for every head and query of a text.
+
+    Args:
+        model: any; an attached KV bias is part of W_0.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
+        cosines: whether to compute the cosines, which takes most of the time.
+
+    Returns:
+        By layer, head, then query:
+
+        {columns}
+
+    Raises:
+        KVLensError: an attention without a dual model (the message says why), a text with no query after a demonstration.
+    """
+    tokens = prompt_sequence(model, "prompt", prompt)
+    figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
+    first = 1 if n_demonstrations is None else n_demonstrations
+    heads, n_queries = heads_of_model(model), figures.log_loss_drop.shape[-1]
+    layer, head = (x.repeat_interleave(n_queries) for x in heads)
+    query = torch.arange(n_queries).repeat(len(heads[0]))
+    return LOSSES.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "position": query + first,
+            "token": token_texts(model, tokens)[first:] * len(heads[0]),
+            "n_demonstrations": query + 1 if n_demonstrations is None else torch.full_like(query, n_demonstrations),
+            **{name: figure[heads] for name, figure in figures._asdict().items()},
+        }
+    )
+
+
+DEMONSTRATIONS = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    position=("int64", "of the query, in the whole sequence"),
+    prompt_position=("int64", "of the demonstration, in the whole sequence"),
+    token=("str", "the demonstration"),
+    weight=("float64", "kernel(k, q) over the normalizer: the head's attention to it"),
+    output_share=("float64", f"{OUTPUT_SHARE}; the part is the contribution of this demonstration's step at the query"),
+    log_step_norm=("float64", "natural logarithm of |v| sqrt(kernel(k, k)) / normalizer: the size of its part of the step"),
+    cosine_before=("float64", "of (W_0 phi(k), v)"),
+    cosine_after=("float64", "of (W_1 phi(k), v)"),
+)
+
+
+@analysis(
+    DEMONSTRATIONS,
+    "the contribution of each token before a query to every head's step there",
+    options={
+        "query_pos": Option("the query's position; negative ones count from the end"),
+        "n_demonstrations": Option("number of tokens from the start that are demonstrations; all by default", value_type=int),
+    },
+    check_model=has_dual_model,
+)
+@on_its_front_ends
+@checked
+@torch.no_grad()
+def dual_demonstrations(
+    model: HookedKVTransformer, prompt: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
+) -> pd.DataFrame:
+    """Measure the contribution of every demonstration to every head's step.
+
+    Args:
+        model: any; an attached KV bias is part of W_0.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        query_pos: the query's position; negative ones count from the end.
+        n_demonstrations: the first this many tokens are demonstrations; None takes all before the query.
+
+    Returns:
+        By layer, head, then demonstration:
+
+        {columns}
+
+    Raises:
+        KVLensError: an attention without a dual model, a query that does not exist or precedes its demonstrations.
+    """
+    tokens = prompt_sequence(model, "prompt", prompt)
+    query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos
+    figures = demonstration_figures(model, tokens, query_pos, n_demonstrations)
+    heads, n = heads_of_model(model), figures.weight.shape[-1]
+    layer, head = (x.repeat_interleave(n) for x in heads)
+    return DEMONSTRATIONS.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "position": torch.full_like(layer, query),
+            "prompt_position": torch.arange(n).repeat(len(heads[0])),
+            "token": token_texts(model, tokens[:n]) * len(heads[0]),
+            **{name: figure[heads] for name, figure in figures._asdict().items()},
+        }
+    )
+
+
+BOUND = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", "query head"),
+    n_demonstrations=("int64", "N, tokens from the front"),
+    d_output=("int64", "d_o, the width of a label"),
+    n_negative=("int64", "negative samples for each demonstration, as given"),
+    beta=("float64", "their weight, as given"),
+    log_norm=("float64", "log w, the norm of W_1"),
+    log_rho=("float64", "log of the largest norm of a label or a prediction"),
+    log_trace=("float64", "log Tr K_S, effective with negative samples"),
+    log_complexity=("float64", "log of the bound's first term"),
+    log_confidence=("float64", "log of its second"),
+    log_bound=("float64", "log of their sum"),
+    delta=("float64", "the probability with which it may fail, as given"),
+)
+
+
+@analysis(
+    BOUND,
+    "the terms of a head's generalization bound as demonstrations are added",
+    options={
+        "layer": Option("which layer"),
+        "head": Option("which query head"),
+        "query_pos": Option("the query's position; negative ones count from the end"),
+        "n_steps": Option("how many sizes of the training set"),
+        "delta": Option("the probability with which the bound may fail"),
+        "n_negative": Option("negative samples for each demonstration"),
+        "beta": Option("their weight"),
+    },
+    check_model=has_dual_model,
+)
+@on_its_front_ends
+@checked
+@torch.no_grad()
+def dual_bound(
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    *,
+    layer: int = 0,
+    head: int = 0,
+    query_pos: int = -1,
+    n_steps: int = 8,
+    delta: float = 0.05,
+    n_negative: int = 0,
+    beta: float = 0.0,
+) -> pd.DataFrame:
+    """Compute the bound's terms for training sets that grow to all tokens before the query.
+
+    Args:
+        model: any whose attention has a dual model.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        layer, head: which head.
+        query_pos: the query's position; negative ones count from the end.
+        n_steps: number of sizes of the training set, evenly spaced (fewer if there are fewer tokens). Each takes a pass.
+        delta: the probability with which the bound may fail.
+        n_negative, beta: negative samples for each demonstration, and their weight; 0 for none.
+
+    Returns:
+        By number of demonstrations:
+
+        {columns}
+
+    Raises:
+        KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1), a head that does not exist.
+    """
+    tokens = prompt_sequence(model, "prompt", prompt)
+    last = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else len(tokens) - 1
+    first = max(1, n_negative)
+    if n_steps < 1 or last < first:
+        raise KVLensError(
+            f"dual_bound: expected at least {first} tokens before the query and n_steps of at least 1, got {last} and {n_steps}"
+        )
+    sizes = torch.linspace(first, last, min(n_steps, last - first + 1)).round().long().unique().tolist()
+    terms = []
+    for n in sizes:
+        dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations=n)
+        dual.step()
+        terms.append(dual.bound(delta, n_negative=n_negative, beta=beta)._asdict())
+    return BOUND.frame(
+        {
+            "layer": layer,
+            "head": head,
+            "n_demonstrations": sizes,
+            "d_output": model.cfg.d_head,
+            "n_negative": n_negative,
+            "beta": float(beta),
+            "delta": float(delta),
+            **{name: torch.stack([one[name].double() for one in terms]) for name in terms[0]},
+        }
+    )

@@ -1,1 +1,0 @@
-"""Heads as one step of representation learning: how much each step lowers its loss, and the part of each demonstration."""

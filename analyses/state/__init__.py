@@ -1,1 +1,0 @@
-"""Analyses of what the states of recurrent layers retain of a prompt."""
