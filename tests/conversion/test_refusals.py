@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_models import linear_model
 from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
 
 from kvlens import carry_bias, convert_prompt
@@ -33,7 +34,9 @@ LANDMARK = [
     ("n_keys must be a whole number from 1 to 16777216 or None, got 2.5", dict(n_features=2.5)),
     ("budget must be one of equal, greedy, logits", dict(budget="best")),
     ("reference must be a string, a Tensor or None, got 5", dict(reference=5)),
+    ("reference must be a string, a Tensor or None, got []", dict(reference=[])),
     ("reference: it is empty; give at least one character", dict(reference="")),
+    ("reference: it is empty (shape [0]); give at least one token", dict(reference=torch.zeros(0))),
     ("tokens must be integers (int64 or int32), got torch.float32", dict(reference=torch.ones(3))),
     ("token ids must lie in 0..276 (d_vocab=277)", dict(reference=torch.tensor([10**6]))),
     ("n_continuations must be at least 2, got 1", dict(n_continuations=1)),
@@ -60,13 +63,16 @@ CONVERT = [
     *(("expected a string, a list of strings, or a tensor of token ids", dict(prompt=x)) for x in (None, 5, [], ["a", 3])),
     *(("it is empty; give at least one character", dict(prompt=x)) for x in ("", ["a", ""])),
     ("it is empty (shape [0]); give at least one token", dict(prompt=torch.zeros(0))),
+    ("it is empty (shape [1, 0]); give at least one token", dict(prompt=torch.zeros(1, 0))),
     ("tokens must be integers (int64 or int32), got torch.float32", dict(prompt=torch.ones(3))),
     ("expected tokens [pos] or [batch, pos], got shape []", dict(prompt=torch.tensor(3))),
+    ("expected tokens [pos] or [batch, pos], got shape [1, 1, 1]", dict(prompt=torch.ones(1, 1, 1))),
     ("token ids must lie in 0..276 (d_vocab=277), got -1..-1", dict(prompt=torch.tensor([-1]))),
 ]
 REFUSED = [
     *((words, functools.partial(landmark, **options)) for words, options in LANDMARK),
     *((words, functools.partial(convert, **options)) for words, options in CONVERT),
+    ("prompt: this model has no tokenizer, so it cannot read strings", lambda: convert_prompt(linear_model(), "some text")),
     ("carry_bias: n_tokens must be from 0 to 16777216", lambda: carried(2**70)),
     *(("carry_bias: n_tokens must be", lambda n=n: carried(n)) for n in ("x", -1, 1.5)),
 ]

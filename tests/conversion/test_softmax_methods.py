@@ -112,19 +112,6 @@ def test_a_batch_is_its_prompts():
         torch.testing.assert_close(mine.fit.head_output_error, alone.fit.head_output_error, rtol=1e-6, atol=1e-9)
 
 
-def test_prompts_of_unequal_length():
-    from kvlens.conversion.prompt import PromptTokens
-    from kvlens.conversion.softmax import Landmark, convert_softmax_prompt
-
-    model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
-    mask = torch.ones(2, 24, dtype=torch.bool)
-    mask[1, 10:] = False
-    method = Landmark(n_keys=8, reference=TEXT[0])
-    both = convert_softmax_prompt(model, PromptTokens(prompts, mask, True), None, model.fingerprint(), method)
-    alone = convert_prompt(model, prompts[1, :10], method="landmark", n_features=8, reference=TEXT[0], verbose=False)
-    torch.testing.assert_close(both.select_prompt(1).b_KV, alone.b_KV, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_second_prompt_is_kept_next_to_the_first(kind):
     model, second = model_of(**kind), tokens(1, 10, seed=7)
@@ -234,8 +221,8 @@ def test_a_prompt_that_came_out_of_generate():
     model = model_of()
     prompt = model.generate(PROMPT[:, :5], max_new_tokens=19, stop_at_eos=False, return_type="tokens", verbose=False)
     assert prompt.is_inference()
-    bias = convert_prompt(model, prompt, method="landmark", n_features=4, polish_steps=2, **QUICK)
-    assert bool(bias.b_KV.isfinite().all())
+    for options in (dict(detach=False), dict(method="landmark", n_features=4, polish_steps=2, **QUICK)):
+        assert bool(convert_prompt(model, prompt, **options).b_KV.isfinite().all())
 
 
 @pytest.mark.parametrize("method", ["landmark", "random", "taylor", "learned"])
@@ -289,35 +276,6 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
     assert torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=1, **at).b_KV)
     assert not torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=2, **at).b_KV)
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.unhooked
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(method="landmarks"), "did you mean 'landmark'"),
-        (dict(method="landmark"), r"Landmark: needs n_keys \(or n_features\), .* or ratio"),
-        (dict(method="landmark", n_features=0), "at least 1, got 0"),
-        (dict(method="landmark", ratio=1.5), "ratio must be above 0 and at most 1, got 1.5"),
-        (dict(method="landmark", n_features=3, ratio=0.5), "not both"),
-        (
-            dict(method="exact", n_features=3),
-            'method="exact" has no option .n_features., which belongs to "landmark", .* and "learned"',
-        ),
-        (
-            dict(method="random", n_features=3, polish_steps=5),
-            '"random" has no option .*, which belongs to "landmark"; it takes ',
-        ),
-        (dict(method="landmark", n_features=3, polish_steps=-1), "must be at least 0, got -1"),
-        (dict(n_feature=3), "did you mean 'n_features'"),
-        (dict(method="landmark", n_features=3, reference=torch.zeros(0, dtype=torch.long)), "reference: it is empty"),
-        (dict(method="landmark", n_features=3, reference=[]), r"reference must be a string, a Tensor or None, got \[\]"),
-        (dict(method="landmark", n_features=3, budget="even"), "budget must be one of equal, greedy"),
-    ],
-)
-def test_bad_options_say_what_to_do(options, words):
-    with pytest.raises(KVLensError, match=words):
-        convert_prompt(model_of(), PROMPT, **options)
 
 
 def test_progress_ends_at_one_and_segments_are_refused():
