@@ -297,15 +297,6 @@ def test_a_warning_points_at_the_line_that_called():
         assert caught[0].filename in (__file__, _decorator.__file__)  # the latter: the frames of type checks, if hooked
 
 
-def test_out_of_memory_has_a_clear_message():
-    @checked
-    def numbers(n: int) -> Tensor:
-        return torch.empty(n, n)
-
-    with pytest.raises(KVLensError, match=r"numbers: this asks for more memory than there is \(.*\); ask for less"):
-        numbers(2**40)
-
-
 def test_the_signature_and_the_docstring_stay():
     function = analyses.bias_by_head
     assert list(inspect.signature(function).parameters)[:3] == ["model", "prompt", "text"]
