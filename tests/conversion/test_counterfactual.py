@@ -67,7 +67,8 @@ def test_a_gap_at_either_end(model):
 
 
 @pytest.mark.parametrize("positions", ["kept", "closed"])
-def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions):
+def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)  # what rows share is converted once
     deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)]]
     replaced = [{}, {(1, 3): [13, 14]}, {(4, 5): [15]}, {}]
     rows = counterfactuals(model, PROMPT, deleted, replaced, positions=positions)
