@@ -178,8 +178,11 @@ def test_a_bias_of_another_model_is_refused_with_the_field_that_differs():
 def test_changed_weights_are_noticed_even_when_set_in_place():
     model = model_of("rope after")
     bias = convert_prompt(model, tokens(1, 4))
+    model.attach_kv_bias(bias)
     model.blocks[0].attn.W_Q.data[0, 0, 0] += 1
-    with pytest.raises(KVLensError, match="weights"):
+    with pytest.raises(KVLensError, match="the bias to continue from no longer fits: weights"):
+        convert_prompt(model, tokens(1, 4))
+    with pytest.raises(KVLensError, match="attach_kv_bias: weights"):
         model.attach_kv_bias(bias)
 
 
