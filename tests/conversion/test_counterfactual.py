@@ -69,8 +69,8 @@ def test_a_gap_at_either_end(model):
 @pytest.mark.parametrize("positions", ["kept", "closed"])
 def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)  # what rows share is converted once
-    deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)]]
-    replaced = [{}, {(1, 3): [13, 14]}, {(4, 5): [15]}, {}]
+    deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)], []]
+    replaced = [{}, {(1, 3): [13, 14]}, {(4, 5): [15]}, {}, {(10, 12): [15, 16]}]
     rows = counterfactuals(model, PROMPT, deleted, replaced, positions=positions)
     batch = convert_prompt(model, rows)
     alone = [
@@ -78,8 +78,8 @@ def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, posit
     ]
     expected = torch.stack([read(model, each) for each in alone])
     with model.kv_bias(batch):
-        close(model(TEXT.expand(4, -1), attention_mask=torch.ones(4, 5, dtype=torch.long)), expected)
-    close(logits_after(model, rows, TEXT, 2, rows_per_pass=3), expected[:, -2:])
+        close(model(TEXT.expand(5, -1), attention_mask=torch.ones(5, 5, dtype=torch.long)), expected)
+    close(logits_after(model, rows, TEXT, 2, rows_per_pass=2), expected[:, -2:])
 
 
 def test_a_replacement_is_the_prompt_with_it(model):
