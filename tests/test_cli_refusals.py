@@ -6,29 +6,30 @@ import shlex
 
 import pytest
 
-from kvlens.cli import main
+from kvlens.cli import COMMANDS, main
 from kvlens.training import ship
 
 pytestmark = pytest.mark.unhooked  # numbers, names and nonsense, from the command line into every settings class
 
 TEXTS = ["--prompt", "a", "--text", "b"]
 TRAIN = ["train", "induction", "--out", "m"]
-REPORT = "report --prompt a --text b"
+REPORT, EXPLAIN = "report --prompt a --text b", "explain --prompt a --text b"
+OVERWRITE, STORY = ("", "--overwrite"), "Mira keeps a goat."
 ANALYSE = "analyse bias_decomposition p.jsonl --model docs-linear --out"
 NO_MODEL = "is neither a shipped model nor a folder or file that holds one; shipped are: bigram-linear"
 REFUSED = [
     ("there is no command ''; the commands are report, explain, analyse, train", "''"),
     ("there is no command '..'", ".."),
-    ("there is no command 'trian'; the commands are", "trian"),
-    ("did you mean 'train'?", "trian"),
+    (f"there is no command 'trian'; the commands are {', '.join(COMMANDS)}; did you mean 'train'?", "trian"),
     ("unrecognized arguments: --bogus (see kvlens --help)", "--bogus"),
     # train
     ("the following arguments are required: NAME, --out (see kvlens train --help)", "train"),
-    ("required: --out", "train induction"),
     ("required: --out; there is no --ot; did you mean '--out'?", "train induction --ot x"),
     ("required: --out (see", "train induction --seed -1"),
     ("required: NAME", "train --out m"),
     ("no recipe or task is called 'inducton'; did you mean 'induction'?", "train inducton --out m"),
+    ("no recipe or task is called 'docs-linea'; did you mean 'docs-linear'?", "train docs-linea --out m"),
+    ("photos is not empty and not a run with a checkpoint, so it is left alone", "train docs-linear --out photos"),
     ("--device: 'meta' cannot be used here", "train induction --out m --device meta"),
     ("--device: 'cudda' cannot be used here", "train induction --out m --device cudda"),
     ("--device: '' cannot be used here", "train induction --out m --device ''"),
@@ -37,6 +38,8 @@ REFUSED = [
     ("--seed must be from 0 to 2**63 - 1", f"train induction --out m --seed {2**70}"),
     ("--seed must be at least 0, got -3", "train induction --out m --seed -3"),
     ("--minutes must be above 0, got -1.0", "train induction --out m --minutes -1"),
+    ("--minutes must be above 0, got 0.0", "train induction --out m --minutes 0"),
+    ("--minutes must be a number above 0, got nan", "train induction --out m --minutes nan"),
     ("argument --minutes: invalid float value: 'x'", "train induction --out m --minutes x"),
     ("unrecognized arguments: --stepz 3; did you mean '--steps'?", "train induction --out m --stepz 3"),
     ("did you mean '--steps'?", "train induction --out m --step 3"),
@@ -82,6 +85,16 @@ REFUSED = [
     ("--device: 'cudda' cannot be used here", f"{REPORT} --device cudda"),
     ("argument --temperature: invalid float value: 'x'", f"{REPORT} --temperature x"),
     ("argument --dtype: invalid choice: 'int8'", f"{REPORT} --dtype int8"),
+    ("--temperature must be at least 0, got -1.0", f"{REPORT} --temperature -1"),
+    ("argument --new-tokens: invalid int value: 'many'", f"{REPORT} --new-tokens many"),
+    ("--new-tokens must be at least 1, got 0", f"{REPORT} --new-tokens 0"),
+    ("unrecognized arguments: --over", f"{REPORT} --over"),
+    ("--prompt is empty; give at least one character", "report --prompt '' --text b"),
+    ("--text is empty; give at least one character", "report --prompt a --text ''"),
+    ("--prompt is missing: give both a prompt and a text, or neither", "report --text b"),
+    *(("--text is missing: give both a prompt and a text", f"{command} --prompt a") for command in ("report", "explain")),
+    ("--prompt and --prompt-file are both given; use only one", f"{REPORT} --prompt-file file"),
+    ("--prompt-file: bytes is not UTF-8 text (byte 2); convert it first", "report --prompt-file bytes --text b"),
     ("--prompt-file and --text-file are both -; only one can be read from standard", "report --prompt-file - --text-file -"),
     ("--prompt-file: cannot read nowhere: No such file or directory", "report --prompt-file nowhere --text b"),
     ("--prompt-file: cannot read .: Is a directory", "report --prompt-file . --text b"),
@@ -89,11 +102,24 @@ REFUSED = [
     ("--prompt-file: cannot read ", "report --prompt-file '' --text b"),
     *((f"--model: '{name}' {NO_MODEL}", f"{REPORT} --model '{name}'") for name in ("nowhere", "", "~nobody/at/all")),
     ("--model: 'xxx", f"{REPORT} --model {'x' * 300}"),
+    (f"--model: 'docs-liner' {NO_MODEL}", f"{REPORT} --model docs-liner"),
+    ("; did you mean 'docs-linear'? (a name on the hub", f"{REPORT} --model docs-liner"),
+    ("empty holds no config.json", f"{REPORT} --model empty"),
     ("from_llama2c: file is truncated: the header has 28 bytes, the file 1", f"{REPORT} --model file"),
     *(("--prompt is not valid UTF-8", f"report --prompt {prompt} --text b") for prompt in ("a\ud800", "\udc00")),
-    ("--overwrite belongs to --out DIR", "explain --prompt a --text b --overwrite"),
+    ("--overwrite belongs to --out DIR", f"{EXPLAIN} --overwrite"),
+    ("photos is not empty and not a kvlens report, so it is left alone", f"{REPORT} --out photos --overwrite"),
+    *(("photos is not empty and not an explanation, so it is left alone", f"{EXPLAIN} --out photos {x}") for x in OVERWRITE),
+    ("--null must be at least 1, got 0", f"{EXPLAIN} --null 0"),
+    ("argument --by: invalid choice: 'line'", f"{EXPLAIN} --by line"),
+    ("unrecognized arguments: --answr x; did you mean '--answer'?", f"{EXPLAIN} --answr x"),
+    ("at least one token", f"explain --model facts-linear --prompt '{STORY}' --text ' Mira keeps a' --answer ' '"),
     # reproduce, zoo
     ("no experiment is called 'x'; there are induction-depth", "reproduce x"),
+    ("no experiment is called 'induction-dept'; did you mean 'induction-depth'?", "reproduce induction-dept"),
+    ("--set: expected NAME=VALUE, got 'hops'; other arguments come before --set", "reproduce --set seeds=4 hops"),
+    ("hops has no setting 'sead'; did you mean 'seeds'?", "reproduce hops --set sead=4"),
+    ("the setting keys must be a nonempty list", "reproduce softmax-conversion --set keys=4"),
     ("no experiment is called '..'", "reproduce .."),
     ("argument --scale: invalid choice: 'huge' (choose from 'small', 'paper', 'tiny')", "reproduce hops --scale huge"),
     ("unrecognized arguments: --overwrit; did you mean '--overwrite'?", "reproduce hops --overwrit"),
@@ -136,7 +162,7 @@ REFUSED = [
     ("gpus_per_worker must be a number of at least 0, got nan", f"{ANALYSE} t.parquet --gpus-per-worker nan"),
     ("gpus_per_worker is for the engine ray", f"{ANALYSE} t.parquet --gpus-per-worker 1"),
 ]
-WRITERS = [REPORT, "explain --prompt a --text b", "train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]
+WRITERS = [REPORT, EXPLAIN, "train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]
 PATHS = {
     "": "expected a path, got ''",
     "a\0b": "expected a path",
@@ -159,7 +185,10 @@ def folder(tmp_path_factory):
     """One for all refused commands, which leave it as it is: each of many folders of a name takes a look at all before it."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "file").write_text("x")
+    (folder / "bytes").write_bytes(b"ab\xff")
     (folder / "empty").mkdir()
+    (folder / "photos").mkdir()
+    os.mkfifo(folder / "photos" / "units.parquet")  # opening it would wait for a reader
     (folder / "p.jsonl").write_text('{"prompt": "Return the widget.", "text": " It is"}\n')
     return folder
 
@@ -176,7 +205,8 @@ def refused(command, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("kvlens: error: ") and len(captured.err) > 40
-    assert sorted(os.listdir(".")) == ["empty", "file", "p.jsonl"] and not os.listdir("empty")
+    assert sorted(os.listdir(".")) == ["bytes", "empty", "file", "p.jsonl", "photos"] and not os.listdir("empty")
+    assert os.listdir("photos") == ["units.parquet"]
     return captured.err
 
 

@@ -99,21 +99,6 @@ def test_the_command_prints_the_sentences_and_writes_the_tables(tmp_path, capsys
     assert statements["p_reference_after"].notna().all()  # against the rival
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--null", "0"], "--null"),
-        (["--by", "line"], "--by"),
-        (["--prompt", "a"], "--text is missing"),
-        (["--answr", "x"], "--answer"),
-        (["--answer", " ", "--prompt", STORY, "--text", QUESTION, "--model", "facts-linear"], "at least one token"),
-    ],
-)
-def test_bad_input_has_clear_messages(given, words, capsys):
-    assert main(["explain", *given]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_an_answer_that_is_its_rival_is_refused():
     model = HookedKVTransformer.from_zoo("facts-linear")
     with pytest.raises(KVLensError, match="the answer itself"):

@@ -1,12 +1,10 @@
-"""Imports go one way, downwards, and never in a circle; ``import kvlens`` is light; and the guards that say so can fail.
+"""Imports go one way, downwards, and never in a circle; and the guards that say so can fail.
 
 Every import counts: at the top, in a function, under ``TYPE_CHECKING``, and by a name that is handed to ``importlib``.
 """
 
 import ast
 import functools
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,40 +12,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# fmt: off
 ORDER = [
-    "errors",
-    "memory",
-    "checks",
-    "arguments",
-    "files",
-    "terminal",
-    "dtypes",
-    "tokenizer",
-    "ops",
-    "base",
-    "_tl",
-    "kv_bias",
-    "components",
-    "mixers",
-    "zoo",
-    "pretrained",
-    "model",
-    "bridge",
-    "loading",
-    "conversion_methods",
-    "conversion",
-    "dual",
-    "corpus",
-    "tasks",
-    "training",
-    "experiments",
-    "analyses",
-    "viz",
-    "report",
-    "papers",
-    "reference",
-    "cli",
+    "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "_tl", "kv_bias",
+    "components", "mixers", "zoo", "pretrained", "model", "bridge", "loading", "conversion_methods", "conversion", "dual",
+    "corpus", "tasks", "training", "experiments", "analyses", "viz", "report", "papers", "reference", "cli",
 ]
+PURE = {
+    "torch", "einops", "jaxtyping", "kvlens",
+    "collections", "dataclasses", "functools", "inspect", "itertools", "math", "typing",
+}
+# fmt: on
 PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.model"}
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, what is
 read of a pass."""
@@ -55,20 +30,6 @@ FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
 """And what else keeps its work in a file."""
-PURE = {
-    "torch",
-    "dataclasses",
-    "einops",
-    "inspect",
-    "itertools",
-    "jaxtyping",
-    "math",
-    "typing",
-    "collections",
-    "functools",
-    "kvlens",
-}
-
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""
 
@@ -213,11 +174,6 @@ def test_analyses_use_public_names_only():
             others = {name for name in imported(module, all_sources) if package_of(name) not in (None, "analyses")}
             assert not others - allowed, module
             assert not [n for n in named_imports(module, *all_sources[module]) if n.startswith("transformer_lens")], module
-
-
-def test_importing_kvlens_imports_no_torch():
-    code = "import sys, kvlens; print([m for m in ('torch', 'transformer_lens', 'pandas', 'rich') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def test_public_names_exist_and_unknown_ones_do_not():

@@ -6,8 +6,7 @@ import signal
 import pytest
 
 from kvlens.cli import main, zoo
-from kvlens.errors import KVLensError
-from kvlens.terminal import UNREADABLE, Arguments, visible
+from kvlens.terminal import UNREADABLE, visible
 
 
 @pytest.mark.parametrize(
@@ -28,15 +27,3 @@ def test_controls_marks_and_line_ends_become_signs_and_letters_stay():
     assert visible("a\x1b[31m\x07\x9b\u202e\u2066\u200f\u2028\u2029\x85\n\ud800b") == f"a{UNREADABLE}[31m{UNREADABLE * 10}b"
     assert visible("naïve 語 ⏎ é ·") == "naïve 語 ⏎ é ·"
     assert visible("👨\u200d👩 می\u200cخواهم") == "👨\u200d👩 می\u200cخواهم"  # joiners are spelling
-
-
-def test_a_parser_proposes_the_nearest_of_its_own_options():
-    parser = Arguments(prog="p", allow_abbrev=False)
-    inner = parser.add_subparsers(parser_class=Arguments).add_parser("inner", allow_abbrev=False)
-    inner.add_argument("--prompt")
-    with pytest.raises(
-        KVLensError, match=r"unrecognized arguments: --promt x; did you mean '--prompt'\? \(see p inner --help\)"
-    ):
-        parser.parse_args(["inner", "--promt", "x"])
-    with pytest.raises(KVLensError, match=r"unrecognized arguments: --zzz \(see p inner"):
-        parser.parse_args(["inner", "--zzz"])

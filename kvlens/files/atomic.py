@@ -35,11 +35,7 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
         KVLensError: the folder does not exist, cannot be written, or the disk is full.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-
-    def fill(file: IO[bytes]) -> None:
-        file.write(data)
-
-    write_file(path, fill)
+    write_file(path, lambda file: file.write(data))
 
 
 def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:

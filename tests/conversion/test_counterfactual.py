@@ -3,49 +3,29 @@
 import numpy
 import pytest
 import torch
+from small_models import model_of
 
-from kvlens import (
-    HookedKVTransformer,
-    HookedKVTransformerConfig,
-    KVLensError,
-    KVShiftConfig,
-    carry_bias,
-    convert_prompt,
-    counterfactuals,
-    logits_after,
-)
+from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
 from kvlens.conversion import Landmark, RandomProjections, Taylor
 from kvlens.model.fingerprint import fingerprint_of
 
-SIZES = dict(n_layers=3, d_model=20, d_head=4, n_heads=5, n_ctx=64, d_vocab=31, act_fn="gelu", dtype=torch.float64, seed=3)
-SHIFT = KVShiftConfig(window=2, queries=True)
-LINEAR = dict(attention="linear", feature_map="elu_plus_one", positional_embedding_type="rotary")
-KINDS = {
-    "linear rope after": LINEAR,
-    "linear rope before": {**LINEAR, "feature_map": "taylor"},
-    "linear shift": {**LINEAR, "kv_shift": SHIFT},
-    "linear decay": {**LINEAR, "feature_map": "identity", "normalizer": "none", "decay": "retnet", "kv_shift": SHIFT},
-    "linear learned positions": {**LINEAR, "positional_embedding_type": "standard"},
-    "linear no positions": {**LINEAR, "positional_embedding_type": "none"},
-    "softmax rotary": dict(positional_embedding_type="rotary", kv_shift=SHIFT),
-    "softmax rotary fused": dict(positional_embedding_type="rotary", softmax_form="fused"),
-    "softmax learned": dict(positional_embedding_type="standard"),
-    "softmax sinusoidal": dict(positional_embedding_type="sinusoidal"),
-    "softmax alibi": dict(positional_embedding_type="alibi"),
-    "softmax windows": dict(
-        positional_embedding_type="rotary", use_local_attn=True, window_size=5, attn_types=["local", "global", "local"]
-    ),
-    "softmax grouped": dict(positional_embedding_type="rotary", n_heads=4, n_key_value_heads=2, d_model=16, kv_shift=SHIFT),
-}
-PROMPT = torch.tensor([7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 30, 11, 12])
+KINDS = [
+    *(("linear", x) for x in ("rope after", "rope before", "window 3 with queries", "gqa decay", "learned", "no positions")),
+    *(("softmax", x) for x in ("rotary", "fused", "learned", "sinusoidal", "alibi", "local", "shifted, grouped")),
+]
+PROMPT = torch.tensor([7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 10, 11, 12])
 TEXT = torch.tensor([8, 9, 7, 9, 3])
 TOLERANCE = 1e-11
-"""float64, logits of size 1: a few hundred sums, each rounded at 2e-16, through three layers of norms."""
+"""float64, logits of size 1: a few hundred sums, each rounded at 2e-16, through two layers of norms."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def model(request) -> HookedKVTransformer:
-    return HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[request.param]}))
+def of_kind(attention, name):
+    return model_of("softmax", "rotary", softmax_form="fused") if name == "fused" else model_of(attention, name)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=" ".join)
+def model(request):
+    return of_kind(*request.param)
 
 
 def read(model, bias):
@@ -86,18 +66,11 @@ def test_a_gap_at_either_end(model):
     )
 
 
-def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model):
-    rows_are_each_alone(model, "kept")
-
-
-@pytest.mark.parametrize("name", ["linear rope after", "linear learned positions", "softmax rotary", "softmax alibi"])
-def test_rows_with_closed_gaps_too(name):
-    rows_are_each_alone(HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]})), "closed")
-
-
-def rows_are_each_alone(model, positions):
-    deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)]]
-    replaced = [{}, {(1, 3): [20, 21]}, {(4, 5): [22]}, {}]
+@pytest.mark.parametrize("positions", ["kept", "closed"])
+def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)  # what rows share is converted once
+    deleted = [[(3, 6)], [], [(1, 2), (8, 12)], [(11, 13)], []]
+    replaced = [{}, {(1, 3): [13, 14]}, {(4, 5): [15]}, {}, {(10, 12): [15, 16]}]
     rows = counterfactuals(model, PROMPT, deleted, replaced, positions=positions)
     batch = convert_prompt(model, rows)
     alone = [
@@ -105,13 +78,13 @@ def rows_are_each_alone(model, positions):
     ]
     expected = torch.stack([read(model, each) for each in alone])
     with model.kv_bias(batch):
-        close(model(TEXT.expand(4, -1), attention_mask=torch.ones(4, 5, dtype=torch.long)), expected)
-    close(logits_after(model, rows, TEXT, 2, rows_per_pass=3), expected[:, -2:])
+        close(model(TEXT.expand(5, -1), attention_mask=torch.ones(5, 5, dtype=torch.long)), expected)
+    close(logits_after(model, rows, TEXT, 2, rows_per_pass=2), expected[:, -2:])
 
 
 def test_a_replacement_is_the_prompt_with_it(model):
-    bias = convert_prompt(model, PROMPT, replace={(3, 6): torch.tensor([20, 21, 22])})
-    other = torch.cat([PROMPT[:3], torch.tensor([20, 21, 22]), PROMPT[6:]])
+    bias = convert_prompt(model, PROMPT, replace={(3, 6): torch.tensor([13, 14, 15])})
+    other = torch.cat([PROMPT[:3], torch.tensor([13, 14, 15]), PROMPT[6:]])
     close(read(model, bias), read(model, convert_prompt(model, other)))
 
 
@@ -123,8 +96,8 @@ def test_counterfactuals_continue_a_bias(model):
 
 def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
     monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "n_ctx": 512}))
-    prompt = torch.randint(31, (240,), generator=torch.Generator().manual_seed(0))
+    model = model_of("linear", "rope after", n_ctx=512)
+    prompt = torch.randint(17, (240,), generator=torch.Generator().manual_seed(0))
     deleted = [[(first, first + 20)] for first in range(0, 240, 20)]
     rows = counterfactuals(model, prompt, deleted)
     counted = []
@@ -138,7 +111,7 @@ def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
 
 
 def test_weights_are_hashed_once_for_all_passes(monkeypatch):
-    model, hashed = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR})), []
+    model, hashed = model_of("linear", "rope after"), []
 
     def counted(*given):
         hashed.append(given)
@@ -173,8 +146,8 @@ def test_everything_deleted_is_no_prompt_at_its_position(model):
 
 
 @pytest.mark.unhooked
-def test_spans_may_come_from_a_table(model):
-    cells = numpy.array([3, 8])
+def test_spans_may_come_from_a_table():
+    model, cells = model_of("linear", "rope after"), numpy.array([3, 8])
     given = convert_prompt(model, PROMPT, without=[(cells[0], cells[1])])
     close(read(model, given), read(model, convert_prompt(model, PROMPT, without=[(3, 8)])))
     with pytest.raises(KVLensError, match="got .*True, 8"):
@@ -192,7 +165,7 @@ def test_spans_may_come_from_a_table(model):
         (dict(without=[(1, 4)], replace={(3, 5): [1, 2]}), "overlap"),
         (dict(replace={(3, 5): [1, 2, 3]}), "expected 2 tokens"),
         (dict(replace={(3, 5): "two words"}), "no tokenizer"),
-        (dict(replace={(3, 5): [1, 99]}), "d_vocab=31"),
+        (dict(replace={(3, 5): [1, 99]}), "d_vocab=17"),
         (dict(without=[(0, 13)], positions="closed"), "keeps no token"),
         (dict(without=[(1, 2)], positions="open"), "kept.*closed"),
         (dict(without="abc"), "without"),
@@ -200,7 +173,7 @@ def test_spans_may_come_from_a_table(model):
     ],
 )
 def test_bad_spans_are_refused(given, words):
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR}))
+    model = model_of("linear", "rope after")
     with pytest.raises(KVLensError, match=words.replace("(", r"\(")):
         convert_prompt(model, PROMPT, **given)
     with pytest.raises(KVLensError, match="one prompt, got 2"):
@@ -209,7 +182,7 @@ def test_bad_spans_are_refused(given, words):
 
 def test_every_kind_is_distinguished_from_the_other_positions(model):
     kept, closed = (read(model, convert_prompt(model, PROMPT, without=[(3, 6)], positions=p)) for p in ("kept", "closed"))
-    same = model.cfg.positional_embedding_type == "none"
+    same = model.cfg.positional_embedding_type == "none" and model.cfg.decay is None
     assert ((kept - closed).abs().max() < TOLERANCE) == same
 
 
@@ -221,13 +194,13 @@ def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
     assert torch.equal(model(PROMPT[None], attention_mask=mask), before)
 
 
-REFERENCE = torch.arange(24).reshape(2, 12)
+TEXTS = dict(reference=torch.arange(24).reshape(2, 12) % 17, n_held_out=0)
 FITTED = {
-    "softmax rotary": Landmark(n_keys=4, reference=REFERENCE),
-    "softmax rotary fused": RandomProjections(n_features=16, reference=REFERENCE),
-    "softmax learned": Landmark(n_keys=4, reference=REFERENCE),
-    "softmax sinusoidal": RandomProjections(n_features=16, reference=REFERENCE),
-    "softmax grouped": Taylor(reference=REFERENCE),
+    "rotary": Landmark(n_keys=4, **TEXTS),
+    "fused": RandomProjections(n_features=16, **TEXTS),
+    "learned": Landmark(n_keys=4, **TEXTS),
+    "sinusoidal": RandomProjections(n_features=16, **TEXTS),
+    "shifted, grouped": Taylor(**TEXTS),
 }
 """What a deleted token is hidden by depends on the kind of positions, and what reads the tokens on the method. With ALiBi and
 windows, fitted methods do not apply: a key's score depends on its distance."""
@@ -235,17 +208,17 @@ windows, fitted methods do not apply: a key's score depends on its distance."""
 
 @pytest.mark.parametrize("name", FITTED)
 def test_a_fitted_method_sees_no_deleted_token(name):
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]}))
+    model = of_kind("softmax", name)
     other = PROMPT.clone()
-    other[3:6] = torch.tensor([20, 21, 22])
+    other[3:6] = torch.tensor([13, 14, 15])
     made = [convert_prompt(model, prompt, without=[(3, 6)], method=FITTED[name]) for prompt in (PROMPT, other)]
     close(made[0].b_KV, made[1].b_KV)
     close(read(model, made[0]), read(model, made[1]))
 
 
-@pytest.mark.parametrize("name", ["softmax rotary", "softmax learned"])
+@pytest.mark.parametrize("name", ["rotary", "learned"])
 def test_as_many_keys_as_tokens_that_are_left_are_all_of_them(name):
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **KINDS[name]}))
-    every = convert_prompt(model, PROMPT, without=[(3, 6)], method=Landmark(n_keys=10, reference=REFERENCE))
+    model = of_kind("softmax", name)
+    every = convert_prompt(model, PROMPT, without=[(3, 6)], method=Landmark(n_keys=10, **TEXTS))
     exact = convert_prompt(model, PROMPT, without=[(3, 6)])
     torch.testing.assert_close(read(model, every), read(model, exact), rtol=0, atol=1e-6)

@@ -1,14 +1,11 @@
 """Methods that keep some keys unchanged: the selected keys, against TransformerLens' own attention patterns."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from small_models import small_model, tokens
-from tiny_text_model import PROMPT, tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
-from kvlens.conversion import H2O, AttentionMatching, ExpectedAttention, KVzip, SnapKV, StreamingLLM
+from kvlens.conversion import H2O, ExpectedAttention, KVzip, SnapKV, StreamingLLM
 
 N, KEPT = 14, 6
 FEW = dict(n_continuations=2, continuation_length=4, n_held_out=0)
@@ -117,23 +114,6 @@ def test_expected_attention_is_that_of_queries_rotated_on():
             assert kept[layer][g] == {0, 1, 2, 3, *(4 + worth.topk(KEPT - 4).indices).tolist()}
 
 
-MATCHING = AttentionMatching(n_keys=KEPT, keys="attention", **FEW)
-
-
-@pytest.mark.parametrize("method", [*METHODS, MATCHING], ids=[*NAMES, MATCHING.name])
-def test_a_padded_row_keeps_what_it_keeps_alone(method):
-    it = tiny_text_model(dtype=torch.float64, attention="softmax")
-    texts = torch.arange(15).view(3, 5)
-    method = replace(method, reference=texts)
-    prompts = [PROMPT, PROMPT[:-7]]
-    both = convert_prompt(it, prompts, method=method, verbose=False)
-    for row, prompt in enumerate(prompts):
-        with it.kv_bias(convert_prompt(it, prompt, method=method, verbose=False)):
-            expected = it(texts[:1])
-        with it.kv_bias(both.select_prompt(row)):
-            torch.testing.assert_close(it(texts[:1]), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_attention_to_what_came_before_counts():
     """A prompt after another: the patterns are those of both, of which this prompt's keys are ranked."""
     it, whole = model(), tokens(1, N + 5)[0]
@@ -149,9 +129,3 @@ def test_attention_to_what_came_before_counts():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(KVLensError, match="expected_attention.*exp.q.k.*ALiBi"):
         convert_prompt(small_model(positional_embedding_type="alibi"), tokens(1, N)[0], method=METHODS[3])
-    with pytest.raises(KVLensError, match="kernel_size must be odd, got 4"):
-        SnapKV(n_keys=3, kernel_size=4)
-    with pytest.raises(KVLensError, match="H2O: needs n_keys"):
-        H2O()
-    with pytest.raises(KVLensError, match="give n_keys or ratio, not both"):
-        KVzip(n_keys=3, ratio=0.5)

@@ -173,48 +173,6 @@ def test_only_whole_methods_can_be_made():
             kind()
 
 
-@pytest.mark.unhooked
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda: convert_prompt(model(), PROMPT, method="landmark", n_feature=3),
-            "no argument is called 'n_feature'; did you mean 'n_features'.* with method=\"landmark\": .*n_keys, ratio, ",
-        ),
-        (
-            lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, random_feature_kind="iid"),
-            'method="landmark" has no option \'random_feature_kind\', which belongs to "random"; it takes .*n_keys, ratio, ',
-        ),
-        (lambda: convert_prompt(model(), PROMPT, seed=1), 'method="exact" has no option .seed.*; it takes no options$'),
-        (
-            lambda: convert_prompt(model(), PROMPT, method="landmark", n_keys=3, n_features=3),
-            "n_features and n_keys are the same option",
-        ),
-        (
-            lambda: convert_prompt(model(), PROMPT, method="random"),
-            "RandomProjections: missing .*'n_features'. It takes .*seed",
-        ),
-        (lambda: convert_prompt(model(), PROMPT, method=Landmark), "method must be a string or a ConversionMethod, got <class"),
-        (
-            lambda: convert_prompt(model(), PROMPT, method=Landmark(n_keys=3), seed=1),
-            r"seed is an option .* to Landmark\(...\)",
-        ),
-        (
-            lambda: convert_prompt(model(), PROMPT, method=Landmark(n_keys=3), prepend_boss=True),
-            "'prepend_boss'; did you mean 'prepend_bos'",
-        ),
-        (lambda: Landmark(n_key=3), "Landmark: no argument is called 'n_key'; did you mean 'n_keys'"),
-        (lambda: Landmark(n_keys=3, budget="gready"), "Landmark: budget must be one of equal, greedy, .* mean 'greedy'"),
-        (lambda: Landmark(), "Landmark: needs n_keys"),
-        (lambda: Learned(n_features=0), "Learned: n_features must be at least 1"),
-        (lambda: Taylor(n_continuations=1), "Taylor: n_continuations must be at least 2"),
-    ],
-)
-def test_a_wrong_option_is_answered_before_anything_is_converted(call, words):
-    with pytest.raises(KVLensError, match=words):
-        call()
-
-
 def test_linear_models_take_the_exact_method_alone():
     linear = small_model(attention="linear")
     plain = convert_prompt(linear, PROMPT)

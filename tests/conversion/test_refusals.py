@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from small_models import linear_model
 from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
 
 from kvlens import carry_bias, convert_prompt
+from kvlens.conversion import H2O, KVzip, Landmark, Learned, SnapKV, Taylor
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -33,7 +35,9 @@ LANDMARK = [
     ("n_keys must be a whole number from 1 to 16777216 or None, got 2.5", dict(n_features=2.5)),
     ("budget must be one of equal, greedy, logits", dict(budget="best")),
     ("reference must be a string, a Tensor or None, got 5", dict(reference=5)),
+    ("reference must be a string, a Tensor or None, got []", dict(reference=[])),
     ("reference: it is empty; give at least one character", dict(reference="")),
+    ("reference: it is empty (shape [0]); give at least one token", dict(reference=torch.zeros(0))),
     ("tokens must be integers (int64 or int32), got torch.float32", dict(reference=torch.ones(3))),
     ("token ids must lie in 0..276 (d_vocab=277)", dict(reference=torch.tensor([10**6]))),
     ("n_continuations must be at least 2, got 1", dict(n_continuations=1)),
@@ -50,6 +54,19 @@ LANDMARK = [
     ("ratio must be above 0 and at most 1, got 0", dict(ratio=0, n_features=None)),
     ("ratio must be a number above 0 and at most 1 or None, got nan", dict(ratio=math.nan, n_features=None)),
 ]
+OF_METHODS = [
+    ("no argument is called 'n_feature'; did you mean 'n_features'", dict(method="landmark", n_feature=3)),
+    (", n_keys, ratio, budget, polish_steps, ", dict(method="landmark", n_feature=3)),
+    ("method=\"landmark\" has no option 'random_feature_kind'", dict(method="landmark", n_keys=3, random_feature_kind="iid")),
+    ('which belongs to "random"; it takes ', dict(method="landmark", n_keys=3, random_feature_kind="iid")),
+    ('method="exact" has no option \'seed\', which belongs to "landmark", ', dict(seed=1)),
+    ("; it takes no options", dict(seed=1)),
+    ("n_features and n_keys are the same option: give one of them", dict(method="landmark", n_keys=3, n_features=3)),
+    ("RandomProjections: missing a required argument: 'n_features'. It takes ", dict(method="random")),
+    ("method must be a string or a ConversionMethod, got <class", dict(method=Landmark)),
+    ("seed is an option of the method: give it to Landmark(...)", dict(method=Landmark(n_keys=3), seed=1)),
+    ("'prepend_boss'; did you mean 'prepend_bos'", dict(method=Landmark(n_keys=3), prepend_boss=True)),
+]
 CONVERT = [
     ("initial must be a KVBias or None, got 3", dict(initial=3)),
     ("prepend_bos must be True or False or None, got 'yes'", dict(prepend_bos="yes")),
@@ -60,13 +77,25 @@ CONVERT = [
     *(("expected a string, a list of strings, or a tensor of token ids", dict(prompt=x)) for x in (None, 5, [], ["a", 3])),
     *(("it is empty; give at least one character", dict(prompt=x)) for x in ("", ["a", ""])),
     ("it is empty (shape [0]); give at least one token", dict(prompt=torch.zeros(0))),
+    ("it is empty (shape [1, 0]); give at least one token", dict(prompt=torch.zeros(1, 0))),
     ("tokens must be integers (int64 or int32), got torch.float32", dict(prompt=torch.ones(3))),
     ("expected tokens [pos] or [batch, pos], got shape []", dict(prompt=torch.tensor(3))),
+    ("expected tokens [pos] or [batch, pos], got shape [1, 1, 1]", dict(prompt=torch.ones(1, 1, 1))),
     ("token ids must lie in 0..276 (d_vocab=277), got -1..-1", dict(prompt=torch.tensor([-1]))),
 ]
 REFUSED = [
     *((words, functools.partial(landmark, **options)) for words, options in LANDMARK),
+    *((words, functools.partial(convert_prompt, softmax(), PROMPT, **options)) for words, options in OF_METHODS),
     *((words, functools.partial(convert, **options)) for words, options in CONVERT),
+    ("Landmark: no argument is called 'n_key'; did you mean 'n_keys'", lambda: Landmark(n_key=3)),
+    ("Landmark: budget must be one of equal, greedy, logits, got 'gready'; did", lambda: Landmark(n_keys=3, budget="gready")),
+    ("Landmark: needs n_keys (or n_features), the keys per key-value head, or ratio", lambda: Landmark()),
+    ("H2O: needs n_keys", lambda: H2O()),
+    ("give n_keys or ratio, not both", lambda: KVzip(n_keys=3, ratio=0.5)),
+    ("SnapKV: kernel_size must be odd, got 4", lambda: SnapKV(n_keys=3, kernel_size=4)),
+    ("Learned: n_features must be at least 1", lambda: Learned(n_features=0)),
+    ("Taylor: n_continuations must be at least 2", lambda: Taylor(n_continuations=1)),
+    ("prompt: this model has no tokenizer, so it cannot read strings", lambda: convert_prompt(linear_model(), "some text")),
     ("carry_bias: n_tokens must be from 0 to 16777216", lambda: carried(2**70)),
     *(("carry_bias: n_tokens must be", lambda n=n: carried(n)) for n in ("x", -1, 1.5)),
 ]

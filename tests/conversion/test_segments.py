@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_models import linear_model, model_of, relative_error, tokens
 
-from kvlens import KVLensError, convert_prompt
+from kvlens import convert_prompt
 from kvlens.corpus import train_bpe_tokenizer
 from kvlens.model import streaming
 
@@ -91,8 +91,3 @@ def test_gradients_flow_through_segments():
         gradients.append(model.W_E.grad.clone())
     assert relative_error(gradients[1], gradients[0]) < 1e-13  # backward sums again what forward summed
     assert gradients[0].norm() > 0
-
-
-def test_a_length_below_one_is_refused():
-    with pytest.raises(KVLensError, match="segment_length must be at least 1, got 0"):
-        convert_prompt(linear_model(), tokens(1, 4), segment_length=0)

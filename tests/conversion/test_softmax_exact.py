@@ -8,7 +8,7 @@ from scaled_models import REAL, scaled_up
 from small_models import SOFTMAX, model_of, relative_error, small_model, tokens
 from tiny_hf import tiny_hf_model
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
 
 DOUBLE = dict(dtype=torch.float64)
@@ -250,17 +250,3 @@ def test_files_sums_and_selections_of_real_biases(tmp_path):
         assert relative_error(model(text), model(text)) == 0
         zeroed = model(text)
     assert relative_error(zeroed, model(text)) < 1e-12
-
-
-def test_a_bias_of_softmax_is_refused_by_another_model():
-    model, other = small_model(**DOUBLE), small_model(**DOUBLE, seed=4)
-    with pytest.raises(KVLensError, match="weights differs"):
-        other.attach_kv_bias(convert_prompt(model, tokens(1, 5)))
-
-
-def test_linear_models_have_no_methods():
-    cfg = HookedKVTransformerConfig(
-        n_layers=1, d_model=8, d_head=4, n_ctx=20, d_vocab=9, act_fn="gelu", attention="linear", device="cpu"
-    )
-    with pytest.raises(KVLensError, match="method is for softmax attention"):
-        convert_prompt(HookedKVTransformer(cfg), tokens(1, 5) % 9, method="landmark")

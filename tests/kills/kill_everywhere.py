@@ -2,8 +2,9 @@
 
 Python announces (``sys.addaudithook``) every look or change below FOLDER. A fork writes once and copies the folder before each:
 SIGKILL at that moment would leave just that, as all that a dead process takes along is its locks. One step in five is also
-killed in earnest, and must leave what its picture shows. From every one of them the old content or the new one must be
-read, whole; after one more run, nothing else may lie there. Prints each kind and how often it was killed. A kind that ends in
+killed in earnest, and must leave what its picture shows. From every one of them that differs from the one before, the old
+content or the new one must be read, whole; after one more run, nothing else may lie there. Prints each kind and how often it
+was killed. A kind that ends in
 ``-`` is written as where no folders can be swapped.
 """
 
@@ -224,6 +225,11 @@ def tree(folder: Path) -> dict[str, bool]:
     return {str(path.relative_to(folder)): path.is_dir() or not path.stat().st_size for path in folder.rglob("*")}
 
 
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """What lies below a folder, and what is in it."""
+    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+
+
 def kill_everywhere(kind: str, place: Path) -> int:
     """Kill the writing of ``kind`` before every step; how many there were."""
     case = KINDS[kind.rstrip("-")](place)
@@ -236,9 +242,14 @@ def kill_everywhere(kind: str, place: Path) -> int:
     shutil.copytree(old, at_work, symlinks=True)
     photograph(case.write, at_work, album)
     kills = len(os.listdir(album))
+    shown = None
     for step in range(1, kills + 1):
+        last, shown = shown, contents(album / str(step))
+        in_earnest = step % KILLED_IN_EARNEST == 1
+        if shown == last and not in_earnest:
+            continue  # nothing was changed since, and this was just tried
         shutil.rmtree(at_work)
-        if step % KILLED_IN_EARNEST == 1:
+        if in_earnest:
             shutil.copytree(old, at_work, symlinks=True)
             kill(case.write, at_work, step)
             assert tree(at_work) == tree(album / str(step)), step

@@ -1,33 +1,59 @@
 """Processes that are killed, or that work on one output at the same time: one complete result, and the others say so."""
 
+import io
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
+from kvlens.cli import main
 from kvlens.experiments.shared.outcome import OUTCOME_FOLDER
 from kvlens.files import check_folder
 from kvlens.report.folder import EXPLANATION_FOLDER, REPORT_FOLDER
 
 pytestmark = pytest.mark.slow
 STORY, QUESTION = "Mira keeps a goat. Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
-EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--null", "40", "--out", "d")
+EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--null", "20", "--out", "d")
 
 
-def started(folder, *arguments):
-    command = [sys.executable, "-m", "kvlens", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Started(NamedTuple):
+    """A command in a fork, which need not import torch again, and what it said on stderr when it ended by itself."""
+
+    process: BaseProcess
+    said: SimpleQueue
+
+    def end(self) -> tuple[int, str]:
+        """The exit status (minus the signal by which it was killed) and the words."""
+        self.process.join(300)
+        return self.process.exitcode, "" if self.said.empty() else self.said.get()
 
 
-@pytest.mark.parametrize("command", ["report", "reproduce"])
-@pytest.mark.parametrize("overwrite", [False, True])
+def started(folder, *arguments) -> Started:
+    fork = multiprocessing.get_context("fork")
+    said = fork.SimpleQueue()
+
+    def run():
+        os.chdir(folder)
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        status = main(list(arguments))
+        said.put(sys.stderr.getvalue())
+        sys.exit(status)
+
+    process = fork.Process(target=run)
+    process.start()
+    return Started(process, said)
+
+
+@pytest.mark.parametrize(("command", "overwrite"), [("report", False), ("report", True), ("reproduce", False)])
 def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tmp_path):
     model, here = tmp_path / "model", tmp_path / "here"
     here.mkdir()
@@ -37,12 +63,12 @@ def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tm
         "reproduce": ["landscape", "--scale", "tiny"],
     }[command]
     both = [started(here, command, *arguments, "--out", "r", *["--overwrite"] * overwrite) for _ in range(2)]
-    errors = [process.communicate(timeout=300)[1] for process in both]
-    failed = [error for process, error in zip(both, errors, strict=True) if process.returncode]
+    ended = [command.end() for command in both]
+    failed = [error for status, error in ended if status]
     check_folder(here / "r", {"report": REPORT_FOLDER, "reproduce": OUTCOME_FOLDER}[command], overwrite=True)
     assert os.listdir(here) == ["r"]
-    assert len(failed) == 1 or (overwrite and not failed), errors  # with --overwrite the second may begin after the first
-    assert all(re.search("is at work on|already holds", error) for error in failed), errors
+    assert len(failed) == 1 or (overwrite and not failed), ended  # with --overwrite the second may begin after the first
+    assert all(re.search("is at work on|already holds", error) for error in failed), ended
 
 
 def test_an_explanation_that_is_killed_resumes_and_nobody_else_works_on_it_meanwhile(tmp_path):
@@ -54,19 +80,18 @@ def test_an_explanation_that_is_killed_resumes_and_nobody_else_works_on_it_meanw
     seen = [0]
     for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         first = started(tmp_path, *EXPLAIN)
-        while n_kept() < seen[-1] + 12 and first.poll() is None:
+        while n_kept() < seen[-1] + 8 and first.process.is_alive():
             time.sleep(0.01)
-        first.send_signal(signal.SIGSTOP)
+        os.kill(first.process.pid, signal.SIGSTOP)
         if len(seen) == 1:
             held = kept.read_bytes()
-            second = started(tmp_path, *EXPLAIN, "--overwrite")
-            _, error = second.communicate(timeout=300)
-            assert second.returncode == 2 and "another process is at work on" in error, error
+            status, error = started(tmp_path, *EXPLAIN, "--overwrite").end()
+            assert status == 2 and "another process is at work on" in error, error
             assert kept.read_bytes() == held
-        first.send_signal(kill)
-        first.send_signal(signal.SIGCONT)
-        _, error = first.communicate(timeout=300)
-        assert first.returncode == (143 if kill == signal.SIGTERM else -kill), error
+        os.kill(first.process.pid, kill)
+        os.kill(first.process.pid, signal.SIGCONT)
+        status, error = first.end()
+        assert status == (143 if kill == signal.SIGTERM else -kill), error
         assert ("What was measured is kept in d.unfinished" in error) == (kill == signal.SIGTERM)
         seen.append(n_kept())
         assert not (tmp_path / "d").exists()
@@ -74,8 +99,7 @@ def test_an_explanation_that_is_killed_resumes_and_nobody_else_works_on_it_meanw
     whole = tmp_path / "whole"
     whole.mkdir()
     for folder in (tmp_path, whole):
-        last = started(folder, *EXPLAIN)
-        assert last.communicate(timeout=300) and last.returncode == 0
+        assert started(folder, *EXPLAIN).end()[0] == 0
         check_folder(folder / "d", EXPLANATION_FOLDER, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["d", "whole"] and os.listdir(whole) == ["d"]
     for name in ("units", "heads", "positions"):

@@ -5,15 +5,12 @@ from kvlens.conversion.softmax.attention_matching import AttentionMatching
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.expected_attention import ExpectedAttention
 from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
-from kvlens.conversion.softmax.h2o import H2O
-from kvlens.conversion.softmax.kept_keys import KeptKeys
+from kvlens.conversion.softmax.kept_keys import H2O, KeptKeys, SnapKV, StreamingLLM
 from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
 from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, option_names
 from kvlens.conversion.softmax.settings import TextOptions
-from kvlens.conversion.softmax.snapkv import SnapKV
-from kvlens.conversion.softmax.streaming_llm import StreamingLLM
 from kvlens.conversion.softmax.teacher import Teacher
 
 __all__ = [

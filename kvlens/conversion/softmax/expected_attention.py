@@ -8,10 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import Within, checked
-from kvlens.conversion.softmax.kept_keys import KEEP, KeptKeys, own_distance, real_keys
+from kvlens.conversion.softmax.kept_keys import KEEP, KeptKeys, first_keys, own_distance, real_keys
 from kvlens.conversion.softmax.method import needs_plain_scores
 from kvlens.conversion.softmax.settings import MOST_ASKED
-from kvlens.conversion.softmax.streaming_llm import first_keys
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer

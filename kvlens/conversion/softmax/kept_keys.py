@@ -1,19 +1,23 @@
 """Methods that keep some of the prompt's keys unchanged, with their own values: eviction from a KV cache.
 
 A method scores every key, and the keys with the highest scores are kept, per key-value head or over all heads. Weights are 1.
+Those that score them by their positions or by the prompt's own attention are here: "streaming_llm", "h2o" and "snapkv".
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.few_keys import FewKeys, assembled, with_own_values
 from kvlens.conversion.softmax.prompt_pass import attention_parts
+from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.ops.key_scores.attention import attention_received
 
@@ -95,3 +99,99 @@ def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "bat
     received = attention_received(q, near, counts.to(keys), keys, distance, weight, part.score_rule(), sink)
     own = received[..., -near.shape[1] :]  # keys of the old bias come first
     return own.unflatten(1, (teacher.n_kv_heads, -1)).sum(dim=2)
+
+
+def first_keys(teacher: Teacher, n: int) -> Float[Tensor, "batch key"]:
+    """1 at the first ``n`` tokens of each prompt that are read, else 0."""
+    real = real_keys(teacher)
+    return (real & (real.cumsum(dim=1) <= n)).to(torch.float64)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(KeptKeys):
+    """The prompt's first keys, which many heads use as attention sinks, and its last keys.
+
+    Here the keys keep their positions; the paper renumbers them to be contiguous.
+
+    Attributes:
+        n_sink: number of first keys that are kept.
+        n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
+
+    Source: Xiao et al. 2023, arXiv 2309.17453.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+
+    n_sink: Annotated[int, Within(0, MOST_ASKED)] = 4
+
+    def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
+        recent = -own_distance(teacher).double() + KEEP * first_keys(teacher, self.n_sink)
+        return [recent[:, None].expand(-1, teacher.n_kv_heads, -1)] * teacher.n_layers
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class H2O(KeptKeys):
+    """Heavy hitters: half of the keys are the prompt's last, half are those with the largest total attention from its queries.
+
+    The total is over all of the prompt's queries at once. The paper evicts keys while reading, so that a query sees only the
+    keys that are left after earlier steps.
+
+    Attributes:
+        recent: fraction of the keys that are the last ones.
+        n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
+
+    Source: Zhang et al. 2023, arXiv 2306.14048.
+    """
+
+    name: ClassVar[str] = "h2o"
+    needs_queries: ClassVar[bool] = True
+
+    recent: Annotated[float, Within(0, 1)] = 0.5
+
+    def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
+        last = own_distance(teacher) <= (self.recent * wanted).long()[:, None]
+        counts = real_keys(teacher).double()
+        layers = range(teacher.n_layers)
+        return [attention_of_prompt(teacher, layer, counts).double() + KEEP * last[:, None] for layer in layers]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(KeptKeys):
+    """The last queries of the prompt vote for earlier keys; votes are averaged over neighboring keys.
+
+    Attributes:
+        window: number of last tokens that vote and are kept; at most half of the keys that are kept.
+        kernel_size: number of neighboring keys over which votes are averaged; odd.
+        n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
+
+    Source: Li et al. 2024, arXiv 2404.14469; averages rather than maxima, and over the heads of a group, as in kvpress.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    needs_queries: ClassVar[bool] = True
+
+    window: Annotated[int, Within(1, MOST_ASKED)] = 32
+    kernel_size: Annotated[int, Within(1, MOST_ASKED)] = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kernel_size % 2 == 0:
+            raise KVLensError(f"SnapKV: kernel_size must be odd, got {self.kernel_size}")
+
+    def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
+        window = (wanted // 2).clamp(min=1, max=self.window)
+        last = (own_distance(teacher) <= window[:, None]) & real_keys(teacher)
+        return [self._votes(teacher, layer, last) + KEEP * last[:, None] for layer in range(teacher.n_layers)]
+
+    def _votes(self, teacher: Teacher, layer: int, last: Tensor) -> Tensor:
+        votes = attention_of_prompt(teacher, layer, last.double()).double().masked_fill(last[:, None], 0.0)
+        return torch.nn.functional.avg_pool1d(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)

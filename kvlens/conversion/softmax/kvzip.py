@@ -8,10 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import Within, checked
-from kvlens.conversion.softmax.kept_keys import KEEP, KeptKeys, real_keys
+from kvlens.conversion.softmax.kept_keys import KEEP, KeptKeys, first_keys, real_keys
 from kvlens.conversion.softmax.reference import room_after
 from kvlens.conversion.softmax.settings import MOST_ASKED
-from kvlens.conversion.softmax.streaming_llm import first_keys
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.ops.landmarks import Queries
 from kvlens.ops.landmarks.shares import blocks_of, key_shares

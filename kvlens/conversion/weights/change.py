@@ -16,8 +16,8 @@ its MLP, an offset after that norm).
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -70,14 +70,34 @@ class Seen(NamedTuple):
     out: Float[Tensor, "layer text pos d_model"]
 
 
-def change_blocks(model: HookedKVTransformer, stack: contextlib.ExitStack, mlp_in: Sequence[Any], out: Sequence[Any]) -> None:
-    """Until ``stack`` is closed, pass the inputs of every MLP and the outputs of every block through one function a layer."""
-    for block, change in zip(model.blocks, mlp_in, strict=True):
-        handle = block.mlp.register_forward_pre_hook(lambda _, args, change=change: (change(args[0]), *args[1:]))
+class BlockChange(WeightChange):
+    """A change of every MLP, in terms of what it reads, and of what each block writes.
+
+    Attributes:
+        offsets: added to the output of each block, by layer.
+    """
+
+    offsets: Tensor
+
+    @abstractmethod
+    def _patched(self, x: Float[Tensor, "text pos d_model"], layer: int) -> Float[Tensor, "text pos d_model"]:
+        """What the unchanged MLP would have to read."""
+
+    def _attach(self, model: HookedKVTransformer, stack: contextlib.ExitStack) -> None:
+        change_blocks(model, stack, self._patched, lambda y, layer: y + self.offsets[layer].to(y))
+
+
+Change = Callable[[Tensor, int], Tensor]
+"""Of a tensor in a layer."""
+
+
+def change_blocks(model: HookedKVTransformer, stack: contextlib.ExitStack, mlp_in: Change, out: Change) -> None:
+    """Until ``stack`` is closed, pass the inputs of every MLP and the outputs of every block through a function."""
+    for layer, block in enumerate(model.blocks):
+        handle = block.mlp.register_forward_pre_hook(lambda _, args, layer=layer: (mlp_in(args[0], layer), *args[1:]))
         stack.callback(handle.remove)
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
-    hooks = [(name, lambda x, hook, change=change: change(x)) for name, change in zip(names, out, strict=True)]
-    stack.enter_context(model.hooks(fwd_hooks=hooks))
+    stack.enter_context(model.hooks(fwd_hooks=[(name, lambda x, hook: out(x, hook.layer())) for name in names]))
 
 
 def check_changeable(what: str, model: HookedKVTransformer, bias: KVBias) -> None:
@@ -97,15 +117,11 @@ def watched(model: HookedKVTransformer, texts: Int[Tensor, "text pos"]) -> Seen:
     mlp_in: list[Tensor] = []
     out: list[Tensor] = []
 
-    def keep(into: list[Tensor]) -> Any:
-        def kept(x: Tensor) -> Tensor:
-            into.append(x.detach().clone())
-            return x
+    def kept(x: Tensor, into: list[Tensor]) -> Tensor:
+        into.append(x.detach().clone())
+        return x
 
-        return kept
-
-    n = model.cfg.n_layers
     with contextlib.ExitStack() as stack:
-        change_blocks(model, stack, [keep(mlp_in)] * n, [keep(out)] * n)
-        model(texts, attention_mask=torch.ones_like(texts), stop_at_layer=n)
+        change_blocks(model, stack, lambda x, _: kept(x, mlp_in), lambda y, _: kept(y, out))
+        model(texts, attention_mask=torch.ones_like(texts), stop_at_layer=model.cfg.n_layers)
     return Seen(torch.stack(mlp_in), torch.stack(out))

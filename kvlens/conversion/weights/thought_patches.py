@@ -12,7 +12,6 @@ Source: Mazzawi et al. 2025, arXiv 2510.08734, known from its abstract and summa
 matrix for blocks without norms. Here x comes after the norm, and c exists in addition to the offset for the same reason.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,14 +20,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import Within, checked
-from kvlens.conversion.weights.change import WeightChange, change_blocks
+from kvlens.conversion.weights.change import BlockChange
 from kvlens.conversion.weights.token_patches import TokenPatches
 from kvlens.kv_bias import Fingerprint
-from kvlens.model import HookedKVTransformer
 
 
 @dataclass(frozen=True)
-class ThoughtPatches(WeightChange):
+class ThoughtPatches(BlockChange):
     """A change of every layer's MLP that is the same for all tokens.
 
     Attributes:
@@ -46,15 +44,6 @@ class ThoughtPatches(WeightChange):
     @property
     def num_parameters(self) -> int:
         return sum(x.numel() for x in (self.matrices, self.vectors, self.offsets) if x is not None)
-
-    def _attach(self, model: HookedKVTransformer, stack: contextlib.ExitStack) -> None:
-        layers = range(model.cfg.n_layers)
-        change_blocks(
-            model,
-            stack,
-            [lambda x, layer=layer: self._patched(x, layer) for layer in layers],
-            [lambda y, layer=layer: y + self.offsets[layer].to(y) for layer in layers],
-        )
 
     def _patched(self, x: Float[Tensor, "text pos d_model"], layer: int) -> Float[Tensor, "text pos d_model"]:
         changed = x if self.vectors is None else x + self.vectors[layer].to(x)

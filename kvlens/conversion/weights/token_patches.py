@@ -24,14 +24,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.conversion.weights.change import WeightChange, change_blocks, check_changeable, watched
+from kvlens.conversion.weights.change import BlockChange, change_blocks, check_changeable, watched
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 
 
 @dataclass(frozen=True)
-class TokenPatches(WeightChange):
+class TokenPatches(BlockChange):
     """A rank-1 patch for every token of some texts and every layer.
 
     Attributes:
@@ -55,14 +55,6 @@ class TokenPatches(WeightChange):
         """M = x^T (x' - x) / |x|^2 of one token: the patched matrices are W + M W."""
         x = self.inputs[layer, text, pos]
         return torch.outer(x / _squared_length(x), self.changes[layer, text, pos])
-
-    def _attach(self, model: HookedKVTransformer, stack: contextlib.ExitStack) -> None:
-        change_blocks(
-            model,
-            stack,
-            [lambda x, layer=layer: self._patched(x, layer) for layer in range(model.cfg.n_layers)],
-            [lambda y, layer=layer: y + self.offsets[layer].to(y) for layer in range(model.cfg.n_layers)],
-        )
 
     def _patched(self, x: Float[Tensor, "text pos d_model"], layer: int) -> Float[Tensor, "text pos d_model"]:
         own = self.inputs[layer].to(x)
@@ -105,15 +97,9 @@ def token_patches(model: HookedKVTransformer, bias: KVBias, texts: Int[Tensor, "
         offsets.append(with_prompt.out[layer] - y)
         return with_prompt.out[layer]
 
-    layers = range(model.cfg.n_layers)
     with contextlib.ExitStack() as stack:
-        change_blocks(
-            model,
-            stack,
-            [lambda x, layer=layer: as_with_prompt(x, layer) for layer in layers],
-            [lambda y, layer=layer: same_output(y, layer) for layer in layers],
-        )
-        model(texts, attention_mask=torch.ones_like(texts), stop_at_layer=len(layers))
+        change_blocks(model, stack, as_with_prompt, same_output)
+        model(texts, attention_mask=torch.ones_like(texts), stop_at_layer=model.cfg.n_layers)
     without = torch.stack(inputs)
     patches = TokenPatches(without, with_prompt.mlp_in - without, torch.stack(offsets), model.fingerprint())
     impossible = (without == 0).all(dim=-1) & (patches.changes != 0).any(dim=-1)
