@@ -156,10 +156,11 @@ def test_generated_text_is_that_of_the_prompt(model, report, watched, method):
 def test_greedy_text_has_the_most_probable_tokens(model, report):
     """With the prompt; and without it, where BOS alone is left."""
     prompt, text = model.to_tokens(PROMPT), model.to_tokens(TEXT, prepend_bos=False)
+    table = report.tables["generated"]
     bos = model.kv_bias(convert_prompt(model, PROMPT, without=[(1, prompt.shape[1])]))
     for condition, before, read in (("with_prompt", prompt, nullcontext()), ("without_prompt", prompt[:, :0], bos)):
         tokens = torch.cat([before, text], dim=1)
-        generated = report.tables["generated"].set_index("condition").loc[condition, "token_id"]
+        generated = table.loc[table["condition"] == condition, "token_id"]
         with read:
             for token in generated:
                 assert int(model(tokens)[0, -1].argmax()) == token
