@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
 import transformers as tf
-from timing import check_close, verdict
+from timing import check_close, times, verdict
 from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -92,23 +91,9 @@ def sized(family: str) -> tf.PreTrainedModel:
     return model
 
 
-def pairs(ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int) -> tuple[list[float], list[float]]:
-    """Processor seconds of both, in turn, each first in half of the pairs."""
-    taken: tuple[list[float], list[float]] = ([], [])
-    for number in range(repeats):
-        both = [(ours, taken[0]), (theirs, taken[1])]
-        for call, into in both if number % 2 else both[::-1]:
-            start = process_time()
-            call()
-            into.append(process_time() - start)
-    return taken
-
-
 def ratios(ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, what: str) -> tuple[float, float, float]:
-    """The quartiles and the median of the ratio of neighbors, after one warm-up of each."""
-    ours()
-    theirs()
-    a, b = pairs(ours, theirs, repeats)
+    """The quartiles and the median of the ratio of neighbors."""
+    a, b = times(ours, theirs, repeats=repeats, clock="processor")
     found = torch.tensor([x / y for x, y in zip(a, b, strict=True)], dtype=torch.float64)
     low, middle, high = found.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
     print(f"{what}: {median(a) * 1e3:.1f} ms against {median(b) * 1e3:.1f} ms, {middle:.2f} ({low:.2f} to {high:.2f})")

@@ -1,169 +1,210 @@
-"""The time of kvlens relative to the dense products alone, and to Hugging Face's fused GPT-NeoX; results are checked first.
+"""The time and memory of kvlens beside what does the same without it; nothing is timed whose answer is wrong.
 
     python tests/benchmarks/bench_speed.py [--only ROW ...] [--threads 2] [--clock wall] [--repeats 5] [--small]
 
-4 layers, d_model 512, 8 heads, vocabulary 1,000, rotary, MLP. A row's two sides run in turn, and their least times are
-compared. ``--clock processor --threads 1`` measures processor time, for a machine that others use too.
+Each row is a function below and runs in a process of its own, so that its peak memory is not another's. Where nothing else
+is said, models have 4 layers, d_model 512, 8 heads, vocabulary 1,000, rotary, MLP. A row's sides run in turn, and their least
+times are compared. ``--clock processor --threads 1`` measures processor time, for a machine that others use too.
 """
 
 import argparse
 import gc
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from timing import CLOCKS, check_close, fastest, peak_gib, verdict
+from timing import CLOCKS, check_close, fastest, medians, peak_gib, verdict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
+from kvlens._tl import TransformerLensKeyValueCache
+from kvlens.analyses import dual_losses
+from kvlens.ops.delta_rule import chunked_delta_rule, recurrent_delta_rule
+from kvlens.ops.linear_attention import chunked_linear_attention, naive_linear_attention, parallel_linear_attention
 
-SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000, act_fn="gelu", device="cpu", seed=0)
-SMALL = dict(n_layers=2, d_model=64, d_head=16, d_vocab=100, act_fn="gelu", device="cpu", seed=0)
-STOPS = 40
+SIZES = dict(n_layers=4, d_model=512, d_head=64, d_vocab=1000)
+SMALL = dict(n_layers=2, d_model=64, d_head=16, d_vocab=100)
+GPT2_SMALL = dict(n_layers=12, d_model=768, d_head=64, d_vocab=50257)
 
 
 class Run(NamedTuple):
     """What the command line chose."""
 
-    sizes: dict[str, Any]
     repeats: int
     clock: str
     small: bool
 
-    def tokens(self, batch: int, n: int) -> torch.Tensor:
-        return torch.randint(0, self.sizes["d_vocab"], (batch, n), generator=torch.Generator().manual_seed(n))
+    def tokens(self, batch: int, n: int, d_vocab: int | None = None) -> torch.Tensor:
+        d_vocab = d_vocab or (SMALL if self.small else SIZES)["d_vocab"]
+        return torch.randint(0, d_vocab, (batch, n), generator=torch.Generator().manual_seed(n))
 
     def length(self, n: int) -> int:
         return n // 64 if self.small else n
 
-    def compare(self, name: str, bound: float, ours: Callable, theirs: Callable, n: int = 1) -> float:
-        """Print ours / theirs against its bound."""
-        a, b = fastest(ours, theirs, repeats=self.repeats, clock=self.clock)
-        print(f"{name}: {a / n * 1e3:.4g} ms against {b / n * 1e3:.4g} ms")
-        print(verdict("ratio", a / b, bound), flush=True)
-        return a / b
+    def model(self, n_ctx: int, **changes: Any) -> HookedKVTransformer:
+        usual = dict(act_fn="gelu", device="cpu", seed=0, positional_embedding_type="rotary", n_ctx=n_ctx)
+        sizes = SMALL if self.small else SIZES
+        return HookedKVTransformer(HookedKVTransformerConfig(**{**usual, **sizes, **changes})).requires_grad_(False)
+
+    def linear(self, n_ctx: int, n_checked: int) -> HookedKVTransformer:
+        """A linear model whose answer at ``n_checked`` tokens is that of its slowest form, in float64."""
+        model, tokens = self.model(n_ctx, attention="linear"), self.tokens(1, n_checked)
+        slow = self.model(n_ctx, attention="linear", linear_attention_form="recurrent", dtype=torch.float64)
+        slow.load_state_dict(model.state_dict())
+        check_close(model(tokens), slow(tokens), 1e-5, f"linear at {n_checked} tokens")
+        return model
+
+    def hugging_face(self, n_ctx: int) -> GPTNeoXForCausalLM:
+        sizes = SMALL if self.small else SIZES
+        config = GPTNeoXConfig(
+            vocab_size=sizes["d_vocab"], hidden_size=sizes["d_model"], num_hidden_layers=sizes["n_layers"],
+            num_attention_heads=sizes["d_model"] // sizes["d_head"], intermediate_size=4 * sizes["d_model"],
+            max_position_embeddings=n_ctx, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        return GPTNeoXForCausalLM(config).eval().requires_grad_(False)
+
+    def compare(
+        self, name: str, bound: float | None, ours: Callable, theirs: Callable, *, faster: bool = False, clock: str = ""
+    ) -> None:
+        """Print ours / theirs against its bound, where it has one; where ours is to be ``faster``, theirs / ours."""
+        a, b = fastest(ours, theirs, repeats=self.repeats, clock=clock or self.clock)
+        ratio = b / a if faster else a / b
+        print(f"{name}: {a * 1e3:.4g} ms against {b * 1e3:.4g} ms, {ratio:.3g}")
+        if bound is not None:
+            print(verdict("times faster" if faster else "ratio", ratio, bound, at_least=faster), flush=True)
 
 
-def model_of(run: Run, n_ctx: int, **changes: Any) -> HookedKVTransformer:
-    settings = {**run.sizes, "n_ctx": n_ctx, "positional_embedding_type": "rotary", **changes}
-    return HookedKVTransformer(HookedKVTransformerConfig(**settings)).requires_grad_(False)
+# --- one op ----------------------------------------------------------------------------------------------------------
 
 
-def linear_model(run: Run, n_ctx: int, **changes: Any) -> HookedKVTransformer:
-    return model_of(run, n_ctx, attention="linear", **changes)
+def op(run: Run) -> None:
+    """Chunked linear attention, 8 heads of 64, against torch's fused causal softmax attention; features are not timed."""
+
+    def of(inputs: list[torch.Tensor], form: Callable) -> torch.Tensor:
+        out = form(*inputs)  # phi~(q), phi~(k), v, phi(q), phi(k)
+        return out.numerator / out.normalizer[..., None]
+
+    def inputs(n: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.rand(1, n, 8, 64, generator=generator) for _ in range(5)]
+
+    for n, slow in ((256, naive_linear_attention), (run.length(2048), parallel_linear_attention)):
+        exact = of([x.double() for x in inputs(n)], slow)
+        check_close(of(inputs(n), chunked_linear_attention), exact, 1e-5, f"chunked at {n} tokens")
+    for n, bound, backward in ((4096, 4.0, False), (4096, 4.0, True), (16384, 12.0, False)):
+        ours = [x.requires_grad_(backward) for x in inputs(run.length(n))]
+        theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_(backward) for x in ours[:3]]
+
+        def linear(x: list[torch.Tensor] = ours, backward: bool = backward) -> None:
+            out = of(x, chunked_linear_attention)
+            if backward:
+                torch.autograd.grad(out, x, torch.ones_like(out))
+
+        def softmax(x: list[torch.Tensor] = theirs, backward: bool = backward) -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+            if backward:
+                torch.autograd.grad(out, x, torch.ones_like(out))
+
+        with torch.set_grad_enabled(backward):
+            run.compare(f"op, {n} tokens, forward{' + backward' * backward}", bound, linear, softmax, faster=True)
 
 
-def checked_linear(run: Run, n_ctx: int, n_checked: int) -> HookedKVTransformer:
-    """A linear model whose answer at ``n_checked`` tokens is that of its slowest form, in float64."""
-    model, tokens = linear_model(run, n_ctx), run.tokens(1, n_checked)
-    slow = linear_model(run, n_ctx, linear_attention_form="recurrent", dtype=torch.float64)
-    slow.load_state_dict(model.state_dict())
-    check_close(model(tokens), slow(tokens), 1e-5, f"linear at {n_checked} tokens")
-    return model
+def delta(run: Run) -> None:
+    """The chunked delta rule against Transformers' torch form of it, and Kimi delta attention (decay per channel) against its
+    own; in the sizes of Qwen3-Next's heads, fewer of them; processor time."""
+    n_heads, d_head = 4, 128
+    for by_channel, n in ((False, 512), (False, 2048), (False, 8192), (True, 512), (True, 2048)):
+        generator, length = torch.Generator().manual_seed(0), run.length(n)
+        of_keys = (1, length, n_heads if by_channel else n_heads // 2, d_head)
+        q, k = (torch.nn.functional.normalize(torch.randn(of_keys, generator=generator), dim=-1) for _ in range(2))
+        v = torch.randn(1, length, n_heads, d_head, generator=generator)
+        decay = -torch.rand(1, length, n_heads, *([d_head] if by_channel else []), generator=generator)
+        write = torch.rand(1, length, n_heads, generator=generator)
+        given = (q * d_head**-0.5, k, v, decay, write)
+        form = chunk_kimi_delta_attention if by_channel else torch_chunk_gated_delta_rule
+        ours = partial(chunked_delta_rule, *given, output_final_state=True)
+        theirs = partial(form, q, k, v, g=decay, beta=write, initial_state=None, output_final_state=True)
+        exact = recurrent_delta_rule(*(x.double() for x in given)).output
+        for name, output in (("chunked", ours().output), ("Transformers", theirs()[0])):
+            check_close(output, exact, 1e-5, f"{name} at {length} tokens")
+        name = "Kimi delta attention" if by_channel else "gated delta rule"
+        run.compare(f"{name}, {n} tokens", 1.0, ours, theirs, clock="processor")
 
 
-def hugging_face(run: Run, n_ctx: int) -> GPTNeoXForCausalLM:
-    d_model = run.sizes["d_model"]
-    config = GPTNeoXConfig(
-        vocab_size=run.sizes["d_vocab"], hidden_size=d_model, num_hidden_layers=run.sizes["n_layers"],
-        num_attention_heads=d_model // run.sizes["d_head"], intermediate_size=4 * d_model, max_position_embeddings=n_ctx,
-        attn_implementation="sdpa", bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return GPTNeoXForCausalLM(config).eval().requires_grad_(False)
+# --- linear models ---------------------------------------------------------------------------------------------------
 
 
-def dense_products(run: Run, n: int, segment: int) -> Callable[[], None]:
-    """QKVO, MLP and unembedding of ``n`` tokens as bare matrix products, ``segment`` tokens through all layers at a time."""
-    d, n_layers = run.sizes["d_model"], run.sizes["n_layers"]
+def dense(run: Run) -> None:
+    """A forward pass without hooks against its dense products: QKVO, MLP and unembedding as bare matrix products."""
+    sizes = SMALL if run.small else SIZES
+    d = sizes["d_model"]
     square, wide, narrow = [torch.rand(d, d) for _ in range(4)], torch.rand(d, 4 * d), torch.rand(4 * d, d)
-    unembed, x = torch.rand(d, run.sizes["d_vocab"]), torch.rand(n, d)
+    unembed = torch.rand(d, sizes["d_vocab"])
 
-    def products() -> None:
+    def products(x: torch.Tensor, segment: int) -> None:
+        """``segment`` tokens through all layers at a time."""
         for part in x.split(segment):
-            for _ in range(n_layers):
+            for _ in range(sizes["n_layers"]):
                 for w in square:
                     part @ w
                 (part @ wide) @ narrow
             part @ unembed
 
-    return products
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def dense(run: Run) -> None:
-    """A forward pass without hooks against its dense products."""
-    for n in (4096, 16384, 65536):
-        n = run.length(n)
-        model, tokens = checked_linear(run, n, min(n, 1500)), run.tokens(1, n)
-        ours = partial(model, tokens)
-        run.compare(f"linear, {n} tokens, against its dense products", 1.2, ours, dense_products(run, n, n))
-        a, b = fastest(ours, dense_products(run, n, 1024), repeats=run.repeats, clock=run.clock)
-        print(f"  against the products in segments of 1,024: {a / b:.3f}")
+    for n in map(run.length, (4096, 16384, 65536)):
+        ours = partial(run.linear(n, min(n, 1500)), run.tokens(1, n))
+        for segment, bound in ((n, 1.2), (1024, None)):
+            theirs = partial(products, torch.rand(n, d), segment)
+            run.compare(f"linear, {n} tokens, against its products, {segment} tokens at a time", bound, ours, theirs)
 
 
 def forward(run: Run) -> None:
-    """A forward pass against Hugging Face's fused one; here more is better."""
+    """A forward pass against Hugging Face's fused one."""
     for n, bound in ((1024, 1.15), (4096, 1.7), (16384, 3.7)):
-        n = run.length(n)
-        model, tokens, hf = checked_linear(run, n, min(n, 1024)), run.tokens(1, n), hugging_face(run, n)
-        a, b = fastest(partial(model, tokens), partial(hf, tokens), repeats=run.repeats, clock=run.clock)
-        print(f"linear, {n} tokens: {a * 1e3:.4g} ms, Hugging Face {b * 1e3:.4g} ms")
-        print(verdict("times faster than Hugging Face", b / a, bound, at_least=True), flush=True)
-
-
-def softmax(run: Run) -> None:
-    """The fused softmax form against Hugging Face's."""
-    n = run.length(4096)
-    eager, fused = model_of(run, n), model_of(run, n, softmax_form="fused")
-    fused.load_state_dict(eager.state_dict())
-    tokens, hf = run.tokens(1, n), hugging_face(run, n)
-    check_close(fused(tokens[:, :512]), eager(tokens[:, :512]), 1e-5, "fused softmax")
-    run.compare(f"softmax fused, {n} tokens, against Hugging Face", 1.05, lambda: fused(tokens), lambda: hf(tokens))
-
-
-def step_of(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
-    """Forward, mean next-token loss, backward; the same loss for every model."""
-    parameters = [p.requires_grad_(True) for p in model.parameters()]
-
-    def step() -> None:
-        for p in parameters:
-            p.grad = None
-        out = model(tokens)
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-
-    return step
+        n, tokens = run.length(n), run.tokens(1, run.length(n))
+        ours, theirs = partial(run.linear(n, min(n, 1024)), tokens), partial(run.hugging_face(n), tokens)
+        run.compare(f"linear, {n} tokens, against Hugging Face", bound, ours, theirs, faster=True)
 
 
 def backward(run: Run) -> None:
     """Forward and backward against Hugging Face: linear, and fused softmax with KV shift."""
-    shift = KVShiftConfig()
-    for batch, n, bound, kind in ((4, 512, 0.92, "linear"), (1, 2048, 0.72, "linear"), (4, 512, 1.1, "softmax")):
+
+    def step_of(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
+        """Forward, mean next-token loss, backward; the same loss for every model."""
+        parameters = [p.requires_grad_(True) for p in model.parameters()]
+
+        def step() -> None:
+            for p in parameters:
+                p.grad = None
+            out = model(tokens)
+            logits = out if isinstance(out, torch.Tensor) else out.logits
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+        return step
+
+    for batch, n, bound, kind in ((4, 512, 0.92, "linear"), (1, 2048, 0.72, "linear"), (4, 512, 1.1, "softmax with KV shift")):
         n, tokens = run.length(n), run.tokens(batch, run.length(n))
         if kind == "linear":
-            name, model = "linear", checked_linear(run, n, n)
+            model = run.linear(n, n)
         else:
-            name, model = "softmax fused with KV shift", model_of(run, n, softmax_form="fused", kv_shift=shift)
-            eager = model_of(run, n, kv_shift=shift)
-            eager.load_state_dict(model.state_dict())
-            check_close(model(tokens), eager(tokens), 1e-5, name)
+            model = run.model(n, softmax_form="fused", kv_shift=KVShiftConfig())
+            check_fused(model, tokens, kind)
         with torch.enable_grad():
-            ours, theirs = step_of(model, tokens), step_of(hugging_face(run, n), tokens)
-            run.compare(f"{name}, forward + backward {batch} x {n}, against Hugging Face", bound, ours, theirs)
+            ours, theirs = step_of(model, tokens), step_of(run.hugging_face(n), tokens)
+            run.compare(f"{kind}, forward + backward {batch} x {n}, against Hugging Face", bound, ours, theirs)
 
 
 def decode(run: Run) -> None:
-    """A decoded token at context 128 against Hugging Face ``generate``."""
+    """A decoded token at context 128 against Hugging Face ``generate``; and after 8,192 tokens, as the state does not grow."""
     n_new, prompt = (4 if run.small else 32), run.tokens(1, 128)
-    model, hf = linear_model(run, 512), hugging_face(run, 512)
+    model, hf = run.model(4096, attention="linear"), run.hugging_face(512)
     with_cache = model.generate(prompt, max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False)
     grown = prompt
     for _ in range(5):
@@ -182,57 +223,61 @@ def decode(run: Run) -> None:
     a, b, c, d = fastest(*calls, repeats=4 * run.repeats, clock=run.clock)
     print(f"a decoded token at context 128: {(b - a) / n_new * 1e3:.3g} ms, Hugging Face {(d - c) / n_new * 1e3:.3g} ms")
     print(verdict("ratio", (b - a) / (d - c), 0.85), flush=True)
+    caches = []
+    for n in (128, run.length(8192)):
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+        model(run.tokens(1, n), past_kv_cache=cache)
+        cache.freeze()
+        caches.append(partial(model, run.tokens(1, 1), past_kv_cache=cache))
+    run.compare("a decoded token after 8,192 tokens, against one after 128", 1.2, caches[1], caches[0])
 
 
 def cache(run: Run) -> None:
     """``run_with_cache`` of everything but pattern and scores against a bare forward pass."""
     n = run.length(4096)
-    model, tokens = checked_linear(run, n, min(n, 1500)), run.tokens(1, n)
+    model, tokens = run.linear(n, min(n, 1500)), run.tokens(1, n)
 
     def wanted(name: str) -> bool:
         return not name.endswith(("hook_pattern", "hook_attn_scores"))
 
-    logits, cached = model.run_with_cache(tokens, names_filter=wanted)
-    check_close(logits, model(tokens), 1e-5, "run_with_cache")
+    ours, theirs = partial(model.run_with_cache, tokens, names_filter=wanted), partial(model, tokens)
+    logits, cached = ours()
+    check_close(logits, theirs(), 1e-5, "run_with_cache")
     numbers = sum(x.numel() for x in cached.values()) // n
     del logits, cached
-    run.compare(
-        f"run_with_cache, {n} tokens, {numbers:,} numbers per token, against a bare forward pass",
-        1.4,
-        lambda: model.run_with_cache(tokens, names_filter=wanted),
-        lambda: model(tokens),
-    )
+    run.compare(f"run_with_cache, {n} tokens, {numbers:,} numbers per token, against a forward pass", 1.4, ours, theirs)
+
+
+def new_text(run: Run) -> None:
+    """16 new tokens after the conversion of 4,096, against 4,112 without; and the conversion against a pass over the prompt."""
+    n = run.length(4096)
+    model, prompt, text = run.model(n + 16, attention="linear"), run.tokens(1, n), run.tokens(1, 16)
+    whole = torch.cat([prompt, text], dim=1)
+    converted = run.model(n + 16, attention="linear")
+    converted.attach_kv_bias(convert_prompt(model, prompt))
+    check_close(converted(text), model(whole)[:, -16:], 1e-5, "conversion")
+    run.compare("16 tokens, converted, against all", 50.0, partial(converted, text), partial(model, whole), faster=True)
+    run.compare("converting, against a forward pass", 1.2, partial(convert_prompt, model, prompt), partial(model, prompt))
 
 
 def convert(run: Run) -> None:
-    """1,000,000 tokens converted on docs-linear, in a process of its own: peak memory, and time per token.
+    """1,000,000 tokens converted on docs-linear: peak memory, and time per token.
 
-    The long text is one conversion, stopped at ``STOPS`` places between its segments to convert the short one; each stretch
-    between two stops is compared with the short conversions on both its sides, and the median of these ratios counts.
+    The long text is one conversion, stopped between its segments to convert a short one; each stretch between two stops is
+    compared with the short conversions on both its sides, and the median of these ratios counts.
     """
-    short, long = (512, 16384) if run.small else (16384, 1_000_000)
-    threads = ["--threads", str(torch.get_num_threads()), "--clock", run.clock]
-    command = [sys.executable, __file__, "--convert-here", str(short), str(long), *threads]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(f"{long} tokens converted on docs-linear: {found['long'] * 1e6:.4g} us a token, {short}: {found['short'] * 1e6:.4g}")
-    print(verdict("time per token, long over short", found["ratio"], 1.15))
-    print(verdict("peak memory of the process, GiB", found["peak"], 1.0), flush=True)
-
-
-def convert_here(short: int, long: int, clock: str) -> None:
-    """The work of :func:`convert`; the last line is its figures as JSON."""
+    short, long, n_stops = (512, 16384, 4) if run.small else (16384, 1_000_000, 40)
     model = HookedKVTransformer.from_zoo("docs-linear").requires_grad_(False)
-    tokens = torch.randint(0, model.cfg.d_vocab, (long,), generator=torch.Generator().manual_seed(0))
+    tokens = run.tokens(1, long, model.cfg.d_vocab)[0]
     whole, in_two = convert_prompt(model, tokens[:2000]), convert_prompt(model, tokens[:1200])
     check_close(convert_prompt(model, tokens[1200:2000], initial=in_two).b_KV, whole.b_KV, 1e-4, "conversion")
     gc.collect()
-    now = CLOCKS[clock]
+    now = CLOCKS[run.clock]
     stretches: list[tuple[float, float]] = []  # (fraction of the text, seconds) up to each stop
     shorts: list[float] = []
 
     def stop(done: float) -> None:
-        if done < (len(shorts) + 1) / STOPS:
+        if done < (len(shorts) + 1) / n_stops:
             return
         stretches.append((done, now() - resumed[-1]))
         start = now()
@@ -245,39 +290,193 @@ def convert_here(short: int, long: int, clock: str) -> None:
     per_token = [seconds / ((done - before) * long) for (before, _), (done, seconds) in itertools.pairwise(stretches)]
     beside = [(a + b) / 2 / short for a, b in itertools.pairwise(shorts)]
     ratio = median(a / b for a, b in zip(per_token, beside, strict=True))
-    print(json.dumps({"long": median(per_token), "short": median(beside), "ratio": ratio, "peak": peak_gib()}))
+    each = [f"{n} tokens {median(taken) * 1e6:.4g} us a token" for n, taken in ((long, per_token), (short, beside))]
+    print(f"converted on docs-linear: {', '.join(each)}")
+    print(verdict("time per token, long over short", ratio, 1.15))
+    print(verdict("peak memory of the process, GiB", peak_gib(), 1.0), flush=True)
+
+
+# --- softmax models --------------------------------------------------------------------------------------------------
+
+
+def check_fused(model: HookedKVTransformer, tokens: torch.Tensor, what: str) -> None:
+    """The fused form's answer is the eager one's."""
+    with model.using_softmax_form("eager"):
+        eager = model(tokens)
+    check_close(model(tokens), eager, 1e-5, what)
+
+
+def softmax(run: Run) -> None:
+    """The fused softmax form against Hugging Face's."""
+    n = run.length(4096)
+    model, tokens = run.model(n, softmax_form="fused"), run.tokens(1, n)
+    check_fused(model, tokens[:, :512], "fused softmax")
+    ours, theirs = partial(model, tokens), partial(run.hugging_face(n), tokens)
+    run.compare(f"softmax fused, {n} tokens, against Hugging Face", 1.05, ours, theirs)
+
+
+def in_keys(model: HookedKVTransformer, prompt: torch.Tensor, **options: Any) -> KVBias:
+    """The prompt in 32 keys per head, or half of it where it is short; a continuation is no longer than the prompt."""
+    n, length = min(32, prompt.shape[1] // 2), min(64, prompt.shape[1])
+    options = {"continuation_length": length, **options}
+    return convert_prompt(model, prompt[0], method="landmark", n_features=n, verbose=False, **options)
+
+
+def attached(run: Run) -> None:
+    """512 tokens under a prompt of 512 in 32 keys per head, against without. Attaching hashes the weights: it is not timed."""
+    prompt, text = run.tokens(1, 32 if run.small else 1024).chunk(2, dim=1)
+    windows = dict(use_local_attn=True, window_size=128, attn_types=["local"] * (2 if run.small else 4))
+    for kind, changes in (("rotary", {}), ("ALiBi", dict(positional_embedding_type="alibi")), ("windows", windows)):
+        model, under = (run.model(2048, softmax_form="fused", **changes) for _ in range(2))
+        with model.kv_bias(convert_prompt(model, prompt[0])):
+            exact = model(text)
+        check_close(exact, model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :], 1e-5, "every key kept")
+        under.attach_kv_bias(in_keys(model, prompt))
+        check_fused(under, text, "the fused form under a bias")
+        run.compare(f"{kind}, under a bias, against without", 1.1, partial(under, text), partial(model, text))
+
+
+def fit(run: Run) -> None:
+    """512 tokens converted to 32 keys per head against passes over the prompt just before and after: with equal budgets, and
+    with a search for them. Less the time in which reference text was written and read, which is printed beside it."""
+    model, prompt = run.model(2048, softmax_form="fused"), run.tokens(1, 16 if run.small else 512)
+    now = perf_counter  # by which a conversion times its reference text
+
+    def seconds(call: Callable[[], Any]) -> float:
+        start = now()
+        call()
+        return now() - start
+
+    for budget, bound in (("equal", 10.0), ("greedy", 30.0)):
+        passes, fits, references = [], [], []
+        for _ in range(run.repeats):
+            passes.append(seconds(lambda: model(prompt)))
+            start = now()
+            found = in_keys(model, prompt, budget=budget).fit
+            whole = now() - start
+            references.append(found.seconds["reference"])
+            fits.append(whole - references[-1])
+            passes.append(seconds(lambda: model(prompt)))
+        forward, fitted, read = median(passes), median(fits), median(references)
+        print(f"{budget} budgets: {fitted * 1e3:.4g} ms, a forward pass over the prompt {forward * 1e3:.4g} ms")
+        print(f"  beside it: {found.reference_passes:.3g} passes over reference text, {read / forward:.3g} times as long")
+        print(verdict("converting, in forward passes", fitted / forward, bound), flush=True)
+
+
+def fit_memory(run: Run) -> None:
+    """Memory of the same with 256 continuations, over that of the shares of all reference queries, layers and keys."""
+    model, prompt = run.model(2048, softmax_form="fused"), run.tokens(1, 16 if run.small else 512)
+    in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
+    before = peak_gib()
+    found = in_keys(model, prompt, n_continuations=8 if run.small else 256, budget="greedy").fit
+    taken, cfg = (peak_gib() - before) * 2**10, model.cfg
+    shares = found.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
+    print(f"{found.n_reference_tokens} reference queries: {taken:.4g} MiB taken, all shares are {shares:.4g} MiB")
+    if not run.small:  # a small conversion takes less than what the interpreter itself grows by
+        print(verdict("memory, over that of all shares", taken / shares, 0.5), flush=True)
+
+
+# --- variants, analyses, the command line ----------------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "regularised": dict(regularised=dict(alpha=-0.5)),
+    "regularised, one step": dict(regularised=dict(alpha=0.1, form="one_step")),
+    "augmented keys": dict(augmented=dict(keys=True)),
+    "augmented keys and values, 2 layers": dict(augmented=dict(keys=True, values=True, depth=2)),
+    "negative, k 8, per query": dict(negative=dict(k=8, beta=0.1)),
+    "negative, k 8, per label": dict(negative=dict(k=8, beta=0.1, per="label")),
+    "negative, a tenth, per query": dict(negative=dict(k=0.1, beta=0.1)),
+    "ridge": dict(ridge=dict(strength=1.0)),
+}
+
+
+def variants(run: Run) -> None:
+    """Whole training steps of attention variants (forward, backward, AdamW) against plain attention: 2 layers, d_model 256,
+    heads of 32, 2 x 256 tokens. Ridge solves a system of the text's length for every head, in float64: it has no bound."""
+    n = 16 if run.small else 256
+    sizes = dict(n_layers=2, d_head=8 if run.small else 32, positional_embedding_type="standard")
+    sizes |= {} if run.small else dict(d_model=256, d_vocab=1024)
+    tokens = run.tokens(2, n)
+
+    def step_of(variant: dict[str, Any] | None) -> Callable[[], None]:
+        model = run.model(n, **sizes, attention_variant=variant).requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(tokens, return_type="loss")
+            loss.backward()
+            optimizer.step()
+            if not float(loss.detach()) < 20:  # NaN, too
+                raise SystemExit(f"{variant}: the loss is {float(loss.detach())}")
+
+        return step
+
+    with torch.enable_grad():
+        plain, *times = medians(*map(step_of, (None, *VARIANTS.values())), repeats=run.repeats, clock=run.clock)
+    print(f"2 x {n} tokens, plain: {plain:.3f} s a step")
+    *bounded, ridge = zip(VARIANTS, times, strict=True)
+    for name, seconds in bounded:
+        print(verdict(f"{name}: speed over plain attention", plain / seconds, 0.7, at_least=True))
+    print(f"  ridge: {plain / ridge[1]:.3g} times the speed of plain attention")
+
+
+def dual(run: Run) -> None:
+    """``dual_losses`` of all heads and queries of 256 tokens at GPT-2-small's size, in forward passes; random weights, with
+    queries and keys scaled up to the scores of trained models."""
+    n = 16 if run.small else 256
+    model = run.model(1024, act_fn="gelu_new", positional_embedding_type="standard", **({} if run.small else GPT2_SMALL))
+    for block in model.blocks:
+        block.attn.W_Q.mul_(8)
+        block.attn.W_K.mul_(8)
+    tokens = run.tokens(1, n, model.cfg.d_vocab)
+    before = peak_gib()
+    worst = float(dual_losses(model, tokens[0])["equivalence_error"].max())
+    memory = peak_gib() - before
+    if not worst < 1e-4:  # rounding of a float32 softmax over scores of tens
+        raise SystemExit(f"dual_losses: wrong answer, one step is off by {worst:.1e}")
+    for name, options in (("without cosines", dict(cosines=False)), ("with cosines", {})):
+        ours = partial(dual_losses, model, tokens[0], **options)
+        run.compare(f"dual_losses {name}, against a forward pass", 10.0, ours, partial(model, tokens))
+    print(verdict("peak memory above the model's, GiB", memory, 2.0))
+
+
+def start(run: Run) -> None:
+    """Seconds until ``import kvlens`` and ``kvlens --help`` are done, as whole processes, beyond Python's own."""
+    commands = (["-c", ""], ["-c", "import kvlens"], ["-m", "kvlens", "--help"])
+    calls = [partial(subprocess.run, [sys.executable, *words], check=True, capture_output=True) for words in commands]
+    alone, *taken = medians(*calls, repeats=run.repeats)
+    for name, seconds, bound in zip(("import kvlens", "kvlens --help"), taken, (0.2, 0.5), strict=True):
+        print(verdict(f"{name}, s", seconds - alone, bound))
 
 
 ROWS: dict[str, Callable[[Run], None]] = {
-    "dense": dense,
-    "forward": forward,
-    "softmax": softmax,
-    "backward": backward,
-    "decode": decode,
-    "cache": cache,
-    "convert": convert,
-}
+    each.__name__: each
+    for each in (
+        op, delta, dense, forward, backward, decode, cache, new_text, convert, softmax, attached, fit, fit_memory, variants,
+        dual, start,
+    )
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows to measure")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a tiny model, one repeat: a smoke test")
-    parser.add_argument("--convert-here", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
     args = parser.parse_args(argv)
+    if len(args.only) > 1:
+        given = [f"--threads={args.threads}", f"--clock={args.clock}", f"--repeats={args.repeats}", *["--small"] * args.small]
+        for name in args.only:
+            subprocess.run([sys.executable, __file__, "--only", name, *given], check=True)
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        if args.convert_here:
-            convert_here(*args.convert_here, args.clock)
-            return
-        run = Run(SMALL if args.small else SIZES, 1 if args.small else args.repeats, args.clock, args.small)
-        for name in args.only:
-            with torch.no_grad():
-                ROWS[name](run)
+        with torch.no_grad():
+            ROWS[args.only[0]](Run(1 if args.small else args.repeats, args.clock, args.small))
     finally:
         torch.set_num_threads(before)
 

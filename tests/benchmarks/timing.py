@@ -1,4 +1,4 @@
-"""How the benchmarks time: what is compared runs in turn, A B A B ..., in one process, and medians or minima are compared.
+"""How the benchmarks time: what is compared runs in turn, A B B A ..., in one process, and medians or minima are compared.
 
 Ratios within one run are what counts; absolute times are those of one machine. On a machine that others use too, the least of
 several wall times is what they disturb least; with one thread, processor time is hardly disturbed at all.
@@ -16,13 +16,13 @@ CLOCKS = {"wall": perf_counter, "processor": process_time}
 
 
 def times(*calls: Callable[[], Any], repeats: int, clock: str = "wall") -> list[list[float]]:
-    """Seconds of each call, ``repeats`` of each after one warm-up, the calls interleaved."""
+    """Seconds of each call, ``repeats`` of each after one warm-up; interleaved, each first as often as last."""
     now = CLOCKS[clock]
     for call in calls:
         call()
     taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, into in zip(calls, taken, strict=True):
+    for number in range(repeats):
+        for call, into in [*zip(calls, taken, strict=True)][:: -1 if number % 2 else 1]:
             start = now()
             call()
             into.append(now() - start)

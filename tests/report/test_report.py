@@ -5,11 +5,15 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from kvlens.analyses.prompt import readings
 from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
@@ -46,6 +50,23 @@ def report(model):
 
 
 @pytest.fixture(scope="module")
+def watched(model):
+    """A sampled report with an explanation, and what was seen while it was made."""
+    read, lengths, told, state = readings.text_logits, [], [], torch.get_rng_state()
+
+    def counted(model, prompt, *rest, kept=None):
+        lengths.append(None if prompt is None else len(prompt) if kept is None else int(kept.sum()))
+        return read(model, prompt, *rest, kept=kept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readings, "text_logits", counted)
+        sampled = dict(new_tokens=9, temperature=1.5, seed=4)
+        report = build_report(model, PROMPT, TEXT, **sampled, on_progress=lambda what, done: told.append(done))
+    same_state = torch.equal(torch.get_rng_state(), state)
+    return SimpleNamespace(report=report, lengths=lengths, told=told, same_state=same_state)
+
+
+@pytest.fixture(scope="module")
 def written(report, tmp_path_factory):
     """The report on disk, to be copied."""
     return write_report(report, tmp_path_factory.mktemp("written") / "r")
@@ -69,18 +90,20 @@ def listing(folder) -> list[str]:
 # --- what it computes ------------------------------------------------------------------------------------------------
 
 
-def test_each_condition_is_read_once(monkeypatch):
-    from kvlens.analyses.prompt import readings
+def test_each_condition_is_read_once(model, watched):
+    """With the prompt, behind its BOS alone, converted."""
+    assert watched.lengths == [len(model.to_tokens(PROMPT)[0]), 1, None]
 
-    model, read, before = tiny_text_model(), readings.text_logits, []
 
-    def counted(model, prompt, *rest, kept=None):
-        before.append(None if prompt is None else len(prompt) if kept is None else int(kept.sum()))
-        return read(model, prompt, *rest, kept=kept)
+def test_it_leaves_model_and_random_numbers_as_they_were(model, watched):
+    assert watched.same_state
+    assert model.attached_kv_bias is None
+    assert model.cfg.default_prepend_bos is True
 
-    monkeypatch.setattr(readings, "text_logits", counted)
-    build_report(model, PROMPT, TEXT, new_tokens=1)
-    assert before == [len(model.to_tokens(PROMPT)[0]), 1, None]  # with the prompt, behind its BOS alone, converted
+
+def test_progress_never_goes_back(watched):
+    assert watched.told == sorted(watched.told)
+    assert watched.told[0] >= 0 and watched.told[-1] <= 1
 
 
 def test_tables_are_those_of_the_analyses(model, report):
@@ -118,52 +141,35 @@ def test_headline_figures_follow_from_the_tables(model, report):
     assert summary["model"]["fingerprint"] == model.fingerprint().to_json()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_generated_text_is_that_of_the_prompt(model, temperature):
-    report = build_report(model, PROMPT, TEXT, new_tokens=9, temperature=temperature, seed=4)
-    table = report.tables["generated"]
-    by_condition = {name: rows["token_id"].tolist() for name, rows in table.groupby("condition")}
-    assert by_condition["converted"] == by_condition["with_prompt"]
+@pytest.mark.parametrize("method", ["greedy", "sampled"])
+def test_generated_text_is_that_of_the_prompt(model, report, watched, method):
+    report = report if method == "greedy" else watched.report
+    by_condition = {name: rows["token_id"].tolist() for name, rows in report.tables["generated"].groupby("condition")}
+    assert by_condition["converted"] == by_condition["with_prompt"] != by_condition["without_prompt"]
     assert report.summary["generation"]["converted_equals_with_prompt"] is True
-    assert report.summary["generation"]["method"].startswith("sampled" if temperature else "greedy")
-    shown = re.sub(
-        b"<0x(..)>", lambda byte: bytes.fromhex(byte[1].decode()), report.summary["generation"]["converted"].encode()
-    )
+    assert report.summary["generation"]["method"].startswith(method)
+    converted = report.summary["generation"]["converted"].encode()
+    shown = re.sub(b"<0x(..)>", lambda byte: bytes.fromhex(byte[1].decode()), converted)
     assert shown.decode(errors="replace") == model.tokenizer.decode(by_condition["converted"])
-    if temperature == 0:
-        tokens = torch.cat([model.to_tokens(PROMPT), model.to_tokens(TEXT, prepend_bos=False)], dim=1)
-        for token in by_condition["with_prompt"]:
-            assert int(model(tokens)[0, -1].argmax()) == token
-            tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
 
 
-def test_it_leaves_model_and_random_numbers_as_they_were(model):
-    state = torch.get_rng_state()
-    build_report(model, PROMPT, TEXT, new_tokens=2, temperature=1.0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.attached_kv_bias is None
-    assert model.cfg.default_prepend_bos is True
-
-
-def test_progress_never_goes_back(model):
-    told = []
-    build_report(model, PROMPT, TEXT, new_tokens=1, on_progress=lambda what, done: told.append(done))
-    assert told == sorted(told)
-    assert told[0] >= 0 and told[-1] <= 1
+def test_greedy_text_has_the_most_probable_tokens(model, report):
+    """With the prompt; and without it, where BOS alone is left."""
+    prompt, text = model.to_tokens(PROMPT), model.to_tokens(TEXT, prepend_bos=False)
+    table = report.tables["generated"]
+    bos = model.kv_bias(convert_prompt(model, PROMPT, without=[(1, prompt.shape[1])]))
+    for condition, before, read in (("with_prompt", prompt, nullcontext()), ("without_prompt", prompt[:, :0], bos)):
+        tokens = torch.cat([before, text], dim=1)
+        generated = table.loc[table["condition"] == condition, "token_id"]
+        with read:
+            for token in generated:
+                assert int(model(tokens)[0, -1].argmax()) == token
+                tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
 
 
 def test_a_lost_shift_state_is_no_rounding(model):
     bias = convert_prompt(model, PROMPT)
-    lost = KVBias(
-        bias.b_KV,
-        bias.b_D,
-        bias.last_k * 0,
-        bias.last_v * 0,
-        bias.last_q,
-        bias.n_prompt_tokens,
-        bias.position_offset,
-        bias.fingerprint,
-    )
+    lost = replace(bias, last_k=bias.last_k * 0, last_v=bias.last_v * 0)
     prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
     assert not conversion_error(model, prompt, text, bias=lost)["exact_to_rounding"].any()
 
@@ -234,7 +240,7 @@ def test_as_many_tokens_are_generated_as_there_is_room_for(n_ctx, expected):
 
 def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
     with pytest.warns(UserWarning, match="The prompt is longer than n_ctx=64, for which the model was made"):
-        long = build_report(model, PROMPT * 5, TEXT, new_tokens=2)
+        long = build_report(model, PROMPT * 5, TEXT, new_tokens=2, by=None)
     assert "n_ctx=64" in long.summary["notes"][0] and "Note: The prompt is longer" in shown(long)
     assert "n_ctx=64" in build_page(long).to_html()
     assert long.summary["prompt"]["n_tokens"] > model.cfg.n_ctx
@@ -272,22 +278,11 @@ def test_written_values_are_read_back(report, model, tmp_path):
 
 
 def test_figures_that_do_not_exist_are_null(model, tmp_path):
-    report = build_report(model, PROMPT, "t", new_tokens=1)
+    report = build_report(model, PROMPT, "t", new_tokens=1, by=None)
     assert report.summary["text"]["n_tokens"] == 1
     summary = json.loads((write_report(report, tmp_path / "r") / "summary.json").read_text())
     assert summary["prompt_effect"]["converted"]["loss_nats_per_token"] is None
     assert "NaN" not in shown(report) and "nan" not in shown(report)
-
-
-def test_a_report_is_replaced_only_when_asked(report, written, tmp_path):
-    folder = shutil.copytree(written, tmp_path / "r")
-    (folder / "summary.json").write_text((folder / "summary.json").read_text().replace("tiny", "old"))
-    with pytest.raises(KVLensError, match="already holds a kvlens report; pass --overwrite"):
-        write_report(report, folder)
-    assert "old" in (folder / "summary.json").read_text()
-    write_report(report, folder, overwrite=True)
-    assert '"tiny"' in (folder / "summary.json").read_text()
-    assert listing(tmp_path) == ["r"]
 
 
 def test_an_empty_folder_and_a_link_to_a_report_are_used(report, tmp_path):
@@ -297,39 +292,6 @@ def test_an_empty_folder_and_a_link_to_a_report_are_used(report, tmp_path):
     write_report(report, tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink()
     assert set(listing(tmp_path / "r")) == FILES
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("content", ["{}", "no json", "[1]", '{"format": "kvlens.model"}', None])
-def test_a_folder_that_is_no_report_is_never_touched(report, tmp_path, overwrite, content):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    (folder / "cat.jpg").write_text("cat")
-    if content is not None:
-        (folder / "summary.json").write_text(content)
-    before = listing(folder)
-    with pytest.raises(KVLensError, match="not a kvlens report, so it is left alone"):
-        check_folder(folder, overwrite=overwrite)
-    with pytest.raises(KVLensError, match="left alone"):
-        write_report(report, folder, overwrite=overwrite)
-    assert listing(folder) == before and listing(tmp_path) == ["photos"]
-
-
-def test_a_report_with_other_files_is_never_deleted(report, written, tmp_path):
-    folder = shutil.copytree(written, tmp_path / "r")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "mine.md").write_text("thoughts")
-    with pytest.raises(KVLensError, match=r"not part of a kvlens report \(notes/mine.md\); move them away first"):
-        write_report(report, folder, overwrite=True)
-    assert (folder / "notes" / "mine.md").read_text() == "thoughts"
-
-
-def test_a_file_in_the_way(tmp_path):
-    (tmp_path / "f").write_text("x")
-    with pytest.raises(KVLensError, match="is a file, not a folder"):
-        check_folder(tmp_path / "f", overwrite=True)
-    with pytest.raises(KVLensError, match="Not a directory"):
-        check_folder(tmp_path / "f" / "below")
 
 
 def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
@@ -362,8 +324,6 @@ def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monke
 
 
 def test_the_old_report_is_restored_when_the_new_one_cannot_replace_it(report, tmp_path, monkeypatch):
-    from pathlib import Path
-
     folder = write_report(report, tmp_path / "r")
     rename, n_calls = Path.rename, 0
 
@@ -397,7 +357,7 @@ def test_the_view_fits_80_columns_and_has_no_colors_in_a_pipe(report):
 
 def test_the_view_shows_whole_characters_in_80_columns():
     text = " Viele Grüße, 你好世界你好世界 " * 3 + "你\u200d"
-    report = build_report(tiny_text_model(n_ctx=512), text, text + "好", model_name="北京", new_tokens=3)
+    report = build_report(tiny_text_model(n_ctx=512), text, text + "好", model_name="北京", new_tokens=3, by=None)
     view = shown(report)
     assert "\N{REPLACEMENT CHARACTER}" not in view.split("4  Generated text")[0] and "你好" in view
     assert max(map(cell_len, view.splitlines())) <= 80
@@ -417,9 +377,8 @@ def test_the_heat_map_numbers_are_the_table(report):
 
 
 def test_many_heads_are_shown_in_blocks():
-    report = build_report(
-        tiny_text_model(gain=1, d_model=32, d_head=2, n_heads=16), "[bold]a[/bold] \x1b[31m", "b\tc", new_tokens=2
-    )
+    model = tiny_text_model(gain=1, d_model=32, d_head=2, n_heads=16)
+    report = build_report(model, "[bold]a[/bold] \x1b[31m", "b\tc", new_tokens=2, by=None)
     view = shown(report)
     assert max(map(len, view.splitlines())) <= 80
     assert sum(line.startswith("  layer 1 ") for line in view.splitlines()) == 2

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from tiny_hf import tiny_hf_model, tiny_tokenizer
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError
@@ -16,21 +17,43 @@ from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report
 
 STORY = "Once upon a time, there was a little girl named Lily. She had a red ball. Tim took the ball."
+PROMPT = "the cat sat on the mat. the dog sat on the log. a shift of keys and values, by one."
 
 
-def report(outside_data, folder, *options: str) -> dict:
+def report(data, folder, *options: str) -> dict:
     """The summary of a report on the llama2.c checkpoint."""
-    model = ["--model", str(outside_data / "stories260K.bin"), "--tokenizer", str(outside_data / "tok512.bin")]
+    model = ["--model", str(data / "stories260K.bin"), "--tokenizer", str(data / "tok512.bin")]
     text = ["--prompt", STORY, "--text", " Lily wanted her red", "--new-tokens", "3", "--device", "cpu"]
     assert main(["report", *model, *text, "--out", str(folder), *options]) == 0
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_llama2c_model_is_exact_by_default(outside_data, tmp_path, capsys):
-    figures = report(outside_data, tmp_path / "out")["conversion"]
-    assert figures["exact_to_rounding"] is True
-    assert figures["approximation"] is None
-    assert "exact to rounding" in capsys.readouterr().out
+def test_a_llama2c_model_is_exact_by_default_and_nothing_that_is_shared_says_where_it_lies(outside_data, tmp_path, capsys):
+    home, out = tmp_path / "a-private-folder", tmp_path / "out"
+    home.mkdir()
+    for name in ("stories260K.bin", "tok512.bin"):
+        (home / name).symlink_to(outside_data / name)
+    summary = report(home, out)
+    assert summary["conversion"]["exact_to_rounding"] is True and summary["conversion"]["approximation"] is None
+    assert summary["model"]["name"] == "stories260K.bin"
+    shared = b"".join(file.read_bytes() for file in out.iterdir())
+    assert b"a-private-folder" not in shared and str(outside_data).encode() not in shared
+    assert "<title>kvlens report: stories260K.bin</title>" in (out / "report.html").read_text()
+    printed = capsys.readouterr().out
+    assert printed.startswith("kvlens report: stories260K.bin\n") and "exact to rounding" in printed
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])  # positions that end, and rotary ones
+def test_a_folder_of_transformers_with_landmark_keys(kind, tmp_path):
+    context = {"n_positions": 64, "n_ctx": 64} if kind == "gpt2" else {"max_position_embeddings": 64}
+    folder, out = tmp_path / kind, tmp_path / "out"
+    tiny_hf_model(kind, **context).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    words = ["--method", "landmark", "--features", "8", "--prompt", PROMPT, "--text", " the dog", "--new-tokens", "2"]
+    assert main(["report", "--model", str(folder), *words, "--device", "cpu", "--out", str(out)]) == 0
+    figures = json.loads((out / "summary.json").read_text())["conversion"]
+    assert figures["approximation"].startswith("landmark") and 1e-5 < figures["relative_error"] < 1
+    assert (out / "report.html").stat().st_size > 10_000
 
 
 def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
@@ -57,45 +80,19 @@ def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path
     assert note in " ".join(capsys.readouterr().out.split())
 
 
-def test_nothing_that_is_shared_says_where_the_model_lies(outside_data, tmp_path, capsys):
-    home = tmp_path / "a-private-folder"
-    home.mkdir()
-    for name in ("stories260K.bin", "tok512.bin"):
-        (home / name).symlink_to(outside_data / name)
-    words = [
-        "--tokenizer",
-        str(home / "tok512.bin"),
-        "--prompt",
-        "Lily had a red ball.",
-        "--text",
-        " Lily",
-        "--new-tokens",
-        "2",
-    ]
-    assert main(["report", "--model", str(home / "stories260K.bin"), *words, "--out", str(tmp_path / "out")]) == 0
-    shared = b"".join(file.read_bytes() for file in (tmp_path / "out").iterdir())
-    assert b"a-private-folder" not in shared and str(outside_data).encode() not in shared
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["model"]["name"] == "stories260K.bin"
-    assert "<title>kvlens report: stories260K.bin</title>" in (tmp_path / "out" / "report.html").read_text()
-    assert capsys.readouterr().out.startswith("kvlens report: stories260K.bin\n")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--method", "landmark"], "needs --features"),
-        (
-            ["--features", "4"],
-            "--features has no effect with --method exact; it belongs to --method landmark, attention_matching, ",
-        ),
+        (["--features", "4"], "--features has no effect with --method exact; it belongs to --method landmark, "),
         (["--method", "random", "--features", "4", "--budget", "equal"], "--budget has no effect with --method random"),
         (["--method", "landmark", "--features", "0"], "--features must be at least 1, got 0"),
         (["--method", "landmark", "--features", "4", "--polish", "-1"], "--polish must be at least 0, got -1"),
     ],
 )
-def test_options_that_do_not_go_together(outside_data, tmp_path, capsys, options, words):
-    model = ["--model", str(outside_data / "stories260K.bin"), "--tokenizer", str(outside_data / "tok512.bin")]
-    assert main(["report", *model, "--prompt", STORY, "--text", " Lily", "--out", str(tmp_path / "out"), *options]) != 0
+def test_options_that_do_not_go_together(tmp_path, capsys, options, words):
+    given = ["--model", "facts-gpt2", "--prompt", STORY, "--text", " Lily", "--out", str(tmp_path / "out")]
+    assert main(["report", *given, *options]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
 
 

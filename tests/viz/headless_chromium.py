@@ -49,9 +49,13 @@ class Visit:
     requests: list[str]
 
 
-def visit(page: Path, folder: Path, fragment: str = "") -> Visit:
-    """Open ``page``, with ``fragment`` behind the # of its address; ``folder`` gets the browser's profile and log."""
-    log = folder / "network.json"
+def visit(html: str, folder: Path, *, fragment: str = "", script: str = "") -> Visit:
+    """Open a page, with ``fragment`` behind the # of its address and a script of the test at its end.
+
+    ``folder`` gets the page, the browser's profile and its log.
+    """
+    page, log = folder / "page.html", folder / "network.json"
+    page.write_text(_with_script(html, script) if script else html, encoding="utf-8")
     flags = [f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
     command = [CHROMIUM, *FLAGS, *flags, "--dump-dom", f"{page.as_uri()}#{fragment}"]
     environment = {**os.environ, "HOME": str(folder)}
@@ -66,8 +70,8 @@ def _requests(log: dict) -> list[str]:
     return [job["url"] for job in jobs if job.get("initiator") != "not an origin"]
 
 
-def with_script(html: str, script: str) -> str:
-    """``html`` with a script of the test at its end, which the page's policy would refuse if it did not name it."""
+def _with_script(html: str, script: str) -> str:
+    """The page's policy would refuse the script if it did not name it."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed, n_policies = re.subn(r"script-src ", f"script-src 'sha256-{digest}' ", html, count=1)
     assert n_policies == 1

@@ -13,10 +13,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from headless_chromium import CHROMIUM, WITHOUT, visit, with_script
+from headless_chromium import CHROMIUM, WITHOUT, visit
 
 from kvlens import HookedKVTransformer
-from kvlens.report import build_report, example_for, write_report
+from kvlens.report import build_report, example_for
+from kvlens.report.page import build_page
 from kvlens.viz import Page, colored_tokens, contribution_bars, head_heatmap
 
 AXE = Path(os.environ.get("KVLENS_AXE", Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"))
@@ -35,12 +36,10 @@ pytestmark = [
 ]
 
 
-def findings(page: Path, folder: Path) -> list:
+def findings(page: str, folder: Path) -> list:
     """What axe-core reports as moderate, serious or critical in ``page`` after its scripts ran."""
-    checked = folder / "checked.html"
-    script = AXE.read_text(encoding="utf-8") + RUN
-    checked.write_text(with_script(page.read_text(encoding="utf-8"), script), encoding="utf-8")
-    found = re.search(r'<pre id="axe-result">(.*?)</pre>', visit(checked, folder).dom, flags=re.DOTALL)
+    seen = visit(page, folder, script=AXE.read_text(encoding="utf-8") + RUN)
+    found = re.search(r'<pre id="axe-result">(.*?)</pre>', seen.dom, flags=re.DOTALL)
     assert found, "axe-core gave no result"
     return [entry for entry in json.loads(html.unescape(found[1])) if entry[1] in ("moderate", "serious", "critical")]
 
@@ -49,8 +48,7 @@ def test_the_checker_sees_what_is_wrong(tmp_path):
     """A button without a name and gray on gray are findings: the checker must report them."""
     page = Page("bad").section("x", "y").add(colored_tokens(["a"], [1.0]))
     bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">gray</p></main>')
-    (tmp_path / "bad.html").write_text(bad, encoding="utf-8")
-    assert {entry[0] for entry in findings(tmp_path / "bad.html", tmp_path)} >= {"button-name", "color-contrast"}
+    assert {entry[0] for entry in findings(bad, tmp_path)} >= {"button-name", "color-contrast"}
 
 
 def test_the_report_has_no_finding(tmp_path):
@@ -58,13 +56,12 @@ def test_the_report_has_no_finding(tmp_path):
     model, example = HookedKVTransformer.from_zoo("facts-linear"), example_for("facts-linear")
     report = build_report(model, *example, model_name="facts-linear", new_tokens=3, dual=True)
     assert "answer_flow" in report.tables
-    write_report(report, tmp_path / "report")
-    assert findings(tmp_path / "report" / "report.html", tmp_path) == []
+    assert findings(build_page(report).to_html(), tmp_path) == []
 
 
 def test_pictures_at_full_strength_have_no_finding(tmp_path):
     table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "x": [1.0, -1.0, 0.5, -0.5]})
     strengths = torch.linspace(-1.2, 1.2, 25).tolist()
     page = Page("pictures").add(head_heatmap(table, "x")).add(contribution_bars(table, "x", part="head"))
-    page.add(colored_tokens([f"t{i} " for i in range(25)], strengths, top=1.0)).save_html(tmp_path / "p.html")
-    assert findings(tmp_path / "p.html", tmp_path) == []
+    page.add(colored_tokens([f"t{i} " for i in range(25)], strengths, top=1.0))
+    assert findings(page.to_html(), tmp_path) == []

@@ -7,12 +7,13 @@ import re
 import pandas as pd
 import pytest
 import torch
-from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, with_script, without_policy
+from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, without_policy
 from kvlens.analyses.texts import joined
+from pictures import demonstrations, details_of, losses, shares
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens.analyses import HeadDetails
-from kvlens.report import build_report, write_report
+from kvlens.report import build_report
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ranked_heads
 from kvlens.viz import (
@@ -20,9 +21,11 @@ from kvlens.viz import (
     attention_view,
     colored_tokens,
     contribution_bars,
+    dual_view,
     error_table,
     generated_text,
     head_heatmap,
+    linked_view,
 )
 from kvlens.viz._text import label, number, running
 
@@ -54,17 +57,15 @@ def report():
     return build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3)
 
 
+@pytest.fixture(scope="module")
+def page(report) -> str:
+    return build_page(report).to_html()
+
+
 def by_head(n_layers=2, n_heads=3) -> pd.DataFrame:
     places = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
     table = pd.DataFrame(places, columns=["layer", "head"])
     return table.assign(b_kv_norm=[1.0 + i for i in range(len(table))], loss_change=[-0.5 * i for i in range(len(table))])
-
-
-def details_of(prompt: list[str], text: list[str], n_layers=2, n_heads=3) -> HeadDetails:
-    generator, n_keys = torch.Generator().manual_seed(0), len(prompt) + len(text)
-    pattern = torch.randn(n_layers, n_heads, len(text), n_keys, generator=generator)
-    queries = torch.arange(len(prompt), n_keys)
-    return HeadDetails(prompt, text, queries, pattern, pattern[..., : len(prompt)].mean(dim=2))
 
 
 def hostile_page() -> Page:
@@ -80,11 +81,8 @@ def hostile_page() -> Page:
     return page.add(generated_text({text: text for text in HOSTILE}, start=HOSTILE[0], title=HOSTILE[0]))
 
 
-def test_the_report_draws_and_asks_the_network_for_nothing(report, tmp_path):
-    html = (write_report(report, tmp_path / "report") / "report.html").read_text(encoding="utf-8")
-    page = tmp_path / "page.html"
-    page.write_text(with_script(html, 'document.querySelector(".draw").click()'), encoding="utf-8")
-    seen = visit(page, tmp_path)
+def test_the_report_draws_and_asks_the_network_for_nothing(report, page, tmp_path):
+    seen = visit(page, tmp_path, script='document.querySelector(".draw").click()')
     assert seen.requests == []
     text = visible_text(seen.dom)
     for words in ("kvlens report: tiny", "exact to rounding", "Head Selector", "L0 H", "L1 H", "Point at a cell", "converted"):
@@ -101,8 +99,7 @@ def test_tokens_are_shown_as_whole_characters(tmp_path):
     text = " Grüße 你好 e\u0301 👨\u200d👩 مرحبا"
     report = build_report(tiny_text_model(n_ctx=512), text + PROMPT, text, model_name="tiny", new_tokens=3)
     report.summary["generation"] |= dict.fromkeys(("with_prompt", "converted", "without_prompt"), "")
-    (tmp_path / "page.html").write_text(build_page(report).to_html(), encoding="utf-8")
-    seen = visit(tmp_path / "page.html", tmp_path)
+    seen = visit(build_page(report).to_html(), tmp_path)
     buttons = re.findall(r'<button class="token[^>]*aria-label="text (\d+) “([^”]*)”[^>]*>([^<]*)</button>', seen.dom)
     tokens = report.linked.text
     assert [int(place) for place, _, _ in buttons] == list(range(len(tokens)))
@@ -113,16 +110,14 @@ def test_tokens_are_shown_as_whole_characters(tmp_path):
     assert "\N{REPLACEMENT CHARACTER}" not in shown and "is a token with part of a character" in shown
 
 
-def test_circuitsvis_waits_until_it_is_asked_for(report, tmp_path):
-    (tmp_path / "page.html").write_text(build_page(report).to_html(), encoding="utf-8")
-    dom = visit(tmp_path / "page.html", tmp_path).dom
+def test_circuitsvis_waits_until_it_is_asked_for(page, tmp_path):
+    dom = visit(page, tmp_path).dom
     assert dom.count("<canvas") == 1 and "Draw with circuitsvis" in dom  # the chosen head's pattern is the page's own
-    alone = attention_view(["a", "b"], torch.rand(1, 2, 2))
-    alone.save_html(tmp_path / "alone.html")
-    assert "Head Selector" in visible_text(visit(tmp_path / "alone.html", tmp_path).dom)
+    alone = attention_view(["a", "b"], torch.rand(1, 2, 2)).to_html()
+    assert "Head Selector" in visible_text(visit(alone, tmp_path).dom)
 
 
-def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_as_in_python(report, tmp_path):
+def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_as_in_python(page, tmp_path):
     values = [0, 7.0, 7.02, -0.5, 12.34, 1234.4, 1e-7, -2.5e6, 0.00123, 0.0009]
     switch = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
     switch += """
@@ -132,13 +127,12 @@ def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_
         const shown = [...figure.querySelectorAll("[data-column]")].filter((text) => !text.hidden);
         document.body.dataset.shown = shown.map((text) => text.dataset.column);
     """
-    (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), switch), encoding="utf-8")
-    dom = visit(tmp_path / "page.html", tmp_path).dom
+    dom = visit(page, tmp_path, script=switch).dom
     assert 'data-shown="knockout"' in dom
     assert f'data-numbers="{"|".join(map(number, values))}"' in dom
 
 
-def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report, tmp_path):
+def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(page, tmp_path):
     clicks = """
         const linked = document.querySelector('[data-kvlens="linked"]'), seen = [];
         const record = () => seen.push([location.hash, linked.dataset.chosen]);
@@ -152,9 +146,7 @@ def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report
         const chosen = [...document.querySelectorAll(".depth-grid .of-chosen")];
         document.body.dataset.columns = new Set(chosen.map((cell) => cell.title.split(", ")[1].split(" “")[0])).size;
     """
-    page = build_page(report).to_html()
-    (tmp_path / "page.html").write_text(with_script(page, clicks), encoding="utf-8")
-    dom = visit(tmp_path / "page.html", tmp_path).dom
+    dom = visit(page, tmp_path, script=clicks).dom
     (seen,) = re.findall(r'data-seen="([^"]*)"', dom)
     assert json.loads(html.unescape(seen)) == [
         ["#text=0&show=text", "text 0"],
@@ -162,13 +154,12 @@ def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(report
         ["#text=1&show=text&head=0.2", "text 1"],
     ]
     assert 'data-columns="1"' in dom
-    (tmp_path / "bare.html").write_text(page, encoding="utf-8")
-    again = visit(tmp_path / "bare.html", tmp_path, "head=0.2&prompt=3&show=prompt").dom
+    again = visit(page, tmp_path, fragment="head=0.2&prompt=3&show=prompt").dom
     assert 'data-selected="0.2"' in again and 'data-chosen="prompt 3"' in again
-    assert 'data-chosen="text ' in visit(tmp_path / "bare.html", tmp_path, "heads").dom  # an anchor selects nothing
+    assert 'data-chosen="text ' in visit(page, tmp_path, fragment="heads").dom  # an anchor selects nothing
 
 
-def test_figures_are_saved_and_copied_as_they_are_shown(report, tmp_path):
+def test_figures_are_saved_and_copied_as_they_are_shown(page, tmp_path):
     clicks = """
         const saved = {}, copied = [];
         let unread = 0;
@@ -189,8 +180,8 @@ def test_figures_are_saved_and_copied_as_they_are_shown(report, tmp_path):
         };
         turn.port2.postMessage(0);
     """
-    (tmp_path / "page.html").write_text(with_script(build_page(report).to_html(), clicks), encoding="utf-8")
-    (found,) = re.findall(r'<pre id="saved">(.*?)</pre>', visit(tmp_path / "page.html", tmp_path).dom, flags=re.DOTALL)
+    dom = visit(page, tmp_path, script=clicks).dom
+    (found,) = re.findall(r'<pre id="saved">(.*?)</pre>', dom, flags=re.DOTALL)
     tables, drawings, copied = json.loads(html.unescape(found))
     assert set(drawings) == {"<svg "}
     (exact,) = [table for table in tables if "relative error of the logits" in table]
@@ -204,15 +195,13 @@ def test_figures_are_saved_and_copied_as_they_are_shown(report, tmp_path):
 
 
 def test_the_policy_refuses_what_escaping_would_have_missed(tmp_path):
-    html = Page("title").add(colored_tokens(["a"], [1.0])).to_html()
+    page = Page("title").add(colored_tokens(["a"], [1.0])).to_html()
     attack = (
         "<img src='http://hostile.example/a.png' onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     )
-    (tmp_path / "page.html").write_text(html.replace("</main>", f"{attack}</main>"))
-    seen = visit(tmp_path / "page.html", tmp_path)
+    seen = visit(page.replace("</main>", f"{attack}</main>"), tmp_path)
     assert seen.requests == [] and "<title>title</title>" in seen.dom
-    (tmp_path / "bare.html").write_text(without_policy(html).replace("</main>", f"{attack}</main>"))
-    seen = visit(tmp_path / "bare.html", tmp_path)
+    seen = visit(without_policy(page).replace("</main>", f"{attack}</main>"), tmp_path)
     assert seen.requests == ["http://hostile.example/a.png"] and "<title>owned</title>" in seen.dom
 
 
@@ -237,9 +226,7 @@ def test_a_click_shows_that_head(tmp_path):
         select.dispatchEvent(new Event("change"));
         record("shown", [...figure.querySelectorAll("table")].filter((map) => !map.hidden).map((map) => map.dataset.column));
     """
-    page = tmp_path / "page.html"
-    page.write_text(with_script(head_heatmap(by_head(), details=details).to_html(), click))
-    dom = visit(page, tmp_path).dom
+    dom = visit(head_heatmap(by_head(), details=details).to_html(), tmp_path, script=click).dom
     body = dom[dom.index("<body") : dom.index(">", dom.index("<body"))]
 
     def recorded(name):
@@ -260,11 +247,54 @@ def test_a_click_shows_that_head(tmp_path):
     assert recorded("shown") == ["loss_change"]
 
 
+def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonstrations(tmp_path):
+    script = """
+        const [grid, dual] = ["linked", "dual"].map((kind) => document.querySelector(`figure[data-kvlens="${kind}"]`));
+        const found = { first: dual.dataset.selected };
+        const select = grid.querySelector("select");
+        select.selectedIndex = 1;
+        select.dispatchEvent(new Event("change"));
+        const heads = [...grid.querySelectorAll(".head")];
+        const colors = () => heads.map((head) => parseFloat(head.style.getPropertyValue("--x")));
+        found.colors = colors();
+        heads[1].click();
+        found.kept = colors();
+        found.label = heads[1].getAttribute("aria-label");
+        found.selected = dual.dataset.selected;
+        found.title = dual.querySelector(".detail h3").textContent;
+        const texts = (nodes) => [...nodes].map((node) => node.textContent);
+        found.rows = [...dual.querySelectorAll(".detail tr")].slice(1).map((row) => texts(row.children));
+        found.ways = texts(grid.querySelectorAll(".way"));
+        grid.querySelector(".way").click();
+        found.focus = document.activeElement === dual.querySelector(".detail");
+        const maps = dual.querySelector("table.heat:not([hidden])");
+        const button = maps.querySelector('[data-layer="1"][data-head="0"]');
+        button.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
+        found.moved = document.activeElement.title;
+        document.activeElement.click();
+        found.then = dual.dataset.selected;
+        grid.querySelectorAll(".panel.text .token")[0].click();
+        found.shares = heads[1].getAttribute("aria-label");
+        document.body.dataset.found = JSON.stringify(found);
+    """
+    drops = torch.arange(-10, -4, dtype=torch.float64).view(2, 3)
+    linked = linked_view(shares(colorings={"drop": drops}, without_zero=["drop"]))
+    page = Page("dual").add(linked).add(dual_view(losses(), demonstrations(), query=" on"))
+    dom = visit(page.to_html(), tmp_path, script=script).dom
+    found = json.loads(html.unescape(re.search(r'<body data-found="(.*?)"', dom)[1]))
+    assert found["first"] == "1.2"  # the largest drop
+    assert found["colors"] == found["kept"] == pytest.approx([0, 20, 40, 60, 80, 100], abs=0.3)  # 3 digits of -10
+    assert found["label"] == "layer 0 head 1: drop −9.00"
+    assert (found["selected"], found["title"]) == ("0.1", "Layer 0, head 1: its demonstrations")
+    assert found["rows"][1] == ["1", "·<b>", "28.6\u00a0%", "20\u00a0%", "0.200", "−0.500", "0.500"]
+    assert found["ways"] == ["what each prompt token contributes to its gradient step"] and found["focus"]
+    assert found["moved"].startswith("layer 1, head 1") and found["then"] == "1.1"
+    assert found["shares"].endswith("%")
+
+
 def test_a_hostile_prompt_is_shown_and_runs_nothing(tmp_path):
-    html = without_policy(hostile_page().to_html())
     click = '<script>document.querySelector(".draw").click()</script></body>'
-    (tmp_path / "page.html").write_text(html.replace("</body>", click), encoding="utf-8")
-    seen = visit(tmp_path / "page.html", tmp_path)
+    seen = visit(without_policy(hostile_page().to_html()).replace("</body>", click), tmp_path)
     assert seen.requests == []
     tags, handlers = tags_and_handlers(seen.dom)
     assert "canvas" in tags and "img" not in tags and not handlers
@@ -295,8 +325,7 @@ def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
         addEventListener("load", look);
     """
     page = f"<!DOCTYPE html><title>start</title><body>{output}<script>{report_heights}</script></body>"
-    (tmp_path / "page.html").write_text(page, encoding="utf-8")
-    seen = visit(tmp_path / "page.html", tmp_path)
+    seen = visit(page, tmp_path)
     assert seen.requests == []
     assert "<title>[[true,true,1],[true,true,0]]</title>" in seen.dom
 
@@ -314,10 +343,9 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
     page = Page("long").add(head_heatmap(by_head(4, 6), details=details))
     page.add(attention_view(tokens, details.pattern[0], queries=details.queries, n_prompt=n_prompt))
     page.add(colored_tokens(tokens, range(len(tokens))))
-    click = 'document.querySelector(".draw").click()'
-    (tmp_path / "page.html").write_text(with_script(page.to_html(), click), encoding="utf-8")
-    assert (tmp_path / "page.html").stat().st_size < 8e6
-    text = visible_text(visit(tmp_path / "page.html", tmp_path).dom)
+    whole = page.to_html()
+    assert len(whole) < 8e6
+    text = visible_text(visit(whole, tmp_path, script='document.querySelector(".draw").click()').dom)
     for words in (
         "100 of the text's 600 queries are shown",
         "One column is the mean of 74 neighboring tokens of the prompt's 4,096",

@@ -7,7 +7,7 @@ import re
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from headless_chromium import CHROMIUM, WITHOUT, visible_text, visit, with_script
+from headless_chromium import CHROMIUM, WITHOUT, visible_text, visit
 from kvlens.analyses.attribution.explain import explain
 from kvlens.analyses.attribution.flow import answer_flow, parts_drawn
 from matplotlib.patches import PathPatch
@@ -103,8 +103,7 @@ def test_switches_show_what_was_measured_and_a_reload_restores_them(flow, page, 
         seen.push(location.hash);
         document.body.dataset.seen = JSON.stringify(seen);
     """
-    (tmp_path / "page.html").write_text(with_script(page, steps), encoding="utf-8")
-    seen = visit(tmp_path / "page.html", tmp_path)
+    seen = visit(page, tmp_path, script=steps)
     assert seen.requests == []
     found = json.loads(html.unescape(re.search('data-seen="([^"]*)"', seen.dom)[1]))
     many, one, both, three, all_off, again_three, again, address = found
@@ -115,7 +114,6 @@ def test_switches_show_what_was_measured_and_a_reload_restores_them(flow, page, 
         assert f"“donkey” {answer}" in text.replace("\u00a0", " ")
         assert f"“parrot” {rival}" in text.replace("\u00a0", " ") or f"“parrot” ({rival})" in text.replace("\u00a0", " ")
     assert address == "#off=h0.1%2Ch0.2&head=0.2&show=head"
-    (tmp_path / "again.html").write_text(page, encoding="utf-8")
-    restored = visit(tmp_path / "again.html", tmp_path, address[1:]).dom
+    restored = visit(page, tmp_path, fragment=address[1:]).dom
     assert both in visible_text(restored)
     assert re.findall(r'<g class="node pinned( off)?"[^>]*data-id="([^"]*)"', restored) == [("", "u"), (" off", "h0.2")]

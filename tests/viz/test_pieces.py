@@ -1,4 +1,4 @@
-"""Every piece: what it shows is what it was given, it saves as promised, and it says what is wrong with bad input."""
+"""Every piece: what it shows is what it was given, by hand; and text and numbers as they stand in a page."""
 
 import base64
 import gzip
@@ -9,71 +9,27 @@ import re
 import pandas as pd
 import pytest
 import torch
+from pictures import ARCS, PLACES, SCORES, by_depth, data_of, demonstrations, heads, losses, shares, values
 
 from kvlens.analyses import HeadDetails
 from kvlens.viz import (
-    Page,
     attention_view,
     colored_tokens,
     contribution_bars,
+    depth_map,
+    dual_view,
     error_table,
     generated_text,
     head_heatmap,
+    induction_arcs,
+    linked_view,
 )
 from kvlens.viz._blocks import block_means, block_size, strongest_positions
 from kvlens.viz._details import details_json
-from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
 from kvlens.viz._text import html_text, label, number, part_note, percent, running, script_json
+from kvlens.viz.dual import MAX_CELLS
 
-NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
-
-
-def heads(**columns) -> pd.DataFrame:
-    table = pd.DataFrame({"layer": [0, 0, 1], "head": [0, 1, 1], "b_kv_norm": [1.0, 2.0, 4.0]})
-    return table.assign(**columns)
-
-
-def props_of(piece) -> dict:
-    return json.loads(gzip.decompress(base64.b64decode(re.search(r'<script type="text/plain">(.*?)</script>', piece.body)[1])))
-
-
-PIECES = {
-    "head_heatmap": lambda: head_heatmap(heads(loss_change=[-1.0, math.nan, 0.5]), "loss_change"),
-    "attention_view": lambda: attention_view(NASTY, torch.rand(2, 7, 7) - 0.5),
-    "colored_tokens": lambda: colored_tokens(NASTY, [1, -2, math.nan, 0, math.inf, 3, 4], title="$t_{"),
-    "contribution_bars": lambda: contribution_bars(heads(part=NASTY[:3]), "b_kv_norm", part="part"),
-}
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
-def test_pictures_save_as_png_svg_and_html(make, tmp_path):
-    piece = make()
-    piece.save_png(tmp_path / "a.png", dpi=50)
-    piece.save_svg(tmp_path / "a.svg")
-    piece.save_svg(tmp_path / "b.svg")
-    piece.save_html(tmp_path / "a.html")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    html = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert html.startswith("<!DOCTYPE html>") and html.count("<script>") == len(SCRIPTS)
-    assert not re.search(r'(src|href)="(?!data:)', html)
-
-
-def test_a_page_holds_the_bundle_once_and_all_pieces():
-    page = Page("title", "below").section("first", "note").footer("small print")
-    for make in PIECES.values():
-        page.add(make())
-    html = page.add(PIECES["attention_view"]()).to_html()
-    assert html.count('id="circuitsvis"') == 1 and "var CircuitsVis=" not in html
-    assert html.count('class="paper" data-kvlens="attention"') == 2
-    assert Page("t").add(error_table(heads())).to_html().count('id="circuitsvis"') == 0
-    assert "</script" not in circuitsvis_bundle()
-
-
-# --- what they show ---------------------------------------------------------------------------------------------------
+# --- heads and attention ---------------------------------------------------------------------------------------------
 
 
 def test_a_heat_map_has_a_cell_a_head_and_a_map_a_column():
@@ -90,6 +46,18 @@ def test_a_heat_map_has_a_cell_a_head_and_a_map_a_column():
     ]
     assert cells[4] == ("0", "0", "negative", "50.0")
     assert "<button" not in body
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.clone, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.bfloat16])
+def test_numbers_by_layer_and_head_are_drawn_as_their_table_is(form):
+    numbers = torch.tensor([[0.5, -2.0, 0.0], [4.0, 8.0, 1.0]])
+    table = pd.DataFrame(PLACES, columns=["layer", "head"]).assign(score=numbers.flatten().double().numpy())
+    assert head_heatmap(form(numbers), "score").body == head_heatmap(table, "score").body
+    assert "value" in head_heatmap(form(numbers)).body
+
+
+def props_of(piece) -> dict:
+    return json.loads(gzip.decompress(base64.b64decode(re.search(r'<script type="text/plain">(.*?)</script>', piece.body)[1])))
 
 
 def test_attention_gives_circuitsvis_a_square_of_known_rows():
@@ -114,12 +82,14 @@ def test_long_attention_keeps_what_counts_and_says_what_it_leaves_out():
     assert "12 of 20 tokens are left out, those with the least attention" in piece.body
 
 
-def test_positions_are_chosen_by_the_last_queries():
-    pattern = torch.zeros(1, 3, 10)
-    pattern[0, :, 2] = 1
-    kept, left_out = strongest_positions(pattern, torch.tensor([7, 8, 9]), 7, 5)
-    assert len(kept) == 5 and {2, 8, 9} <= set(kept.tolist())
-    assert sorted([*kept.tolist(), *left_out.tolist()]) == list(range(10))
+def test_the_last_queries_are_kept_and_the_positions_that_they_attend_to():
+    pattern = torch.zeros(1, 6, 12)
+    pattern[0, :, 2], pattern[0, :, 7] = 0.5, 1
+    kept, left_out = strongest_positions(pattern, torch.arange(6, 12), n_prompt=6, max_tokens=4)
+    assert {7, 10, 11} <= set(kept.tolist()) and len(kept) == 4
+    assert sorted([*kept.tolist(), *left_out.tolist()]) == list(range(12))
+    kept, _ = strongest_positions(pattern[:, :3], torch.tensor([9, 10, 11]), n_prompt=9, max_tokens=5)
+    assert kept.tolist() == [2, 7, 9, 10, 11]
 
 
 def test_blocks_have_the_mean_of_their_positions():
@@ -130,9 +100,7 @@ def test_blocks_have_the_mean_of_their_positions():
     torch.testing.assert_close(means[:, 1], values[:, 3:6].mean(dim=-1))
     torch.testing.assert_close(means[:, 3], values[:, 9:].mean(dim=-1))
     assert torch.equal(block_means(values, 1), values)
-    sums = torch.stack(
-        [values[:, i : i + 2].sum(dim=1) for i in range(0, 11, 2)], dim=1
-    )  # what is summed already, 2 to a column
+    sums = torch.stack([values[:, i : i + 2].sum(dim=1) for i in range(0, 11, 2)], dim=1)  # 2 to a column already
     torch.testing.assert_close(block_means(sums, 2, per_column=2, n=11), block_means(values, 4))
 
 
@@ -171,6 +139,7 @@ def test_colored_tokens_scale_and_signs():
     assert 'class="none">c' in body
     longer = colored_tokens(["x"] * 5000, range(5000))
     assert longer.body.count(">xx</span>") == 2500 and "blocks of 2 of the 5,000 tokens" in longer.body
+    assert 'title="1 xx: value 2.50"' in longer.body  # the mean of 2 and 3
 
 
 def test_bars_start_at_zero():
@@ -191,6 +160,88 @@ def test_generated_text_marks_where_it_leaves_the_first():
     body = generated_text({"with_prompt": "the widget", "converted": "the widget", "without": "the gadget"}, start="So ").body
     assert body.count("<mark>") == 1 and "the <mark>gadget</mark>" in body
     assert "the same" in body and "differs" in body
+
+
+# --- the data of interactive pieces ----------------------------------------------------------------------------------
+
+
+def test_the_linked_view_holds_the_three_sums():
+    given = shares()
+    data = data_of(linked_view(given))
+    assert (data["n_layers"], data["n_heads"], data["n_prompt"], data["block"]) == (2, 3, 3, 1)
+    for name in ("by_prompt", "by_text", "between"):
+        expected = getattr(given, name).flatten().tolist()
+        assert values(data[name]) == pytest.approx(expected, abs=max(expected) / 999)
+    assert data["next"]["with prompt"][0] == [["a", 0.5], ["b", 0.25]]
+    assert [block["place"] for block in data["blocks"]] == ["0", "1", "2"]
+
+
+def test_a_long_prompt_is_linked_in_blocks_with_means_per_token(monkeypatch):
+    monkeypatch.setattr("kvlens.viz.linked.MAX_CELLS", 64)
+    data = data_of(linked_view(given := shares(n_prompt=50)))
+    size = data["block"]
+    assert size > 1 and data["blocks"][0]["place"] == f"0–{size - 1}"
+    expected = block_means(given.by_prompt, size).flatten().tolist()
+    assert values(data["by_prompt"]) == pytest.approx(expected, abs=max(expected) / 999)
+
+
+def test_the_depth_map_holds_the_table_and_its_means():
+    piece = depth_map(by_depth())
+    data = data_of(piece)
+    assert data["change"] == [[0.0, -1.0], [0.5, -0.5], [1.0, 0.0]]
+    assert data["means"] == [-0.5, 0.0, 0.5]
+    assert "<script>" not in piece.body.split("application/json")[1]
+
+
+def test_arcs_are_those_of_the_table():
+    assert data_of(induction_arcs(["a", "b", "\ud800", "a"], 2, ARCS, SCORES))["arcs"] == [[0, 1, 3, 1, 0.75, 1]]
+    assert "nothing for induction to copy" in induction_arcs(["a", "b"], 1, ARCS.iloc[:0], SCORES).body
+
+
+def test_arcs_over_a_long_prompt_keep_the_tokens_under_them_and_those_repeated():
+    n_prompt = 2000
+    tokens = [f"p{i}" for i in range(n_prompt)] + ["t0", "t1"]
+    keys = list(range(1, 1500, 2))
+    of_heads = [dict(layer=0, head=head, shifted=False) for head in (0, 1)]
+    rows = [{**head, "position": 1, "prompt_position": key, "attention": key / 1e4} for head in of_heads for key in keys]
+    data = data_of(piece := induction_arcs(tokens, n_prompt, pd.DataFrame(rows), SCORES))
+    assert len(data["tokens"]) == len(data["places"]) <= 256
+    assert data["tokens"][-1] == "t1" and data["places"][-1] == 1  # a place in the text
+    assert data["n_prompt"] == len(data["tokens"]) - 1
+    strongest = {data["tokens"][arc[3]] for arc in data["arcs"] if arc[1] == 0}
+    assert {f"p{key}" for key in keys[-100:]} <= strongest
+    assert {f"p{key - 1}" for key in keys[-100:]} <= {*data["tokens"]}  # the repeated token precedes the key
+    assert f"{len(data['arcs']):,} of 1,500 arcs are shown" in piece.body and "Of 2,002 tokens the" in piece.body
+
+
+def test_the_dual_view_of_a_head_by_hand():
+    piece = dual_view(losses(), demonstrations(), query=" sat")
+    data = data_of(piece)
+    head = data["heads"]["1"]["2"]
+    assert values(head["step"]) == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=1e-3)
+    assert values(head["output"]) == pytest.approx([0.3, 0.2, 0.1], abs=1e-3)
+    assert head["whole"] == pytest.approx(0.6)
+    assert [row[:2] for row in head["most"]] == [[0, "the"], [1, " <b>"], [2, " cat"]]
+    assert head["most"][0][2:] == pytest.approx([1 / 7, 0.3, 0.2, -0.5, 0.5], abs=1e-3)
+    assert (data["n"], data["block"], data["query"]) == (3, 1, " sat") and "<b>" not in piece.body
+
+
+def test_the_map_of_a_logarithm_runs_from_its_lowest_to_its_highest():
+    body = dual_view(losses(), demonstrations()).body
+    first = body[body.index('data-column="log_loss_drop"') : body.index('data-column="step_share"')]
+    strengths = [float(x) for x in re.findall(r'class="positive" style="--x:([\d.]+)%"', first)]
+    assert strengths == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]
+    assert "−10.0</span>" in first and "−5.00 log_loss_drop" in first
+
+
+def test_many_demonstrations_are_colored_in_blocks():
+    n = MAX_CELLS // len(PLACES) + 1
+    data = data_of(dual_view(losses(), demonstrations([f"t{i}" for i in range(n)]).assign(log_step_norm=0.0)))
+    assert data["block"] == 2 and data["blocks"][0] == {"place": "0–1", "text": "t0t1"}
+    assert len(data["heads"]["0"]["0"]["step"]["cells"]) == math.ceil(n / 2)
+
+
+# --- text and numbers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,6 +298,3 @@ def test_parts_of_characters_are_seen(token, in_text, on_an_axis):
     assert bool(part_note(["a ⋯", token])) == ("⋯" in in_text)
     colored = colored_tokens(["a", token], [1.0, -1.0])
     assert f">{html_text(in_text)}</span>" in colored.body and (part_note([token]) in colored.body)
-
-
-# --- bad input ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pictures import ARCS, SCORES, by_depth, demonstrations, heads, losses, shares
 
 from kvlens import viz
 
@@ -13,11 +14,6 @@ pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 AB = ["a", "b"]
 NUMBERS = "expected numbers as a tensor, an array or lists"
-
-
-def heads(**columns):
-    table = {"layer": [0, 0], "head": [0, 1], "b_kv_norm": [1.0, 2.0], **columns}
-    return pd.DataFrame(table)
 
 
 def attention(tokens, *shape, **options):
@@ -47,8 +43,8 @@ REFUSED = [
     ("max_tokens must be at least 4, got 3", lambda: attention(["a"], 1, 1, 1, max_tokens=3)),
     ("no column 'b_kv_nrom'; did you mean 'b_kv_norm'", lambda: viz.head_heatmap(heads(), "b_kv_nrom")),
     ("has no rows", lambda: viz.head_heatmap(heads()[:0])),
-    ("layer 0, head 1 has two rows", lambda: viz.head_heatmap(heads(head=[1, 1]))),
-    ("column 'b_kv_norm' holds str, expected numbers", lambda: viz.head_heatmap(heads(b_kv_norm=["x", "x"]))),
+    ("layer 0, head 1 has two rows", lambda: viz.head_heatmap(heads(layer=0, head=[0, 1, 1]))),
+    ("column 'b_kv_norm' holds str, expected numbers", lambda: viz.head_heatmap(heads(b_kv_norm="x"))),
     ("expected real numbers", lambda: viz.head_heatmap(torch.ones(2, 3) * 1j)),
     *(
         ("[layer, head]", lambda x=x: viz.head_heatmap(x))
@@ -60,6 +56,17 @@ REFUSED = [
         ("has no static figure; use save_html", lambda piece=piece: piece().save_png("a.png"))
         for piece in (lambda: viz.error_table(heads()), lambda: viz.generated_text({"a": "b"}))
     ),
+    ("one layer and position has two rows", lambda: viz.depth_map(by_depth(position=0))),
+    ("no column 'loss_change'", lambda: viz.depth_map(by_depth().drop(columns="loss_change"))),
+    ("position must lie in 0..0", lambda: viz.induction_arcs(AB, 1, ARCS, SCORES)),
+    ("no column 'step_share'", lambda: viz.dual_view(losses().drop(columns="step_share"), demonstrations())),
+    *(
+        (f"one row for each of 6 heads and 3 demonstrations, got {len(x)}", lambda x=x: viz.dual_view(losses(), x))
+        for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
+    ),
+    ("by_text must be [2, 3, 2]", lambda: shares(by_text=torch.zeros(2, 3, 5))),
+    ("coloring 'x' must be", lambda: shares(colorings={"x": torch.zeros(3, 2)})),
+    ("next_tokens", lambda: shares(next_tokens={"with prompt": []})),
     ("no column 'norm'", lambda: viz.contribution_bars(heads(), "norm")),
     ("max_rows 0", lambda: viz.error_table(heads(), max_rows=0)),
     ("no condition with a text; expected texts by name, at least one, got {}", lambda: viz.generated_text({})),
