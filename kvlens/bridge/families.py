@@ -18,11 +18,10 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from kvlens.bridge.native import add_hook_points
-from kvlens.bridge.parts import Part
+from kvlens.bridge.parts import Part, TokenwiseLayer
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import NAMES
-from kvlens.bridge.tokenwise import TokenwiseLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES

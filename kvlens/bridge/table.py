@@ -10,8 +10,6 @@
 - *logits of heads*: direct logit attribution (``bias_decomposition``). It needs heads that write to the residual stream
   directly; where a norm or a factor stands behind attention, it says so.
 - *TransformerLens*: the releases whose bridge the tests run.
-- *time*: of 128 tokens under a bias of 256, divided by that of the same bridge continuing from Transformers' cache of 256, in
-  three layers of d_model 512 on one thread: the median of 25 pairs of passes, and the quartiles.
 
 Every model is compared with Transformers when it is loaded (:mod:`kvlens.bridge.comparison`): plain, hooked, and under a
 converted prompt. A model of any other family that the bridge computes step by step is loaded if it passes, and refused where
@@ -104,44 +102,6 @@ REFUSED: dict[str, str] = {
     "BloomForCausalLM": "its scores depend on positions (ALiBi); HookedKVTransformer runs it",
 }
 """Architectures that are refused, as others that are not in the table may be, and why."""
-TIME: dict[str, tuple[float, float, float]] = {
-    "bamba": (0.99, 1.01, 1.03),
-    "granitemoehybrid": (0.99, 1.0, 1.01),
-    "kimi_linear": (0.38, 0.43, 0.46),
-    "minimax": (0.89, 0.93, 0.95),
-    "qwen3_5_text": (1.06, 1.09, 1.12),
-    "qwen3_next": (1.05, 1.13, 1.18),
-    "nemotron_h": (0.98, 1.04, 1.06),
-    "olmo_hybrid": (1.07, 1.09, 1.1),
-    "gpt2": (1.12, 1.13, 1.16),
-    "llama": (1.09, 1.12, 1.16),
-    "qwen3": (1.09, 1.13, 1.15),
-    "gemma3_text": (1.13, 1.15, 1.17),
-    "gpt_oss": (1.0, 1.07, 1.11),
-    "gpt_neox": (1.16, 1.21, 1.24),
-    "mistral": (1.13, 1.16, 1.2),
-    "qwen2": (1.1, 1.14, 1.21),
-    "gemma2": (1.11, 1.13, 1.17),
-    "phi3": (1.11, 1.17, 1.23),
-    "olmo2": (1.01, 1.12, 1.16),
-    "smollm3": (1.09, 1.15, 1.19),
-    "lfm2": (1.04, 1.06, 1.07),
-    "mixtral": (1.02, 1.09, 1.1),
-    "falcon_h1": (1.02, 1.05, 1.1),
-    "deepseek_v3": (1.11, 1.15, 1.19),
-    "gemma": (1.08, 1.15, 1.22),
-    "phi": (1.12, 1.17, 1.22),
-    "olmo": (1.06, 1.09, 1.13),
-    "olmo3": (1.14, 1.17, 1.18),
-    "olmoe": (1.04, 1.07, 1.13),
-    "qwen3_moe": (1.14, 1.16, 1.2),
-    "glm": (1.11, 1.12, 1.14),
-    "glm4": (1.11, 1.12, 1.13),
-    "granite": (1.1, 1.12, 1.14),
-    "starcoder2": (1.16, 1.18, 1.21),
-    "mamba2": (0.96, 0.98, 1.01),
-}
-"""By model type: quartiles of the ratio of ``tests/benchmarks/bench_bridge.py``, which prints them; TransformerLens 3.9."""
 NAMES = ", ".join(family.name for family in FAMILIES.values())
 RELEASES = ("3.9", "4.3")
 """The releases of TransformerLens whose bridge the tests run."""
@@ -149,7 +109,7 @@ RELEASES = ("3.9", "4.3")
 
 def table() -> str:
     """The table as Markdown."""
-    head = ["family", "conversion", "causes", "patterns", "states", "logits of heads", "TransformerLens", "time", "remarks"]
+    head = ["family", "conversion", "causes", "patterns", "states", "logits of heads", "TransformerLens", "remarks"]
     rows = [
         [
             f.name,
@@ -159,10 +119,9 @@ def table() -> str:
             f.states or "none",
             "yes" if f.logits_of_heads else "no",
             ", ".join(RELEASES),
-            "{1:.2f} ({0:.2f} to {2:.2f})".format(*TIME[kind]),
             f.remarks,
         ]
-        for kind, f in FAMILIES.items()
+        for f in FAMILIES.values()
     ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

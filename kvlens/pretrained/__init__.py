@@ -6,7 +6,7 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 - :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
 - :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: resolving names, and checking files and architectures;
 - :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
-- :mod:`~kvlens.pretrained.translation`, ``weights``, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
+- :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
   :mod:`~kvlens.pretrained.fields`: which fields of a configuration are supported; ``trial``: comparison with transformers;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library supports.
 """

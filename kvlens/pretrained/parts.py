@@ -39,9 +39,8 @@ from kvlens.pretrained.folder import check_folder_files, check_tied, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
-from kvlens.pretrained.translation import alibi_slopes, translate_config
+from kvlens.pretrained.translation import alibi_slopes, convert_weights, translate_config
 from kvlens.pretrained.trial import Trial, run_trial
-from kvlens.pretrained.weights import convert_weights
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,16 @@
-"""Translating a Hugging Face config to ours, after a check that nothing in it would be ignored."""
+"""A Hugging Face model's configuration and weights as ours, after a check that nothing would be ignored."""
 
 import logging
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from kvlens._tl import POST_NORM_ARCHITECTURES
 from kvlens.base import HookedTransformerConfig
-from kvlens.base.families import translate
+from kvlens.base.families import convert, translate
 from kvlens.base.loading import SHORTER, beginning
 from kvlens.errors import KVLensError
 from kvlens.pretrained.fields import check_fields
@@ -52,6 +56,17 @@ def check_first_n_layers_and_n_ctx(first_n_layers: int | None, n_layers: int, n_
         raise KVLensError(f"from_pretrained: first_n_layers must be 1 to {n_layers} (the model's layers), got {first_n_layers}")
     if n_ctx is not None and n_ctx < 1:
         raise KVLensError(f"from_pretrained: n_ctx must be at least 1, got {n_ctx}")
+
+
+@torch.no_grad()
+def convert_weights(hf_model: PreTrainedModel, cfg: HookedTransformerConfig) -> dict[str, Tensor]:
+    """The weights under our names, detached, in one dtype and on one device; what a model lacks (biases) is left out."""
+    devices = {weight.device for weight in hf_model.parameters()}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    return {
+        name: weight.to(device=device, dtype=cfg.dtype if weight.is_floating_point() else weight.dtype)
+        for name, weight in convert(hf_model.state_dict(), cfg).items()
+    }
 
 
 def alibi_slopes(n_heads: int) -> list[float] | None:

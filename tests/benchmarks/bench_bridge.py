@@ -4,8 +4,7 @@
 
 Random models of d_model 512 in float32, one thread, processor time. The two passes run in turn, and the median and quartiles
 of the ratios of neighbors are reported, after their logits have been compared. Transformers' cache holds the prompt, and the
-bias is converted from it. Also: the bridge with nothing attached against TransformerLens' own. The column *time* of
-:mod:`kvlens.bridge.table` comes from here; its numbers are printed at the end.
+bias is converted from it. Also: the bridge with nothing attached against TransformerLens' own.
 """
 
 import argparse
@@ -138,14 +137,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     n_prompt, n_text, repeats = (9, 8, 1) if args.small else (args.prompt, args.text, args.repeats)
     torch.set_num_threads(1)
-    measured = {}
     with torch.no_grad():
         for family in args.families:
             attached, unattached = compare(family, n_prompt, n_text, repeats)
-            measured[tiny(family).config.model_type] = tuple(round(x, 2) for x in attached)
             print(verdict("under a bias", attached[1], MOST))
             print(verdict("nothing attached", unattached[1], MOST_UNATTACHED), flush=True)
-    print(measured)
 
 
 if __name__ == "__main__":

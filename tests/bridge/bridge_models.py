@@ -1,6 +1,7 @@
 """Tiny random models of Transformers' own classes, with sizes that differ and weights large enough for a prompt to matter."""
 
 import copy
+from pathlib import Path
 
 import torch
 import transformers as tf
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from kvlens import HookedKVTransformer, KVTransformerBridge, convert_prompt
 from kvlens.model import head_hooks
 
 D_VOCAB = 53
@@ -267,6 +269,24 @@ def place_of(model, layer: int, head: int) -> tuple[str, int]:
 
 def some_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(D_VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+N_PROMPT, N_TEXT = 13, 9
+PROMPT, TEXT = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
+
+
+def error_of_conversion(model: KVTransformerBridge) -> float:
+    """By :func:`largest`, of the logits of TEXT under the converted PROMPT, against one pass over both."""
+    whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, N_PROMPT:]
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        return largest(model(TEXT).double(), whole.double())
+
+
+def on_both_front_ends(family: str, folder: Path) -> tuple[HookedKVTransformer, KVTransformerBridge]:
+    """A model in float64, from one folder."""
+    tiny(family).double().save_pretrained(folder)
+    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
+    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
 
 
 def largest(x: Tensor, y: Tensor) -> float:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from bridge_models import AS_THEY_ARE, rounding_in_nats, tiny
+from bridge_models import on_both_front_ends, rounding_in_nats, tiny
 
-from kvlens import HookedKVTransformer, KVTransformerBridge
+from kvlens import KVTransformerBridge
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,10 @@ def rounding(family):
 @pytest.fixture(scope="module")
 def both_front_ends(tmp_path_factory):
     """A GPT-2 in float64, from one folder."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tiny("gpt2").double().save_pretrained(folder)
-    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
-    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+    return on_both_front_ends("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

@@ -9,15 +9,11 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens import analyses as an
 from kvlens.model import direct_path, output_weights
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
 """Families whose heads write to the residual stream directly."""
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import AS_THEY_ARE, some_tokens, tiny
+from bridge_models import on_both_front_ends, some_tokens, tiny
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.conversion import (
     H2O,
     AttentionMatching,
@@ -64,10 +64,7 @@ def model(family):
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def both(request, tmp_path_factory):
     """One model from one folder, in both front ends."""
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny(request.param).double().save_pretrained(folder)
-    hooked = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64, device="cpu", **AS_THEY_ARE)
-    return hooked, KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+    return on_both_front_ends(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def error(model, bias: KVBias) -> float:

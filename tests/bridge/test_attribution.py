@@ -26,14 +26,10 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt, counterfact
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.model import heads_per_layer
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])

@@ -4,12 +4,12 @@ from statistics import mean
 
 import pytest
 import torch
-from bridge_models import FAMILIES, LIKE_THE_OTHERS, PURELY_RECURRENT, some_tokens, tiny
-from exactness import N_PROMPT, N_TEXT, excess, measure, relative_error
+from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, PROMPT, PURELY_RECURRENT, TEXT, tiny
+from exactness import excess, measure, relative_error
 
 from kvlens import KVTransformerBridge, convert_prompt
 
-DENSE = ("bamba", "gemma3", "gpt2", "granite_hybrid", "llama", "olmo_hybrid", "qwen3", "qwen3_5")
+DENSE = ("bamba", "gemma3", "gpt2", "llama", "olmo_hybrid", "qwen3_5")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LIKE_THE_OTHERS])
@@ -27,10 +27,9 @@ def test_as_exact_in_half_precision(family):
     assert excess(errors, torch.bfloat16) <= 1
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LIKE_THE_OTHERS, *PURELY_RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT])
 def test_gradients_are_as_exact_as_those_of_one_pass(family):
     """Of a sum of squared logits by every embedding, through a converted prompt and through one pass, against float64."""
-    prompt, text = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
 
     def gradient(model, logits):
         logits.square().sum().backward()
@@ -42,11 +41,11 @@ def test_gradients_are_as_exact_as_those_of_one_pass(family):
     for seed in range(3):
         plain, exact = tiny(family, seed), tiny(family, seed).double()
         exact.config._experts_implementation = "eager"
-        whole = torch.cat([prompt, text], dim=1)
+        whole = torch.cat([PROMPT, TEXT], dim=1)
         expected = gradient(exact, exact(whole).logits[:, N_PROMPT:])
         theirs.append(relative_error(gradient(plain, plain(whole).logits[:, N_PROMPT:]), expected))
         model = KVTransformerBridge.boot_transformers(plain)
-        with model.kv_bias(convert_prompt(model, prompt, detach=False)):
-            ours.append(relative_error(gradient(plain, model(text)), expected))
+        with model.kv_bias(convert_prompt(model, PROMPT, detach=False)):
+            ours.append(relative_error(gradient(plain, model(TEXT)), expected))
     # two orders of the same sums round alike, by more or less in each model; a path that is missing leaves off 10 % or more
     assert mean(ours) <= max(3 * mean(theirs), 16 * torch.finfo(torch.float32).eps)  # some models of theirs hardly round

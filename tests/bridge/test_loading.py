@@ -5,7 +5,20 @@ import json
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, KINDS, LLAMA3, SPECIAL, WITHOUT_D_HEAD, largest, some_tokens, tiny
+from bridge_models import (
+    D_VOCAB,
+    KINDS,
+    LLAMA3,
+    PROMPT,
+    SPECIAL,
+    TEXT,
+    WITHOUT_D_HEAD,
+    error_of_conversion,
+    largest,
+    rounding_of,
+    some_tokens,
+    tiny,
+)
 from safetensors.torch import load_file, save_file
 
 from kvlens import KVLensError, KVTransformerBridge, combine, convert_prompt
@@ -13,16 +26,11 @@ from kvlens.bridge import load
 from kvlens.bridge.native import hooked_attention
 from kvlens.model import heads_per_layer
 
-PROMPT, TEXT = some_tokens(2, 13), some_tokens(2, 9, seed=1)
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 TWO_LAYERS = {**WITHOUT_D_HEAD, **SPECIAL, "num_hidden_layers": 2}
 LATENT = dict(kv_lora_rank=10, q_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6)
 ALL_KEYS = {**TWO_LAYERS, "num_key_value_heads": 6, **LATENT}
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def lacks(weights):
@@ -168,7 +176,7 @@ def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
 def test_untested_families_that_pass_the_comparison_are_exact(make, tmp_path):
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
-    check_exact(KVTransformerBridge.boot_transformers(tmp_path), 1e-5)
+    assert error_of_conversion(KVTransformerBridge.boot_transformers(tmp_path)) < 1e-5
 
 
 def test_a_family_whose_heads_differ_from_what_its_hook_points_show_is_refused():
@@ -190,7 +198,7 @@ def test_an_attention_that_does_not_read_the_bias_is_refused(family):
     del held.__dict__["forward"]
     held.__dict__.update({} if before is None else {"forward": before})
     model.original_model.set_attn_implementation("sdpa")  # what the components compute does not follow it
-    check_exact(model, 1e-5)
+    assert error_of_conversion(model) < 1e-5
 
 
 def test_a_model_that_transformers_cannot_run_is_refused():
@@ -229,18 +237,12 @@ def test_a_keyword_that_attention_does_not_understand_is_refused():
         hooked_attention(module, q, q[:, :3], q[:, :3], None, 1.0, softcap=30.0, s_aux=torch.zeros(6))
 
 
-def check_exact(model, bound):
-    whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, PROMPT.shape[1] :]
-    with model.kv_bias(convert_prompt(model, PROMPT)):
-        assert largest(model(TEXT).double(), whole.double()) < bound
-
-
 @pytest.mark.parametrize("kind", ["nope", None])
 def test_granite_4_without_rotary_positions(kind):
     config = tiny("granite_hybrid").config
     config.position_embedding_type = kind
     torch.manual_seed(0)
-    check_exact(KVTransformerBridge.boot_transformers(tf.GraniteMoeHybridForCausalLM(config).eval()), 1e-5)
+    assert error_of_conversion(KVTransformerBridge.boot_transformers(tf.GraniteMoeHybridForCausalLM(config).eval())) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -249,7 +251,7 @@ def test_olmo_in_half_precision(family, dtype):
     """Rotated in float32, and rounded as Transformers rounds; three layers of a few roundings each."""
     model = KVTransformerBridge.boot_transformers(tiny(family).to(dtype))
     assert model.run_with_cache(TEXT)[1]["blocks.0.attn.hook_rot_q"].dtype == dtype
-    check_exact(model, 20 * torch.finfo(dtype).eps)
+    assert error_of_conversion(model) < 20 * torch.finfo(dtype).eps
 
 
 def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
@@ -257,9 +259,11 @@ def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
     config.sliding_window = 6
     plain = tf.MiniMaxForCausalLM(config).eval()
     plain.load_state_dict(tiny("minimax").state_dict())
-    model = KVTransformerBridge.boot_transformers(plain)
+    rounding, model = rounding_of(plain), KVTransformerBridge.boot_transformers(plain)
     options = dict(max_new_tokens=12, do_sample=False, stop_at_eos=False, verbose=False)
+    assert error_of_conversion(model) < rounding
     bias = convert_prompt(model, PROMPT)
+    assert bias.features.distance.max() == PROMPT.shape[1]
     for attached in (bias, 0 * bias):
         with model.kv_bias(attached):
             cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))

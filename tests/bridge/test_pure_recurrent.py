@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from bridge_models import PURELY_RECURRENT, largest, rounding_of, some_tokens, tiny
+from bridge_models import N_PROMPT, N_TEXT, PROMPT, PURELY_RECURRENT, TEXT, largest, rounding_of, tiny
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 
-N_PROMPT, N_TEXT, N_NEW = 13, 9, 16
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+N_NEW = 16
 
 
 @pytest.fixture(scope="module", params=PURELY_RECURRENT)
@@ -26,40 +28,24 @@ def rounding(plain):
     return rounding_of(plain)
 
 
-@pytest.fixture
-def prompt():
-    return some_tokens(2, N_PROMPT)
+def test_converted_equals_prompted(model, plain, rounding):
+    whole = plain(torch.cat([PROMPT, TEXT], dim=1)).logits[:, N_PROMPT:]
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        assert largest(model(TEXT), whole) < rounding
+    assert torch.equal(model(TEXT), plain(TEXT).logits) and largest(model(TEXT), whole) > 0.01
 
 
-@pytest.fixture
-def text():
-    return some_tokens(2, N_TEXT, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
-
-
-def test_converted_equals_prompted(model, plain, prompt, text, rounding):
-    whole = plain(torch.cat([prompt, text], dim=1)).logits[:, N_PROMPT:]
-    with model.kv_bias(convert_prompt(model, prompt)):
-        assert largest(model(text), whole) < rounding
-    assert torch.equal(model(text), plain(text).logits) and largest(model(text), whole) > 0.01
-
-
-def test_the_bias_is_the_states_alone(model, plain, prompt, text, rounding, tmp_path):
-    bias = convert_prompt(model, prompt)
+def test_the_bias_is_the_states_alone(model, plain, rounding, tmp_path):
+    bias = convert_prompt(model, PROMPT)
     assert bias.attention_layers == () and bias.recurrent.layers == (0, 1, 2) and not bias.b_KV.numel()
     assert bias.recurrent.b_KV.shape == (3, 2, 4, 6, 12) and bias.num_parameters == bias.recurrent.b_KV.numel()
     assert repr(bias).startswith("KVBias(batch 2, 3 recurrent layers x 4 heads, 6 x 12, n_prompt_tokens=13")
-    cache = plain(prompt, use_cache=True).cache_params
+    cache = plain(PROMPT, use_cache=True).cache_params
     for layer in range(3):
         assert largest(bias.recurrent.b_KV[layer], cache.layers[layer].recurrent_states[0].mT) < rounding
     bias.save(tmp_path / "bias.safetensors")
     with model.kv_bias(bias):
-        expected = model(text)
+        expected = model(TEXT)
     rest = bias.select(heads=[(1, head) for head in (0, 1, 3)])
     for same in (
         KVBias.load(tmp_path / "bias.safetensors"),
@@ -67,30 +53,30 @@ def test_the_bias_is_the_states_alone(model, plain, prompt, text, rounding, tmp_
         2 * bias - bias,
     ):
         with model.kv_bias(same):
-            assert largest(model(text), expected) < rounding
-    with model.kv_bias(convert_prompt(model, prompt[:, 5:], initial=convert_prompt(model, prompt[:, :5]))):
-        assert largest(model(text), expected) < rounding
+            assert largest(model(TEXT), expected) < rounding
+    with model.kv_bias(convert_prompt(model, PROMPT[:, 5:], initial=convert_prompt(model, PROMPT[:, :5]))):
+        assert largest(model(TEXT), expected) < rounding
     with model.kv_bias(bias.select_prompt(1)):
-        assert largest(model(text[1:]), expected[1:]) < rounding
+        assert largest(model(TEXT[1:]), expected[1:]) < rounding
 
 
-def test_greedy_tokens_are_those_behind_the_prompt(model, prompt, text, rounding):
+def test_greedy_tokens_are_those_behind_the_prompt(model, rounding):
     seen = []
     hooks = [("blocks.1.attn.hook_b_kv", lambda b, hook: seen.append(b.shape))]
     options = dict(max_new_tokens=N_NEW, do_sample=False, stop_at_eos=False, verbose=False)
-    with model.kv_bias(convert_prompt(model, prompt)), model.hooks(fwd_hooks=hooks):
-        generated = model.generate(text, **options)
+    with model.kv_bias(convert_prompt(model, PROMPT)), model.hooks(fwd_hooks=hooks):
+        generated = model.generate(TEXT, **options)
     assert len(seen) == N_NEW
-    logits = model(torch.cat([prompt, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
+    logits = model(torch.cat([PROMPT, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
     chosen = logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
     assert bool((logits.amax(dim=-1) - chosen < 2 * rounding * logits.abs().amax(dim=-1)).all())
 
 
-def test_bad_input_is_refused_with_a_message(model, prompt, text):
-    bias = convert_prompt(model, prompt)
+def test_bad_input_is_refused_with_a_message(model):
+    bias = convert_prompt(model, PROMPT)
     with pytest.raises(KVLensError, match="layer 3 does not exist; there are 3"):
         bias.select(layers=[3])
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 1"), model.kv_bias(bias):
-        model(text[:1])
+        model(TEXT[:1])
     with pytest.raises(KVLensError, match="weights differs"):
         KVTransformerBridge.boot_transformers(tiny("mamba2", seed=1)).attach_kv_bias(bias)

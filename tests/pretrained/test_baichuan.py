@@ -19,6 +19,22 @@ N_TERMS = CONFIG["num_hidden_layers"] * (4 * 24 + 37 + 17) + 24
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
+@pytest.fixture
+def weights():
+    return random_weights(CONFIG)
+
+
+@pytest.fixture
+def folder(tmp_path, weights):
+    return write_folder(tmp_path / "m1", CONFIG, weights)
+
+
+def assert_equal_to_rounding(logits, expected, dtype=torch.float64):
+    assert logits.dtype == dtype
+    tolerance = N_TERMS * torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=tolerance)
+
+
 def exact_model(folder, **kwargs) -> HookedKVTransformer:
     return HookedKVTransformer.from_pretrained_no_processing(folder, dtype=torch.float64, device="cpu", **kwargs)
 
@@ -36,8 +52,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("shards", [1, 3], ids=["one_file", "shards"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "shards"), [*((name, 1) for name in VARIANTS), ("untied", 3)])
 @torch.no_grad()
 def test_a_folder_gives_the_references_logits_in_float64(variant, shards, tmp_path):
     config = {**CONFIG, **VARIANTS[variant]}
@@ -45,8 +60,7 @@ def test_a_folder_gives_the_references_logits_in_float64(variant, shards, tmp_pa
     model = exact_model(write_folder(tmp_path / "m1", config, weights, shards))
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     expected = reference_logits({**config, "rope_theta": theta}, weights, TOKENS)
-    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
-    torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=tolerance)
+    assert_equal_to_rounding(model(TOKENS), expected)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +89,7 @@ def test_the_comparison_notices_every_part(change, tmp_path):
 
 @pytest.mark.parametrize("form", ["matrix", "numbers"])
 @torch.no_grad()
-def test_the_shift_may_come_in_the_other_public_forms(form, tmp_path):
-    weights = random_weights(CONFIG)
+def test_the_shift_may_come_in_the_other_public_forms(form, tmp_path, weights):
     renamed = {}
     for name, weight in weights.items():
         at, leaf = name.rsplit(".", 1)
@@ -92,8 +105,7 @@ def test_the_shift_may_come_in_the_other_public_forms(form, tmp_path):
 
 
 @torch.no_grad()
-def test_the_head_is_normalized_for_any_length_of_its_stored_rows(tmp_path):
-    weights = random_weights(CONFIG)
+def test_the_head_is_normalized_for_any_length_of_its_stored_rows(tmp_path, weights):
     scale = torch.linspace(0.1, 9, CONFIG["vocab_size"], dtype=torch.float64)[:, None]
     plain = exact_model(write_folder(tmp_path / "a", CONFIG, weights))
     scaled = {**weights, "lm_head.weight": scale * weights["lm_head.weight"]}
@@ -103,13 +115,10 @@ def test_the_head_is_normalized_for_any_length_of_its_stored_rows(tmp_path):
 
 
 @torch.no_grad()
-def test_processed_weights_keep_the_probabilities_and_the_shift(tmp_path):
-    weights = random_weights(CONFIG)
-    folder = write_folder(tmp_path / "m1", CONFIG, weights)
+def test_processed_weights_keep_the_probabilities_and_the_shift(folder, weights):
     model = HookedKVTransformer.from_pretrained(folder, device="cpu")
     expected = reference_logits(CONFIG, weights, TOKENS).log_softmax(-1)
-    tolerance = N_TERMS * torch.finfo(torch.float32).eps * float(expected.abs().max())
-    torch.testing.assert_close(model(TOKENS).log_softmax(-1).double(), expected, rtol=0, atol=tolerance)
+    assert_equal_to_rounding(model(TOKENS).log_softmax(-1), expected, torch.float32)
     assert model.cfg.kv_shift == KVShiftConfig()
     conv = weights["model.layers.3.self_attn.conv_v"][0, 0, :, 0].float()
     assert torch.equal(model.blocks[3].attn.v_shift_coef, conv.flip(1))
@@ -117,8 +126,8 @@ def test_processed_weights_keep_the_probabilities_and_the_shift(tmp_path):
 
 
 @torch.no_grad()
-def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path):
-    model = exact_model(write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG)))
+def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path, folder):
+    model = exact_model(folder)
     tokens = TOKENS[:1]
     greedy = model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False, prepend_bos=False)
     slow = tokens
@@ -130,15 +139,14 @@ def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path):
 
 
 @torch.no_grad()
-def test_a_prompt_becomes_a_bias_exactly_and_is_explained(tmp_path):
-    model = exact_model(write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG)))
+def test_a_prompt_becomes_a_bias_exactly_and_is_explained(folder):
+    model = exact_model(folder)
     prompt, text = TOKENS[0, :11], TOKENS[:1, 11:]
     bias = convert_prompt(model, prompt)
     expected = reference_logits(CONFIG, random_weights(CONFIG), TOKENS[:1])[:, 11:]
-    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
     for form in ("eager", "fused"):
         with model.kv_bias(bias), model.using_softmax_form(form):
-            torch.testing.assert_close(model(text), expected, rtol=0, atol=tolerance)
+            assert_equal_to_rounding(model(text), expected)
     heads = [(layer, head) for layer, n in enumerate((6, 3, 6, 3)) for head in range(n)]
     table = analyses.bias_by_head(model, prompt, text[0])
     assert list(zip(table["layer"], table["head"], strict=True)) == heads
@@ -148,8 +156,7 @@ def test_a_prompt_becomes_a_bias_exactly_and_is_explained(tmp_path):
     assert len(analyses.explanation(model, prompt, text[0], by=[(0, 5)]))
 
 
-def test_every_weight_is_trained(tmp_path):
-    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
+def test_every_weight_is_trained(folder):
     model = HookedKVTransformer.from_pretrained_no_processing(folder, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -163,14 +170,12 @@ def test_every_weight_is_trained(tmp_path):
 
 
 @torch.no_grad()
-def test_options_shorten_the_model_and_reach_its_configuration(tmp_path):
-    weights = random_weights(CONFIG)
+def test_options_shorten_the_model_and_reach_its_configuration(tmp_path, weights):
     folder = write_folder(tmp_path / "m1", CONFIG, weights, shards=3)
     short = exact_model(folder, first_n_layers=2, n_ctx=19, default_prepend_bos=False)
     assert (short.cfg.n_layers, short.cfg.n_ctx, short.cfg.default_prepend_bos) == (2, 19, False)
     expected = reference_logits({**CONFIG, "num_hidden_layers": 2}, weights, TOKENS)
-    tolerance = N_TERMS * torch.finfo(torch.float64).eps * float(expected.abs().max())
-    torch.testing.assert_close(short(TOKENS), expected, rtol=0, atol=tolerance)
+    assert_equal_to_rounding(short(TOKENS), expected)
     low = HookedKVTransformer.from_pretrained_no_processing(folder, dtype="bfloat16", device="cpu")
     assert low(TOKENS).dtype == torch.bfloat16
 
@@ -197,9 +202,7 @@ class BaichuanM1ForCausalLM(PreTrainedModel):
 
 
 @torch.no_grad()
-def test_a_loaded_model_gives_what_its_folder_gives(tmp_path):
-    weights = random_weights(CONFIG)
-    folder = write_folder(tmp_path / "m1", CONFIG, weights)
+def test_a_loaded_model_gives_what_its_folder_gives(folder, weights):
     sizes = {name: value for name, value in CONFIG.items() if name not in ("auto_map", "model_type", "torch_dtype")}
     hf_model = BaichuanM1ForCausalLM(BaichuanM1Config(**sizes), weights)
     model = exact_model("some/name", hf_model=hf_model)
@@ -207,8 +210,7 @@ def test_a_loaded_model_gives_what_its_folder_gives(tmp_path):
     assert not any(p.requires_grad for p in load_pretrained_parts("x", hf_model=hf_model).state_dict.values())
 
 
-def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_path):
-    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
+def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(folder):
     tiny_tokenizer().save_pretrained(folder)
     assert load_pretrained_parts(folder).tokenizer.encode("the cat")[1:] == tiny_tokenizer().encode("the cat")
     (folder / "tokenizer.json").unlink()
@@ -226,6 +228,17 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
 
 
 # Bad input
+
+WEIGHT = "model.layers.2.self_attn.conv_v"
+UNKNOWN = ("model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.W_pack.bias")
+
+
+def without(part):
+    return lambda weights: {name: w for name, w in weights.items() if part not in name}
+
+
+def with_weight(name, change):
+    return lambda weights: {**weights, name: change(weights.get(name))}
 
 
 @pytest.mark.parametrize(
@@ -246,66 +259,47 @@ def test_a_tokenizer_in_the_folder_is_used_and_one_that_is_code_is_not_run(tmp_p
         ({"quantization_config": {"bits": 4}}, "is quantized"),
         ({"num_hidden_layers": 5}, "lacks the shift coefficients of blocks.4.attn.k_shift_coef"),
         ({"vocab_size": 306}, r"weight with the shape \[307, 24\]; its configuration gives \[306, 24\]"),
+        ({"tie_word_embeddings": True}, "has tie_word_embeddings=True in its configuration and an output embedding"),
     ],
 )
-def test_configurations_that_cannot_be_loaded_say_why(changes, message, tmp_path):
-    folder = write_folder(tmp_path / "m1", {**CONFIG, **changes}, random_weights(CONFIG))
+def test_configurations_that_cannot_be_loaded_say_why(changes, message, tmp_path, weights):
+    folder = write_folder(tmp_path / "m1", {**CONFIG, **changes}, weights)
     with pytest.raises(KVLensError, match=message):
         HookedKVTransformer.from_pretrained(folder)
 
 
-def test_other_heads_in_unused_sliding_window_fields_do_not_matter(tmp_path):
-    config = {**CONFIG, "sliding_window_layers": [], "num_swa_attention_heads": 5}
-    assert exact_model(write_folder(tmp_path / "m1", config, random_weights(config))).cfg.use_local_attn is False
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(WEIGHT), "lacks the shift coefficients of blocks.2.attn.v_shift_coef"),
+        (without("3.mlp.up"), r"lacks 1 weights .*layers.3.mlp.up_proj.weight"),
+        (without("lm_head.weight"), r"lacks 1 weights .*\['lm_head.weight'\]"),
+        (with_weight(WEIGHT, lambda w: w.to(torch.int8)), "layer 2 are not finite floating-point numbers"),
+        (with_weight("model.norm.weight", lambda w: w.to(torch.int8)), "norm.weight as torch.int8: a quantized model"),
+        *((with_weight(name, lambda w: torch.zeros(3)), f"holds 1 that are not known .*{name}") for name in UNKNOWN),
+    ],
+)
+def test_weights_that_are_missing_unknown_or_packed_are_named(change, message, tmp_path, weights):
+    folder = write_folder(tmp_path / "m1", CONFIG, change(weights))
+    with pytest.raises(KVLensError, match=message):
+        HookedKVTransformer.from_pretrained(folder)
 
 
-def test_weights_that_are_missing_unknown_or_packed_are_named(tmp_path):
-    weights = random_weights(CONFIG)
-    name = "model.layers.2.self_attn.conv_v"
-    for number, (changed, message) in enumerate(
-        (
-            (
-                {key: w for key, w in weights.items() if key != name},
-                "lacks the shift coefficients of blocks.2.attn.v_shift_coef",
-            ),
-            ({key: w for key, w in weights.items() if "3.mlp.up" not in key}, r"lacks 1 weights .*layers.3.mlp.up_proj.weight"),
-            ({key: w for key, w in weights.items() if key != "lm_head.weight"}, r"lacks 1 weights .*\['lm_head.weight'\]"),
-            ({**weights, "model.layers.0.self_attn.W_pack.bias": torch.zeros(3)}, r"not known .*W_pack.bias"),
-            ({**weights, name: weights[name].to(torch.int8)}, "layer 2 are not finite floating-point numbers"),
-            (
-                {**weights, "model.norm.weight": torch.ones(24, dtype=torch.int8)},
-                "norm.weight as torch.int8: a quantized model",
-            ),
-        )
-    ):
-        folder = write_folder(tmp_path / str(number), CONFIG, changed)
-        with pytest.raises(KVLensError, match=message):
-            HookedKVTransformer.from_pretrained(folder)
-    frequencies = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
-    assert exact_model(write_folder(tmp_path / "ok", CONFIG, frequencies)).cfg.n_layers == 4
-
-
-def test_arguments_that_cannot_be_honored_are_refused(tmp_path):
-    folder = write_folder(tmp_path / "m1", CONFIG, random_weights(CONFIG))
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"revision": "main"}, r"\['revision'\] would have no effect on a Baichuan-M1 checkpoint"),
         ({"first_n_layers": 5}, "first_n_layers must be 1 to 4"),
         ({"kv_shift": KVShiftConfig(window=2)}, "window 2, the checkpoint has 3 heads and window 1"),
-    ):
-        with pytest.raises(KVLensError, match=message):
-            HookedKVTransformer.from_pretrained(folder, **arguments)
+    ],
+)
+def test_arguments_that_cannot_be_honored_are_refused(arguments, message, folder):
+    with pytest.raises(KVLensError, match=message):
+        HookedKVTransformer.from_pretrained(folder, **arguments)
 
 
-@pytest.mark.parametrize("extra", ["model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias"])
-def test_more_than_the_configuration_names_is_refused(extra, tmp_path):
-    folder = write_folder(tmp_path / "m1", CONFIG, {**random_weights(CONFIG), extra: torch.ones(3, dtype=torch.float64)})
-    with pytest.raises(KVLensError, match=f"holds 1 that are not known .*{extra}"):
-        exact_model(folder)
-
-
-def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
-    weights = random_weights(CONFIG)
-    assert "lm_head.weight" in weights
-    folder = write_folder(tmp_path / "m1", {**CONFIG, "tie_word_embeddings": True}, weights)
-    with pytest.raises(KVLensError, match="has tie_word_embeddings=True in its configuration and an output embedding"):
-        exact_model(folder)
+def test_what_follows_from_the_configuration_or_is_not_used_does_not_matter(tmp_path, weights):
+    frequencies = {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    assert exact_model(write_folder(tmp_path / "frequencies", CONFIG, frequencies)).cfg.n_layers == 4
+    config = {**CONFIG, "sliding_window_layers": [], "num_swa_attention_heads": 5}
+    assert exact_model(write_folder(tmp_path / "heads", config, random_weights(config))).cfg.use_local_attn is False
