@@ -1,138 +1,45 @@
 """Recurrent layers: each against its Transformers module, cut anywhere, under a bias, padded, hooked."""
 
+import functools
+
 import pytest
 import torch
-from bridge_models import InFloat64
-from transformers import (
-    AutoModelForCausalLM,
-    BambaConfig,
-    FalconH1Config,
-    GraniteMoeHybridConfig,
-    KimiLinearConfig,
-    Mamba2Config,
-    MiniMaxConfig,
-    NemotronHConfig,
-    OlmoHybridConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-)
+from bridge_models import COMMON, FAMILIES, HYBRIDS, MAMBA, PURELY_RECURRENT, SPECIAL, InFloat64
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
 from kvlens.errors import KVLensError
 from kvlens.mixers import HOOKS, RecurrentState, has_mixer, mixer_for
 from kvlens.ops.linear_attention import without_padding
 
-D_MODEL, BATCH, POS = 24, 3, 70
-SHARED = {"vocab_size": 37, "hidden_size": D_MODEL, "intermediate_size": 20, "num_hidden_layers": 2, "pad_token_id": 0}
-SOFTMAX = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
-}
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 12,
-    "mamba_d_state": 6,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}
-CONFIGS = {
-    "qwen3_next": lambda: Qwen3NextConfig(**SHARED, **SOFTMAX, **DELTA, **EXPERTS, head_dim=8),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**SHARED, **SOFTMAX, **DELTA, head_dim=8),
-    "olmo_hybrid": lambda: OlmoHybridConfig(**SHARED, **SOFTMAX, **DELTA, linear_allow_neg_eigval=True),
-    "kimi_linear": lambda: KimiLinearConfig(
-        **SHARED,
-        layer_types=["linear_attention", "full_attention"],
-        mlp_layer_types=["dense", "dense"],
-        linear_num_heads=3,
-        linear_head_dim=6,
-        linear_conv_kernel_dim=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=8,
-    ),
-    "minimax": lambda: MiniMaxConfig(
-        **SHARED, **SOFTMAX, num_local_experts=2, num_experts_per_tok=1, head_dim=6, block_size=16
-    ),
-    "mamba2": lambda: Mamba2Config(
-        vocab_size=37,
-        hidden_size=D_MODEL,
-        num_hidden_layers=2,
-        num_heads=4,
-        head_dim=12,
-        state_size=6,
-        n_groups=2,
-        chunk_size=16,
-    ),
-    "bamba": lambda: BambaConfig(**SHARED, **MAMBA, num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[1]),
-    "granite": lambda: GraniteMoeHybridConfig(
-        **SHARED,
-        **MAMBA,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["mamba", "attention"],
-        shared_intermediate_size=20,
-        num_local_experts=0,
-    ),
-    "nemotron_h": lambda: NemotronHConfig(
-        vocab_size=37,
-        hidden_size=D_MODEL,
-        intermediate_size=20,
-        hybrid_override_pattern="M*",
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        mamba_num_heads=4,
-        mamba_head_dim=12,
-        ssm_state_size=6,
-        n_groups=2,
-        conv_kernel=4,
-        chunk_size=16,
-    ),
-    "falcon_h1": lambda: FalconH1Config(
-        **SHARED,
-        **MAMBA,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mamba_d_ssm=48,
-        ssm_in_multiplier=0.7,
-        ssm_multipliers=[0.5, 1.5, 0.8, 1.2, 0.9],
-    ),
-    "falcon_h1_norm": lambda: FalconH1Config(
-        **SHARED, **MAMBA, num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=48, mamba_rms_norm=True
+BATCH, POS = 3, 70
+MODELS = {
+    **HYBRIDS,
+    **PURELY_RECURRENT,
+    "falcon_h1": FAMILIES["falcon_h1"],
+    "falcon_h1_norm": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**COMMON, **SPECIAL, **MAMBA, mamba_d_ssm=48, mamba_rms_norm=True)
     ),
 }
-families = pytest.mark.parametrize("family", CONFIGS)
+families = pytest.mark.parametrize("family", MODELS)
 
 
-def model_of(family):
-    torch.manual_seed(0)
-    config = CONFIGS[family]()
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0, 0.3)
-    return model
-
-
+@functools.cache
 def layer_of(family, dtype=torch.float32):
-    model = model_of(family)
-    layer = getattr(model, "backbone", None) or model.model
-    layer = layer.layers[0]
+    """The first layer's recurrent module, with large weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MODELS[family]().eval().requires_grad_(False)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    layer = (getattr(model, "backbone", None) or model.model).layers[0]
     names = ("linear_attn", "mamba", "mixer", "self_attn")
     return next(getattr(layer, name) for name in names if hasattr(layer, name)).to(dtype)
 
 
-def hidden(pos=POS, dtype=torch.float32):
-    return torch.randn(BATCH, pos, D_MODEL, generator=torch.Generator().manual_seed(1)).to(dtype)
+def hidden(family, pos=POS, dtype=torch.float32):
+    d_model = 48 if family == "olmo_hybrid" else 24
+    return torch.randn(BATCH, pos, d_model, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def theirs(family, module, x, mask=None, cache=None):
@@ -148,7 +55,7 @@ def relative(got, expected):
 @families
 def test_output_is_transformers(family):
     """Both against a pass of Transformers in float64: ours is off by at most twice as much as theirs."""
-    module, wide, x = layer_of(family), layer_of(family, torch.float64), hidden()
+    module, wide, x = layer_of(family), layer_of(family, torch.float64), hidden(family)
     mixer = mixer_for(module, 0)
     assert not list(mixer.parameters())
     with InFloat64():
@@ -169,7 +76,7 @@ def test_output_is_transformers(family):
 
 @families
 def test_left_padding_is_transformers(family):
-    module, x = layer_of(family, torch.float64), hidden(20, torch.float64)
+    module, x = layer_of(family, torch.float64), hidden(family, 20, torch.float64)
     mask = torch.arange(20) >= torch.tensor([[0], [5], [17]])
     with InFloat64():
         error = relative(mixer_for(module, 0)(x, mask=mask)[0][mask], theirs(family, module, x, mask)[mask])
@@ -179,7 +86,7 @@ def test_left_padding_is_transformers(family):
 @families
 def test_a_bias_replaces_the_tokens_that_made_it(family):
     """In float64: the state of a prompt as b_KV, with the convolution's rows, is the prompt; so in passes of any length."""
-    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(30, torch.float64)
+    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(family, 30, torch.float64)
     with InFloat64():  # Transformers' norm, and Kimi's gate, name float32
         whole, end = mixer(x)
         _, prompt = mixer(x[:, :13])
@@ -200,9 +107,9 @@ def test_a_bias_replaces_the_tokens_that_made_it(family):
 
 @families
 def test_sum_over_prompt_tokens_is_the_state(family):
-    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(20, torch.float64)
+    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(family, 20, torch.float64)
     mask = torch.arange(20) < torch.tensor([[20], [12], [1]])
-    _, start = mixer(hidden(4, torch.float64))
+    _, start = mixer(hidden(family, 4, torch.float64))
     state = RecurrentState(b_kv=start.total(), conv=start.conv)
     conv = None if not mixer.conv_rows else state.conv
     inputs = mixer.inputs(x, conv, mask)
@@ -215,7 +122,7 @@ def test_sum_over_prompt_tokens_is_the_state(family):
 @families
 def test_prompts_of_unequal_length(family):
     """Left or right padding: each row ends as its real tokens alone would, including the convolution."""
-    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(20, torch.float64)
+    mixer, x = mixer_for(layer_of(family, torch.float64), 0), hidden(family, 20, torch.float64)
     lengths = torch.tensor([[20], [12], [2]])
     for mask in (torch.arange(20) < lengths, torch.arange(20) >= 20 - lengths):
         with InFloat64():
@@ -243,7 +150,7 @@ def fired(mixer, run):
 
 @families
 def test_hook_points_fire_at_prefill_and_at_decoding(family):
-    mixer, x = mixer_for(layer_of(family), 0), hidden(6)
+    mixer, x = mixer_for(layer_of(family), 0), hidden(family, 6)
     state = RecurrentState(b_kv=torch.randn(1, mixer.n_heads, mixer.d_k, mixer.d_v))
     _, after = mixer(x, state)
     quiet = {"hook_conv_state", "hook_write_strength"} if family == "minimax" else set()
@@ -265,7 +172,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
 @families
 def test_hooks_change_what_they_say(family):
     """Ablating the bias at every pass, decoding included, is having none; the pattern as read makes the same output."""
-    mixer, x = mixer_for(layer_of(family), 0), hidden(9)
+    mixer, x = mixer_for(layer_of(family), 0), hidden(family, 9)
     state = RecurrentState(b_kv=torch.randn(BATCH, mixer.n_heads, mixer.d_k, mixer.d_v))
 
     def both_passes(state):
@@ -289,7 +196,7 @@ def test_hooks_change_what_they_say(family):
 
 @families
 def test_gradients_reach_the_bias_and_states_are_not_written(family):
-    mixer, x = mixer_for(layer_of(family), 0), hidden(5).requires_grad_()
+    mixer, x = mixer_for(layer_of(family), 0), hidden(family, 5).requires_grad_()
     b_kv = torch.randn(1, mixer.n_heads, mixer.d_k, mixer.d_v, requires_grad=True)
     _, after = mixer(x, RecurrentState(b_kv=b_kv))
     kept = [None if part is None else part.detach().clone() for part in after]
@@ -305,7 +212,7 @@ def test_gradients_reach_the_bias_and_states_are_not_written(family):
 def test_states_of_another_layer_and_unknown_modules_are_refused():
     mixer = mixer_for(layer_of("qwen3_next"), 3)
     with pytest.raises(KVLensError, match=r"layer 3 .*expected b_kv of shape \[3 or 1, 4, 6, 5\], got \[1, 4, 5, 6\]"):
-        mixer(hidden(2), RecurrentState(b_kv=torch.zeros(1, 4, 5, 6)))
+        mixer(hidden("qwen3_next", 2), RecurrentState(b_kv=torch.zeros(1, 4, 5, 6)))
     with pytest.raises(KVLensError, match="layer 1: expected a recurrent layer.*Qwen3NextGatedDeltaNet.*got Linear"):
         mixer_for(torch.nn.Linear(2, 2), 1)
     assert has_mixer(mixer.module)

@@ -116,3 +116,34 @@ def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk
         b, end = run(part(slice(cut, None)), initial_state=between)
         close(torch.cat([a, b], dim=1), z)
         close(end, final)
+
+
+@pytest.mark.parametrize("decay", ["usual", "strong"])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_are_those_of_the_loop(rule, decay, monkeypatch):
+    """Also where e^{G_i - G_j} above the diagonal, up to e^{4000}, would overflow: neither z nor a gradient may touch it."""
+    monkeypatch.setattr(sys.modules["kvlens.ops.ssd.forms"], "CHUNK_SIZE", 64)
+    _, naive, fast = RULES[rule]
+    arguments = {name: x for name, x in arguments_of(rule, decay, False, 40, 0).items() if x is not None}
+    S = normal(BATCH, HEAD, D_K, D_V, seed=9)
+
+    def gradients(form):
+        leaves = {name: x.clone().requires_grad_() for name, x in {**arguments, "initial_state": S}.items()}
+        z, final = call(form, leaves, output_final_state=True)
+        (z.square().sum() + final.square().sum()).backward()
+        return {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+    expected = gradients(naive)
+    for form in fast:
+        for name, gradient in gradients(form).items():
+            close(gradient, expected[name])
+
+
+def test_one_token_of_mamba_by_hand():
+    """S = e^{-1} S_0 + 2 k v^T, z = S^T q, with k = (1, 0), v = 3, q = (1, 10)."""
+    q, k = torch.tensor([1.0, 10.0]).view(1, 1, 1, 2), torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    v, log_decay, write = torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1), -1.0), torch.full((1, 1, 1), 2.0)
+    z, state = ssd.naive_ssd(q, k, v, log_decay, write, initial_state=torch.ones(1, 1, 2, 1), output_final_state=True)
+    kept = torch.tensor(-1.0).exp()
+    torch.testing.assert_close(state.flatten(), torch.stack([kept + 6, kept]))
+    torch.testing.assert_close(z.flatten(), (11 * kept + 6)[None])

@@ -7,7 +7,7 @@ import torch
 from ops_cases import normal
 from torch import Tensor
 
-from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
+from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias, naive_softmax_attention
 from kvlens.ops.softmax_features import (
     ScoreRule,
     learned_log_features,
@@ -93,10 +93,8 @@ def test_taylor_features_multiply_to_the_polynomial():
 
 def context(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The context's attention and log-normalizer: every query sees every key, [batch, key, kv_head, d]."""
-    group = q.shape[2] // keys.shape[2]
-    k, v = keys.repeat_interleave(group, dim=2), values.repeat_interleave(group, dim=2)
-    scores = torch.einsum("bphd,bjhd->bphj", q, k) / scale
-    return torch.einsum("bphj,bjhd->bphd", scores.softmax(-1), v), scores.logsumexp(-1)
+    read = naive_softmax_attention(q, keys, values, scale, causal=False, log_normalizer=True)
+    return read.z, read.log_normalizer
 
 
 def biased(scale: float = 1.0, dtype: torch.dtype = torch.float64):
@@ -114,7 +112,8 @@ def biased(scale: float = 1.0, dtype: torch.dtype = torch.float64):
 def test_keys_that_are_the_context_split_in_two_give_the_whole_at_any_score(scale):
     q, keys, own, values, phi, z, log_n, _, _ = biased(scale)
     b_kv = normal(BATCH, KV, R, D, seed=14)
-    merged = join_bias(z, ScaledMass.of_log(log_n), phi, b_kv, torch.ones(BATCH, KV, R, dtype=torch.float64))
+    mass = ScaledMass(torch.full_like(log_n, 2.0), log_n - math.log(2.0))  # a part of it in the mass, the rest in the scale
+    merged = join_bias(z, mass, phi, b_kv, torch.ones(BATCH, KV, R, dtype=torch.float64))
     all_keys = torch.cat([keys.transpose(1, 2), own], dim=1)
     whole, log_whole = context(q, all_keys, torch.cat([b_kv.transpose(1, 2), values], dim=1), math.sqrt(D))
     size = float(all_keys.abs().max() * q.abs().max())  # a score's rounding error is about eps * d * this, absolute
