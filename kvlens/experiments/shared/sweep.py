@@ -104,7 +104,8 @@ class Lead:
         runs: group -> the rows that are compared; by default all.
         paper: the number that the paper prints, if any.
         ours: our number, with the same fields as ``what``; None: mean and spread of the differences.
-        denied: whether the claim is that there is no lead.
+        denied: whether the claim is that there is no lead. It holds where the difference is significantly below 0; that two
+            models are equal cannot be shown.
     """
 
     what: str
