@@ -21,7 +21,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
 from kvlens.files import atomic
-from kvlens.report import build_report, check_folder, print_report, write_report
+from kvlens.report import build_report, check_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths
 from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
@@ -167,6 +167,11 @@ def test_greedy_text_has_the_most_probable_tokens(model, report):
                 tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
 
 
+def test_a_cold_sample_is_the_greedy_text(model, report):
+    cold = build_report(model, PROMPT, TEXT, new_tokens=9, by=None, temperature=1e-3).tables["generated"]
+    assert cold["token_id"].tolist() == report.tables["generated"]["token_id"].tolist()
+
+
 def test_a_lost_shift_state_is_no_rounding(model):
     bias = convert_prompt(model, PROMPT)
     lost = replace(bias, last_k=bias.last_k * 0, last_v=bias.last_v * 0)
@@ -259,6 +264,26 @@ def test_a_harmful_prompt_is_reported_with_its_positions(report):
     assert f"{token!r} at 2 (+3.50)" in note
     effect["loss"] = -effect["loss"]
     assert harm_note(effect) is None
+
+
+def test_the_page_colors_the_token_that_is_predicted_and_lists_where_the_prompt_helps_and_hurts_most(report, monkeypatch):
+    """The loss at position 2 is that of the token at 3; the prompt lowers it most there, and raises it most at 1."""
+    effect = report.tables["prompt_effect"].copy()
+    gains = effect["position"].map({0: 0.5, 1: -2.0, 2: 3.0, 3: -1.0}).fillna(0.0).where(effect["next_token"].notna())
+    effect["loss"] = 5 + gains.where(effect["condition"] == "without_prompt", 0 * gains)
+    seen = {}
+    monkeypatch.setattr(page, "colored_tokens", lambda tokens, values, **_: seen.update(tokens=[*tokens], values=values))
+    monkeypatch.setattr(page, "error_table", lambda table, **_: seen.update(table=table))
+    page._gain(effect)
+    page._places(effect)
+    assert seen["tokens"] == effect.loc[effect["condition"] == "converted", "token"].tolist()
+    assert pd.isna(seen["values"][0]) and seen["values"][1:5] == [0.5, -2.0, 3.0, -1.0]
+    assert len(seen["values"]) == len(seen["tokens"])
+    table = seen["table"]
+    assert [*zip(table["the prompt"], table["position"], strict=True)] == [
+        ("helps", 2), ("helps", 0), ("hurts", 1), ("hurts", 3)
+    ]  # fmt: skip
+    assert table["next token"].tolist() != table["after"].tolist()
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------
