@@ -93,13 +93,13 @@ class Ridge:
 
 
 @dataclass(frozen=True)
-class AttentionVariantConfig:
-    """The variants of a model's attention; each may be given as a dict of its fields."""
+class _Given:
+    """The variants as passed by the user: dicts are converted to the settings classes."""
 
-    regularised: Regularised | None = None
-    augmented: Augmented | None = None
-    negative: Negative | None = None
-    ridge: Ridge | None = None
+    regularised: Regularised | Mapping[str, Any] | None = None
+    augmented: Augmented | Mapping[str, Any] | None = None
+    negative: Negative | Mapping[str, Any] | None = None
+    ridge: Ridge | Mapping[str, Any] | None = None
 
     def __post_init__(self):
         kinds: dict[str, type] = dict(regularised=Regularised, augmented=Augmented, negative=Negative, ridge=Ridge)
@@ -116,6 +116,15 @@ class AttentionVariantConfig:
                 "attention_variant: ridge replaces the gradient step that regularised and negative change; it combines with "
                 "augmented alone"
             )
+
+
+class AttentionVariantConfig(_Given):
+    """The variants of a model's attention; each may be given as a dict of its fields."""
+
+    regularised: Regularised | None
+    augmented: Augmented | None
+    negative: Negative | None
+    ridge: Ridge | None
 
     @property
     def needs_pattern(self) -> bool:

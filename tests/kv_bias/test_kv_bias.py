@@ -343,7 +343,7 @@ CHANGES = {
     "lacks a complete fingerprint": lambda tensors, metadata, meta: meta.update(fingerprint={"n_layers": 2}),
     "is damaged: its format version is 'abc'": lambda tensors, metadata, meta: metadata.update(format_version="abc"),
     "damaged .JSONDecodeError|not JSON": lambda tensors, metadata, meta: "not json",
-    "incomplete or damaged .TypeError": lambda tensors, metadata, meta: "[]",
+    "incomplete or damaged .Type(Check)?Error": lambda tensors, metadata, meta: "[]",
     "incomplete or damaged .TypeError: 'int'": lambda tensors, metadata, meta: '{"fingerprint": 3}',
     "incomplete or damaged .KeyError": lambda tensors, metadata, meta: "{}",
 }
