@@ -79,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family("Granite 3", logits_of_heads=False, remarks="factors behind attention"),
     "starcoder2": Family("StarCoder2", remarks=_WINDOW),
     "smollm3": Family("SmolLM3", remarks="some layers without rotary positions"),
+    "seed_oss": Family("Seed-OSS", remarks="biases of queries, keys and values"),
     "deepseek_v3": Family("DeepSeek-V3", remarks=f"latent attention, kept as the keys and values of every head; {_EXPERTS}"),
     "qwen3_5_text": Family("Qwen3.5", states=DELTA, remarks="gated attention; the language model of checkpoints with images"),
     "qwen3_next": Family("Qwen3-Next", states=DELTA, remarks=f"gated attention; {_EXPERTS}"),

@@ -196,6 +196,7 @@ LIKE_THE_OTHERS = {
         )
     ),
     "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW)),
+    "seed_oss": lambda: tf.SeedOssForCausalLM(tf.SeedOssConfig(**COMMON, **SPECIAL)),
 }
 """Softmax families whose layers the bridge computes as those above: held by exactness and the table of families alone."""
 PURELY_RECURRENT = {

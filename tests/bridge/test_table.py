@@ -132,3 +132,18 @@ def test_no_option_leads_past_the_comparison(options, tmp_path):
     tf.StableLmForCausalLM(tf.StableLmConfig(**WITHOUT_D_HEAD, **SPECIAL)).save_pretrained(tmp_path)
     with pytest.raises(KVLensError, match="does not compute what StableLmForCausalLM computes"):
         KVTransformerBridge.boot_transformers(tmp_path, **options)
+
+
+def test_seed_oss_with_biases_that_are_not_zero():
+    """A random model's biases of queries, keys and values are zeros."""
+    plain = tiny("seed_oss").double()
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in plain.named_parameters():
+        if name.endswith("bias"):
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    whole = plain(torch.cat([PROMPT, TEXT])[None]).logits[:, len(PROMPT) :]
+    model = KVTransformerBridge.boot_transformers(plain)
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        continued = model(TEXT[None])
+    rounding = 10 * torch.finfo(torch.float32).eps  # Transformers computes softmax and angles in float32; logits are around 1
+    torch.testing.assert_close(continued, whole, rtol=0, atol=rounding)
