@@ -198,8 +198,8 @@ LIKE_THE_OTHERS = {
     "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**WITHOUT_D_HEAD, **SPECIAL, sliding_window=WINDOW)),
     "seed_oss": lambda: tf.SeedOssForCausalLM(tf.SeedOssConfig(**COMMON, **SPECIAL)),
 }
-"""Softmax families whose layers the bridge computes as those above: held by exactness, the table of families and, among the slow
-tests, the names of hooks."""
+"""Softmax families whose layers the bridge computes as those above: held by exactness, the table of families and, among
+the slow tests, the names of hooks."""
 PURELY_RECURRENT = {
     "mamba2": lambda: tf.Mamba2ForCausalLM(
         tf.Mamba2Config(
