@@ -1,18 +1,7 @@
-"""Exact conversion of a prompt into KV biases (ICLCA alg. 1, eq. 13 and 19, in kvlens' notation).
+"""``convert_prompt``: a prompt becomes the KV bias that replaces it.
 
-For each layer, with that layer's own input from the prompt of M tokens:
-
-    b'_KV = gamma^M R_{-M} b_KV + sum_j gamma^{M-1-j} R_{j-M} phi(k'_j) v'_j^T        b'_D = b_D + sum_j phi(k'_j)
-    shift state' = the last w rows of [old shift state; the prompt's raw keys, values, queries]
-
-which is the state that one forward pass over the prompt leaves in a decoding cache, expressed from position M. The prompt's own
-pass reads the *old* bias and shift state (ICLCA alg. 1 step (d) has the new one, which is off by 16-60 %).
-
-If RoPE follows the feature map, R_{-M} rotates the stored keys so that the text after the prompt starts at position 0.
-Otherwise (learned, sinusoidal or no positions, RoPE before the feature map) R drops out and the text starts at
-``position_offset'`` = old offset + M.
-
-Prompts of softmax models are converted by :mod:`kvlens.conversion.softmax`.
+Here a prompt is read and checked. :mod:`kvlens.conversion.linear` converts it for linear attention (ICLCA alg. 1), and
+:mod:`kvlens.conversion.softmax` for softmax attention, exactly or with fewer keys.
 """
 
 import contextlib
@@ -22,27 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.arguments import Span
 from kvlens.checks import Count, checked
-from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions
-from kvlens.conversion.carry import carry_layer_state, per_query_head
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
+from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.method import ConversionMethod, Exact
 from kvlens.conversion.softmax.methods import is_option, method_of
 from kvlens.errors import KVLensError, warn
-from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
-from kvlens.model.fingerprint import of_weights
 from kvlens.model.protocol import KVModel, ReadsPrompts
-from kvlens.model.streaming import has_hooks, segments, wants_gradients
-from kvlens.ops.linear_attention import LinearAttentionState
 
 
 @checked
@@ -123,9 +105,8 @@ def convert_prompt(
 
     Source: ICLCA sec. 4, alg. 1; the shift state and padding are kvlens'.
     """
-    hooked = model if isinstance(model, HookedKVTransformer) else None
-    if hooked is not None:
-        _check_convertible(hooked)
+    if isinstance(model, HookedKVTransformer):
+        _check_convertible(model)
     is_softmax = model.cfg.attention != "linear"
     way = _checked_method(is_softmax, method, options)
     if is_softmax and segment_length is not None:
@@ -134,8 +115,8 @@ def convert_prompt(
             "softmax prompt are kept until the fit, and its pass is split automatically where it would hold too many scores"
         )
     with contextlib.ExitStack() as stack:
-        if hooked is not None:
-            stack.enter_context(hooked._thread.passes(hooked._has_bias))
+        if isinstance(model, HookedKVTransformer):
+            stack.enter_context(model._thread.passes(model._has_bias))
         continued = initial is not None or model.attached_kv_bias is not None
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and not continued
@@ -152,19 +133,13 @@ def convert_prompt(
                 f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
                 f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
             )
-        if hooked is not None:
-            _warn_of_length(hooked, tokens, old)
+        _warn_of_length(model, tokens, old)
         if is_softmax:
             bias = convert_softmax_prompt(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
         else:
-            assert hooked is not None
-            bias = _collect(
-                hooked, tokens, _run_prompt(hooked, tokens, fwd_hooks, segment_length, on_progress), old, fingerprint
-            )
-        if hooked is None:
-            bias.check_finite(f"convert_prompt: {model.cfg.architecture} in {model.cfg.dtype}")
-        else:
-            _check_finite(hooked, bias)
+            assert isinstance(model, HookedKVTransformer)
+            bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
+        _check_finite(model, bias)
         if not tokens.has_batch and (old is None or old.batch_size is None):
             bias = bias.select_prompt(0)
         if is_softmax and on_progress is not None:
@@ -192,7 +167,7 @@ def _read_prompt(
     return made.as_prompt()._replace(has_batch=read.has_batch)
 
 
-def _warn_of_length(model: HookedKVTransformer, prompt: PromptTokens, old: KVBias | None) -> None:
+def _warn_of_length(model: KVModel, prompt: PromptTokens, old: KVBias | None) -> None:
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
     note = length_note(model, int((torch.as_tensor(prompt.n_positions()).cpu() + before).max()))
     if note is not None:
@@ -232,80 +207,11 @@ def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: M
     return Exact()
 
 
-def _run_prompt(
-    model: HookedKVTransformer,
-    prompt: PromptTokens,
-    fwd_hooks: Sequence[Any],
-    segment_length: int | None,
-    on_progress: Callable[[float], None] | None,
-) -> list[LinearCacheEntry]:
-    """Run the prompt's own forward pass without the unembedding, and return the states left in a decoding cache."""
-    tokens, cfg = prompt.tokens, model.cfg
-    cache = TransformerLensKeyValueCache.init_cache(cfg, cfg.device, tokens.shape[0])
-    mask = None if prompt.mask is None else prompt.mask.long()
-    with model.hooks(fwd_hooks=list(fwd_hooks)), hidden_tokens_keep_positions(prompt.keeps_positions):
-        model.check_length(tokens.shape[1], mask)
-        if segment_length is None and (has_hooks(model) or wants_gradients(model)):
-            segment_length = tokens.shape[1]
-        options: dict[str, Any] = dict(segment_length=segment_length, on_progress=on_progress)
-        for _ in segments(model, tokens, mask, cache, stop_at_layer=cfg.n_layers, **options):
-            pass
-    return cache.entries  # type: ignore[return-value]
-
-
-def _collect(
-    model: HookedKVTransformer,
-    prompt: PromptTokens,
-    entries: list[LinearCacheEntry],
-    old: KVBias | None,
-    fingerprint: Fingerprint,
-) -> KVBias:
-    cfg = model.cfg
-    lengths, n_positions = prompt.lengths(), prompt.n_positions()
-    old = None if old is None else old.to(prompt.tokens.device)
-    layers = [_layer_tensors(model, layer, entry, n_positions) for layer, entry in enumerate(entries)]
-    stacked = (padded([t.to(prompt.tokens.device) for t in tensors]) for tensors in zip(*layers, strict=True))
-    b_kv, b_d, last_k, last_v, last_q = stacked
-    offset = 0 if cfg.rotates_after else n_positions + (0 if old is None else old.position_offset)
-    return KVBias(
-        b_KV=b_kv,
-        b_D=b_d,
-        last_k=last_k,
-        last_v=last_v,
-        last_q=last_q,
-        n_prompt_tokens=lengths + (0 if old is None else old.n_prompt_tokens),
-        position_offset=offset,
-        fingerprint=fingerprint,
-    )
-
-
-def _layer_tensors(
-    model: HookedKVTransformer, layer: int, entry: LinearCacheEntry, n_positions: int | Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
-    attn = model.blocks[layer].attn
-    cfg = attn.cfg
-    assert entry.state is not None
-    written = per_query_head(entry.state, cfg.n_heads)
-    old = None if entry.bias is None else LinearAttentionState(*entry.bias)
-    new = carry_layer_state(attn, old, n_positions, written)
-    b_d = new.kv.new_zeros(new.kv.shape[:3]) if new.k_sum is None else new.k_sum
-    rows = [_shift_state(entry, x, new.kv, n) for x, n in (("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads), ("q", cfg.n_heads))]
-    return new.kv, b_d, rows[0], rows[1], rows[2]
-
-
-def _shift_state(entry: LinearCacheEntry, name: str, like: Tensor, n_heads: int) -> Tensor:
-    rows = entry.shift_state.get(name)
-    return like.new_zeros(like.shape[0], 0, n_heads, like.shape[-1]) if rows is None else rows.to(like)
-
-
-def _not_finite(model: HookedKVTransformer) -> list[str]:
-    suspects = [name for name, p in model.named_parameters() if not bool(p.detach().sum().isfinite())]
-    return [name for name in suspects if not bool(model.get_parameter(name).isfinite().all())]  # or the sum overflowed
-
-
-def _check_finite(model: HookedKVTransformer, bias: KVBias) -> None:
-    broken = of_weights(model, "not finite", lambda: _not_finite(model))
-    if broken:
-        raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}")
-    bias.check_finite("convert_prompt")
+def _check_finite(model: KVModel, bias: KVBias) -> None:
+    try:
+        bias.check_finite("convert_prompt")
+    except KVLensError as error:
+        broken = [name for name, p in cast(torch.nn.Module, model).named_parameters() if not bool(p.isfinite().all())]
+        if not broken:
+            raise
+        raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}") from error

@@ -34,10 +34,6 @@ class ConversionMethod(ABC):
     def check_model(self, model: ReadsPrompts) -> None:  # noqa: B027 - most methods serve any model
         """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
-    @abstractmethod
-    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
-        """Whether prompts of these lengths keep all of their keys, which is exact, so that nothing is fitted or recorded."""
-
 
 def check_class(kind: type) -> None:
     """Check that the class of a method is well-formed.
@@ -68,9 +64,6 @@ class Exact(ConversionMethod):
 
     name: ClassVar[str] = "exact"
 
-    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
-        return True
-
 
 @dataclass(frozen=True, kw_only=True)
 class Approximation(ConversionMethod, TextOptions):
@@ -94,6 +87,7 @@ class Approximation(ConversionMethod, TextOptions):
         """
 
     def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of these lengths keep all of their keys, which is exact, so that nothing is fitted or recorded."""
         return False
 
 
