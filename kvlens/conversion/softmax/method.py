@@ -18,7 +18,7 @@ from kvlens.kv_bias import KVBias
 from kvlens.model.protocol import ReadsPrompts
 
 
-class ConversionMethod(ABC):
+class ConversionMethod:
     """How the prompt of a softmax model becomes a bias: :class:`Exact`, or an :class:`Approximation`.
 
     Attributes:
@@ -31,7 +31,7 @@ class ConversionMethod(ABC):
     needs_queries: ClassVar[bool] = False
     shorthand: ClassVar[Mapping[str, str]] = {}
 
-    def check_model(self, model: ReadsPrompts) -> None:  # noqa: B027 - most methods serve any model
+    def check_model(self, model: ReadsPrompts) -> None:
         """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
 
@@ -66,7 +66,7 @@ class Exact(ConversionMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Approximation(ConversionMethod, TextOptions):
+class Approximation(ConversionMethod, TextOptions, ABC):
     """A method whose bias is not exact; its errors are measured on reference text (:class:`TextOptions`) and recorded.
 
     A subclass is a frozen dataclass decorated by :func:`~kvlens.checks.checked`, which checks fields by their annotations.
