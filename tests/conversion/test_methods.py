@@ -16,7 +16,6 @@ from kvlens.conversion import (
     METHODS,
     Approximation,
     AttentionMatching,
-    ConversionMethod,
     Exact,
     ExpectedAttention,
     KVzip,
