@@ -1,4 +1,4 @@
-"""A file, folder or package of the user that is called ``analyses`` causes no conflict, in a clone or installed."""
+"""A file or folder of the user that is called ``analyses`` causes no conflict, in a clone or installed."""
 
 import os
 import shutil
@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 THEIRS = {
     "a file": {"analyses.py": "mine = 1\n"},
-    "a package": {"analyses/__init__.py": "from .other import mine\n", "analyses/other.py": "mine = 1\n"},
     "a folder": {"analyses/other.py": "mine = 1\n"},
 }
 USES_BOTH = """
