@@ -33,11 +33,11 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVLensError, KVModel
 from kvlens.checks import Within, checked
+from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Option, analysis
 from ..front_ends import on_its_front_ends
-from ..passes import MEMORY_PER_PASS
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
@@ -86,8 +86,8 @@ class Reading:
         self.n_prompt, self.n_tokens = len(question.prompt), len(question.prompt) + len(question.text) + len(tokens) - 1
         self.heads = {layer: n for layer, n in enumerate(heads_per_layer(model)) if n}
         widest = max(model.cfg.d_mlp or 0, 6 * model.cfg.d_model, 2 * max(self.heads.values()) * self.n_tokens)
-        bytes_per_row = 16 * self.n_tokens * widest + 28 * model.cfg.d_vocab_out * len(tokens)
-        self.at_once = max(1, min(64, MEMORY_PER_PASS // bytes_per_row))
+        numbers_per_row = 4 * self.n_tokens * widest + 7 * model.cfg.d_vocab_out * len(tokens)
+        self.at_once = max(1, min(64, NUMBERS_PER_PASS // numbers_per_row))
         seen: dict[str, Tensor] = {}
 
         def keep(x: Tensor, hook: Any, name: str) -> Tensor:

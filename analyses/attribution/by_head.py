@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel, convert_prompt, weights_unchanged
 from kvlens.checks import checked
+from kvlens.memory import NUMBERS_PER_PASS
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..bias.parts import HEAD, exchangeable, indicators
 from ..declaration import Columns, Option, analysis
-from ..passes import MEMORY_PER_PASS
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from ..texts import joined
@@ -163,4 +163,4 @@ def swapped_heads(
 def rows_at_once(bias: KVBias) -> int:
     """So many variants of a bias are read in one pass, as there is memory for."""
     group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
-    return max(4, min(64, MEMORY_PER_PASS // (8 * group * bias.num_parameters)))
+    return max(4, min(64, NUMBERS_PER_PASS // (2 * group * bias.num_parameters)))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.bridge import read_memory
+from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, recurrent_layers, tensors_of, with_tensors
@@ -27,8 +28,6 @@ SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
 """Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 ALL = -1
 """In place of a layer: every one."""
-BYTES_AT_ONCE = 2**27
-"""Of biases that are read together, and of features of chosen positions that are added up together."""
 
 
 def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"]) -> Iterator[KVBias]:
@@ -49,7 +48,7 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
     """
     terms = Terms.of_prompt(model, prompt)
     bias = terms.bias
-    for rows in units.split(max(1, BYTES_AT_ONCE // max(1, bias.b_KV.numel() * bias.b_KV.element_size()))):
+    for rows in units.split(max(1, NUMBERS_AT_ONCE // max(1, bias.b_KV.numel()))):
         whole = bias.repeat(len(rows))
         left = tensors_of(whole)
         left |= {name: _without_rows(left[name], rows) for name in SHIFT_STATES if name in left}
@@ -199,7 +198,7 @@ def written(
     weight = chosen.gather(1, positions).to(read.carried)[..., None, None]
     of_kv = kv_heads_read(read.bias).to(read.v.device)[:, None, None, :, None]
     b_kv, b_d = [], []
-    at_once = max(1, BYTES_AT_ONCE // (read.carried[:, 0].numel() * most * 8))
+    at_once = max(1, NUMBERS_AT_ONCE // (read.carried[:, 0].numel() * most))
     for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
         values = torch.take_along_dim(read.v[:, where], of_kv, dim=3)
         b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))

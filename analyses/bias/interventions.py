@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
+from kvlens.memory import NUMBERS_PER_PASS
 
-from ..passes import MEMORY_PER_PASS
 from .parts import RECURRENT, kv_heads_read, most_heads, tensors_of, with_tensors
 
 ALL = -1
@@ -92,14 +92,14 @@ def logits_under(
         text: [pos].
         bias: the bias of one prompt.
         rows: the interventions.
-        batch_size: interventions per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
+        batch_size: interventions per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
         hooks_of: hooks on the activations of some of the rows.
 
     Raises:
         KVLensError: a bias of another model.
     """
-    rows_per_pass = batch_size or max(1, MEMORY_PER_PASS // _bytes_per_row(model, bias, len(text)))
+    rows_per_pass = batch_size or max(1, NUMBERS_PER_PASS // _numbers_per_row(model, bias, len(text)))
     n_rows = len(rows.donor)
     for first in range(0, n_rows, rows_per_pass):
         of_pass = slice(first, first + rows_per_pass)
@@ -143,7 +143,7 @@ def _kept(bias: KVBias, rows: Interventions) -> dict[str, Tensor]:
     return kept
 
 
-def _bytes_per_row(model: KVModel, bias: KVBias, pos: int) -> int:
-    """Bytes of a bias and its copy in the layers, the logits and their float64 probabilities, and the widest activations."""
+def _numbers_per_row(model: KVModel, bias: KVBias, pos: int) -> int:
+    """Those of a bias and its copy in the layers, the logits and their float64 probabilities, and the widest activations."""
     widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, bias.n_heads * bias.b_KV.shape[-2])
-    return 8 * bias.num_parameters + pos * (28 * model.cfg.d_vocab_out + 16 * widest)
+    return 2 * bias.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)

@@ -55,7 +55,7 @@ def bias_ablation(
         prompt: a bias, or a string or tokens [pos], which are converted here.
         text: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals per forward pass; None takes what :data:`kvlens.analyses.passes.MEMORY_PER_PASS` allows.
+        batch_size: removals per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:

@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
+from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import head_hooks, heads_per_layer, joined_heads
 
-from ..passes import MEMORY_PER_PASS
 from .repeated_tokens import RepeatedTokens
 from .weights import wide_dtype
 
@@ -48,7 +48,7 @@ def resampling_ablation(
         model: the model whose heads are ablated.
         repeated: the texts.
         donors: the same number of texts of the same length.
-        batch_size: rows per forward pass; None takes what :data:`MEMORY_PER_PASS` allows.
+        batch_size: rows per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
         on_start: called once, before anything runs, with the number of ablations: heads times texts.
         on_progress: called with the fraction done after each forward pass.
 
@@ -111,11 +111,11 @@ def standard_error(changes: Float[Tensor, "*lead text target"]) -> Float[Tensor,
 
 
 def rows_per_pass(model: KVModel, repeated: RepeatedTokens) -> int:
-    """Texts that fit into :data:`MEMORY_PER_PASS`: logits and exponentials, pattern and scores, widest activations."""
+    """Texts that fit into :data:`NUMBERS_PER_PASS`: logits and exponentials, pattern and scores, widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
     most = max(heads_per_layer(model))
-    row = repeated.n_repeated * 16 * cfg.d_vocab_out + 16 * pos * (most * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
-    return max(1, MEMORY_PER_PASS // row)
+    row = repeated.n_repeated * 4 * cfg.d_vocab_out + 4 * pos * (most * pos + 2 * max(cfg.d_mlp or 0, cfg.d_model))
+    return max(1, NUMBERS_PER_PASS // row)
 
 
 def residuals(model: KVModel, repeated: RepeatedTokens) -> list[Float[Tensor, "text pos d_model"]]:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvlens import KVModel
 from kvlens.errors import IndirectHeads
+from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per_layer, output_weights
 
 from ..layers import stack_layers
-from ..passes import MEMORY_PER_PASS
 from ..stream.logit_attribution import residual_directions
 from .lags import PatternScores, pattern_scores
 from .repeated_tokens import RepeatedTokens
@@ -38,17 +38,17 @@ class HeadMeasures(NamedTuple):
 
 def measure_heads(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
     """Run the text, as many sequences at a time as memory allows, and average over all of them."""
-    parts = repeated.split(max(1, MEMORY_PER_PASS // _bytes_per_sequence(model, repeated)))
+    parts = repeated.split(max(1, NUMBERS_PER_PASS // _numbers_per_sequence(model, repeated)))
     measured = [_measure_part(model, part) for part in parts]
     shares = [len(part.tokens) / len(repeated.tokens) for part in parts]
     scores = PatternScores(*(_weighted(shares, tensors) for tensors in zip(*(m.scores for m in measured), strict=True)))
     return HeadMeasures(scores, _weighted(shares, [m.attribution for m in measured]), measured[0].taps)
 
 
-def _bytes_per_sequence(model: KVModel, repeated: RepeatedTokens) -> int:
-    """Bytes of one layer's pattern, scores and temporaries; every layer's z; the widest activations."""
+def _numbers_per_sequence(model: KVModel, repeated: RepeatedTokens) -> int:
+    """The numbers of one layer's pattern, scores and temporaries; every layer's z; the widest activations."""
     pos, cfg = repeated.tokens.shape[1], model.cfg
-    return 4 * pos * (6 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
+    return pos * (6 * cfg.n_heads * pos + cfg.n_layers * cfg.n_heads * cfg.d_head + 4 * max(cfg.d_mlp or 0, cfg.d_model))
 
 
 def _weighted(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:

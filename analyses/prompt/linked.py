@@ -20,6 +20,7 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 from kvlens.errors import brief
+from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model import heads_per_layer, output_weights
 
 from ..bias.positions import reading_of
@@ -31,8 +32,6 @@ from ..texts import next_token_texts, token_texts
 from .readings import CONDITIONS, Readings, check_readings, read_text
 
 N_GUESSES = 5
-MAX_AT_ONCE = 2**21
-"""The number of w computed at a time (more if one prompt token with all text tokens and heads has more)."""
 SHOWN = {"with the prompt": "with_prompt", "converted": "converted", "without the prompt": "without_prompt"}
 """The labels of the conditions in the view, in order."""
 
@@ -149,7 +148,7 @@ def visit_shares(
     reading = reading_of(model, prompt, text, segment_length=segment_length, on_progress=on_progress, with_logits=False)
     layers, _ = reading.text()
     probes = _probes(model, layers)
-    at_once = max(1, MAX_AT_ONCE // (max(heads_per_layer(model)) * len(text)))
+    at_once = max(1, BLOCK_NUMBERS // (max(heads_per_layer(model)) * len(text)))
 
     def multiply(layer: int, stretch: Stretch) -> None:
         for start in range(0, len(stretch.keys), at_once):

@@ -303,7 +303,7 @@ def drawn(heads, positions, cause=(1,)) -> Explained:
 @pytest.mark.parametrize("name", OF_FLOWS)
 def test_every_row_of_a_flow_is_what_a_hooked_pass_over_prompt_and_text_says(name, monkeypatch):
     """Position 4 is one of the removed unit's."""
-    monkeypatch.setattr(by_head, "MEMORY_PER_PASS", 1)  # four rows at once
+    monkeypatch.setattr(by_head, "NUMBERS_PER_PASS", 1)  # four rows at once
     model = random_model(**OF_FLOWS[name])
     shifts = model.cfg.kv_shift is not None
     found = drawn(("0.1", "1.s0") if shifts else ("0.1", "1.2"), ("4", SHIFT_STATE if shifts else "9"))

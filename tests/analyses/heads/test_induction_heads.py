@@ -284,7 +284,7 @@ def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
     assert not frame.equals(table(model, n_sequences=5, n_repeated=N, seed=1))
     frame.to_parquet(tmp_path / "heads.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
-    monkeypatch.setattr(measures, "MEMORY_PER_PASS", 1)  # one sequence per forward pass
+    monkeypatch.setattr(measures, "NUMBERS_PER_PASS", 1)  # one sequence per forward pass
     pd.testing.assert_frame_equal(table(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
 
 
