@@ -32,7 +32,7 @@ class HeadsRead(NamedTuple):
     What was not asked for, and what a layer does not have, is None. With a KV shift, the values are those before the shift.
 
     Attributes:
-        pattern: the attention pattern; for a recurrent layer the exact effective attention.
+        pattern: the attention pattern, which has no columns for a bias; for a recurrent layer the exact effective attention.
         values: of each query head.
         z: the heads' outputs, before the output projection (and, in a recurrent layer, before its norm and gate).
         z_context: the part of z that comes from the text; z itself if no bias is read.
