@@ -31,17 +31,7 @@ WHOLE: dict[str, tuple[int, int]] = {
 """Smallest and largest integer, by the setting's name; 1 and `MOST_SIZE` for others."""
 RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
 NUMBERS: dict[str, Within] = {
-    **dict.fromkeys(
-        (
-            "rates",
-            "learning_rates",
-            "distil_rates",
-            "rates_of_all_entries",
-            "sigmas",
-            "step_per_token",
-        ),
-        RATE,
-    ),
+    **dict.fromkeys(("rates", "learning_rates", "distil_rates", "rates_of_all_entries", "sigmas", "step_per_token"), RATE),
     "learning_rate": Within(above=0, most=10),
     "size": Within(above=0, most=10),  # features grow as the exponential of its square
     **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import count_runs, draw_curves, train_and_compare
+from kvlens.experiments.shared.curves import count_runs, differences_by_seed, draw_curves, mean_and_spread, train_and_compare
 from kvlens.experiments.shared.outcome import Comparison, Settings, Tell
-from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
 from kvlens.experiments.shared.trials import Progress
 from kvlens.tasks import Task
 from kvlens.training import TrainSettings
@@ -31,8 +30,8 @@ class Cell:
         models: label -> fields of the model's config.
         columns: added to the rows of these runs; they identify the cell.
         training: changes to the sweep's setting ``training``.
-        rates: learning rates to choose from; None: the sweep's setting ``rates``.
-        seeds: one run each; None: the sweep's setting ``seeds``.
+        rates: learning rates to choose from; none: the sweep's setting ``rates``.
+        seeds: one run each; none: the sweep's setting ``seeds``.
         title: reported before the cell's training starts.
         examine: (label, seed, trained model) -> rows of a table of its own (`Runs.examined`).
         keep_diverged: whether a run that diverges becomes a row with an infinite loss instead of an error.
@@ -42,8 +41,8 @@ class Cell:
     models: Mapping[str, Mapping[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
-    rates: Sequence[float] | None = None
-    seeds: Sequence[int] | None = None
+    rates: Sequence[float] = ()
+    seeds: Sequence[int] = ()
     title: str = ""
     examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
     keep_diverged: bool = False
@@ -65,17 +64,17 @@ class Runs(NamedTuple):
 
 def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> Runs:
     """Train every model of every cell with every seed."""
-    cells = list(cells)
-    rates = [settings["rates"] if cell.rates is None else cell.rates for cell in cells]
-    seeds = [settings["seeds"] if cell.seeds is None else cell.seeds for cell in cells]
-    training = [{**settings["training"], **cell.training} for cell in cells]
-    n_runs = [count_runs(cell.models, own, tried) for cell, own, tried in zip(cells, seeds, rates, strict=True)]
-    steps = [TrainSettings.of(dict(own)).steps for own in training]
+    plans = [
+        (cell, {**settings["training"], **cell.training}, cell.seeds or settings["seeds"], cell.rates or settings["rates"])
+        for cell in cells
+    ]
+    n_runs = [count_runs(cell.models, seeds, rates) for cell, _, seeds, rates in plans]
+    steps = [TrainSettings.of(training).steps for _, training, _, _ in plans]
     progress = Progress(sum(n_runs), sum(n * own for n, own in zip(n_runs, steps, strict=True)), tell)
     courses: list[pd.DataFrame] = []
     examined: list[dict[str, Any]] = []
     try:
-        for cell, own, of_cell, to_choose in zip(cells, training, seeds, rates, strict=True):
+        for cell, training, seeds, rates in plans:
             if cell.title:
                 tell(cell.title)
 
@@ -83,9 +82,8 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> Runs:
                 if cell.examine is not None:
                     examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
 
-            look = None if cell.examine is None else examine
-            more: Any = dict(rates=to_choose, keep_diverged=cell.keep_diverged, progress=progress)
-            course = train_and_compare(cell.task, cell.models, own, of_cell, tell, look, **more)
+            more: Any = dict(rates=rates, keep_diverged=cell.keep_diverged, progress=progress)
+            course = train_and_compare(cell.task, cell.models, training, seeds, tell, examine, **more)
             courses.append(course.assign(**cell.columns))
     finally:
         progress.close()
@@ -125,7 +123,9 @@ class Lead:
         mean = runs.groupby("model")[self.column].mean()
         words = dict(group=name, of=mean[self.of], minus=mean[self.minus])
         ours = mean_and_spread(values) if self.ours is None else self.ours.format(**words)
-        return Comparison.tested_on(self.what.format(**words), self.paper, ours, self.claim, values, below=self.denied)
+        return Comparison.tested_on(
+            self.what.format(**words), self.claim, values, below=self.denied, ours=ours, paper=self.paper
+        )
 
 
 def compare_leads(

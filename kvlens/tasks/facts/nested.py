@@ -3,7 +3,7 @@
     The box is in the cellar. The sack is in the barn. The key is in the box. Which room holds the key? The cellar.
 
 The answer depends on both sentences. The room of a container is stated before the thing in it, so that a model can already
-store the room at the word for the container in the later sentence (:func:`note_position`). All sentences have the same form
+store the room at the word for the container in the later sentence (:func:`notes`). All sentences have the same form
 and the same number of tokens, so they can be swapped.
 """
 
@@ -61,11 +61,6 @@ def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: b
                 return Story(tuple(sentences), tuple(questions))
             questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=via))
             end += len(words)
-
-
-def note_position(story: Story, sentence: int) -> int:
-    """Position of the container's word in a sentence about a thing, at which a model can store the container's room."""
-    return story.sentences[sentence].value_position
 
 
 def notes(story: Story) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.batch import Batch, Task
 from kvlens.tasks.checks import require_between, require_drawable, require_integers
-from kvlens.tasks.facts.answers import Answers, answer_shares, scoring_hops
+from kvlens.tasks.facts.answers import Asked, answer_shares, scoring_hops
 from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
@@ -100,7 +100,7 @@ class FactsTask(Task):
         """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
         if not isinstance(model, KVTransformerBridge):
             self._check_kind(model, HookedKVTransformer)
-        assert isinstance(model, Answers)
+        assert isinstance(model, Asked)
         counts = [n for n in MEASURED_FACTS[self.hops] if self.min_facts <= n <= self.max_facts]
         tasks = [replace(self, min_facts=n, max_facts=n) for n in counts]
         drawn = [task.stories(MEASURED_STORIES, torch.Generator().manual_seed(MEASURE_SEED), "heldout") for task in tasks]
@@ -124,12 +124,13 @@ class FactsTask(Task):
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         stories = self.stories(batch_size, generator, split)
         if split == "heldout":
-            return self.as_batch(stories, [_answer_words(story) for story in stories])
+            asked = [[q.value_position for q in story.questions if not q.repeated] for story in stories]
+            return self.as_batch(stories, [[(position, position + 1) for position in row] for row in asked])
         whole = torch.rand(batch_size, generator=generator) < self.whole_share
-        batch = self.as_batch(
-            stories,
-            [[(1, story.n_tokens)] if every else _answers(story) for story, every in zip(stories, whole.tolist(), strict=True)],
-        )
+        spans = [[(q.answer_start, q.end) for q in story.questions] for story in stories]
+        for row in whole.nonzero()[:, 0].tolist():
+            spans[row] = [(1, stories[row].n_tokens)]
+        batch = self.as_batch(stories, spans)
         if self.notes:
             ids = token_ids(hops=True)
             for row, story in enumerate(stories):
@@ -154,18 +155,8 @@ class FactsTask(Task):
         return Batch(inputs, torch.where(scored, inputs.roll(-1, dims=1), 0), scored)
 
 
-def _measured(model: Answers, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
+def _measured(model: Asked, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
     """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
         return answer_shares(model, stories)._asdict()
     return {**answer_shares(model, scoring_hops(stories, hops))._asdict(), "hops": hops}
-
-
-def _answer_words(story: Story) -> list[tuple[int, int]]:
-    """The span of the answer word of each question that is asked for the first time."""
-    return [(q.value_position, q.value_position + 1) for q in story.questions if not q.repeated]
-
-
-def _answers(story: Story) -> list[tuple[int, int]]:
-    """Every answer, whole."""
-    return [(q.answer_start, q.end) for q in story.questions]

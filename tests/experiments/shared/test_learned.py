@@ -75,12 +75,12 @@ def test_a_run_that_ended_early_because_it_had_learned_all_is_flat():
 
 
 def test_a_verdict_is_withheld_with_its_reason_and_a_statement_stays_one():
-    told = Comparison("what", None, 1.0, "claim", True)
+    told = Comparison("what", "claim", 1.0, True)
     assert told.unless(None) is told and told.verdict == "holds"
     withheld = told.unless("too early")
     assert (withheld.holds, withheld.untrained, withheld.verdict) == (None, "too early", "not trained far enough")
-    assert Comparison("what", None, 1.0, "claim", None).verdict == "inconclusive"
-    stated = Comparison.stated("what", None, 1.0, "claim")
+    assert Comparison("what", "claim", 1.0, None).verdict == "inconclusive"
+    stated = Comparison.stated("what", "claim", 1.0)
     assert stated.unless("too early") is stated and stated.verdict == "not tested"
 
 
