@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.bridge import KVTransformerBridge
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_drawable, require_integers
+from kvlens.tasks.checks import require_drawable
 from kvlens.tasks.facts.answers import Asked, answer_shares, scoring_hops
 from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
@@ -50,19 +50,17 @@ class FactsTask(Task):
 
     name: ClassVar[str] = "facts"
 
-    min_facts: int = 2
-    max_facts: int = 12
-    length: int = 176
-    whole_share: float = 0.125
-    update_share: float = 0.0
-    pronoun_share: float = 0.0
+    min_facts: Annotated[int, Within(1)] = 2
+    max_facts: Annotated[int, Within(1)] = 12
+    length: Annotated[int, Within(1)] = 176
+    whole_share: Annotated[float, Within(0.0, 1.0)] = 0.125
+    update_share: Annotated[float, Within(0.0, 1.0)] = 0.0
+    pronoun_share: Annotated[float, Within(0.0, 1.0)] = 0.0
     hops: int = 1
     notes: bool = False
 
     def __post_init__(self) -> None:
-        require_integers(self, min_facts=1, max_facts=1, length=1)
-        for name in ("whole_share", "update_share", "pronoun_share"):
-            require_between(self, name, 0.0, 1.0)
+        super().__post_init__()
         if not self.min_facts <= self.max_facts <= MOST_FACTS:
             raise KVLensError(
                 f"task 'facts': expected min_facts <= max_facts <= {MOST_FACTS}, got min_facts={self.min_facts}, "
@@ -75,8 +73,8 @@ class FactsTask(Task):
             )
         if self.hops == 2 and self.min_facts < 2:
             raise KVLensError(f"task 'facts': two hops need min_facts of at least 2, got {self.min_facts}")
-        if not isinstance(self.notes, bool) or (self.notes and self.hops == 1):
-            raise KVLensError(f"task 'facts': notes is True or False, and needs hops=2, got notes={self.notes!r}")
+        if self.notes and self.hops == 1:
+            raise KVLensError("task 'facts': notes needs hops=2, got notes=True and hops=1")
         updates = self.max_facts if self.update_share else 0
         least = 1 + LONGEST_STATEMENT * (self.max_facts + updates) + LONGEST_QUESTION
         if self.length < least:
