@@ -23,8 +23,8 @@ from kvlens.experiments.dual import dual_heads, dual_layer, dual_variants, rando
 from kvlens.experiments.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.experiments.lecture.function_class_claims import Measured
-from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.significance import SIGNIFICANCE, SignificanceTest
+from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.experiments.shared.sweep import Runs as SweepRuns
 from kvlens.tasks import make_task
 
@@ -422,7 +422,8 @@ def test_real_runs_of_one_model_under_two_names():
     task = make_task("hops", k=1, vocab_size=3, length=10)
     model = dict(n_layers=1, d_model=8, d_head=4, attn_only=True)
     training = dict(batch_size=8, learning_rate=1e-2, steps=4, eval_every=4, eval_sequences=32)
-    course = train_and_compare(task, {"m": model}, training, range(24), lambda text: None)
+    settings = dict(training=training, seeds=range(24))
+    course = train_cells([Cell(task, {"m": model})], settings, lambda text: None).curves
     accuracy = course.loc[course["split"] == "heldout", "accuracy"].to_numpy()
     assert len(set(accuracy)) > 6
     draws = np.random.default_rng(0).permuted(np.tile(accuracy, (N_DRAWS, 1)), axis=1)

@@ -8,6 +8,7 @@ queries, keys and values.
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 import torch
@@ -37,7 +38,7 @@ def simplex_projections(m: int, d: int, generator: torch.Generator) -> Float[Ten
     return torch.cat(blocks)[:m] * normal.norm(dim=-1, keepdim=True)
 
 
-def _projection(kind: str, m: int, d: int, draws: torch.Generator) -> Float[Tensor, "one m d"]:
+def _projection(kind: Any, m: int, d: int, draws: torch.Generator) -> Float[Tensor, "one m d"]:
     if kind == "simplex":
         return simplex_projections(m, d, draws)[None]
     return draw_projections(1, m, d, kind, draws).double()

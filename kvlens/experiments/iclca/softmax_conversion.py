@@ -135,7 +135,8 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
         return dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0)
 
     few = texts(least)
-    for (name, kind), m in itertools.product(((IID, "iid"), (ORTHOGONAL, "orthogonal")), settings["random"]):
+    kinds: dict[str, Any] = {IID: "iid", ORTHOGONAL: "orthogonal"}
+    for (name, kind), m in itertools.product(kinds.items(), settings["random"]):
         yield Way(name, m, least, RandomProjections(n_features=m, random_feature_kind=kind, **few))
     if settings["taylor"]:
         yield Way(TAYLOR, 0, least, Taylor(**few))

@@ -178,8 +178,8 @@ def freed(
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
-    how = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, learning_rate=LEARNING_RATE, generator=generator)
-    for step, _ in enumerate(descend(state.free(), loss_on, **how), start=1):
+    how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
+    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=LEARNING_RATE, **how), start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = state.bias(one).select_prompt(0)
