@@ -206,10 +206,6 @@ def draw(table: pd.DataFrame) -> Figure:
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)
     words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), **words)
-    figure.suptitle(
-        "The dual model's step and two measures of each head; a dot per head, means over sequences",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
+    title = "The dual model's step and two measures of each head; a dot per head, means over sequences"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

@@ -19,7 +19,7 @@ kvlens' own, the fitted keys follow Attention Matching (Zweiger et al. 2026, arX
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -47,13 +47,6 @@ AIM, AIM_RATIO = 0.99, 0.25
 """The share of answers to be kept at this share of the story's keys."""
 SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
 """The number of tokens by which two statements may differ."""
-
-
-class Way(NamedTuple):
-    """A method of replacing the story, and the share of keys that it keeps."""
-
-    name: str
-    ratio: float
 
 
 @experiment(
@@ -101,7 +94,10 @@ def stories_for(model: HookedKVTransformer, settings: Settings) -> list[Story]:
 
 @torch.no_grad()
 def measure(
-    model: HookedKVTransformer, stories: Sequence[Story], ways: Iterable[tuple[Way, ConversionMethod]], first_story: int = 0
+    model: HookedKVTransformer,
+    stories: Sequence[Story],
+    ways: Iterable[tuple[str, float, ConversionMethod]],
+    first_story: int = 0,
 ) -> pd.DataFrame:
     """One row per way and question: ``story``, ``question``, ``kind``, ``way``, ``ratio``, ``keys`` (per head, on average),
     ``right_with_story``, ``is_right``.
@@ -116,28 +112,28 @@ def measure(
     tokens = torch.tensor([stories[row].n_prompt_tokens for row, _ in asked], dtype=torch.float64)
     dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": answers_without_story(model, stories).is_right.numpy()}
     frames = [pd.DataFrame({**shared, **dropped})]
-    for way, method in ways:
+    for name, ratio, method in ways:
         bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, method=method, verbose=False)
         with model.kv_bias(bias):
             right = answers_with_bias(model, stories).is_right
         keys = tokens
         if bias.fit is not None and bias.fit.n_keys is not None:  # [layer story kv_head]
             keys = bias.fit.n_keys.double().mean(dim=(0, 2))[[row for row, _ in asked]]
-        own = {"way": way.name, "ratio": way.ratio, "keys": keys.numpy(), "is_right": right.numpy()}
+        own = {"way": name, "ratio": ratio, "keys": keys.numpy(), "is_right": right.numpy()}
         frames.append(pd.DataFrame({**shared, **own}))
     return pd.concat(frames, ignore_index=True)
 
 
-def ways(settings: Settings) -> Iterator[tuple[Way, ConversionMethod]]:
-    """Yield every way, with its method."""
-    yield Way(EXACT, 1.0), Exact()
+def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
+    """Yield the name of every way, the share of keys that it keeps, and its method."""
+    yield EXACT, 1.0, Exact()
     for ratio in settings["ratios"]:
         shared: dict[str, Any] = dict(ratio=ratio, seed=settings["seed"], n_held_out=0, **settings["reference"])
         for name, options in FEWER_KEYS.items():
-            yield Way(name, ratio), Landmark(**shared, **options)
+            yield name, ratio, Landmark(**shared, **options)
         if ratio == AIM_RATIO:
             polish = {**settings["polish"], "objective": "kl"}
-            yield Way(POLISHED, ratio), Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
+            yield POLISHED, ratio, Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
@@ -206,12 +202,8 @@ def draw(kept: pd.DataFrame) -> Figure:
         axes.errorbar(keys, share, [share - low, high - share], marker=marker, color=color, capsize=2, label=way)
     axes.axhline(dropped, color="#444444", linestyle=":", linewidth=1, label="no bias")
     axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
-    axes.set(
-        xlabel="virtual keys per head",
-        ylabel="share of correct answers that stay correct, 95 % interval",
-        xscale="log",
-        ylim=(0, 1.04),
-    )
+    axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct, 95 % interval")
+    axes.set(xscale="log", ylim=(0, 1.04))
     axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

@@ -225,10 +225,6 @@ def draw(table: pd.DataFrame) -> Figure:
     panels[0].set_ylabel("share of the change of the logits that is left")
     words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)
     figure.legend(*panels[0].get_legend_handles_labels(), **words)
-    figure.suptitle(
-        "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum",
-        fontsize=11,
-        x=0.02,
-        ha="left",
-    )
+    title = "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum"
+    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
     return figure

@@ -9,7 +9,7 @@ and the same number of tokens, so they can be swapped.
 
 from random import Random
 
-from kvlens.tasks.facts.story import Fact, Question, Sentence, Story, filled, is_heldout_pair, paired
+from kvlens.tasks.facts.story import Fact, Sentence, Story, asked_about, filled, is_heldout_pair, paired
 from kvlens.tasks.facts.words import CONTAINERS, INSIDE, ROOM, THINGS
 
 
@@ -53,14 +53,7 @@ def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: b
         if inner.kind == INSIDE:
             outer = number_of[inner.value]
             asked.append((Fact(ROOM, inner.subject, facts[outer].value), number, outer))
-    questions: list[Question] = []
-    while True:
-        for fact, number, via in random.sample(asked, len(asked)):
-            words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
-            if end + len(words) > n_tokens:
-                return Story(tuple(sentences), tuple(questions))
-            questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=via))
-            end += len(words)
+    return asked_about(sentences, asked, n_tokens, random)
 
 
 def notes(story: Story) -> list[tuple[int, str]]:
