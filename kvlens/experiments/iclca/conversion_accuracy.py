@@ -36,9 +36,9 @@ from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
 from kvlens.experiments.shared.curves import finish
-from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model
+from kvlens.experiments.shared.significance import share_interval
 from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task

@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.curves import MARKERS
-from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model
+from kvlens.experiments.shared.significance import share_interval
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story, answers_after_story, answers_with_bias, answers_without_story, guess_in_story
 from kvlens.tasks.facts.story import LONGEST_STATEMENT
