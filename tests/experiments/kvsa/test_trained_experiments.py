@@ -281,7 +281,8 @@ def test_the_larger_scales_are_sound_up_to_the_training(name, scale, monkeypatch
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
     def pretend(cell, progress):
-        assert cell.rates and all(TrainSettings.of({**cell.training, "learning_rate": rate}) for rate in cell.rates)
+        assert cell.rates and "steps" in cell.training
+        assert all(TrainSettings.of({**cell.training, "learning_rate": rate}) for rate in cell.rates)
         assert all(model["d_model"] % model["d_head"] == 0 for model in cell.models.values())
         runs = list(itertools.product(cell.models, cell.seeds))
         examined = [row for run in runs if cell.examine is not None for row in cell.examine(*run, None)]
