@@ -25,16 +25,16 @@ more); KVSA app. I.
 
 import string
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.checks import checked, ensure
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable, require_ids, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable, require_ids
 from kvlens.tasks.drawing import draw_distinct
 
 SIGNS = ("_", "=", ";", "?", ":", "+", "-", "*")
@@ -85,17 +85,16 @@ class ArithmeticTask(Task):
 
     name: ClassVar[str] = "arithmetic"
 
-    max_ops: int = 4
-    test_ops: int = 0
-    modulus: int = 7
-    n_names: int = 26
+    max_ops: Annotated[int, Within(1)] = 4
+    test_ops: Annotated[int, Within(0)] = 0
+    modulus: Annotated[int, Within(3)] = 7
+    n_names: Annotated[int, Within(1)] = 26
     solution: bool = True
     scored_part: str = "solution"
 
     def __post_init__(self):
-        require_integers(self, max_ops=1, test_ops=0, modulus=3, n_names=1)
-        ensure("task 'arithmetic': solution", bool, self.solution)
         require_choice(self, "scored_part", ("solution", "answer"))
+        super().__post_init__()
         if self.modulus > 97 or any(self.modulus % d == 0 for d in range(2, self.modulus)):
             raise KVLensError(f"task 'arithmetic': modulus must be an odd prime of at most 97, got {self.modulus}")
         if not self._most_ops <= self.n_names <= len(NAMES):

@@ -51,6 +51,16 @@ class Task(ABC):
     predicts: ClassVar[str] = "tokens"
     """"tokens" (scored by cross-entropy and accuracy) or "numbers" (scored by squared error)."""
 
+    def __post_init__(self) -> None:
+        """Check every setting against the type of its field; numpy's integers become Python's.
+
+        Raises:
+            KVLensError: a setting has another type, or is out of range.
+        """
+        for field in fields(self):
+            value = ensure(f"task {self.name!r}: {field.name}", field.type, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
     @property
     @abstractmethod
     def n_positions(self) -> int:

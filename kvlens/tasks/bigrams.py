@@ -22,16 +22,16 @@ Source: ICLCA sec. 6.2 (52 letters, five triggers).
 
 import string
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_ids, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable, require_ids
 from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 ALPHABET = string.ascii_letters
@@ -54,16 +54,15 @@ class BigramTask(Task):
 
     name: ClassVar[str] = "bigrams"
 
-    n_letters: int = 52
-    n_triggers: int = 5
-    length: int = 128
-    trigger_rate: float = 0.25
+    n_letters: Annotated[int, Within(3)] = 52
+    n_triggers: Annotated[int, Within(1)] = 5
+    length: Annotated[int, Within(4)] = 128
+    trigger_rate: Annotated[float, Within(0.01, 1.0)] = 0.25
     law: str = BLOCKS
 
     def __post_init__(self):
-        require_integers(self, n_letters=3, n_triggers=1, length=4)
-        require_between(self, "trigger_rate", 0.01, 1.0)
         require_choice(self, "law", LAWS)
+        super().__post_init__()
         if self.n_letters > len(ALPHABET):
             raise KVLensError(f"task 'bigrams': there are {len(ALPHABET)} letters (a-z, A-Z), got n_letters={self.n_letters}")
         if self.n_triggers > self.n_letters - 2:

@@ -14,30 +14,6 @@ MOST_PLACES = 2**31
 """The most positions of a batch: 16 GB of token ids alone."""
 
 
-def require_integers(task: Task, **least: int) -> None:
-    """Refuse settings that are not integers, or below their minimum.
-
-    Args:
-        task: the task whose settings are checked.
-        **least: setting=smallest allowed value.
-
-    Raises:
-        KVLensError: a setting is not an integer, or too small.
-    """
-    for setting, smallest in least.items():
-        value = ensure(f"task {task.name!r}: {setting}", Annotated[int, Within(smallest)], getattr(task, setting))
-        object.__setattr__(task, setting, value)  # a numpy integer becomes Python's, in a frozen dataclass too
-
-
-def require_between(task: Task, setting: str, low: float, high: float) -> None:
-    """Refuse a setting that is not a number from ``low`` to ``high``, both allowed.
-
-    Raises:
-        KVLensError: the setting is not a number, or out of range.
-    """
-    ensure(f"task {task.name!r}: {setting}", Annotated[float, Within(low, high)], getattr(task, setting))
-
-
 def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
     """Refuse a setting that is not one of the names, and propose the nearest.
 

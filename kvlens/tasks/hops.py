@@ -15,15 +15,16 @@ log2 k is needed); KVSA app. H.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvlens.checks import Within
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_drawable, require_integers
+from kvlens.tasks.checks import require_drawable
 from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 
@@ -39,12 +40,12 @@ class HopsTask(Task):
 
     name: ClassVar[str] = "hops"
 
-    k: int = 4
-    vocab_size: int = 16
-    length: int = 256
+    k: Annotated[int, Within(1)] = 4
+    vocab_size: Annotated[int, Within(3)] = 16
+    length: Annotated[int, Within(3)] = 256
 
     def __post_init__(self):
-        require_integers(self, k=1, vocab_size=3, length=3)
+        super().__post_init__()
         # A hop moves to an earlier position, and the shortest return ("A B A") takes two.
         if self.length < self.k + 2:
             raise KVLensError(f"task 'hops': {self.k} hops need a length of at least {self.k + 2}, got {self.length}")

@@ -36,15 +36,16 @@ Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512; the script draws
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvlens.checks import Within
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable
 from kvlens.tasks.drawing import draw_distinct
 
 BLOCK, FIRST, BOTH = "repeated_block", "first_repeat", "both"
@@ -63,13 +64,13 @@ class InductionTask(Task):
 
     name: ClassVar[str] = "induction"
 
-    vocab_size: int = 8000
-    length: int = 512
+    vocab_size: Annotated[int, Within(4)] = 8000
+    length: Annotated[int, Within(8)] = 512
     law: str = BLOCK
 
     def __post_init__(self):
-        require_integers(self, vocab_size=4, length=8)
         require_choice(self, "law", LAWS)
+        super().__post_init__()
         words, most = f"a block holds up to length // 2 = {self.max_period}", self.max_period
         if self.law != BLOCK:
             words, most = f"a sequence of law {self.law!r} draws from up to length = {self.length}", self.length

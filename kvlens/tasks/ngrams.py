@@ -16,16 +16,16 @@ Source: KVSA sec. 3.3 (3-grams).
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.checks import Seed, ensure
+from kvlens.checks import Seed, Within
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_drawable, require_integers
+from kvlens.tasks.checks import require_drawable
 from kvlens.tasks.drawing import draw_until_scored
 
 MAX_TABLE = 2**24
@@ -45,16 +45,14 @@ class NgramTask(Task):
 
     name: ClassVar[str] = "ngrams"
 
-    order: int = 3
-    vocab_size: int = 64
-    length: int = 64
-    table_seed: int = 0
-    restart_rate: float = 0.1
+    order: Annotated[int, Within(2)] = 3
+    vocab_size: Annotated[int, Within(2)] = 64
+    length: Annotated[int, Within(2)] = 64
+    table_seed: Seed = 0
+    restart_rate: Annotated[float, Within(0.0, 0.9)] = 0.1
 
     def __post_init__(self):
-        require_integers(self, order=2, vocab_size=2, length=2, table_seed=0)
-        ensure("task 'ngrams': table_seed", Seed, self.table_seed)
-        require_between(self, "restart_rate", 0.0, 0.9)
+        super().__post_init__()
         # an order above the table's number of bits is too large already, and its power need not be computed
         if self.order > MAX_TABLE.bit_length() or self.vocab_size ** (self.order - 1) > MAX_TABLE:
             raise KVLensError(

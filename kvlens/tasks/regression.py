@@ -24,17 +24,17 @@ Source: Garg, Tsipras, Liang, Valiant 2022, What Can Transformers Learn In-Conte
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.tasks.batch import Batch, Model, Task
-from kvlens.tasks.checks import require_between, require_choice, require_drawable, require_integers
+from kvlens.tasks.checks import require_choice, require_drawable
 from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY
 
 SHIFTS = ("none", "scaled_inputs", "skewed_inputs", "orthant", "noisy")
@@ -58,16 +58,15 @@ class RegressionTask(Task):
     predicts: ClassVar[str] = "numbers"
 
     functions: str = "linear"
-    dimensions: int = 8
-    n_points: int = 25
-    noise: float = 0.0
+    dimensions: Annotated[int, Within(1)] = 8
+    n_points: Annotated[int, Within(2)] = 25
+    noise: Annotated[float, Within(0.0, 100.0)] = 0.0
     heldout_shift: str = "none"
 
     def __post_init__(self):
         require_choice(self, "functions", FUNCTION_CLASSES)
-        require_integers(self, dimensions=1, n_points=2)
-        require_between(self, "noise", 0.0, 100.0)
         require_choice(self, "heldout_shift", SHIFTS)
+        super().__post_init__()
         if self.functions == "sparse_linear" and self.dimensions <= SPARSITY:
             raise KVLensError(
                 f"task 'regression': sparse_linear uses {SPARSITY} of more coordinates, got dimensions={self.dimensions}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import path_of
-from kvlens.checks import Seed, ensure
+from kvlens.checks import Seed, Within, ensure
 from kvlens.conversion import convert_prompt
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.corpus.docs import docs_versions
@@ -30,7 +30,7 @@ from kvlens.files import checksum_of_json, reason
 from kvlens.model import HookedKVTransformer
 from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
-from kvlens.tasks.checks import require_drawable, require_integers
+from kvlens.tasks.checks import require_drawable
 
 DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05
@@ -59,18 +59,16 @@ class TextTask(Task):
 
     name: ClassVar[str] = "text"
     corpus: str = DOCS
-    vocab_size: int = 1024
+    vocab_size: Annotated[int, Within(MOST_BYTES)] = 1024
     tokenizer: str | None = None
-    length: int = 512
-    heldout_length: int | None = None
+    length: Annotated[int, Within(2)] = 512
+    heldout_length: Annotated[int, Within(2)] | None = None
 
     def __post_init__(self) -> None:
-        require_integers(self, length=2, vocab_size=MOST_BYTES)
-        if self.heldout_length is not None:
-            require_integers(self, heldout_length=2)
         for name in ("corpus", *(() if self.tokenizer is None else ("tokenizer",))):
             if not isinstance(getattr(self, name), str):
                 raise KVLensError(f"task 'text': {name} must be a name or a path, got {getattr(self, name)!r}")
+        super().__post_init__()
 
     @property
     def n_positions(self) -> int:

@@ -33,7 +33,7 @@ from kvlens.mixers import has_mixer, mixer_for
 from kvlens.mixers.rules import DeltaRule
 from kvlens.tasks import Batch, Task
 from kvlens.training.distributed import Workers
-from kvlens.training.loss import CrossEntropy, Objective, Score, score_in_parts
+from kvlens.training.loss import CrossEntropy, Score
 from kvlens.training.run import Run
 from kvlens.training.settings import TrainSettings
 from kvlens.training.trainer import TrainResult, run_to_end
@@ -142,13 +142,3 @@ def write_hybrid(model: Qwen3_5ForCausalLM, task: Task, folder: Path, dtype: tor
     (folder / "generation_config.json").unlink(missing_ok=True)
     task.built_tokenizer.save_pretrained(folder)
     return [name for name in files_in(folder) if name != CONFIG]
-
-
-@torch.no_grad()
-def measure_hybrid(model: KVTransformerBridge, task: Task, n_sequences: int, seed: int) -> dict[str, Any]:
-    """Held-out loss and accuracy, and the task's own measurements, as :func:`kvlens.training.ship.measure`."""
-    model.eval()
-    objective = Objective(model, AnswerLoss())
-    total, correct, count = score_in_parts(objective, task.heldout(n_sequences, seed), 32).tolist()
-    measured = {"sequences": n_sequences, "loss": total / count, "accuracy": correct / count}
-    return {**measured, **task.measure_more(model, n_sequences, total / count)}

@@ -94,6 +94,20 @@ def loss_of(task: Task) -> Loss:
     return LOSSES[task.predicts]
 
 
+def loss_for(model: Model, task: Task, loss: Any) -> Loss:
+    """The loss that is asked for; None stands for the task's default.
+
+    Raises:
+        KVLensError: ``task`` is no `Task`, ``model`` cannot read its inputs or predict its targets, or ``loss`` is no `Loss`.
+    """
+    if not isinstance(task, Task):
+        raise KVLensError(f"train: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
+    task.check_fit(model)
+    if loss is not None and not isinstance(loss, Loss):
+        raise KVLensError(f"train: loss must be a kvlens.training.Loss or None, got {loss!r}")
+    return loss or loss_of(task)
+
+
 def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:
     """The model's logits at the positions where ``scored`` [batch pos] is True."""
     n_layers = model.cfg.n_layers
@@ -145,16 +159,3 @@ def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float
     scores = [objective(Batch(*part)) for part in parts]
     sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
     return torch.stack(sums).sum(dim=0)
-
-
-def check_loss(loss: Any) -> None:
-    """Raise KVLensError unless ``loss`` is a `Loss`, or None for the task's default loss."""
-    if loss is not None and not isinstance(loss, Loss):
-        raise KVLensError(f"train: loss must be a kvlens.training.Loss or None, got {loss!r}")
-
-
-def check_fit(model: Model, task: Task) -> None:
-    """Raise KVLensError unless ``task`` is a `Task`, and ``model`` can read its inputs and predict its targets."""
-    if not isinstance(task, Task):
-        raise KVLensError(f"train: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
-    task.check_fit(model)

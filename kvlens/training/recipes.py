@@ -58,6 +58,11 @@ _DOCS_TRAINING = dict(
     eval_sequences=96,
     precision="bfloat16",
 )
+_FACTS_TRAINING = dict(batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100)
+_HOPS = dict(max_facts=4, length=64, whole_share=0.0, hops=2, notes=True)
+_HOPS_MODEL = dict(
+    n_layers=2, d_model=64, d_head=16, positional_embedding_type="standard", kv_shift=dict(queries=True, window=4)
+)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -99,9 +104,7 @@ RECIPES: dict[str, Recipe] = {
             task="facts",
             task_settings=dict(max_facts=8, length=128, whole_share=0.04),
             model=dict(n_layers=2, attention="linear", kv_shift=dict(queries=True, window=4)),
-            training=dict(
-                steps=2200, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
-            ),
+            training={**_FACTS_TRAINING, "steps": 2200, "precision": "bfloat16"},
             stored_dtype="float16",
         ),
         Recipe(
@@ -112,9 +115,7 @@ RECIPES: dict[str, Recipe] = {
             task="facts",
             task_settings=dict(max_facts=6, length=128),
             model=dict(n_layers=2, positional_embedding_type="standard", kv_shift=dict(queries=True, window=5)),
-            training=dict(
-                steps=1100, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100, precision="bfloat16"
-            ),
+            training={**_FACTS_TRAINING, "steps": 1100, "precision": "bfloat16"},
             stored_dtype="float16",
         ),
         Recipe(
@@ -123,15 +124,9 @@ RECIPES: dict[str, Recipe] = {
             "which container is in which room, and answers where a thing is, in one hop or two. In training it also predicts "
             "the room at the word where it can store it while reading, so the position of the stored room is known.",
             task="facts",
-            task_settings=dict(max_facts=4, length=64, whole_share=0.0, hops=2, notes=True),
-            model=dict(
-                n_layers=2,
-                d_model=64,
-                d_head=16,
-                positional_embedding_type="standard",
-                kv_shift=dict(queries=True, window=4),
-            ),
-            training=dict(steps=2600, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100),
+            task_settings=_HOPS,
+            model=_HOPS_MODEL,
+            training={**_FACTS_TRAINING, "steps": 2600},
             stored_dtype="float16",
         ),
         Recipe(
@@ -139,17 +134,9 @@ RECIPES: dict[str, Recipe] = {
             summary="facts-hops-gpt2's task for linear attention: three layers with Taylor features, learned positions and a "
             "KV shift, which answer where a thing is in one hop or two.",
             task="facts",
-            task_settings=dict(max_facts=4, length=64, whole_share=0.0, hops=2, notes=True),
-            model=dict(
-                n_layers=3,
-                d_model=64,
-                d_head=16,
-                positional_embedding_type="standard",
-                attention="linear",
-                feature_map="taylor",
-                kv_shift=dict(queries=True, window=4),
-            ),
-            training=dict(steps=3000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=100),
+            task_settings=_HOPS,
+            model={**_HOPS_MODEL, "n_layers": 3, "attention": "linear", "feature_map": "taylor"},
+            training={**_FACTS_TRAINING, "steps": 3000},
             stored_dtype="float16",
         ),
         Recipe(
@@ -172,7 +159,7 @@ RECIPES: dict[str, Recipe] = {
                 linear_value_head_dim=16,
                 linear_conv_kernel_dim=4,
             ),
-            training=dict(steps=10_000, batch_size=32, learning_rate=3e-3, weight_decay=0.05, eval_every=200),
+            training={**_FACTS_TRAINING, "steps": 10_000, "eval_every": 200},
             stored_dtype="float16",
             architecture="qwen3_5",
         ),

@@ -126,7 +126,8 @@ class Run:
             done.best_loss, done.best_step, done.since_best = row.loss, done.step, 0
             self.best = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         if self.settings.watch is not None:
-            self.watched.append((done.step, self._watched_now(self.settings.watch)))
+            watched = ((name, p) for name, p in self.model.named_parameters() if self.settings.watch in name)
+            self.watched.append((done.step, {name: p.detach().float().cpu().clone() for name, p in watched}))
         return row
 
     @torch.no_grad()
@@ -162,9 +163,6 @@ class Run:
             "holds the last good weights, and the checkpoint, if there is one, is unchanged. Lower learning_rate or "
             "max_grad_norm, or lengthen warmup_fraction"
         )
-
-    def _watched_now(self, piece: str) -> dict[str, Tensor]:
-        return {name: p.detach().float().cpu().clone() for name, p in self.model.named_parameters() if piece in name}
 
 
 def batch_generator(seed: int, step: int) -> torch.Generator:

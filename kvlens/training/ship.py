@@ -20,19 +20,32 @@ from kvlens.checks import checked
 from kvlens.files import CARD, LIST, check_folder, list_files, plain, read_json, write_folder
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
 from kvlens.training.card import model_card
 from kvlens.training.checkpoint import LOCK, RUN_FOLDER, check_run_folder, only_run_in
 from kvlens.training.distributed import Workers
-from kvlens.training.hybrid import CONFIG, measure_hybrid, new_hybrid, train_hybrid, write_hybrid
+from kvlens.training.hybrid import CONFIG, AnswerLoss, new_hybrid, train_hybrid, write_hybrid
+from kvlens.training.loss import Loss, Objective, loss_of, score_in_parts
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
 from kvlens.training.settings import TrainSettings
-from kvlens.training.trainer import TrainResult, score_heldout, train
+from kvlens.training.trainer import TrainResult, train
 
 FACTS, WATCHED = "training.json", "watched.parquet"
 MEASURED_SEQUENCES = 1024
 MEASURE_SEED = 1
 """Differs from the seed of the evaluations during training, which selected the weights."""
+
+
+def _trained_hybrid(folder: Path) -> set[str] | None:
+    """The files of a folder that :func:`train_recipe` wrote for a hybrid; None for any other folder."""
+    listed = read_json("train", folder / "model" / CONFIG).get(LIST) if (folder / "model" / FACTS).is_file() else None
+    return {LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
+
+
+HYBRID_FOLDER = RUN_FOLDER._replace(
+    name="a trained model (models of Transformers' classes are trained without a checkpoint to resume from)",
+    own_files=_trained_hybrid,
+    allow="ask for a restart (--restart)",
+)
 
 
 @checked
@@ -59,67 +72,42 @@ def train_recipe(
     Raises:
         KVLensError: as for :func:`kvlens.training.train`.
     """
-    if recipe.architecture is not None:
-        return _train_hybrid(recipe, path_of("train: folder", folder), device, restart, progress)
-    folder = path_of("train: folder", folder)
-    check_run_folder(folder)  # before the corpus is built, which takes time
-    check_model_folder(folder / "model", overwrite=True)
-    task = build_task(recipe)
-    settings = TrainSettings.of(dict(recipe.training))
-    settings.check_batches(task)
-    model = build_model(task, recipe.model, name=recipe.name, device=device)
-    settings.check_model(model)
-    with model.using_softmax_form(recipe.model.get("softmax_form")):
-        result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
-    if not Workers.current().is_first:
-        return {}
-    facts: dict[str, Any] = {}
-
-    def fill(temporary: Path) -> None:
-        model.save(temporary, stored_dtype=getattr(torch, recipe.stored_dtype))
-        saved = type(model).load(temporary)
-        facts.update(facts_of(recipe, task, saved, result, saved.cfg.to_json(), measure(saved, task)))
-        write_beside(temporary, facts, result)
-
-    with only_run_in(folder):
-        write_folder(folder / "model", fill, MODEL_FOLDER, overwrite=True)
-    return facts
-
-
-def _trained_hybrid(folder: Path) -> set[str] | None:
-    """The files of a folder that :func:`_train_hybrid` wrote; None for any other folder."""
-    listed = read_json("train", folder / "model" / CONFIG).get(LIST) if (folder / "model" / FACTS).is_file() else None
-    return {LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
-
-
-HYBRID_FOLDER = RUN_FOLDER._replace(
-    name="a trained model (models of Transformers' classes are trained without a checkpoint to resume from)",
-    own_files=_trained_hybrid,
-    allow="ask for a restart (--restart)",
-)
-
-
-def _train_hybrid(recipe: Recipe, folder: Path, device: Any, restart: bool, progress: bool) -> dict[str, Any]:
-    """`train_recipe` for a class of Transformers; there is no checkpoint."""
-    check_folder(folder, HYBRID_FOLDER, overwrite=restart)
+    folder, hybrid = path_of("train: folder", folder), recipe.architecture is not None
+    if hybrid:
+        check_folder(folder, HYBRID_FOLDER, overwrite=restart)
+    else:
+        check_run_folder(folder)  # before the corpus is built, which takes time
+        check_model_folder(folder / "model", overwrite=True)
     task, settings = build_task(recipe), TrainSettings.of(dict(recipe.training))
     settings.check_batches(task)
-    model = new_hybrid(task, recipe.model).to(device or "cpu")
-    result = train_hybrid(model, task, settings, progress=progress)
+    model: Any
+    if hybrid:
+        model = new_hybrid(task, recipe.model).to(device or "cpu")
+        result = train_hybrid(model, task, settings, progress=progress)
+    else:
+        model = build_model(task, recipe.model, name=recipe.name, device=device)
+        settings.check_model(model)
+        with model.using_softmax_form(recipe.model.get("softmax_form")):
+            result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     if not Workers.current().is_first:
         return {}
     facts: dict[str, Any] = {}
 
     def fill(temporary: Path) -> None:
-        written = write_hybrid(model, task, temporary, getattr(torch, recipe.stored_dtype))
-        saved = KVTransformerBridge.boot_transformers(temporary, device=device or "cpu")
-        heldout = measure_hybrid(saved, task, MEASURED_SEQUENCES, MEASURE_SEED)
-        config = read_json("model", temporary / "config.json")
+        dtype, written = getattr(torch, recipe.stored_dtype), []
+        if hybrid:
+            written = write_hybrid(model, task, temporary, dtype)
+            saved: Any = KVTransformerBridge.boot_transformers(temporary, device=device or "cpu")
+            config, heldout = read_json("model", temporary / CONFIG), measure(saved, task, AnswerLoss())
+        else:
+            model.save(temporary, stored_dtype=dtype)
+            saved = type(model).load(temporary)
+            config, heldout = saved.cfg.to_json(), measure(saved, task, loss_of(task))
         facts.update(facts_of(recipe, task, model, result, config, heldout))
         write_beside(temporary, facts, result, written)
 
     with only_run_in(folder):
-        write_folder(folder / "model", fill)
+        write_folder(folder / "model", fill, None if hybrid else MODEL_FOLDER, overwrite=True)
     return facts
 
 
@@ -146,12 +134,14 @@ def facts_of(
     }
 
 
-def measure(model: Model, task: Task) -> dict[str, Any]:
-    """Held-out loss and accuracy, and the task's own measurements."""
-    model.eval()
-    loss, accuracy = score_heldout(model, task, MEASURED_SEQUENCES, seed=MEASURE_SEED)
-    measured = {"sequences": MEASURED_SEQUENCES, "loss": loss, "accuracy": None if math.isnan(accuracy) else accuracy}
-    return {**measured, **task.measure_more(model, MEASURED_SEQUENCES, loss)}
+@torch.no_grad()
+def measure(model: Any, task: Task, loss: Loss) -> dict[str, Any]:
+    """Held-out loss and accuracy of a saved model, and the task's own measurements."""
+    objective, heldout = Objective(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
+    total, correct, count = score_in_parts(objective, heldout, 32).tolist()
+    accuracy = None if math.isnan(correct) else correct / count
+    measured = {"sequences": MEASURED_SEQUENCES, "loss": total / count, "accuracy": accuracy}
+    return {**measured, **task.measure_more(model, MEASURED_SEQUENCES, total / count)}
 
 
 def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also: Sequence[str] = ()) -> None:

@@ -31,7 +31,7 @@ from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
 from kvlens.training.distributed import Workers
-from kvlens.training.loss import Loss, Objective, check_fit, check_loss, loss_of, score_in_parts
+from kvlens.training.loss import Loss, Objective, loss_for, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
 
@@ -98,20 +98,18 @@ def train(
         KVLensError: model and task do not fit, a setting is out of range, the folder holds another run or cannot be written,
             another process trains in it, or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
     """
-    chosen = TrainSettings.of(settings)
-    check_fit(model, task)
+    chosen, loss = TrainSettings.of(settings), loss_for(model, task, loss)
     chosen.check_batches(task)
     chosen.check_model(model)
     ensure("train: restart", bool, restart)
     ensure("train: progress", bool, progress)
-    check_loss(loss)
     if folder is not None and runs is not None:
         raise KVLensError("train: give folder or runs, not both: a run in runs has a folder of its own there")
     folder = None if folder is None else path_of("train: folder", folder)
     workers = Workers.current()
     workers.check_batch(chosen.batch_size)
     was_training = model.training
-    run = Run(model, task, loss or loss_of(task), chosen, workers)
+    run = Run(model, task, loss, chosen, workers)
     if runs is not None:
         folder = path_of("train: runs", runs) / run_name(run)
     if folder is not None:
@@ -144,13 +142,12 @@ def score_heldout(
     Returns:
         Loss (nats, or squared error) and accuracy (NaN for numbers).
     """
-    check_fit(model, task)
+    objective = Objective(model, loss_for(model, task, loss))
     require_batch(task, "n_sequences", n_sequences)
-    check_loss(loss)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:
-        total, correct, count = score_in_parts(Objective(model, loss or loss_of(task)), heldout, batch_size).tolist()
+        total, correct, count = score_in_parts(objective, heldout, batch_size).tolist()
     finally:
         model.train(was_training)
     return total / count, correct / count

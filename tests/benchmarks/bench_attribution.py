@@ -30,7 +30,7 @@ from kvlens.analyses.attribution.units import Unit
 from kvlens import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story
 from kvlens.tasks.facts import Question as StoryQuestion
-from kvlens.tasks.facts.answers import right_after_story
+from kvlens.tasks.facts.answers import answers_after_story
 
 BUDGETS = (16, 32, 64)
 
@@ -58,7 +58,7 @@ def right_questions(
             chosen = [q for q in story.questions if len(q.origins) == (n_origins or hops)][:1]
             first = [replace(q, start=story.n_prompt_tokens, repeated=False) for q in chosen]
             story = replace(story, questions=tuple(first))
-            if first and bool(right_after_story(model, [story])[0]):
+            if first and bool(answers_after_story(model, [story]).is_right[0]):
                 found.append((story, first[0]))
     return found[:n_stories]
 

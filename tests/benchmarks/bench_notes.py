@@ -41,7 +41,6 @@ from kvlens.analyses.attribution.methods import LeaveOneOut
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import attribution_by_position
 from kvlens.components import hidden_tokens_keep_positions
-from kvlens.tasks.facts.nested import note_position
 
 SENTENCES = ("the container's room", "the thing's container")
 """What the sentences of `Question.origins` say, in that order."""
@@ -178,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         head = divmod(int(swaps.argmax()), model.cfg.n_heads)
         position = span[1] + int(alone[span[1] :].argmax())
         patched_position = span[1] + int((whole - converse[span[1] :]).argmax())
-        note = note_position(story, about.sentence)
+        note = story.sentences[about.sentence].value_position
         count("same head", head == divmod(int(by_head.argmax()), model.cfg.n_heads))
         count("same head as the patch that asks otherwise", head == divmod(int(by_head_as_is.argmax()), model.cfg.n_heads))
         off_heads = max(off_heads, float((swaps - by_head.flatten()).abs().max()))

@@ -160,7 +160,7 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
 
 def test_an_inconclusive_verdict_is_printed_with_what_would_have_been_found(capsys):
     values = [0.1, -0.1, 0.2, -0.2, 0.3, -0.1]
-    found = [outcome.Comparison.tested_on("w", None, 1.0, "c", sample) for sample in (values, values[:3], [1.0, 1.1, 1.2] * 2)]
+    found = [outcome.Comparison.tested_on("w", "c", sample, ours=1.0) for sample in (values, values[:3], [1.0, 1.1, 1.2] * 2)]
     summary = dict(comparisons=[one.as_json() for one in found], differences=[], seconds=1.0, files=["f"])
     reproduce._print_summary(summary, Path("x"))
     first, few, clear = capsys.readouterr().out.split("\nw\n")[1:]

@@ -23,8 +23,8 @@ from kvlens.experiments.dual import dual_heads, dual_layer, dual_variants, rando
 from kvlens.experiments.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.experiments.lecture.function_class_claims import Measured
-from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.significance import SIGNIFICANCE, SignificanceTest
+from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.experiments.shared.sweep import Runs as SweepRuns
 from kvlens.tasks import make_task
 
@@ -277,15 +277,13 @@ def imitation_runs(runs):
 def recall_runs(runs):
     """Shares of answers that are kept, story by story."""
     f = facts_recall
-    shares = {f.NO_FIT: runs(), f.GREEDY: runs(lead=1), f.EXACT: runs(), f.DROPPED: runs()}
+    shares = {f.NO_FIT: runs(), f.GREEDY: runs(lead=1), f.EXACT: runs(), f.DROPPED: runs(), f.POLISHED: runs()}
     answers = stacked(
         runs.table(v, story=np.arange(len(v)), way=way, ratio=f.AIM_RATIO, is_right=v, right_with_story=True)
         for way, v in shares.items()
     )
-    rows = [(f.EXACT, 1.0), (f.GREEDY, f.AIM_RATIO), (f.POLISHED, f.AIM_RATIO)]
-    kept = pd.DataFrame([dict(way=w, ratio=r, n_kept=5, n_answers=5, share_kept=1.0) for w, r in rows])
     with mock.patch.object(SignificanceTest, "share_above", return_value=None):
-        return list(f.compare(kept, answers, 0.5))
+        return list(f.compare(answers, 0.5))
 
 
 MEANS = {name: float(draw(np.random.default_rng(0), 10**6).mean()) for name, draw in NOISE.items()}
@@ -424,7 +422,8 @@ def test_real_runs_of_one_model_under_two_names():
     task = make_task("hops", k=1, vocab_size=3, length=10)
     model = dict(n_layers=1, d_model=8, d_head=4, attn_only=True)
     training = dict(batch_size=8, learning_rate=1e-2, steps=4, eval_every=4, eval_sequences=32)
-    course = train_and_compare(task, {"m": model}, training, range(24), lambda text: None)
+    settings = dict(training=training, seeds=range(24))
+    course = train_cells([Cell(task, {"m": model})], settings, lambda text: None).curves
     accuracy = course.loc[course["split"] == "heldout", "accuracy"].to_numpy()
     assert len(set(accuracy)) > 6
     draws = np.random.default_rng(0).permuted(np.tile(accuracy, (N_DRAWS, 1)), axis=1)

@@ -92,7 +92,8 @@ def outcome(place: Path) -> Case:
     from matplotlib.figure import Figure
 
     from kvlens.experiments import find_experiment
-    from kvlens.experiments.shared.outcome import Outcome, check_outcome_folder, write_outcome
+    from kvlens.experiments.shared.outcome import OUTCOME_FOLDER, Outcome, write_outcome
+    from kvlens.files import check_folder
 
     turn = Turn()
 
@@ -101,7 +102,7 @@ def outcome(place: Path) -> Case:
         write_outcome(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
 
     def read(folder: Path) -> object:
-        check_outcome_folder(folder / "o", overwrite=True)
+        check_folder(folder / "o", OUTCOME_FOLDER, overwrite=True)
         return pd.read_parquet(folder / "o" / "t.parquet")["a"].item()
 
     return Case(write, read, {"o"})

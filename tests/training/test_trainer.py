@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.tasks import Batch, make_task
-from kvlens.training import Loss, Score, TrainSettings, build_model, score_heldout, train
+from kvlens.training import Loss, Score, TrainSettings, build_model, score_heldout, ship, train
 from kvlens.training.loss import Objective, loss_of
 from kvlens.training.run import batch_generator, decayed_parameters
 
@@ -198,3 +198,12 @@ def test_another_loss_is_what_the_run_makes_small(tmp_path):
     assert score_heldout(model, task, 7, loss=LogitNorm())[0] == pytest.approx(result.best_loss, rel=1e-6)
     with pytest.raises(KVLensError, match="holds another run: loss name was 'LogitNorm' there and is None now"):
         run(tiny_model(), steps=40, folder=tmp_path / "run", weight_decay=0.0)
+
+
+def test_a_card_states_the_loss_and_accuracy_of_held_out_sequences(monkeypatch):
+    monkeypatch.setattr(ship, "MEASURED_SEQUENCES", 9)
+    task = make_task("hops", k=1, vocab_size=3, length=10)
+    model = build_model(task, dict(n_layers=1, d_model=8, d_head=4))
+    measured = ship.measure(model, task, loss_of(task))
+    expected = score_heldout(model, task, 9, seed=ship.MEASURE_SEED)
+    assert (measured["loss"], measured["accuracy"]) == pytest.approx(expected) and 0 < measured["accuracy"] < 1

@@ -16,6 +16,7 @@ always as extreme).
 
 import itertools
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -79,7 +80,7 @@ def dual_heads(settings: Settings, tell: Tell) -> Outcome:
     return Outcome(
         tables={"heads": table, "correlations": found},
         figure=draw(table),
-        comparisons=compare(found),
+        comparisons=[*compare(found)],
         differences=[
             "The paper does not say which heads matter; the question is ours.",
             f"{settings['n_sequences']} sequences per model; measures are means over scored positions.",
@@ -159,19 +160,20 @@ def correlations(by_sequence: pd.DataFrame, n_bootstrap: int) -> pd.DataFrame:
 
 def spearman(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
     """Rank correlation; ties share their ranks."""
-    ranks = [pd.Series(x).rank().to_numpy() for x in (a, b)]
-    centered = [r - r.mean() for r in ranks]
-    size = math.sqrt(float((centered[0] ** 2).sum() * (centered[1] ** 2).sum()))
-    return float((centered[0] * centered[1]).sum()) / size if size else math.nan
+    ra, rb, size = _centered_ranks(a, b)
+    return float((ra * rb).sum()) / size if size else math.nan
+
+
+def _centered_ranks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """The ranks of both, less their mean, and the product of their lengths."""
+    ra, rb = (ranks - ranks.mean() for ranks in (pd.Series(x).rank().to_numpy() for x in (a, b)))
+    return ra, rb, math.sqrt(float((ra**2).sum() * (rb**2).sum()))
 
 
 def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
     """The share of pairings of heads whose rank correlation is at least as far from 0; sampled if there are too many."""
-    seen, orders = abs(spearman(a, b)), _orders(len(a))
-    ra, rb = (pd.Series(x).rank().to_numpy() for x in (a, b))
-    ra, rb = ra - ra.mean(), rb - rb.mean()
-    size = math.sqrt(float((ra**2).sum() * (rb**2).sum()))
-    return float((np.abs(ra[orders] @ rb / size) >= seen - 1e-12).mean()) if size else 1.0
+    ra, rb, size = _centered_ranks(a, b)
+    return float((np.abs(ra[_orders(len(a))] @ rb / size) >= abs(spearman(a, b)) - 1e-12).mean()) if size else 1.0
 
 
 @cache
@@ -184,22 +186,13 @@ def _orders(n: int) -> Int[np.ndarray, "order head"]:
     return orders
 
 
-def compare(found: pd.DataFrame) -> list[Comparison]:
+def compare(found: pd.DataFrame) -> Iterator[Comparison]:
     """Each correlation, with its permutation test."""
-    comparisons = []
+    claim = "heads with a large step of their dual model are those responsible for in-context learning (our question)"
     for row in found.itertuples():
-        holds = None if not row.p <= LEVEL else bool(row.rho > 0)
-        comparisons.append(
-            Comparison(
-                f"{row.model}: rank correlation of {row.dual} with {row.other} over {row.n_heads} heads "
-                f"(95 % over sequences {row.low:+.2f} to {row.high:+.2f}, p {row.p:.3f})",
-                None,
-                float(row.rho),
-                "heads with a large step of their dual model are those responsible for in-context learning (our question)",
-                holds,
-            )
-        )
-    return comparisons
+        what = f"{row.model}: rank correlation of {row.dual} with {row.other} over {row.n_heads} heads "
+        interval = f"(95 % over sequences {row.low:+.2f} to {row.high:+.2f}, p {row.p:.3f})"
+        yield Comparison(what + interval, claim, float(row.rho), bool(row.rho > 0) if row.p <= LEVEL else None)
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -213,10 +206,6 @@ def draw(table: pd.DataFrame) -> Figure:
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)
     words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), **words)
-    figure.suptitle(
-        "The dual model's step and two measures of each head; a dot per head, means over sequences",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
+    title = "The dual model's step and two measures of each head; a dot per head, means over sequences"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

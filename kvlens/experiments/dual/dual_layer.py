@@ -9,6 +9,9 @@ the dual model uses the tangent at the query, where it is exact, and the table g
 tangent attributes to its constant term (0 for ReLU).
 """
 
+import itertools
+from collections.abc import Iterator
+
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -41,12 +44,9 @@ TEXTS = {
 )
 def dual_layer(settings: Settings, tell: Tell) -> Outcome:
     """Random layers of every width and seed."""
-    rows = []
-    for seed in settings["seeds"]:
-        for d_mlp in settings["d_mlp"]:
-            rows.append(dict(seed=seed, d_mlp=d_mlp, **_one_layer(settings, d_mlp, seed)))
-        tell(f"seed {seed}")
-    layers = pd.DataFrame(rows)
+    widths = itertools.product(settings["seeds"], settings["d_mlp"])
+    layers = pd.DataFrame([dict(seed=seed, d_mlp=d_mlp, **_one_layer(settings, d_mlp, seed)) for seed, d_mlp in widths])
+    tell(f"{len(layers)} random layers")
     blocks = pd.concat([trained_blocks(name, settings["n_queries"]) for name in settings["models"]], ignore_index=True)
     tell(f"{len(blocks)} heads and queries of {', '.join(settings['models'])}")
     d = settings["d_model"]
@@ -65,23 +65,11 @@ def trained_blocks(name: str, n_queries: int) -> pd.DataFrame:
     """Every layer and head of a shipped model, in float64, at the last ``n_queries`` tokens of a text."""
     model = HookedKVTransformer.from_zoo(name, dtype=torch.float64)
     tokens = model.to_tokens(TEXTS[name])[0]
-    rows = []
-    for layer in range(model.cfg.n_layers):
-        for head in range(model.cfg.n_heads):
-            for query in range(len(tokens) - n_queries, len(tokens)):
-                dual_layer = DualLayer.from_layer(model, tokens, layer, head, query)
-                rows.append(
-                    dict(
-                        model=name,
-                        layer=layer,
-                        head=head,
-                        query=query,
-                        equivalence_error=dual_layer.equivalence_error(),
-                        remainder=dual_layer.remainder,
-                        rank=dual_layer.rank,
-                        d_head=model.cfg.d_head,
-                    )
-                )
+    queries, rows = range(len(tokens) - n_queries, len(tokens)), []
+    for layer, head, query in itertools.product(range(model.cfg.n_layers), range(model.cfg.n_heads), queries):
+        found = DualLayer.from_layer(model, tokens, layer, head, query)
+        own = dict(equivalence_error=found.equivalence_error(), remainder=found.remainder, rank=found.rank)
+        rows.append(dict(model=name, layer=layer, head=head, query=query, **own, d_head=model.cfg.d_head))
     return pd.DataFrame(rows)
 
 
@@ -109,66 +97,30 @@ def _one_layer(settings: Settings, d_mlp: int, seed: int) -> dict[str, float]:
     return dict(rank_bound=sum(bounds) / n_inputs, rank=sum(ranks) / n_inputs, largest_error=max(errors))
 
 
-def compare(layers: pd.DataFrame, d: int) -> list[Comparison]:
+def compare(layers: pd.DataFrame, d: int) -> Iterator[Comparison]:
     """Equivalence, and the widths at which the bound is below d_model."""
-    largest = float(layers["largest_error"].max())
-    wide, narrow = layers[layers["d_mlp"] >= 4 * d], layers[layers["d_mlp"] <= d]
-    found = [
-        Comparison(
-            "largest relative difference of the layer's output and the dual model's prediction",
-            "0 (strictly equivalent)",
-            largest,
-            "after one step the dual model with labels W_FFN v predicts the layer's output",
-            largest <= LARGEST,
-        )
-    ]
-    if len(wide):
-        lost = [d - x for x in wide.groupby("seed")["rank_bound"].mean()]
-        found.append(
-            Comparison.tested_on(
-                "MLPs of at least 4 d_model: d_model less the bound of the rank, mean",
-                0,
-                sum(lost) / len(lost),
-                "where the MLP is wide the bound stays at d_model (significantly less than half a dimension lost)",
-                lost,
-                0.5,
-                below=True,
-            )
-        )
-    if len(narrow):
-        lost = [d - x for x in narrow.groupby("seed")["rank_bound"].mean()]
-        found.append(
-            Comparison.tested_on(
-                "MLPs of at most d_model: d_model less the bound of the rank, mean",
-                None,
-                sum(lost) / len(lost),
-                "where the MLP is narrow W_FFN W_V clearly has low rank",
-                lost,
-                0.25 * d,
-            )
-        )
-    return found
+    what = "largest relative difference of the layer's output and the dual model's prediction"
+    claim = "after one step the dual model with labels W_FFN v predicts the layer's output"
+    yield Comparison.at_most(what, claim, float(layers["largest_error"].max()), LARGEST, paper="0 (strictly equivalent)")
+    lost = layers.assign(lost=d - layers["rank_bound"])
+    if len(wide := lost[lost["d_mlp"] >= 4 * d]):
+        what = "MLPs of at least 4 d_model: d_model less the bound of the rank, mean"
+        claim = "where the MLP is wide the bound stays at d_model (significantly less than half a dimension lost)"
+        yield Comparison.tested_on(what, claim, wide.groupby("seed")["lost"].mean().tolist(), 0.5, below=True, paper=0)
+    if len(narrow := lost[lost["d_mlp"] <= d]):
+        what = "MLPs of at most d_model: d_model less the bound of the rank, mean"
+        claim = "where the MLP is narrow W_FFN W_V clearly has low rank"
+        yield Comparison.tested_on(what, claim, narrow.groupby("seed")["lost"].mean().tolist(), 0.25 * d)
 
 
-def compare_blocks(blocks: pd.DataFrame) -> list[Comparison]:
+def compare_blocks(blocks: pd.DataFrame) -> Iterator[Comparison]:
     """Equivalence in trained blocks, and the distance of their MLPs from piecewise linear ones."""
-    largest = float(blocks["equivalence_error"].max())
+    what = "shipped GELU models, norm and residual included: largest relative difference after one step"
+    claim = "with the tangent at the query th. B.1 also holds for a trained block"
+    yield Comparison.at_most(what, claim, float(blocks["equivalence_error"].max()), LARGEST)
     median, most = float(blocks["remainder"].median()), float(blocks["remainder"].max())
-    return [
-        Comparison(
-            "shipped GELU models, norm and residual included: largest relative difference after one step",
-            None,
-            largest,
-            "with the tangent at the query th. B.1 also holds for a trained block",
-            largest <= LARGEST,
-        ),
-        Comparison.stated(
-            f"the same: part of the MLP's output that its tangent leaves to the bias, median (largest {most:.2g})",
-            None,
-            median,
-            "0 for ReLU; the paper has no such activation",
-        ),
-    ]
+    what = f"the same: part of the MLP's output that its tangent leaves to the bias, median (largest {most:.2g})"
+    yield Comparison.stated(what, "0 for ReLU; the paper has no such activation", median)
 
 
 def draw(layers: pd.DataFrame, d: int) -> Figure:

@@ -23,10 +23,9 @@ from matplotlib.figure import Figure
 
 from kvlens.errors import KVLensError
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
-from kvlens.experiments.shared.curves import draw_curves
+from kvlens.experiments.shared.curves import draw_curves, mean_and_spread
 from kvlens.experiments.shared.learned import LATE, Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import mean_and_spread
 
 PLAIN, AGAIN = "plain", "plain, another start"
 VARIANTS: dict[str, Variant] = {
@@ -42,13 +41,15 @@ VARIANTS: dict[str, Variant] = {
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
 }
-FAMILY_STARTS: dict[str, tuple[str, ...]] = {
-    "regularised": ("regularised, alpha",),
-    "augmented": ("augmented",),
-    "negative": ("negative",),
-    "combined": ("regularised and", "all three", AGAIN),
+FAMILIES = {
+    family: [name for name in VARIANTS if name.startswith(starts)]
+    for family, starts in {
+        "regularised": ("regularised, alpha",),
+        "augmented": ("augmented",),
+        "negative": ("negative",),
+        "combined": ("regularised and", "all three", AGAIN),
+    }.items()
 }
-FAMILIES = {family: [name for name in VARIANTS if name.startswith(starts)] for family, starts in FAMILY_STARTS.items()}
 
 
 class Claim(NamedTuple):
@@ -203,8 +204,7 @@ def untrained(curves: pd.DataFrame) -> dict[str, str | None]:
 def why_unsettled(rows: pd.DataFrame) -> str | None:
     """Why a variant's last error cannot be compared with plain attention's: their ratio goes to one. None if it does not.
 
-    Args:
-        rows: the rows of `differences` of one variant on one task.
+    ``rows`` are those of `differences` of one variant on one task.
     """
     half, end = rows["half"].mean(), rows["end"].mean()
     if (half - end) * np.sign(end) <= LATE * abs(end):
@@ -213,12 +213,7 @@ def why_unsettled(rows: pd.DataFrame) -> str | None:
 
 
 def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """Every variant on every task, with a verdict if the paper makes a claim about it.
-
-    Args:
-        ratios: the result of `differences`.
-        why: the result of `untrained`.
-    """
+    """Every variant on every task, with a verdict if the paper makes a claim about it, of `differences` and `untrained`."""
     found = []
     for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
         claim = CLAIMS.get((task, label))
@@ -226,12 +221,12 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
         what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
         ours = mean_and_spread(rows[measure].tolist())
         words, better = ("", False) if claim is None else (claim.words, claim.better)
-        tested = Comparison.tested_on(what, None, ours, words, rows[measure].tolist(), below=better).unless(why.get(task))
+        tested = Comparison.tested_on(what, words, rows[measure].tolist(), below=better, ours=ours).unless(why.get(task))
         if measure == END and tested.holds is not None:
             tested = tested.unless(why_unsettled(rows))
         if claim is None:
             verdict = {True: "worse", False: "better", None: tested.verdict}[tested.holds]
-            tested = Comparison.stated(what, None, ours, f"the paper makes no claim; here: {verdict}")
+            tested = Comparison.stated(what, f"the paper makes no claim; here: {verdict}", ours)
         found.append(tested)
     return found
 

@@ -6,6 +6,9 @@ the mean squared error of the demonstrations. It is the dual model of that layer
 whose labels are the residuals W_0 x_j - y_j (eq. 37): one layer with two interpretations.
 """
 
+import itertools
+from collections.abc import Iterator
+
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -30,16 +33,13 @@ LARGEST = 1e-12
 )
 def gradient_descent(settings: Settings, tell: Tell) -> Outcome:
     """Random tasks, inner models and learning rates."""
-    rows = []
-    for seed in settings["seeds"]:
-        for eta in settings["learning_rates"]:
-            rows.append(dict(seed=seed, learning_rate=eta, **_one_task(settings, seed, eta)))
-    tell(f"{len(rows)} tasks")
-    tasks = pd.DataFrame(rows)
+    drawn = itertools.product(settings["seeds"], settings["learning_rates"])
+    tasks = pd.DataFrame([dict(seed=seed, learning_rate=eta, **_one_task(settings, seed, eta)) for seed, eta in drawn])
+    tell(f"{len(tasks)} tasks")
     return Outcome(
         tables={"tasks": tasks},
         figure=draw(tasks),
-        comparisons=compare(tasks),
+        comparisons=[*compare(tasks)],
         differences=[f"d_x {settings['d_x']}, d_y {settings['d_y']}, {settings['n']} demonstrations, random W_0."],
     )
 
@@ -79,25 +79,18 @@ def _one_task(settings: Settings, seed: int, eta: float) -> dict[str, float]:
     )
 
 
-def compare(tasks: pd.DataFrame) -> list[Comparison]:
+def compare(tasks: pd.DataFrame) -> Iterator[Comparison]:
     """Both interpretations compared with the layer."""
-    pairs = [
-        (
-            "descent_error",
-            "gradient descent on the regression",
-            "the layer is one step of gradient descent on the squared error",
-        ),
-        ("dual_error", "its dual model after one step", "the layer is one step of its dual model (eq. 36, 37)"),
-    ]
-    found = []
-    for column, name, claim in pairs:
-        largest = float(tasks[column].max())
-        found.append(
-            Comparison(f"largest relative difference of the layer and {name}", "0 (equal)", largest, claim, largest <= LARGEST)
+    for column, name, claim in (
+        ("descent_error", "gradient descent on the regression", "gradient descent on the squared error"),
+        ("dual_error", "its dual model after one step", "its dual model (eq. 36, 37)"),
+    ):
+        what = f"largest relative difference of the layer and {name}"
+        yield Comparison.at_most(
+            what, f"the layer is one step of {claim}", float(tasks[column].max()), LARGEST, paper="0 (equal)"
         )
     ratio = float((tasks["error_after"] / tasks["error_before"]).median())
-    found.append(Comparison.stated("error of the answer after the step over before, median", None, ratio, "one step, no more"))
-    return found
+    yield Comparison.stated("error of the answer after the step over before, median", "one step, no more", ratio)
 
 
 def draw(tasks: pd.DataFrame) -> Figure:

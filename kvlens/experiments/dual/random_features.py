@@ -5,7 +5,10 @@ Attention of random queries and keys is computed exactly and with positive rando
 queries, keys and values.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 import torch
@@ -35,10 +38,10 @@ def simplex_projections(m: int, d: int, generator: torch.Generator) -> Float[Ten
     return torch.cat(blocks)[:m] * normal.norm(dim=-1, keepdim=True)
 
 
-def _projection(kind: str, m: int, d: int, draws: torch.Generator) -> Float[Tensor, "one m d"]:
+def _projection(kind: Any, m: int, d: int, draws: torch.Generator) -> Float[Tensor, "one m d"]:
     if kind == "simplex":
         return simplex_projections(m, d, draws)[None]
-    return draw_projections(1, m, d, "iid" if kind == "iid" else "orthogonal", draws).double()
+    return draw_projections(1, m, d, kind, draws).double()
 
 
 @experiment(
@@ -60,22 +63,20 @@ def random_features(settings: Settings, tell: Tell) -> Outcome:
         q, k = settings["size"] * q, settings["size"] * k
         scale = math.sqrt(d)
         exact = (q @ k.transpose(-1, -2) / scale).softmax(dim=-1)
-        for m in settings["n_features"]:
-            for kind in KINDS:
-                draws = torch.Generator().manual_seed(1000 * seed + m)
-                projection = _projection(kind, m, d, draws)
-                (phi_q, _), (phi_k, log_k) = (dual.random_log_features(x, projection, scale) for x in (q, k))
-                kernel = dual.kernel_values(dual.feature_kernel(phi_q, phi_k, None, log_k - log_k.max()))
-                pattern = kernel / kernel.sum(dim=-1, keepdim=True)
-                for what, error in (("attention", pattern - exact), ("output", (pattern - exact) @ v)):
-                    mse, mae = float(error.square().mean()), float(error.abs().mean())
-                    rows.append(dict(kind=kind, n_features=m, seed=seed, what=what, mse=mse, mae=mae))
+        for m, kind in itertools.product(settings["n_features"], KINDS):
+            projection = _projection(kind, m, d, torch.Generator().manual_seed(1000 * seed + m))
+            (phi_q, _), (phi_k, log_k) = (dual.random_log_features(x, projection, scale) for x in (q, k))
+            kernel = dual.kernel_values(dual.feature_kernel(phi_q, phi_k, None, log_k - log_k.max()))
+            pattern = kernel / kernel.sum(dim=-1, keepdim=True)
+            for what, error in (("attention", pattern - exact), ("output", (pattern - exact) @ v)):
+                mse, mae = float(error.square().mean()), float(error.abs().mean())
+                rows.append(dict(kind=kind, n_features=m, seed=seed, what=what, mse=mse, mae=mae))
         tell(f"seed {seed}")
     errors = pd.DataFrame(rows)
     return Outcome(
         tables={"errors": errors},
         figure=draw(errors),
-        comparisons=compare(errors),
+        comparisons=[*compare(errors)],
         differences=[
             f"{n} normal queries and keys of {d} dimensions and standard deviation {settings['size']} instead of a trained "
             f"layer's; {len(settings['seeds'])} seeds. The variance of random features grows as exp(|q + k|^2 / scale): at "
@@ -84,36 +85,21 @@ def random_features(settings: Settings, tell: Tell) -> Outcome:
     )
 
 
-def compare(errors: pd.DataFrame) -> list[Comparison]:
+def compare(errors: pd.DataFrame) -> Iterator[Comparison]:
     """Whether and how fast the error falls, and which kind is better."""
     log_mse = errors[errors["what"] == "output"].assign(log_mse=lambda t: t["mse"].map(math.log))
     wide = log_mse.pivot_table(index="seed", columns=["kind", "n_features"], values="log_mse")
     few, many = int(errors["n_features"].min()), int(errors["n_features"].max())
-    found = []
     for kind in KINDS:
         fall = (wide[kind, few] - wide[kind, many]).tolist()
         slope = -sum(fall) / len(fall) / math.log(many / few)
-        found.append(
-            Comparison.tested_on(
-                f"{kind}: power of the number of features with which the output's squared error falls, {few} to {many}",
-                None,
-                slope,
-                "approximation gradually improves with the number of features (figs. 6 to 8)",
-                fall,
-            )
-        )
+        what = f"{kind}: power of the number of features with which the output's squared error falls, {few} to {many}"
+        claim = "approximation gradually improves with the number of features (figs. 6 to 8)"
+        yield Comparison.tested_on(what, claim, fall, ours=slope)
     for kind, than in (("orthogonal", "iid"), ("simplex", "orthogonal")):
         gain = pd.concat([wide[than, m] - wide[kind, m] for m in wide[kind].columns], axis=1).mean(axis=1).tolist()
-        found.append(
-            Comparison.tested_on(
-                f"{kind} against {than}: log of the ratio of squared errors, mean over numbers of features",
-                None,
-                sum(gain) / len(gain),
-                f"{kind} random features can do better (app. E.1)",
-                gain,
-            )
-        )
-    return found
+        what = f"{kind} against {than}: log of the ratio of squared errors, mean over numbers of features"
+        yield Comparison.tested_on(what, f"{kind} random features can do better (app. E.1)", gain)
 
 
 def draw(errors: pd.DataFrame) -> Figure:

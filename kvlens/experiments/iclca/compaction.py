@@ -136,21 +136,16 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
     few_keys = kept_keys(model, prompt, settings, context)
     for ways in (ends, few_keys, changed_weights(model, prompt, texts, settings, context)):
         for way in ways:
-            new = _logits(model, way, texts)
+            new, size = _logits(model, way, texts), {"method": way.method, "keys_per_head": way.keys}
             same: float | None = None
             if way.any_text:
                 same = float((_continuation(model, way, texts, settings["n_generated"]) == said).double().mean())
-            yield "contexts", {**_row(way), **_errors(old, new, without), "same_continuation": same}
-            size = {"method": way.method, "keys_per_head": way.keys}
+            cost = {"stored_numbers": way.numbers, "reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
+            yield "contexts", {**size, **cost, **_errors(old, new, without), "same_continuation": same}
             for head in () if way.bias.fit is None else way.bias.fit.rows():
                 yield "heads", {**size, **head}
             for position, error in enumerate(relative_errors(new, old).mean(dim=0).tolist()):
                 yield "positions", {**size, "text_position": position, "relative_error": error}
-
-
-def _row(way: Stored) -> dict[str, Any]:
-    cost = {"reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
-    return {"method": way.method, "keys_per_head": way.keys, "stored_numbers": way.numbers, **cost}
 
 
 @torch.no_grad()
@@ -211,21 +206,16 @@ def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
                 what, ratio = "relative error, any number of keys", (error[OURS] - error[other]).mean(axis=1)
             else:
                 what, ratio = f"divergence, {fewest} keys", kl[OURS, fewest] - kl[other, 0]
-            yield Comparison.tested_on(
-                f"prompts of {length} tokens, {what}: {OURS}, over {other}",
-                None,
-                float(np.exp(ratio.mean())),
-                "the ratio is below 1",
-                ratio.to_numpy(),
-                below=True,
-            )
+            what = f"prompts of {length} tokens, {what}: {OURS}, over {other}"
+            ours = float(np.exp(ratio.mean()))
+            yield Comparison.tested_on(what, "the ratio is below 1", ratio.to_numpy(), below=True, ours=ours)
 
 
 def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
     """The share of correct answers that each method keeps, without verdicts."""
     for row in () if table is None else table.itertuples():
         what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
-        yield Comparison.stated(what, None, float(row.share_kept), "answers about the story stay right")
+        yield Comparison.stated(what, "answers about the story stay right", float(row.share_kept))
 
 
 # --- figure ---

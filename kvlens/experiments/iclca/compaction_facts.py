@@ -11,20 +11,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.experiments.iclca.compaction_ways import METHODS, changed_weights
 from kvlens.experiments.iclca.facts_recall import stories_for
 from kvlens.experiments.shared.sampling import hooked_model
 from kvlens.model import HookedKVTransformer
-from kvlens.tasks.facts import (
-    Story,
-    log_probs_after_story,
-    log_probs_with_bias,
-    right_after_story,
-    right_with_bias,
-)
+from kvlens.tasks.facts import Answers, Story, answers_after_story, answers_with_bias
 
 STORIES_AT_ONCE = 32
 
@@ -47,10 +40,6 @@ def facts(settings: Mapping[str, Any], tell: Callable[[str], None]) -> pd.DataFr
     return pd.concat(frames, ignore_index=True)
 
 
-Answers = tuple[Tensor, Tensor]
-"""By question: whether the answer is right, and the log-probability of the right one."""
-
-
 @torch.no_grad()
 def _in_few_keys(
     model: HookedKVTransformer, stories: Sequence[Story], name: str, settings: Mapping[str, Any]
@@ -60,7 +49,7 @@ def _in_few_keys(
     bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, method=method, verbose=False)
     with model.kv_bias(bias):
         numbers = [float(bias.select_prompt(row).num_parameters) for row in range(len(stories))]
-        return numbers, (right_with_bias(model, stories), log_probs_with_bias(model, stories))
+        return numbers, answers_with_bias(model, stories)
 
 
 def _in_weights(model: HookedKVTransformer, story: Story, index: int, settings: Mapping[str, Any]) -> Iterator[pd.DataFrame]:
@@ -71,7 +60,7 @@ def _in_weights(model: HookedKVTransformer, story: Story, index: int, settings: 
     prompt = torch.tensor(story.tokens[: story.n_prompt_tokens])
     for way in changed_weights(model, prompt, None, asked, seed=index):
         with torch.no_grad(), way.attached(model):
-            answers = (right_with_bias(model, [story]), log_probs_with_bias(model, [story]))
+            answers = answers_with_bias(model, [story])
         yield _frame(model, [story], index, way.method, [float(way.numbers)], answers)
 
 
@@ -80,16 +69,16 @@ def _frame(
     model: HookedKVTransformer, stories: Sequence[Story], first: int, method: str, numbers: list[float], answers: Answers
 ) -> pd.DataFrame:
     asked = [(row, question) for row, story in enumerate(stories) for question in story.questions if not question.repeated]
-    right, log_p = answers
+    after = answers_after_story(model, stories)
     return pd.DataFrame(
         {
             "method": method,
             "story": [first + row for row, _ in asked],
             "sentence": [question.sentence for _, question in asked],
             "stored_numbers": [numbers[row] for row, _ in asked],
-            "right_with_story": right_after_story(model, stories).numpy(),
-            "is_right": right.numpy(),
-            "loss": (log_probs_after_story(model, stories) - log_p).numpy(),
+            "right_with_story": after.is_right.numpy(),
+            "is_right": answers.is_right.numpy(),
+            "loss": (after.log_p - answers.log_p).numpy(),
         }
     )
 

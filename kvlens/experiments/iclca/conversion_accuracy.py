@@ -36,10 +36,9 @@ from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.experiments.iclca.conversion_error import float64_logits, relative_error
 from kvlens.experiments.shared.curves import finish
-from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model
-from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.significance import share_interval
 from kvlens.experiments.shared.trials import Trial
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, make_task
@@ -82,17 +81,16 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Outcome:
     """Measure the three conditions on the sequences given by ``settings``."""
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
-    paper_task = replace(task, law=MARKOV)
     model = obtain_model(settings, task, tell)
-    predictions, errors = measure(model, task, settings, tell)
-    paper_predictions, paper_errors = measure(model, paper_task, settings, tell)
-    accuracy, paper_accuracy = accuracy_by_use(predictions), accuracy_by_use(paper_predictions)
-    by_law = {task.law: (accuracy, predictions, errors), MARKOV: (paper_accuracy, paper_predictions, paper_errors)}
-    tables = [pd.concat([part[i].assign(law=law) for law, part in by_law.items()], ignore_index=True) for i in range(3)]
+    by_law: dict[str, dict[str, pd.DataFrame]] = {}
+    for law in (task.law, MARKOV):
+        predictions, errors = measure(model, replace(task, law=law), settings, tell)
+        by_law[law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
+    own, guess = by_law[task.law], chance(task)
     return Outcome(
-        tables=dict(zip(("accuracy", "predictions", "errors"), tables, strict=True)),
-        figure=draw(accuracy, predictions, chance(task)),
-        comparisons=[*compare(predictions, errors, chance(task)), *compare_with_paper(paper_predictions)],
+        tables={name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own},
+        figure=draw(own["accuracy"], own["predictions"], guess),
+        comparisons=[*compare(own["predictions"], own["errors"], guess), *compare_with_paper(by_law[MARKOV]["predictions"])],
         differences=[*_differences(model, task, settings)],
     )
 
@@ -184,14 +182,7 @@ def score(
     logits: Mapping[str, Float[Tensor, "batch pos d_vocab"]],
     first_sequence: int = 0,
 ) -> pd.DataFrame:
-    """The rows of `measure`'s ``predictions``.
-
-    Args:
-        task: the task, for the names of letters.
-        text: inputs, targets and scored positions, without the prompt.
-        logits: logits by condition.
-        first_sequence: number of the first row.
-    """
+    """The rows of `measure`'s ``predictions``, from a batch without its prompts and the logits by condition."""
     scored: Bool[Tensor, "batch pos"] = text.scored
     sequence, position = scored.nonzero(as_tuple=True)
     shared = {
@@ -230,9 +221,7 @@ def accuracy_by_use(predictions: pd.DataFrame) -> pd.DataFrame:
 
 def n_disagreeing(predictions: pd.DataFrame) -> int:
     """Number of scored positions at which the converted model predicts another letter than the prompted one."""
-    by_condition = {
-        name: rows.set_index(["sequence", "position"])["prediction"] for name, rows in predictions.groupby("condition")
-    }
+    by_condition = predictions.pivot(index=["sequence", "position"], columns="condition", values="prediction")  # noqa: PD010
     return int((by_condition[CONVERTED] != by_condition[PROMPTED]).sum())
 
 
@@ -241,85 +230,40 @@ def n_disagreeing(predictions: pd.DataFrame) -> int:
 
 def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> Iterator[Comparison]:
     """Table 2's claim: the converted model is as accurate as the prompted one, the model without the prompt guesses."""
-    score = {name: _score(rows) for name, rows in predictions.groupby("condition")}
-    yield Comparison(
-        f"in-context accuracy with the prompt ({_counts(predictions, PROMPTED)})",
-        None,
-        score[PROMPTED],
-        f"the model has learned to use its context: significantly more than {ENOUGH:.1%} of its predictions are right",
-        SIGNIFICANCE.share_above(*_count(predictions, PROMPTED), ENOUGH),
-    )
-    yield Comparison(
-        f"in-context accuracy of the converted model ({_counts(predictions, CONVERTED)})",
-        None,
-        score[CONVERTED],
-        "the converted model is as accurate as the model with the prompt",
-        score[CONVERTED] == score[PROMPTED],
-    )
-    differing = n_disagreeing(predictions)
-    yield Comparison(
-        "scored positions at which the converted model predicts another letter than the prompted one",
-        None,
-        float(differing),
-        "the conversion is exact: none",
-        differing == 0,
-    )
-    first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]
-    yield Comparison(
-        f"accuracy without the prompt, at the first use of a trigger ({first['is_right'].sum():,} of {len(first):,} right)",
-        None,
-        _score(first),
-        f"without the prompt accuracy falls to chance, {guess:.4f} here (significantly below {guess + NEAR_CHANCE:.4f})",
-        _not(SIGNIFICANCE.share_above(int(first["is_right"].sum()), len(first), guess + NEAR_CHANCE)),
-    )
+    right = {condition: rows["is_right"] for condition, rows in predictions.groupby("condition")}
+    what = f"in-context accuracy with the prompt ({_count(right[PROMPTED])})"
+    claim = f"the model has learned to use its context: significantly more than {ENOUGH:.1%} of its predictions are right"
+    yield Comparison.of_share(what, claim, right[PROMPTED], ENOUGH)
+    what = f"in-context accuracy of the converted model ({_count(right[CONVERTED])})"
+    claim, score = "the converted model is as accurate as the model with the prompt", float(right[CONVERTED].mean())
+    yield Comparison(what, claim, score, score == float(right[PROMPTED].mean()))
+    what = "scored positions at which the converted model predicts another letter than the prompted one"
+    yield Comparison.at_most(what, "the conversion is exact: none", float(n_disagreeing(predictions)), 0)
+    first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]["is_right"]
+    what, bound = f"accuracy without the prompt, at the first use of a trigger ({_count(first)})", guess + NEAR_CHANCE
+    claim = f"without the prompt accuracy falls to chance, {guess:.4f} here (significantly below {bound:.4f})"
+    yield Comparison.of_share(what, claim, first, bound, below=True)
     conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
-    yield Comparison(
-        "relative error of the converted model's logits, mean over sequences",
-        None,
-        conversion,
-        f"the conversion is exact up to rounding: at most twice the float32 forward pass's own error, {own:.2g}",
-        conversion <= 2 * own,
-    )
+    what = "relative error of the converted model's logits, mean over sequences"
+    claim = f"the conversion is exact up to rounding: at most twice the float32 forward pass's own error, {own:.2g}"
+    yield Comparison.at_most(what, claim, conversion, 2 * own)
 
 
 def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
     """Table 2 on the paper's distribution. The model was trained on another one, so there is no verdict on these numbers."""
+    claim = "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on these sequences"
     for condition in CONDITIONS:
         # without the prompt only a trigger's first use in the text is a guess; later ones can be copied from the text
-        rows = predictions[predictions["use"] == 1] if condition == ALONE else predictions
-        right, of = _count(rows, condition)
         where = ", first use of a trigger" if condition == ALONE else ""
-        what = f"in-context accuracy, the paper's distribution, {condition}{where} ({right:,} of {of:,} right)"
-        claim = (
-            "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on these sequences"
-        )
-        yield Comparison.stated(what, PRINTED[condition], right / of, claim)
-    differing = n_disagreeing(predictions)
-    yield Comparison(
-        "scored positions, the paper's distribution, where the converted model predicts another letter than the prompted one",
-        0.0,
-        float(differing),
-        "the conversion is exact: none",
-        differing == 0,
-    )
+        rows = predictions[(predictions["condition"] == condition) & ((predictions["use"] == 1) | (where == ""))]["is_right"]
+        what = f"in-context accuracy, the paper's distribution, {condition}{where} ({_count(rows)})"
+        yield Comparison.stated(what, claim, float(rows.mean()), paper=PRINTED[condition])
+    what = "scored positions, the paper's distribution, where the converted model predicts another letter than the prompted one"
+    yield Comparison.at_most(what, "the conversion is exact: none", float(n_disagreeing(predictions)), 0, paper=0.0)
 
 
-def _not(verdict: bool | None) -> bool | None:
-    return None if verdict is None else not verdict
-
-
-def _count(predictions: pd.DataFrame, condition: str) -> tuple[int, int]:
-    right = predictions.loc[predictions["condition"] == condition, "is_right"]
-    return int(right.sum()), len(right)
-
-
-def _score(rows: pd.DataFrame) -> float:
-    return float(rows["is_right"].mean())
-
-
-def _counts(predictions: pd.DataFrame, condition: str) -> str:
-    right, of = _count(predictions, condition)
-    return f"{right:,} of {of:,} right"
+def _count(is_right: pd.Series) -> str:
+    return f"{is_right.sum():,} of {len(is_right):,} right"
 
 
 def _differences(model: HookedKVTransformer, task: BigramTask, settings: Settings) -> Iterator[str]:
@@ -332,8 +276,7 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Setting
         f"Sequences of {task.length} letters, the first {settings['prompt_length']} of them the prompt; a letter that follows "
         f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) the letter after a "
         "non-trigger is uniform over all letters; the paper gives neither lengths nor whether a trigger may follow one, which "
-        "it never "
-        "does here."
+        "it never does here."
     )
     yield "Only triggers whose follower is in the prompt are scored; at their first use the text does not show it yet."
 
@@ -346,11 +289,9 @@ COLORS = {PROMPTED: "#0072B2", ALONE: "#D55E00", CONVERTED: "#009E73"}
 def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:
     """Left, accuracy by use of a trigger; right, the margin of every prediction and its change by the conversion."""
     figure = Figure(figsize=(11.5, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, subplot_kw=dict(axisbelow=True))
     _draw_accuracy(left, accuracy, guess)
     _draw_margins(right, predictions[predictions["condition"] == CONVERTED])
-    for axes in (left, right):
-        axes.set_axisbelow(True)
     return figure
 
 

@@ -85,10 +85,7 @@ def conversion_error(settings: Settings, tell: Tell) -> Outcome:
 def random_model(n_layers: int, d_model: int, d_head: int, *, seed: int = 0, **changes: Any) -> HookedKVTransformer:
     """A model of linear attention (elu + 1, RoPE after it) with random weights, without gradients.
 
-    Args:
-        n_layers, d_model, d_head: size of the model.
-        seed: seed of the weights.
-        changes: other fields of :class:`kvlens.HookedKVTransformerConfig`.
+    ``changes`` are other fields of :class:`kvlens.HookedKVTransformerConfig`.
     """
     fields: dict[str, Any] = dict(n_ctx=2048, d_vocab=D_VOCAB, act_fn="gelu", positional_embedding_type="rotary")
     fields |= dict(n_layers=n_layers, d_model=d_model, d_head=d_head, attention="linear", device="cpu", seed=seed)
@@ -175,30 +172,19 @@ def compare(summary: pd.DataFrame) -> Iterator[Comparison]:
     table, printed = _table(summary), summary.dropna(subset="printed").sort_values("n_parameters")
     for _, row in printed.iterrows():
         own = float(table.loc[row["n_parameters"], (FORWARD, "float32")])
-        yield Comparison(
-            f"relative error of the converted logits, {row['n_parameters']:,} parameters",
-            row["printed"],
-            row["relative_error"],
+        what = f"relative error of the converted logits, {row['n_parameters']:,} parameters"
+        claim = (
             "the conversion is exact, up to the rounding of float32 (two computations that each err as the forward pass does, "
-            f"here by {own:.2g}, differ by no more than twice that)",
-            bool(row["relative_error"] <= 2 * own),
+            f"here by {own:.2g}, differ by no more than twice that)"
         )
-    ratio = table[CONVERSION, "float32"] / table[FORWARD, "float32"]
-    yield Comparison(
-        "largest ratio, over all sizes, of the conversion's error to the float32 forward pass's own error",
-        None,
-        float(ratio.max()),
-        "the conversion is exact up to rounding: the ratio is at most 2, at every size",
-        bool((ratio <= 2).all()),
-    )
+        yield Comparison.at_most(what, claim, float(row["relative_error"]), 2 * own, paper=row["printed"])
+    ratio = float((table[CONVERSION, "float32"] / table[FORWARD, "float32"]).max())
+    what = "largest ratio, over all sizes, of the conversion's error to the float32 forward pass's own error"
+    yield Comparison.at_most(what, "the conversion is exact up to rounding: the ratio is at most 2, at every size", ratio, 2)
     wide = table[CONVERSION, "float64"]
-    yield Comparison(
-        "largest relative error, over all sizes, with the sums of linear attention in float64",
-        None,
-        float(wide.max()),
-        "the conversion is exact: the error is only rounding, and shrinks with it",
-        bool((wide < table[CONVERSION, "float32"]).all()),
-    )
+    what = "largest relative error, over all sizes, with the sums of linear attention in float64"
+    claim = "the conversion is exact: the error is only rounding, and shrinks with it"
+    yield Comparison(what, claim, float(wide.max()), bool((wide < table[CONVERSION, "float32"]).all()))
 
 
 def _differences(summary: pd.DataFrame) -> Iterator[str]:

@@ -19,7 +19,7 @@ kvlens' own, the fitted keys follow Attention Matching (Zweiger et al. 2026, arX
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -27,12 +27,11 @@ from matplotlib.figure import Figure
 
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.experiments.shared.curves import MARKERS
-from kvlens.experiments.shared.intervals import share_interval
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.experiments.shared.sampling import hooked_model
-from kvlens.experiments.shared.significance import SIGNIFICANCE
+from kvlens.experiments.shared.significance import share_interval
 from kvlens.model import HookedKVTransformer
-from kvlens.tasks.facts import FactsTask, Story, right_after_story, right_with_bias, right_without_story
+from kvlens.tasks.facts import FactsTask, Story, answers_after_story, answers_with_bias, answers_without_story, guess_in_story
 from kvlens.tasks.facts.story import LONGEST_STATEMENT
 from kvlens.tasks.facts.tokenizer import words_of
 from kvlens.tasks.facts.words import KINDS
@@ -48,13 +47,6 @@ AIM, AIM_RATIO = 0.99, 0.25
 """The share of answers to be kept at this share of the story's keys."""
 SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
 """The number of tokens by which two statements may differ."""
-
-
-class Way(NamedTuple):
-    """A method of replacing the story, and the share of keys that it keeps."""
-
-    name: str
-    ratio: float
 
 
 @experiment(
@@ -88,7 +80,7 @@ def facts_recall(settings: Settings, tell: Tell) -> Outcome:
     return Outcome(
         tables={"kept": kept, "answers": answers},
         figure=draw(kept),
-        comparisons=[*compare(kept, answers, chance(stories))],
+        comparisons=[*compare(answers, guess_in_story(stories))],
         differences=[*_differences(model, settings)],
     )
 
@@ -102,7 +94,10 @@ def stories_for(model: HookedKVTransformer, settings: Settings) -> list[Story]:
 
 @torch.no_grad()
 def measure(
-    model: HookedKVTransformer, stories: Sequence[Story], ways: Iterable[tuple[Way, ConversionMethod]], first_story: int = 0
+    model: HookedKVTransformer,
+    stories: Sequence[Story],
+    ways: Iterable[tuple[str, float, ConversionMethod]],
+    first_story: int = 0,
 ) -> pd.DataFrame:
     """One row per way and question: ``story``, ``question``, ``kind``, ``way``, ``ratio``, ``keys`` (per head, on average),
     ``right_with_story``, ``is_right``.
@@ -112,52 +107,33 @@ def measure(
         "story": [first_story + row for row, _ in asked],
         "question": [number for _, number in asked],
         "kind": [stories[row].questions[number].fact.kind.name for row, number in asked],
-        "right_with_story": right_after_story(model, stories).numpy(),
+        "right_with_story": answers_after_story(model, stories).is_right.numpy(),
     }
     tokens = torch.tensor([stories[row].n_prompt_tokens for row, _ in asked], dtype=torch.float64)
-    dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": right_without_story(model, stories).numpy()}
+    dropped = {"way": DROPPED, "ratio": 0.0, "keys": 0.0, "is_right": answers_without_story(model, stories).is_right.numpy()}
     frames = [pd.DataFrame({**shared, **dropped})]
-    for way, method in ways:
+    for name, ratio, method in ways:
         bias = convert_prompt(model, [story.prompt for story in stories], prepend_bos=True, method=method, verbose=False)
         with model.kv_bias(bias):
-            right = right_with_bias(model, stories)
-        keys = (
-            tokens
-            if bias.fit is None or bias.fit.n_keys is None
-            else _keys_by_story(bias.fit.n_keys)[[row for row, _ in asked]]
-        )
-        frames.append(
-            pd.DataFrame({**shared, "way": way.name, "ratio": way.ratio, "keys": keys.numpy(), "is_right": right.numpy()})
-        )
+            right = answers_with_bias(model, stories).is_right
+        keys = tokens
+        if bias.fit is not None and bias.fit.n_keys is not None:  # [layer story kv_head]
+            keys = bias.fit.n_keys.double().mean(dim=(0, 2))[[row for row, _ in asked]]
+        own = {"way": name, "ratio": ratio, "keys": keys.numpy(), "is_right": right.numpy()}
+        frames.append(pd.DataFrame({**shared, **own}))
     return pd.concat(frames, ignore_index=True)
 
 
-def ways(settings: Settings) -> Iterator[tuple[Way, ConversionMethod]]:
-    """Yield every way, with its method."""
-    yield Way(EXACT, 1.0), Exact()
+def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
+    """Yield the name of every way, the share of keys that it keeps, and its method."""
+    yield EXACT, 1.0, Exact()
     for ratio in settings["ratios"]:
         shared: dict[str, Any] = dict(ratio=ratio, seed=settings["seed"], n_held_out=0, **settings["reference"])
         for name, options in FEWER_KEYS.items():
-            yield Way(name, ratio), Landmark(**shared, **options)
+            yield name, ratio, Landmark(**shared, **options)
         if ratio == AIM_RATIO:
             polish = {**settings["polish"], "objective": "kl"}
-            yield Way(POLISHED, ratio), Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
-
-
-def _keys_by_story(n_keys: torch.Tensor) -> torch.Tensor:
-    """Mean over layers and heads of [layer story kv_head]."""
-    return n_keys.double().mean(dim=(0, 2))
-
-
-def chance(stories: Sequence[Story]) -> float:
-    """The accuracy of guessing any value of the right kind in the story."""
-    shares = [
-        1 / sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
-        for story in stories
-        for question in story.questions
-        if not question.repeated
-    ]
-    return sum(shares) / len(shares)
+            yield POLISHED, ratio, Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
@@ -173,62 +149,31 @@ def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index()
 
 
-def compare(kept: pd.DataFrame, answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
+def compare(answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
     """The expectations: all answers kept with all keys, nearly all with a quarter of them, and only guesses without any."""
-    exact = answers[answers["way"] == EXACT]
-    yield Comparison.stated(
-        f"answers right with the story in front ({exact['right_with_story'].sum():,} of {len(exact):,})",
-        None,
-        float(exact["right_with_story"].mean()),
-        "the model answers from the story",
-    )
-    exact = _row(kept, EXACT, 1.0)
-    yield Comparison(
-        f"of these, kept with every key ({exact['n_kept']:,} of {exact['n_answers']:,})",
-        None,
-        float(exact["share_kept"]),
-        "the exact conversion keeps all",
-        bool(exact["n_kept"] == exact["n_answers"]),
-    )
+    exact, right = answers[answers["way"] == EXACT]["right_with_story"], answers[answers["right_with_story"]]
+    what = f"answers right with the story in front ({_count(exact)})"
+    yield Comparison.stated(what, "the model answers from the story", float(exact.mean()))
+    stay = right[right["way"] == EXACT]["is_right"]
+    what = f"of these, kept with every key ({_count(stay)})"
+    yield Comparison(what, "the exact conversion keeps all", float(stay.mean()), bool(stay.all()))
+    right = right[right["ratio"] == AIM_RATIO]
     for way in (GREEDY, POLISHED):
-        quarter = _row(kept, way, AIM_RATIO)
-        yield Comparison(
-            f"kept at a quarter of the story's keys, {way} ({quarter['n_kept']:,} of {quarter['n_answers']:,})",
-            None,
-            float(quarter["share_kept"]),
-            f"{AIM:.0%} or more",
-            SIGNIFICANCE.share_above(int(quarter["n_kept"]), int(quarter["n_answers"]), AIM),
-        )
-    gain = _gain_of_fitting(answers)
-    yield Comparison.tested_on(
-        "kept at a quarter, fitted with greedy budgets less no fit, mean over stories",
-        None,
-        sum(gain) / len(gain),
-        "choosing budgets and fitting keeps more answers",
-        gain,
-    )
-    dropped = answers[answers["way"] == DROPPED]
-    yield Comparison(
-        f"right without the story ({dropped['is_right'].sum():,} of {len(dropped):,})",
-        None,
-        float(dropped["is_right"].mean()),
-        f"fewer than any value of the kind in the story would be right, {guess:.3f}",
-        _not(SIGNIFICANCE.share_above(int(dropped["is_right"].sum()), len(dropped), guess)),
-    )
-
-
-def _gain_of_fitting(answers: pd.DataFrame) -> list[float]:
-    right = answers[answers["right_with_story"] & (answers["ratio"] == AIM_RATIO)]
+        stay = right[right["way"] == way]["is_right"]
+        what = f"kept at a quarter of the story's keys, {way} ({_count(stay)})"
+        yield Comparison.of_share(what, f"{AIM:.0%} or more", stay, AIM)
     by_story = right.pivot_table(index="story", columns="way", values="is_right", aggfunc="mean").astype(float)
-    return (by_story[GREEDY] - by_story[NO_FIT]).tolist()
+    what = "kept at a quarter, fitted with greedy budgets less no fit, mean over stories"
+    gain = (by_story[GREEDY] - by_story[NO_FIT]).tolist()
+    yield Comparison.tested_on(what, "choosing budgets and fitting keeps more answers", gain)
+    dropped = answers[answers["way"] == DROPPED]["is_right"]
+    what = f"right without the story ({_count(dropped)})"
+    claim = f"fewer than any value of the kind in the story would be right, {guess:.3f}"
+    yield Comparison.of_share(what, claim, dropped, guess, below=True)
 
 
-def _row(kept: pd.DataFrame, way: str, ratio: float) -> pd.Series:
-    return kept[(kept["way"] == way) & (kept["ratio"] == ratio)].iloc[0]
-
-
-def _not(verdict: bool | None) -> bool | None:
-    return None if verdict is None else not verdict
+def _count(is_right: pd.Series) -> str:
+    return f"{is_right.sum():,} of {len(is_right):,}"
 
 
 def _differences(model: HookedKVTransformer, settings: Settings) -> Iterator[str]:
@@ -249,21 +194,16 @@ def draw(kept: pd.DataFrame) -> Figure:
     """Share of answers kept against virtual keys per head, a line for each way, with 95 % intervals over stories."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    ends = {name: _row(kept, name, ratio) for name, ratio in ((EXACT, 1.0), (DROPPED, 0.0))}
-    shown = {way: pd.concat([kept[kept["way"] == way], ends[EXACT].to_frame().T]) for way in COLORS}
-    shown[POLISHED] = kept[(kept["way"] == POLISHED) & (kept["ratio"] == AIM_RATIO)]
+    shown = {way: kept[kept["way"].isin([way, EXACT])] for way in COLORS} | {POLISHED: kept[kept["way"] == POLISHED]}
+    dropped = kept.loc[kept["way"] == DROPPED, "share_kept"].iloc[0]
     for marker, (way, rows) in zip(MARKERS, shown.items(), strict=False):
         keys, share, low, high = rows.sort_values("keys")[["keys", "share_kept", "low", "high"]].to_numpy(dtype=float).T
         color = COLORS.get(way, "#CC79A7")
         axes.errorbar(keys, share, [share - low, high - share], marker=marker, color=color, capsize=2, label=way)
-    axes.axhline(ends[DROPPED]["share_kept"], color="#444444", linestyle=":", linewidth=1, label="no bias")
+    axes.axhline(dropped, color="#444444", linestyle=":", linewidth=1, label="no bias")
     axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
-    axes.set(
-        xlabel="virtual keys per head",
-        ylabel="share of correct answers that stay correct, 95 % interval",
-        xscale="log",
-        ylim=(0, 1.04),
-    )
+    axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct, 95 % interval")
+    axes.set(xscale="log", ylim=(0, 1.04))
     axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

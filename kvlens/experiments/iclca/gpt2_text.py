@@ -32,10 +32,8 @@ from kvlens.experiments.shared.sampling import hooked_model, relative_errors
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 
-WITH, WITHOUT, EXACT, LANDMARK, RANDOM = (
-    *("with the prompt", "without", "converted, all keys"),
-    *("converted, landmark keys", "converted, random features"),
-)
+WITH, WITHOUT, EXACT = "with the prompt", "without", "converted, all keys"
+LANDMARK, RANDOM = "converted, landmark keys", "converted, random features"
 ROUNDING = 1e-4
 """The largest float32 error of an exact conversion; random tiny models and trained ones stay below a tenth of it."""
 UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
@@ -62,13 +60,8 @@ UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=F
 def gpt2_text(settings: Settings, tell: Tell) -> Outcome:
     """Read every pair in every way."""
     source = zoo.source_of(settings["model"])
-    kind = settings["texts"] or (
-        "help pages"
-        if settings["model"] in zoo.names()
-        else "stories"
-        if isinstance(source, Path) and source.is_file()
-        else "facts"
-    )
+    usual = "stories" if isinstance(source, Path) and source.is_file() else "facts"
+    kind = settings["texts"] or ("help pages" if settings["model"] in zoo.names() else usual)
     if kind not in PAIRS:
         raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")
     if isinstance(source, str) or zoo.is_hugging_face(source):
@@ -123,19 +116,16 @@ def biases(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], settings: Se
     """The prompt converted: exactly, with a share of its keys, and with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
     fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0}
-    for name, method in (
-        (LANDMARK, Landmark(ratio=settings["ratio"], **fit)),
-        (RANDOM, RandomProjections(n_features=settings["random"], **fit)),
-    ):
-        yield name, convert_prompt(model, prompt, method=method, verbose=False)
+    yield LANDMARK, convert_prompt(model, prompt, method=Landmark(ratio=settings["ratio"], **fit), verbose=False)
+    random = RandomProjections(n_features=settings["random"], **fit)
+    yield RANDOM, convert_prompt(model, prompt, method=random, verbose=False)
 
 
 def generated(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int) -> Int[Tensor, " new"]:
     """The greedy continuation of ``tokens``."""
     end = model.tokenizer.eos_token_id is not None
-    whole = model.generate(
-        tokens[None], max_new_tokens=n, do_sample=False, stop_at_eos=end, return_type="tokens", verbose=False
-    )
+    how: dict[str, Any] = dict(do_sample=False, stop_at_eos=end, return_type="tokens", verbose=False)
+    whole = model.generate(tokens[None], max_new_tokens=n, **how)
     return whole[0, len(tokens) :].clone()
 
 
@@ -164,35 +154,22 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
         for column in ("relative_error", "relative_error_centered", "next_token_agrees")
     )
     name = "relative error of the logits"
-    claim = "without the prompt the logits are off"
-    yield Comparison.stated(f"{name} without the prompt", PAPER_DROPPED, float(error[WITHOUT].mean()), claim)
-    yield Comparison.tested_on(
-        f"{name}, {RANDOM}",
-        PAPER_RANDOM,
-        float(error[RANDOM].mean()),
-        "converted they are nearer to those with the prompt than without",
-        (error[WITHOUT] - error[RANDOM]).to_numpy(),
-    )
-    yield Comparison.tested_on(
-        f"{name}, {LANDMARK}",
-        None,
-        float(error[LANDMARK].mean()),
-        "fitted keys come nearer than random features",
-        (error[RANDOM] - error[LANDMARK]).to_numpy(),
-    )
-    worst = float(error[EXACT].max())
-    yield Comparison(f"{name}, {EXACT}, the largest", None, worst, f"rounding, at most {ROUNDING:g}", worst <= ROUNDING)
+    what, claim = f"{name} without the prompt", "without the prompt the logits are off"
+    yield Comparison.stated(what, claim, float(error[WITHOUT].mean()), paper=PAPER_DROPPED)
+    claim, gain = "converted they are nearer to those with the prompt than without", error[WITHOUT] - error[RANDOM]
+    ours = float(error[RANDOM].mean())
+    yield Comparison.tested_on(f"{name}, {RANDOM}", claim, gain.to_numpy(), ours=ours, paper=PAPER_RANDOM)
+    claim, gain = "fitted keys come nearer than random features", error[RANDOM] - error[LANDMARK]
+    yield Comparison.tested_on(f"{name}, {LANDMARK}", claim, gain.to_numpy(), ours=float(error[LANDMARK].mean()))
+    claim = f"rounding, at most {ROUNDING:g}"
+    yield Comparison.at_most(f"{name}, {EXACT}, the largest", claim, float(error[EXACT].max()), ROUNDING)
     for way in (WITHOUT, RANDOM, LANDMARK):
-        ours = float(centered[way].mean())
-        yield Comparison.stated(f"{name} less their mean, {way}", None, ours, "the part that changes predictions")
+        what, claim = f"{name} less their mean, {way}", "the part that changes predictions"
+        yield Comparison.stated(what, claim, float(centered[way].mean()))
     for way in (RANDOM, LANDMARK):
-        yield Comparison.tested_on(
-            f"share of next tokens as with the prompt, {way} (without: {agrees[WITHOUT].mean():.3f})",
-            None,
-            float(agrees[way].mean()),
-            "converted the model predicts more of them than without",
-            (agrees[way] - agrees[WITHOUT]).to_numpy(),
-        )
+        what = f"share of next tokens as with the prompt, {way} (without: {agrees[WITHOUT].mean():.3f})"
+        claim, ours = "converted the model predicts more of them than without", float(agrees[way].mean())
+        yield Comparison.tested_on(what, claim, (agrees[way] - agrees[WITHOUT]).to_numpy(), ours=ours)
 
 
 def _differences(model: HookedKVTransformer, name: str, kind: str) -> Iterator[str]:

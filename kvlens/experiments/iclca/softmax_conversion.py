@@ -8,6 +8,7 @@ window with attention sinks (the first and the last keys), and a copy of the mod
 (:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -134,10 +135,9 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
         return dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0)
 
     few = texts(least)
-    for m in settings["random"]:
-        yield Way(IID, m, least, RandomProjections(n_features=m, random_feature_kind="iid", **few))
-    for m in settings["random"]:
-        yield Way(ORTHOGONAL, m, least, RandomProjections(n_features=m, random_feature_kind="orthogonal", **few))
+    kinds: dict[str, Any] = {IID: "iid", ORTHOGONAL: "orthogonal"}
+    for (name, kind), m in itertools.product(kinds.items(), settings["random"]):
+        yield Way(name, m, least, RandomProjections(n_features=m, random_feature_kind=kind, **few))
     if settings["taylor"]:
         yield Way(TAYLOR, 0, least, Taylor(**few))
     for m in settings["learned"]:
@@ -225,15 +225,11 @@ def compare(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
     error = contexts.set_index([*SIZE, "context"])["relative_error"].sort_index()
     dropped = error[DROPPED, 0, 0]
     least, most = min(settings["continuations"]), max(settings["continuations"])
-    for kind in (IID, ORTHOGONAL):
-        for m in settings["random"]:
-            yield Comparison.tested_on(
-                f"relative error with {m} {kind}, over that of the prompt left out",
-                PAPER_RANDOM / PAPER_DROPPED,
-                float((error[kind, m, least] / dropped).mean()),
-                "random features recover part of what the prompt does",
-                (dropped - error[kind, m, least]).to_numpy(),
-            )
+    for kind, m in itertools.product((IID, ORTHOGONAL), settings["random"]):
+        what = f"relative error with {m} {kind}, over that of the prompt left out"
+        ours, gain = float((error[kind, m, least] / dropped).mean()), dropped - error[kind, m, least]
+        claim, paper = "random features recover part of what the prompt does", PAPER_RANDOM / PAPER_DROPPED
+        yield Comparison.tested_on(what, claim, gain.to_numpy(), ours=ours, paper=paper)
     nothing = (DROPPED, 0, 0)
     for r in settings["keys"]:
         top, equal, greedy = (TOP, r, least), (EQUAL, r, least), (GREEDY, r, least)
@@ -245,15 +241,8 @@ def compare(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
         for better, worse in steps:
             ratio = error[better] / error[worse]
             more = f" on {better[2]} continuations" if better[0] == worse[0] else ""
-            yield Comparison.tested_on(
-                f"relative error, {r} keys: {better[0]}{more}, over {worse[0]}",
-                None,
-                float(ratio.mean()),
-                "the ratio is below 1",
-                ratio.to_numpy(),
-                1.0,
-                below=True,
-            )
+            what = f"relative error, {r} keys: {better[0]}{more}, over {worse[0]}"
+            yield Comparison.tested_on(what, "the ratio is below 1", ratio.to_numpy(), 1.0, below=True)
 
 
 def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
@@ -262,15 +251,9 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Ite
     r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
     for method in DISTILLED.values() if settings["distil_steps"] else ():
         ratio = kl[GREEDY, r, least] / kl[method, 0, n]
-        yield Comparison.tested_on(
-            f"divergence of the next token: {GREEDY}, {r} keys, over {method}",
-            None,
-            float(ratio.mean()),
-            "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)",
-            ratio.to_numpy(),
-            1.0,
-            below=True,
-        )
+        what = f"divergence of the next token: {GREEDY}, {r} keys, over {method}"
+        claim = "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)"
+        yield Comparison.tested_on(what, claim, ratio.to_numpy(), 1.0, below=True)
 
 
 def draw(table: pd.DataFrame) -> Figure:

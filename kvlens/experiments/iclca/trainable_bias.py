@@ -25,21 +25,13 @@ _PAPER = find_recipe("bigram-linear")
 @experiment(
     "ICLCA fig. 1 and sec. 6.3",
     "Does linear attention learn in context faster, or better, when b_KV and b_D are trained with it?",
-    cost=(
-        "a few seconds",
-        "twenty-five minutes on one core",
-        "about a day on two cores, or hours on a GPU (not run here)",
-    ),
+    cost=("a few seconds", "twenty-five minutes on one core", "about a day on two cores, or hours on a GPU (not run here)"),
     task=(
         dict(n_letters=11, n_triggers=3, length=16, trigger_rate=0.5),
         dict(n_letters=16, n_triggers=4, length=32, trigger_rate=0.5),
         dict(_PAPER.task_settings),
     ),
-    model=(
-        dict(n_layers=2, d_model=16, d_head=8, attention="linear", feature_map="identity", normalizer="none"),
-        dict(n_layers=4, d_model=64, d_head=16, attention="linear", feature_map="identity", normalizer="none"),
-        dict(_PAPER.model),
-    ),
+    model={**_PAPER.model, **dict(n_layers=(2, 4, 12), d_model=(16, 64, 128), d_head=(8, 16, 32))},
     training=dict(steps=(6, 1200, 5000), batch_size=(8, 32, 32), eval_every=(2, 50, 100), eval_sequences=(16, 128, 512)),
     seeds=([0, 1], [11, 12, 13, 14, 15, 16], [11, 12, 13, 14, 15, 16]),
     rates=([3e-3], [1e-3, 3e-3], [1e-3, 3e-3]),
@@ -55,9 +47,8 @@ def trainable_bias(settings: Settings, tell: Tell) -> Outcome:
         "The paper shows one pair of curves, and does not report its seeds and schedule.",
     ]
     if model.get("normalizer") == "none":
-        differences += [
-            "This model's attention has no normalizer: b_KV is trained, and b_D, which would have no effect, is not."
-        ]
+        words = "b_KV is trained, and b_D, which would have no effect, is not."
+        differences.append(f"This model's attention has no normalizer: {words}")
     tables = {"curves": runs.curves, "by_seed": by_seed}
     return Outcome(tables, draw(runs.curves), compare(by_seed, untrained(runs)), differences)
 
@@ -76,25 +67,14 @@ def untrained(runs: Runs) -> Reasons:
 
 def compare(by_seed: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The course of training and its end."""
-    return compare_leads(
-        by_seed,
-        why,
-        Lead(
-            "held-out loss averaged over the course of training, in nats: without minus with bias terms (without {of:.3f}, "
-            "with {minus:.3f})",
-            "the model with bias terms trains slightly faster",
-            WITHOUT,
-            WITH,
-            "mean_loss",
-        ),
-        Lead(
-            "in-context accuracy at the end of training: with minus without bias terms (without {minus:.1%}, with {of:.1%})",
-            "the model with bias terms reaches a higher in-context accuracy",
-            WITH,
-            WITHOUT,
-            "accuracy",
-        ),
+    what = (
+        "held-out loss averaged over the course of training, in nats: without minus with bias terms (without {of:.3f}, with "
+        "{minus:.3f})"
     )
+    faster = Lead(what, "the model with bias terms trains slightly faster", WITHOUT, WITH, "mean_loss")
+    what = "in-context accuracy at the end of training: with minus without bias terms (without {minus:.1%}, with {of:.1%})"
+    better = Lead(what, "the model with bias terms reaches a higher in-context accuracy", WITH, WITHOUT, "accuracy")
+    return compare_leads(by_seed, why, faster, better)
 
 
 def draw(curves: pd.DataFrame) -> Figure:

@@ -52,11 +52,7 @@ GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the 
 @experiment(
     "ICLCA, slides, from delta-W to a prompt",
     "How much of a given change of the weights can virtual keys reproduce?",
-    cost=(
-        "seconds",
-        "about a quarter of an hour on two cores",
-        "hours on two cores: ten times the steps on twice the texts",
-    ),
+    cost=("seconds", "about a quarter of an hour on two cores", "hours on two cores: ten times the steps on twice the texts"),
     model="facts-gpt2",
     tokenizer=None,
     n_changes=(1, 6, 8),
@@ -182,16 +178,8 @@ def freed(
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
-    losses = descend(
-        state.free(),
-        loss_on,
-        n_rows=len(texts),
-        rows_per_step=TEXTS_PER_STEP,
-        steps=steps,
-        learning_rate=LEARNING_RATE,
-        generator=generator,
-    )
-    for step, _ in enumerate(losses, start=1):
+    how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
+    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=LEARNING_RATE, **how), start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = state.bias(one).select_prompt(0)
@@ -209,7 +197,7 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
             claim = "the weights that learned a prompt act on other texts as the prompt does (a share below 1)"
         else:
             claim = "virtual keys reproduce part of a change of the weights (a share below 1)"
-        yield Comparison.tested_on(name, None, float(left.mean()), claim, left.to_numpy(), 1.0, below=way != NULL)
+        yield Comparison.tested_on(name, claim, left.to_numpy(), 1.0, below=way != NULL)
 
 
 COLORS = {GIVEN: "#009E73", FREE: "#CC79A7"}
@@ -237,10 +225,6 @@ def draw(table: pd.DataFrame) -> Figure:
     panels[0].set_ylabel("share of the change of the logits that is left")
     words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)
     figure.legend(*panels[0].get_legend_handles_labels(), **words)
-    figure.suptitle(
-        "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum",
-        fontsize=11,
-        x=0.02,
-        ha="left",
-    )
+    title = "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum"
+    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
     return figure

@@ -20,10 +20,9 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.shared.curves import of_heldout
+from kvlens.experiments.shared.curves import differences_by_seed, mean_and_spread, of_heldout
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
 from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, draw_panels, train_cells
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import ArithmeticTask
@@ -125,15 +124,8 @@ def answer_accuracy(
     answer = question + solution - 1  # its position in the text; it is predicted one position earlier
     device = next(model.parameters()).device
     inputs, right = inputs[:, :answer].to(device), targets[:, answer - 1].to(device)
-    text = model.generate(
-        inputs[:, :question],
-        max_new_tokens=solution + STEP_LENGTH,
-        do_sample=False,
-        stop_at_eos=False,
-        prepend_bos=False,
-        return_type="tokens",
-        verbose=False,
-    )
+    how: dict[str, Any] = dict(do_sample=False, stop_at_eos=False, prepend_bos=False, return_type="tokens", verbose=False)
+    text = model.generate(inputs[:, :question], max_new_tokens=solution + STEP_LENGTH, **how)
     asked = inputs[:, question - 2]  # "? v :"
     forced = model(inputs)[:, -1].argmax(dim=-1)
     return {
@@ -166,17 +158,10 @@ def _scored(answers: pd.DataFrame) -> pd.DataFrame:
 def compare(answers: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """For each row its two numbers, and the lead of the shifted model on the longest training problems.
 
-    Both are scored by "some step", as in the paper, and tested seed by seed.
-
-    Args:
-        answers: columns `COLUMNS`.
-        why: of `untrained`.
+    Both are scored by "some step", as in the paper, and tested seed by seed; ``why`` is that of `untrained`.
     """
-    return [
-        comparison.unless(why.get(str(name)))
-        for name, rows in _scored(answers).groupby("row", sort=False)
-        for comparison in _compare_row(rows)
-    ]
+    by_row = _scored(answers).groupby("row", sort=False)
+    return [one.unless(why.get(str(name))) for name, rows in by_row for one in _compare_row(rows)]
 
 
 def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
@@ -185,26 +170,14 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
     asked, trained = (rows[rows["n_ops"] == first[n]] for n in ("test_ops", "max_ops"))
     mean = asked.groupby("model")["accuracy"].mean()
     what = f"final answers right, {first['row']} (in place of the paper's {first['stands_for']})"
-    yield Comparison.stated(
-        f"{what}: plain",
-        printed[PLAIN],
-        float(mean[PLAIN]),
-        "the baseline; problems and models differ, so the numbers are not comparable",
-    )
-    yield Comparison.tested_on(
-        f"{what}: KV shift (lead, seed by seed: {mean_and_spread(_lead(asked))})",
-        printed[SHIFTED],
-        float(mean[SHIFTED]),
-        "KV shift answers more problems than plain attention",
-        _lead(asked),
-    )
-    yield Comparison.tested_on(
-        f"final answers right with KV shift minus without, {first['max_ops']} operations, the longest of the training",
-        None,
-        mean_and_spread(_lead(trained)),
-        "KV shift is better at arithmetic (the paper prints longer problems only)",
-        _lead(trained),
-    )
+    claim = "the baseline; problems and models differ, so the numbers are not comparable"
+    yield Comparison.stated(f"{what}: plain", claim, float(mean[PLAIN]), paper=printed[PLAIN])
+    lead, ours = f"{what}: KV shift (lead, seed by seed: {mean_and_spread(_lead(asked))})", float(mean[SHIFTED])
+    claim = "KV shift answers more problems than plain attention"
+    yield Comparison.tested_on(lead, claim, _lead(asked), ours=ours, paper=printed[SHIFTED])
+    what = f"final answers right with KV shift minus without, {first['max_ops']} operations, the longest of the training"
+    claim = "KV shift is better at arithmetic (the paper prints longer problems only)"
+    yield Comparison.tested_on(what, claim, _lead(trained), ours=mean_and_spread(_lead(trained)))
 
 
 def _lead(rows: pd.DataFrame) -> list[float]:

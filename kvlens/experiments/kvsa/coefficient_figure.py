@@ -1,5 +1,7 @@
 """The figure of ``coefficients``: heads in the four quadrants of KVSA table 4, and their course over training."""
 
+from typing import Any
+
 import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
@@ -50,16 +52,8 @@ def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str
     for _, kind in counts.iterrows():
         x, y = (0.98 if ">" in kind["keys"] else 0.02), (0.98 if ">" in kind["values"] else 0.02)
         text = f"{kind['count']} ({kind['share']:.0%})\npaper {kind['paper']} ({kind['paper_share']:.0%})"
-        axes.text(
-            x,
-            y,
-            text,
-            transform=axes.transAxes,
-            ha="right" if x > 0.5 else "left",
-            va="top" if y > 0.5 else "bottom",
-            fontsize=9,
-            color="#374151",
-        )
+        look: dict[str, Any] = dict(ha="right" if x > 0.5 else "left", va="top" if y > 0.5 else "bottom", color="#374151")
+        axes.text(x, y, text, transform=axes.transAxes, fontsize=9, **look)
     reach = 1.45 * max(across.abs().max(), up.abs().max())  # room for the counts in the corners
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach))
     axes.set(xlabel="$\\alpha_1 - \\alpha_2$   (keys: right, the current token)", ylabel="$\\beta_1 - \\beta_2$   (values)")

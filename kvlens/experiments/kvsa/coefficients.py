@@ -15,7 +15,7 @@ the last one of that course.
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -33,8 +33,8 @@ from kvlens.experiments.kvsa.text_scales import (
     SMALL_TRAINING,
     TINY_TEXT,
 )
-from kvlens.experiments.shared.curves import train_and_compare
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
+from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
@@ -98,7 +98,7 @@ def coefficients(settings: Settings, tell: Tell) -> Outcome:
     """Read the coefficients of every model of ``settings["models"]``, and of those trained here if ``settings["train"]``."""
     sources = [read_source(name) for name in settings["models"]]
     if settings["train"] is not None:
-        sources += train_sources(**settings["train"], tell=tell)
+        sources += train_sources(settings["train"], tell)
     of_name = list({source.name: source for source in sources}.values())
     coefficients = pd.concat([tidy(parameters_now(source), source) for source in sources], ignore_index=True)
     course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
@@ -144,21 +144,15 @@ def read_source(name: str) -> Source:
     return Source(name, HookedKVTransformer.load(folder), watched)
 
 
-def train_sources(
-    task: Mapping[str, Any],
-    model: Mapping[str, Any],
-    training: Mapping[str, Any],
-    rates: Sequence[float],
-    seeds: Sequence[int],
-    tell: Tell,
-) -> list[Source]:
+def train_sources(train: Settings, tell: Tell) -> list[Source]:
     """Train a model on text with every seed; kept runs of the free form of ``variants`` are the same runs."""
     sources: list[Source] = []
 
-    def examine(label: str, seed: int, trained: Any) -> None:
+    def keep(label: str, seed: int, trained: Any) -> list[dict[str, Any]]:
         sources.append(Source(label, trained, no_course(), seed))
+        return []
 
-    train_and_compare(make_task("text", **task), {TRAINED: model}, training, seeds, tell, examine, rates)
+    train_cells([Cell(make_task("text", **train["task"]), {TRAINED: train["model"]}, examine=keep)], train, tell)
     return sources
 
 
@@ -267,7 +261,7 @@ def heads_preferring_the_same(course: pd.DataFrame, share_done: float) -> str:
     return f"{sum(keys == values for keys, values in kinds)} of {len(kinds)} at step {step}"
 
 
-def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison]:
+def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> Iterator[Comparison]:
     """The heads of a model, or of the runs of one, against table 4.
 
     Args:
@@ -278,70 +272,39 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> list[Comparison
     counts = count_kinds(coefficients)
     n_heads = int(counts["count"].sum())
     by_kind = dict(zip(KINDS, counts["count"].tolist(), strict=True))
-    cells = [
-        Comparison.stated(
-            f"{name}: heads with {row['keys']} and {row['values']}",
-            f"{row['paper']} of {N_PAPER}",
-            f"{row['count']} of {n_heads}",
-            "heads of all four kinds occur",
-        )
-        for _, row in counts.iterrows()
-    ]
-    alike = sum(by_kind[kind] for kind in SAME)
-    induction, opposite = by_kind[INDUCTION], by_kind[OPPOSITE]
+    for _, row in counts.iterrows():
+        what, ours = f"{name}: heads with {row['keys']} and {row['values']}", f"{row['count']} of {n_heads}"
+        yield Comparison.stated(what, "heads of all four kinds occur", ours, paper=f"{row['paper']} of {N_PAPER}")
     by_run = [heads["kind"] for _, heads in preferences(coefficients).groupby("seed")]
-    return [
-        *cells,
-        _majority(
-            f"{name}: heads whose keys and values prefer the same token",
-            f"{KINDS[True, True] + KINDS[False, False]} of {N_PAPER}",
-            f"{alike} of {n_heads}",
-            "in most heads keys and values prefer the same token",
-            [sum(kind in SAME for kind in kinds) / len(kinds) for kinds in by_run],
-            0.5,
-        ),
-        *_state_early(name, course),
-        _majority(
-            f"{name}: previous keys with current values (induction) against current keys with previous values",
-            f"{KINDS[False, True]} against {KINDS[True, False]}",
-            f"{induction} against {opposite}",
-            "of the heads whose keys and values prefer different tokens, more are of the induction kind",
-            [sum((kind == INDUCTION) - (kind == OPPOSITE) for kind in kinds) / len(kinds) for kinds in by_run],
-            0.0,
-        ),
-        Comparison.stated(
-            f"{name}: share of coefficients outside [0, 1], and below 0",
-            None,
-            f"{outside_share(coefficients):.3f}, {float((coefficients['value'] < 0).mean()):.3f}",
-            "some coefficients become negative, which gate and clamp would prevent (sec. 4.6)",
-        ),
-        Comparison.stated(
-            f"{name}: |sum - 1| of a head's two alphas, or its two betas: mean, largest",
-            None,
-            f"{(sums(coefficients) - 1).abs().mean():.3f}, {(sums(coefficients) - 1).abs().max():.3f}",
-            "the sums, which start at 1, do not stay there (sec. 4.6)",
-        ),
-    ]
+    what = f"{name}: heads whose keys and values prefer the same token"
+    claim = "in most heads keys and values prefer the same token"
+    ours, paper = (f"{sum(count[kind] for kind in SAME)} of {sum(count.values())}" for count in (by_kind, KINDS))
+    alike = [sum(kind in SAME for kind in kinds) / len(kinds) for kinds in by_run]
+    yield _majority(what, claim, ours, paper, alike, 0.5)
+    if len(course):
+        what = f"{name}: the same after {EARLY:.0%} of the training"
+        paper = f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens"
+        claim = "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)"
+        yield Comparison.stated(what, claim, heads_preferring_the_same(course, EARLY), paper=paper)
+    what = f"{name}: previous keys with current values (induction) against current keys with previous values"
+    claim = "of the heads whose keys and values prefer different tokens, more are of the induction kind"
+    ours, paper = (f"{count[INDUCTION]} against {count[OPPOSITE]}" for count in (by_kind, KINDS))
+    ahead = [sum((kind == INDUCTION) - (kind == OPPOSITE) for kind in kinds) / len(kinds) for kinds in by_run]
+    yield _majority(what, claim, ours, paper, ahead, 0.0)
+    what = f"{name}: share of coefficients outside [0, 1], and below 0"
+    claim = "some coefficients become negative, which gate and clamp would prevent (sec. 4.6)"
+    ours = f"{outside_share(coefficients):.3f}, {float((coefficients['value'] < 0).mean()):.3f}"
+    yield Comparison.stated(what, claim, ours)
+    what = f"{name}: |sum - 1| of a head's two alphas, or its two betas: mean, largest"
+    claim, off = "the sums, which start at 1, do not stay there (sec. 4.6)", (sums(coefficients) - 1).abs()
+    yield Comparison.stated(what, claim, f"{off.mean():.3f}, {off.max():.3f}")
 
 
-def _majority(what: str, paper: str, ours: str, claim: str, by_run: list[float], bound: float) -> Comparison:
+def _majority(what: str, claim: str, ours: str, paper: str, by_run: list[float], bound: float) -> Comparison:
     """A claim about the shares of heads of several runs; without a verdict for a single one."""
     if len(by_run) == 1:
-        return Comparison.stated(what, paper, ours, claim)
-    return Comparison.tested_on(what, paper, f"{ours}, {len(by_run)} runs", claim, by_run, bound)
-
-
-def _state_early(name: str, course: pd.DataFrame) -> list[Comparison]:
-    if course.empty:
-        return []
-    return [
-        Comparison.stated(
-            f"{name}: the same after {EARLY:.0%} of the training",
-            f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens",
-            heads_preferring_the_same(course, EARLY),
-            "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)",
-        )
-    ]
+        return Comparison.stated(what, claim, ours, paper=paper)
+    return Comparison.tested_on(what, claim, by_run, bound, ours=f"{ours}, {len(by_run)} runs", paper=paper)
 
 
 def describe(source: Source) -> str:

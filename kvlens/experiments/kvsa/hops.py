@@ -26,11 +26,7 @@ LEARNED = 0.9
 @experiment(
     "KVSA fig. 9, app. H",
     "Does a model of the same depth learn more hops of induction with KV shift?",
-    cost=(
-        "a few seconds",
-        "22 minutes on one core",
-        "a week on one GPU (vocabulary, depths and hops chosen here; not run)",
-    ),
+    cost=("a few seconds", "22 minutes on one core", "a week on one GPU (vocabulary, depths and hops chosen here; not run)"),
     task=dict(vocab_size=(3, 4, 16), length=(10, 32, 256)),
     model=dict(d_model=(8, 64, 128), d_head=(4, 16, 32), attn_only=True),
     depths=([1, 2], [2], [2, 3, 4]),
@@ -116,26 +112,11 @@ def untrained(runs: Runs) -> Reasons:
 
 def compare(final: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """Hops made and accuracy at each depth; ``final`` has one row per run."""
-    return compare_leads(
-        final,
-        why,
-        Lead(
-            f"hops made by {{group}}, one learned in part counting as that part ({LEARNED:.0%} accuracy is all), mean over "
-            "seeds: KV shift against plain",
-            "with KV shift a model of the same depth learns more hops",
-            SHIFTED,
-            PLAIN,
-            "hops",
-            runs=hops_made,
-            ours="{of:.3g} against {minus:.3g}",
-        ),
-        Lead(
-            "accuracy with KV shift minus without, {group}, mean over k",
-            "KV shift is better at hops at the same depth",
-            SHIFTED,
-            PLAIN,
-            "accuracy",
-        ),
-        by="n_layers",
-        name=layers,
+    what = (
+        f"hops made by {{group}}, one learned in part counting as that part ({LEARNED:.0%} accuracy is all), mean over seeds: "
+        "KV shift against plain"
     )
+    claim, ours = "with KV shift a model of the same depth learns more hops", "{of:.3g} against {minus:.3g}"
+    made = Lead(what, claim, SHIFTED, PLAIN, "hops", runs=hops_made, ours=ours)
+    what, claim = "accuracy with KV shift minus without, {group}, mean over k", "KV shift is better at hops at the same depth"
+    return compare_leads(final, why, made, Lead(what, claim, SHIFTED, PLAIN, "accuracy"), by="n_layers", name=layers)

@@ -15,10 +15,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import LLAMA_BLOCKS, steps_in_words
-from kvlens.experiments.shared.curves import PLAIN, SHIFTED, last_heldout, of_heldout, steps_to
+from kvlens.experiments.shared.curves import PLAIN, SHIFTED, differences_by_seed, last_heldout, of_heldout, steps_to
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import differences_by_seed
 from kvlens.experiments.shared.sweep import Cell, Reasons, Runs, draw_panels, train_cells
 from kvlens.tasks import make_task
 
@@ -40,11 +39,7 @@ LEARNED = 0.99
 @experiment(
     "KVSA fig. 1a",
     "Does one layer with KV shift learn induction, for which plain attention needs two?",
-    cost=(
-        "a few seconds",
-        "55 minutes on one core",
-        "hours on one GPU (the paper's vocabulary and length; not run here)",
-    ),
+    cost=("a few seconds", "55 minutes on one core", "hours on one GPU (the paper's vocabulary and length; not run here)"),
     task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),
     deep_task=dict(law=("repeated_block", "repeated_block", "first_repeat")),
     model=dict(d_model=(16, 64, 1024), d_head=(8, 16, 64), **LLAMA_BLOCKS),
@@ -108,31 +103,17 @@ def compare(runs: Runs, steps: pd.DataFrame, why: Reasons) -> list[Comparison]:
     rows = runs.curves[runs.curves["compared"] == FEW]
     last = last_heldout(rows).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
-    return [
-        Comparison.tested_on(
-            "smallest held-out accuracy that one layer with KV shift reaches, over seeds",
-            None,
-            min(shifted),
-            f"one layer with KV shift learns induction (significantly above {LEARNED:.0%})",
-            shifted,
-            LEARNED,
-        ),
-        compare_steps(
-            runs, steps, FEW, (SHIFT_1, PLAIN_2), "one layer with KV shift learns induction in fewer steps than two without"
-        ),
-        compare_steps(
-            runs, steps, DEEP, (PLAIN_4, PLAIN_2), "four plain layers do not learn induction faster than two", denied=True
-        ),
-        Comparison.tested_on(
-            "largest held-out accuracy of one plain layer, over seeds",
-            None,
-            max(one),
-            f"one plain layer does not learn induction (significantly below {LEARNED:.0%})",
-            one,
-            LEARNED,
-            below=True,
-        ).unless(why.get(PLAIN_1)),
-    ]
+    what = "smallest held-out accuracy that one layer with KV shift reaches, over seeds"
+    claim = f"one layer with KV shift learns induction (significantly above {LEARNED:.0%})"
+    learns = Comparison.tested_on(what, claim, shifted, LEARNED, ours=min(shifted))
+    claim = "one layer with KV shift learns induction in fewer steps than two without"
+    faster = compare_steps(runs, steps, FEW, (SHIFT_1, PLAIN_2), claim)
+    claim = "four plain layers do not learn induction faster than two"
+    deeper = compare_steps(runs, steps, DEEP, (PLAIN_4, PLAIN_2), claim, denied=True)
+    what = "largest held-out accuracy of one plain layer, over seeds"
+    claim = f"one plain layer does not learn induction (significantly below {LEARNED:.0%})"
+    fails = Comparison.tested_on(what, claim, one, LEARNED, below=True, ours=max(one))
+    return [learns, faster, deeper, fails.unless(why.get(PLAIN_1))]
 
 
 def compare_steps(
@@ -156,14 +137,9 @@ def compare_steps(
     first, second = models
     lead = differences_by_seed(rows.assign(steps=rows["steps"].clip(upper=limit)), second, first, "steps")
     neither = f"no run of either learned within {limit} steps" if late[first] == late[second] == n_seeds else None
-    return Comparison.tested_on(
-        f"steps to {LEARNED:.0%}, median over seeds, on {rows['law'].iloc[0]}s: {first}, against {second}",
-        None,
-        f"{words(first)} against {words(second)}",
-        claim,
-        lead,
-        below=denied,
-    ).unless(neither)
+    what = f"steps to {LEARNED:.0%}, median over seeds, on {rows['law'].iloc[0]}s: {first}, against {second}"
+    ours = f"{words(first)} against {words(second)}"
+    return Comparison.tested_on(what, claim, lead, below=denied, ours=ours).unless(neither)
 
 
 def in_words(steps: float, limit: int) -> str:
@@ -184,8 +160,7 @@ def draw(runs: Runs, steps: pd.DataFrame) -> Figure:
     )
     for axes, (_, panel) in zip(figure.axes, steps.groupby("compared", sort=False), strict=True):
         for label, rows in panel[panel["steps"] < math.inf].groupby("model", sort=False):
-            axes.plot(
-                rows["steps"], [LEARNED] * len(rows), "o", color=COLORS[str(label)], markeredgecolor="white", markersize=8
-            )
+            dot: dict[str, Any] = dict(color=COLORS[str(label)], markeredgecolor="white", markersize=8)
+            axes.plot(rows["steps"], [LEARNED] * len(rows), "o", **dot)
         axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
     return figure

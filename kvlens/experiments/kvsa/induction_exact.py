@@ -9,6 +9,7 @@ Three constructions are built as real models, run on random tokens, and compared
   exceeds it; the smallest error that it can reach is about the square root of the precision.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.experiments.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
-from kvlens.experiments.shared.curves import PALETTE
+from kvlens.experiments.shared.curves import PALETTE, finish
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction.induction_head import induction_head
@@ -55,11 +56,11 @@ def induction_exact(settings: Settings, tell: Tell) -> Outcome:
     embeddings, tokens = draw_text(settings)
     errors = pd.DataFrame(_measure_all(embeddings, tokens, settings, tell))
     shown = dict(sigma=settings["sigmas"][0], slope=settings["slopes"][0])
-    comparisons = compare(errors, head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64), shown)
+    bound = head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64)
     return Outcome(
         tables={"error": errors},
         figure=draw(errors, shown, *example_pattern()),
-        comparisons=comparisons,
+        comparisons=[*compare(errors, bound, shown)],
         differences=[
             "IH sums over every position that attention sees, including the first and the current one; the paper's definition "
             "leaves these two out, but the heads of its theorems do not.",
@@ -81,18 +82,12 @@ def draw_text(settings: Settings) -> tuple[Float[Tensor, "token d"], Int[Tensor,
 
 
 def _measure_all(embeddings: Tensor, tokens: Tensor, settings: Settings, tell: Tell) -> Iterator[dict[str, Any]]:
-    for dtype in DTYPES:
-        rounded = embeddings.to(dtype)  # the reference reads the same rounded rows
-        for sigma in settings["sigmas"]:
-            for slope in settings["slopes"]:
-                tell(f"{str(dtype).removeprefix('torch.')}, sigma {sigma}, slope {slope}")
-                head = dict(sigma=sigma, slope=slope)
-                yield measure(SHIFTED, shifted_head(rounded, **head), tokens, None, **head)
-                for p1 in settings["p1"]:
-                    blind = two_layer_head(rounded, **head, p1=p1, sees_itself=False)
-                    yield measure(BLIND, blind, tokens, p1, **head)
-                    ordinary = two_layer_head(rounded, **head, p1=p1, sees_itself=True)
-                    yield measure(ORDINARY, ordinary, tokens, p1, **head)
+    for dtype, sigma, slope in itertools.product(DTYPES, settings["sigmas"], settings["slopes"]):
+        tell(f"{str(dtype).removeprefix('torch.')}, sigma {sigma}, slope {slope}")
+        rounded, head = embeddings.to(dtype), dict(sigma=sigma, slope=slope)  # the reference reads the same rounded rows
+        yield measure(SHIFTED, shifted_head(rounded, **head), tokens, None, **head)
+        for p1, (name, sees_itself) in itertools.product(settings["p1"], ((BLIND, False), (ORDINARY, True))):
+            yield measure(name, two_layer_head(rounded, **head, p1=p1, sees_itself=sees_itself), tokens, p1, **head)
 
 
 @torch.no_grad()
@@ -152,44 +147,26 @@ def decay_rate(errors: pd.DataFrame, floor: float) -> float:
     return float((p1 * (log_error - log_error.mean())).sum() / p1.square().sum())
 
 
-def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> list[Comparison]:
+def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> Iterator[Comparison]:
     """The two theorems against the float64 rows at one temperature and slope; ``bound`` is the largest rounding error."""
     here = errors[(errors["dtype"] == "float64") & (errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])]
     error = {name: here[here["construction"] == name] for name in (SHIFTED, BLIND, ORDINARY)}
     shifted = float(error[SHIFTED]["max_abs_error"].iloc[0])
     rate = decay_rate(error[BLIND], floor=bound)
     blind, ordinary = (float(error[name]["max_abs_error"].min()) for name in (BLIND, ORDINARY))
-    precision = torch.finfo(torch.float64).eps
-    return [
-        Comparison(
-            "largest error of the one-layer shifted head, float64",
-            0.0,
-            shifted,
-            "one layer of KV shifting attention is an induction head exactly (th. 2)",
-            shifted <= bound,
-        ),
-        Comparison(
-            "d log(error) / d p1 of the two-layer head, first layer blind to its own token",
-            -1.0,
-            rate,
-            "two layers without shift err by O(exp(-p1)) (th. 1)",
-            abs(rate + 1) < 0.02,
-        ),
-        Comparison(
-            "smallest error of the two-layer head over all p1, first layer blind to its own token",
-            None,
-            blind,
-            "the error vanishes as p1 grows (th. 1): down to rounding",
-            blind <= bound,
-        ),
-        Comparison.stated(
-            "smallest error of the two-layer head over all p1, ordinary causal mask",
-            None,
-            ordinary,
-            "no claim of the paper: seeing its own token costs the head half of the digits, about the root of the precision "
-            f"({precision**0.5:.1e})",
-        ),
-    ]
+    what = "largest error of the one-layer shifted head, float64"
+    claim = "one layer of KV shifting attention is an induction head exactly (th. 2)"
+    yield Comparison.at_most(what, claim, shifted, bound, paper=0.0)
+    what = "d log(error) / d p1 of the two-layer head, first layer blind to its own token"
+    yield Comparison(what, "two layers without shift err by O(exp(-p1)) (th. 1)", rate, abs(rate + 1) < 0.02, paper=-1.0)
+    what = "smallest error of the two-layer head over all p1, first layer blind to its own token"
+    yield Comparison.at_most(what, "the error vanishes as p1 grows (th. 1): down to rounding", blind, bound)
+    what = "smallest error of the two-layer head over all p1, ordinary causal mask"
+    claim = (
+        "no claim of the paper: seeing its own token costs the head half of the digits, about the root of the precision "
+        f"({torch.finfo(torch.float64).eps ** 0.5:.1e})"
+    )
+    yield Comparison.stated(what, claim, ordinary)
 
 
 # --- figure ---
@@ -209,7 +186,8 @@ def draw(errors: pd.DataFrame, shown: Mapping[str, float], letters: list[str], p
     figure = Figure(figsize=(12, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.45, 1])
     _draw_errors(left, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])
-    left.set_title(f"Error against IH(x), σ = {shown['sigma']:g}, slope m = {shown['slope']:g}", loc="left", fontsize=11)
+    title = f"Error against IH(x), σ = {shown['sigma']:g}, slope m = {shown['slope']:g}; dotted: float32"
+    finish(left, title, ncols=2)
     _draw_pattern(right, letters, pattern)
     return figure
 
@@ -227,32 +205,13 @@ def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
         if construction == SHIFTED:
             axes.axhline(error.iloc[0], color=color, linestyle=styles[dtype]["linestyle"], linewidth=2.2, label=label)
             number = "0, to the last bit" if rows["max_abs_error"].iloc[0] == 0 else f"{error.iloc[0]:.0e}"
-            axes.annotate(
-                f"{dtype}: {number}",
-                (errors["p1"].min(), error.iloc[0]),
-                xytext=(0, 4),
-                textcoords="offset points",
-                color=color,
-                fontsize=9,
-            )
+            look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color=color, fontsize=9)
+            axes.annotate(f"{dtype}: {number}", (errors["p1"].min(), error.iloc[0]), **look)
         else:
             axes.plot(rows["p1"], error, color=color, markersize=3.5, linewidth=1.4, label=label, **styles[dtype])
     predicted = errors[(errors["construction"] == BLIND) & (errors["dtype"] == "float64") & (errors["predicted"] > bottom)]
     axes.plot(predicted["p1"], predicted["predicted"], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="$e^{-p_1}$")
-    axes.set_yscale("log")
-    axes.set_xlabel("$p_1$, ALiBi slope of the first of two layers")
-    axes.set_ylabel("largest absolute error")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        frameon=False,
-        fontsize=9,
-        ncols=2,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.13),
-        title="solid: float64, dotted: float32",
-        title_fontsize=9,
-    )
+    axes.set(yscale="log", xlabel="$p_1$, ALiBi slope of the first of two layers", ylabel="largest absolute error")
 
 
 def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
@@ -262,7 +221,6 @@ def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
     axes.set_yticks(range(len(letters)), letters)
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("key (a token that is seen)")
-    axes.set_ylabel("query (the current token)")
+    axes.set(xlabel="key (a token that is seen)", ylabel="query (the current token)")
     axes.set_title("Attention of the shifted layer", loc="left", fontsize=11)
     axes.figure.colorbar(image, ax=axes, shrink=0.8, label="share of attention", ticks=[0, 0.5, 1]).outline.set_visible(False)

@@ -91,14 +91,12 @@ def compare(steps: pd.DataFrame, limit: int) -> list[Comparison]:
         steps: columns d_model, model, seed, steps; infinite for a run that has not learned.
         limit: steps of training, with which such a run counts: two plain layers are then behind by less than they are.
     """
-    lead = Lead(
+    what = (
         f"steps to {LEARNED:.0%} accuracy: two plain layers minus one shifted layer, width {{group}} (means {{of:.0f}} and "
-        f"{{minus:.0f}}; a run that has not come so far counts with {limit})",
-        "two plain layers learn induction more slowly than one shifted layer of the same width",
-        PLAIN_2,
-        SHIFT_1,
-        "steps",
+        f"{{minus:.0f}}; a run that has not come so far counts with {limit})"
     )
+    claim = "two plain layers learn induction more slowly than one shifted layer of the same width"
+    lead = Lead(what, claim, PLAIN_2, SHIFT_1, "steps")
     return compare_leads(steps.assign(steps=steps["steps"].clip(upper=limit)), {}, lead, by="d_model")
 
 
@@ -106,9 +104,6 @@ def parameters(accuracy: pd.DataFrame) -> Comparison:
     """The parameters of the two models at the largest width."""
     widest = accuracy["d_model"].max()
     counts = accuracy[accuracy["d_model"] == widest].groupby("model")["n_parameters"].first()
-    return Comparison.stated(
-        f"parameters of two plain layers over those of one shifted layer, width {widest}",
-        None,
-        float(counts[PLAIN_2] / counts[SHIFT_1]),
-        "the plain model has twice the parameters, embeddings left out",
-    )
+    what = f"parameters of two plain layers over those of one shifted layer, width {widest}"
+    claim = "the plain model has twice the parameters, embeddings left out"
+    return Comparison.stated(what, claim, float(counts[PLAIN_2] / counts[SHIFT_1]))

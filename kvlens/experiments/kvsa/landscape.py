@@ -12,7 +12,7 @@ the number of irrelevant tokens) is small, it is not monotone everywhere.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -66,7 +66,7 @@ def landscape(settings: Settings, tell: Tell) -> Outcome:
     return Outcome(
         tables={"landscape": plane, "path": path},
         figure=draw(plane, path, settings["arrows"]),
-        comparisons=compare(plane, path),
+        comparisons=[*compare(plane, path)],
         differences=[
             "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
             "initialized; unconstrained, it passes the induction head and makes it ever sharper.",
@@ -121,11 +121,10 @@ def descend(
 
     Args:
         model: a :func:`landscape_model`; its shift parameters are changed.
-        tokens: the texts.
-        answers: the token after each text.
+        tokens, answers: the texts, and the token after each.
         start: (alpha_1, beta_1).
         step_size: factor of the gradient.
-        max_steps: the maximum number of steps.
+        max_steps: of these, at most.
     """
     T = model.cfg.d_vocab
     alpha_1, beta_1 = start
@@ -134,15 +133,8 @@ def descend(
         loss, by_alpha, by_beta = model_slope(model, tokens, answers)
         closed = slope_in_plane(torch.tensor(alpha_1, dtype=torch.float64), torch.tensor(beta_1, dtype=torch.float64), T)
         off = [abs(a - float(b)) for a, b in zip((loss, by_alpha, by_beta), closed, strict=True)]
-        yield dict(
-            step=step,
-            alpha_1=alpha_1,
-            beta_1=beta_1,
-            loss=loss,
-            closed_form=float(closed[0]),
-            loss_error=off[0],
-            gradient_error=max(off[1:]),
-        )
+        errors = dict(closed_form=float(closed[0]), loss_error=off[0], gradient_error=max(off[1:]))
+        yield dict(step=step, alpha_1=alpha_1, beta_1=beta_1, loss=loss, **errors)
         before = (alpha_1, beta_1)
         alpha_1 = min(max(alpha_1 - step_size * by_alpha, 0.0), 1.0)
         beta_1 = min(max(beta_1 - step_size * by_beta, 0.0), 1.0)
@@ -172,65 +164,32 @@ def loss_rounding(T: int) -> float:
 # --- comparisons ---
 
 
-def monotone_share(plane: pd.DataFrame) -> float:
-    """The share of the unit square where the descent direction points both left and up."""
-    return float(((plane["descent_alpha_1"] < 0) & (plane["descent_beta_1"] > 0)).mean())
-
-
-def compare(plane: pd.DataFrame, path: pd.DataFrame) -> list[Comparison]:
+def compare(plane: pd.DataFrame, path: pd.DataFrame) -> Iterator[Comparison]:
     """The claims of the theorem and the caption of fig. 2 against the tables."""
-    ends = path.groupby(["T", "start"]).tail(1)
-    distance = (ends["alpha_1"] - INDUCTION_HEAD[0]).abs() + (ends["beta_1"] - INDUCTION_HEAD[1]).abs()
-    error = path.groupby("T")["loss_error"].max()
-    return [
-        Comparison(
-            "largest difference between the model's loss and the closed form, on all steps of all paths",
-            None,
-            float(error.max()),
-            "the loss of th. 3 is the loss of one head with KV shift",
-            all(difference <= loss_rounding(int(str(T))) for T, difference in error.items()),
-        ),
-        *_compare_shares({T: monotone_share(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
-        _compare_speed({T: mean_slope(plane[plane["T"] == T]) for T in sorted(set(plane["T"].tolist()))}),
-        Comparison(
-            "largest final distance of a descent from (alpha_1, beta_1) = (0, 1)",
-            0.0,
-            float(distance.max()),
-            "the coefficients move towards the induction head",
-            bool(distance.max() == 0),
-        ),
-    ]
-
-
-def mean_slope(plane: pd.DataFrame) -> float:
-    """The length of the gradient, mean over the unit square: the speed of gradient descent at a given step size."""
-    return float((plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5).mean())
-
-
-def _compare_speed(slope: Mapping[int, float]) -> Comparison:
-    """The claim "the contour lines become sparse, which means the convergence speed slows down", for slopes, without noise."""
-    lengths = list(slope)
-    falls = [slope[later] < slope[earlier] for earlier, later in itertools.pairwise(lengths)]
-    words = ", ".join(f"{slope[T]:.3g} at T = {T}" for T in lengths)
-    return Comparison(
-        "length of the gradient, mean over the unit square",
-        None,
-        words,
-        "as O(T) increases convergence slows down: the gradient is shorter at each larger T (sec. 3.2, fig. 2)",
-        None if not falls else True if all(falls) else False if not any(falls) else None,
-    )
-
-
-def _compare_shares(share: Mapping[int, float]) -> Iterator[Comparison]:
-    """One comparison per T, each against the T before it."""
-    before = None
-    for T, part in share.items():
+    ends, error = path.groupby(["T", "start"]).tail(1), path.groupby("T")["loss_error"].max()
+    what = "largest difference between the model's loss and the closed form, on all steps of all paths"
+    rounds = all(difference <= loss_rounding(int(str(T))) for T, difference in error.items())
+    yield Comparison(what, "the loss of th. 3 is the loss of one head with KV shift", float(error.max()), rounds)
+    leads_there = (plane["descent_alpha_1"] < 0) & (plane["descent_beta_1"] > 0)
+    shares = {int(str(T)): float(share) for T, share in leads_there.groupby(plane["T"]).mean().items()}
+    for before, (T, part) in zip((None, *shares.values()), shares.items(), strict=False):
         what = f"share of the unit square where descent leads left and up, T = {T} (O(T) = {T - 4})"
         if before is None:
-            yield Comparison(what, None, part, "for small O(T) descent is not monotone everywhere", part < 1)
+            yield Comparison(what, "for small O(T) descent is not monotone everywhere", part, part < 1)
         else:
-            yield Comparison(what, None, part, "with larger O(T) its direction is more consistent", part > before)
-        before = part
+            yield Comparison(what, "with larger O(T) its direction is more consistent", part, part > before)
+    # the caption: "the contour lines become sparse, which means the convergence speed slows down"
+    gradient = (plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5)
+    slopes = gradient.groupby(plane["T"]).mean().to_dict()
+    falls = {later < earlier for earlier, later in itertools.pairwise(slopes.values())}
+    claim = "as O(T) increases convergence slows down: the gradient is shorter at each larger T (sec. 3.2, fig. 2)"
+    words = ", ".join(f"{slope:.3g} at T = {T}" for T, slope in slopes.items())
+    yield Comparison(
+        "length of the gradient, mean over the unit square", claim, words, falls.pop() if len(falls) == 1 else None
+    )
+    distance = (ends["alpha_1"] - INDUCTION_HEAD[0]).abs() + (ends["beta_1"] - INDUCTION_HEAD[1]).abs()
+    what = "largest final distance of a descent from (alpha_1, beta_1) = (0, 1)"
+    yield Comparison.at_most(what, "the coefficients move towards the induction head", float(distance.max()), 0, paper=0.0)
 
 
 # --- figure ---
@@ -272,21 +231,10 @@ def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
     pick = slice(every // 2, None, every)
     by_alpha, by_beta = (grid[f"descent_{name}_1"].to_numpy()[pick, pick] for name in ("alpha", "beta"))
     length = (by_alpha**2 + by_beta**2) ** 0.5
-    axes.quiver(
-        across[pick],
-        up[pick],
-        by_alpha / length,
-        by_beta / length,
-        color="#1f2937",
-        alpha=0.75,
-        scale=26,
-        width=0.0035,
-        pivot="mid",
-    )
-    arrow: dict[str, Any] = dict(
-        marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14
-    )  # a quiver's own is a rectangle
-    axes.plot([], [], **arrow, label="direction of descent")
+    look: dict[str, Any] = dict(color="#1f2937", alpha=0.75, scale=26, width=0.0035, pivot="mid")
+    axes.quiver(across[pick], up[pick], by_alpha / length, by_beta / length, **look)
+    arrow: dict[str, Any] = dict(marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14)
+    axes.plot([], [], **arrow, label="direction of descent")  # a quiver's own mark in a legend is a rectangle
 
 
 def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
@@ -295,17 +243,8 @@ def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
         axes.plot(rows["alpha_1"], rows["beta_1"], color="white", linewidth=4, alpha=0.8)
         axes.plot(rows["alpha_1"], rows["beta_1"], color=PATH_COLOR, linewidth=2, label=label)
         axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=PATH_COLOR, markeredgecolor="white", markersize=8)
-    axes.plot(
-        *INDUCTION_HEAD,
-        marker="*",
-        color="#facc15",
-        markeredgecolor="#78350f",
-        markersize=20,
-        linestyle="none",
-        clip_on=False,
-        zorder=5,
-        label="induction head",
-    )
+    star: dict[str, Any] = dict(marker="*", color="#facc15", markeredgecolor="#78350f", markersize=20, linestyle="none")
+    axes.plot(*INDUCTION_HEAD, **star, clip_on=False, zorder=5, label="induction head")
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

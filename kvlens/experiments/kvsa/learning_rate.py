@@ -8,17 +8,16 @@ counts with that loss of the token frequencies.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.kvsa.text_scales import MODEL, PAPER_TRAINING, SMALL_RATES, SMALL_SEEDS, SMALL_TRAINING, TEXT, text_goal
-from kvlens.experiments.shared.curves import MARKERS, finish, of_heldout
+from kvlens.experiments.kvsa.text_scales import MODEL, SMALL_RATES, SMALL_SEEDS, TEXT, TRAINING, text_goal, tokens_seen
+from kvlens.experiments.shared.curves import MARKERS, differences_by_seed, final_losses, finish, of_heldout
 from kvlens.experiments.shared.learned import Goal
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
 from kvlens.tasks.text import TextTask
 
@@ -36,7 +35,7 @@ PAPER_RATE = 1e-2
     ),
     task=TEXT,
     model=MODEL,
-    training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
+    training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), *TRAINING[1:]),
     rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2], [1e-4, 2e-4, 1e-3, 1e-2]),
     seeds=([0, 1], SMALL_SEEDS, [0, 1, 2, 3, 4, 5]),
 )
@@ -64,15 +63,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
     task = TextTask(**settings["task"])
     models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
     for rate in settings["rates"]:
-        yield Cell(
-            task,
-            models,
-            dict(learning_rate=rate),
-            training=dict(learning_rate=rate),
-            rates=[],
-            title=f"learning rate {rate:g}",
-            keep_diverged=True,
-        )
+        yield Cell(task, models, rates=[rate], title=f"learning rate {rate:g}", keep_diverged=True)
 
 
 def measure(runs: Runs) -> pd.DataFrame:
@@ -100,15 +91,12 @@ def untrained(runs: Runs, measured: pd.DataFrame) -> Reasons:
 
 def compare(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The losses at each learning rate."""
-    lead = Lead(
-        "held-out loss of the plain model above the shifted one's at learning rate {group:g}, nats",
-        "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the "
-        "token frequencies)",
-        PLAIN,
-        SHIFTED,
-        "counted",
+    what = "held-out loss of the plain model above the shifted one's at learning rate {group:g}, nats"
+    claim = (
+        "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the token "
+        "frequencies)"
     )
-    return compare_leads(runs, why, lead, by="learning_rate")
+    return compare_leads(runs, why, Lead(what, claim, PLAIN, SHIFTED, "counted"), by="learning_rate")
 
 
 def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
@@ -116,7 +104,7 @@ def compare_rates(runs: pd.DataFrame, why: Reasons) -> list[Comparison]:
     at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
     found = []
     if len(at_paper_rate):
-        none = Comparison.stated(DIVERGES.what, DIVERGES.paper, "plain 0, KV shift 0", DIVERGES.claim)
+        none = Comparison.stated(DIVERGES.what, DIVERGES.claim, "plain 0, KV shift 0", paper=DIVERGES.paper)
         found.append(DIVERGES.compare(at_paper_rate) if at_paper_rate["diverged"].any() else none)
     return [one.unless(why.get(None)) for one in (*found, _compare_stability(runs))]
 
@@ -152,12 +140,10 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
     what = "largest learning rate up to which no seed diverges"
     claim = "KV shift is stable at learning rates where the plain model is not (tested on the number of stable rates per seed)"
     if not runs["diverged"].any():
-        return Comparison.stated(
-            what, None, f"no run diverged; the largest rate tried is {runs['learning_rate'].max():g}", claim
-        )
+        return Comparison.stated(what, claim, f"no run diverged; the largest rate tried is {runs['learning_rate'].max():g}")
     plain, shifted = (largest_stable_rate(runs[runs["model"] == label]) for label in MODELS)
     borne = differences_by_seed(rates_borne(runs), SHIFTED, PLAIN, "borne")
-    return Comparison.tested_on(what, None, f"plain {plain:g}, KV shift {shifted:g}", claim, borne)
+    return Comparison.tested_on(what, claim, borne, ours=f"plain {plain:g}, KV shift {shifted:g}")
 
 
 DIVERGES = Lead(
@@ -177,23 +163,13 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
     axes = figure.subplots()
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
     for marker, (label, color) in zip(MARKERS, COLORS.items(), strict=False):
-        of_model = runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top))
-        _draw_model(axes, of_model, label, color, marker)
+        own = runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top))
+        axes.plot(own["learning_rate"], own["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+        mean = own.groupby("learning_rate")["shown"].mean()
+        axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)
     axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
-    axes.annotate(
-        "token frequencies alone; above: diverged",
-        (runs["learning_rate"].min(), no_context),
-        xytext=(0, 4),
-        textcoords="offset points",
-        color="#78350f",
-        fontsize=9,
-    )
+    look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color="#78350f", fontsize=9)
+    axes.annotate("token frequencies alone; above: diverged", (runs["learning_rate"].min(), no_context), **look)
     axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
     finish(axes, "Dots: seeds, lines: means; losses off the chart are drawn at its top", ncols=2)
     return figure
-
-
-def _draw_model(axes: Axes, runs: pd.DataFrame, label: str, color: str, marker: str) -> None:
-    axes.plot(runs["learning_rate"], runs["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
-    mean = runs.groupby("learning_rate")["shown"].mean()
-    axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)

@@ -32,11 +32,7 @@ _LARGEST = dict(n_layers=4, d_model=1024, d_head=64)
 @experiment(
     "KVSA fig. 3",
     "Does KV shift change how well a model learns 3-grams, which need no induction?",
-    cost=(
-        "a few seconds",
-        "six minutes on one core",
-        "two days on one GPU (the paper's three sizes of model; not run here)",
-    ),
+    cost=("a few seconds", "six minutes on one core", "two days on one GPU (the paper's three sizes of model; not run here)"),
     sizes=(
         [_size("1 layer", 4, 16, _SMALLEST, [1e-2], steps=6)],
         [
@@ -102,24 +98,9 @@ def untrained(heldout: pd.DataFrame) -> Reasons:
 
 def compare(heldout: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The paper says "neither": two equal models give no verdict, and the numbers show how far apart they may be."""
-    return compare_leads(
-        heldout,
-        why,
-        Lead(
-            "{group}: accuracy with KV shift minus without, after training (plain: {minus:.3f})",
-            "KV shift does not weaken the learning of 3-grams",
-            SHIFTED,
-            PLAIN,
-            "accuracy",
-            runs=lambda rows: rows[rows["step"] == rows["step"].max()],
-        ),
-        Lead(
-            "{group}: the same, mean over the evaluations of the training",
-            "nor does it enhance it",
-            SHIFTED,
-            PLAIN,
-            "accuracy",
-            denied=True,
-        ),
-        by="size",
-    )
+    pair = (SHIFTED, PLAIN, "accuracy")
+    what = "{group}: accuracy with KV shift minus without, after training (plain: {minus:.3f})"
+    claim = "KV shift does not weaken the learning of 3-grams"
+    end = Lead(what, claim, *pair, runs=lambda rows: rows[rows["step"] == rows["step"].max()])
+    what = "{group}: the same, mean over the evaluations of the training"
+    return compare_leads(heldout, why, end, Lead(what, "nor does it enhance it", *pair, denied=True), by="size")

@@ -17,19 +17,17 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.kvsa.text_scales import (
-    PAPER_MODEL,
-    PAPER_TRAINING,
-    SMALL_MODEL,
-    SMALL_RATES,
-    SMALL_SEEDS,
-    SMALL_TRAINING,
-    TEXT,
-    text_goal,
+from kvlens.experiments.kvsa.text_scales import PAPER_MODEL, RATES, SEEDS, SMALL_MODEL, TEXT, TRAINING, text_goal, tokens_seen
+from kvlens.experiments.shared.curves import (
+    MARKERS,
+    differences_by_seed,
+    final_losses,
+    finish,
+    mean_and_spread,
+    mean_course,
+    of_heldout,
 )
-from kvlens.experiments.shared.curves import MARKERS, finish, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, mean_and_spread, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, compare_leads, train_cells
 from kvlens.tasks.text import TextTask
 from kvlens.training import build_model
@@ -57,9 +55,9 @@ from kvlens.training import build_model
             for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
         },
     ),
-    training=(dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
-    rates=([1e-2], SMALL_RATES, [1e-4, 3e-4, 1e-3]),
-    seeds=([0, 1], SMALL_SEEDS, [0]),
+    training=TRAINING,
+    rates=RATES,
+    seeds=SEEDS,
 )
 def scaling(settings: Settings, tell: Tell) -> Outcome:
     """Train both models at every size, and compare their losses and how these fall with size."""
@@ -116,51 +114,31 @@ def untrained(runs: Runs) -> Reasons:
 
 def compare(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """The losses at each size."""
-    lead = Lead(
-        "held-out loss of the plain model above the shifted one's, {group}, nats",
-        "KV shift has the lower loss at every size (figs. 4 and 6)",
-        PLAIN,
-        SHIFTED,
-        "heldout_loss",
-    )
-    return compare_leads(finals, why, lead, by="size")
+    what = "held-out loss of the plain model above the shifted one's, {group}, nats"
+    claim = "KV shift has the lower loss at every size (figs. 4 and 6)"
+    return compare_leads(finals, why, Lead(what, claim, PLAIN, SHIFTED, "heldout_loss"), by="size")
 
 
 def compare_sizes(finals: pd.DataFrame, why: Reasons) -> list[Comparison]:
     """Whether the losses fall with size, and whether the gain of KV shift persists."""
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
     smallest, largest = order[0], order[-1]
-    by_size = dict(list(finals.groupby("size")))
-    first, last = (differences_by_seed(by_size[size], PLAIN, SHIFTED, "heldout_loss") for size in (smallest, largest))
+    ends = (finals[finals["size"] == size] for size in (smallest, largest))
+    first, last = (differences_by_seed(rows, PLAIN, SHIFTED, "heldout_loss") for rows in ends)
     change = [b - a for a, b in zip(first, last, strict=True)]
     anywhere = next((f"{size}: {reason}" for size, reason in why.items() if reason), None)
-    falls = [fall.unless(anywhere) for fall in _compare_falls(finals)]
-    lasts = Comparison.tested_on(
-        f"the gain of KV shift at {largest} less that at {smallest}, nats",
-        None,
-        mean_and_spread(change),
-        "the gain does not vanish as models grow (fig. 7a): it is not significantly smaller in the largest model",
-        change,
-    )
-    return [*falls, lasts.unless(why.get(smallest) or why.get(largest))]
-
-
-def _compare_falls(finals: pd.DataFrame) -> list[Comparison]:
     found = []
     for kind in MODELS:
         runs = finals[finals["model"] == kind]
         by_size = runs.pivot_table(index="non_embedding", columns="seed", values="heldout_loss")
         exponents = power_law(by_size.index, by_size)[0].tolist()
-        found.append(
-            Comparison.tested_on(
-                f"p of loss = c N^(-p), {kind}",
-                None,
-                mean_and_spread(exponents),
-                "the loss falls as models grow (fig. 7a)",
-                exponents,
-            )
-        )
-    return found
+        what, ours = f"p of loss = c N^(-p), {kind}", mean_and_spread(exponents)
+        claim = "the loss falls as models grow (fig. 7a)"
+        found.append(Comparison.tested_on(what, claim, exponents, ours=ours).unless(anywhere))
+    what = f"the gain of KV shift at {largest} less that at {smallest}, nats"
+    claim = "the gain does not vanish as models grow (fig. 7a): it is not significantly smaller in the largest model"
+    lasts = Comparison.tested_on(what, claim, change, ours=mean_and_spread(change))
+    return [*found, lasts.unless(why.get(smallest) or why.get(largest))]
 
 
 def compare_course(course: pd.DataFrame, why: Reasons) -> Comparison:
@@ -172,13 +150,9 @@ def compare_course(course: pd.DataFrame, why: Reasons) -> Comparison:
     middle = min(steps, key=lambda step: abs(step - steps[-1] / 2))
     at = {step: differences_by_seed(rows[rows["step"] == step], PLAIN, SHIFTED, "loss") for step in (middle, steps[-1])}
     change = [last - half for half, last in zip(at[middle], at[steps[-1]], strict=True)]
-    return Comparison.tested_on(
-        f"the gain of KV shift in held-out loss at step {steps[-1]} less that at step {middle}, {largest}, nats",
-        None,
-        mean_and_spread(change),
-        "trained on, the difference of the two losses does not decrease (fig. 7b)",
-        change,
-    ).unless(why.get(str(largest)))
+    what = f"the gain of KV shift in held-out loss at step {steps[-1]} less that at step {middle}, {largest}, nats"
+    claim = "trained on, the difference of the two losses does not decrease (fig. 7b)"
+    return Comparison.tested_on(what, claim, change, ours=mean_and_spread(change)).unless(why.get(str(largest)))
 
 
 def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
@@ -187,7 +161,12 @@ def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     left, right = figure.subplots(1, 2)
     _draw_courses(left, of_heldout(curves))
     for marker, (kind, color) in zip(MARKERS, COLORS.items(), strict=False):
-        _draw_scaling(right, finals[finals["model"] == kind], kind, color, marker)
+        own = finals[finals["model"] == kind]
+        right.plot(own["non_embedding"], own["heldout_loss"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+        means = own.groupby("non_embedding")["heldout_loss"].mean()
+        exponent, factor = (float(part) for part in power_law(means.index, means))
+        n = np.array([means.index.min(), means.index.max()], dtype=float)
+        right.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
     right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
     right.yaxis.set_major_formatter("{x:.3g}")
     right.yaxis.set_minor_formatter("{x:.3g}")
@@ -205,11 +184,3 @@ def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
         axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, label=f"{kind}, {size}", **look)
     axes.set(xlabel="step", ylabel="held-out loss (nats)")
     finish(axes, "Means over seeds; stronger lines are larger models", ncols=4)
-
-
-def _draw_scaling(axes: Axes, finals: pd.DataFrame, kind: str, color: str, marker: str) -> None:
-    axes.plot(finals["non_embedding"], finals["heldout_loss"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
-    means = finals.groupby("non_embedding")["heldout_loss"].mean()
-    exponent, factor = (float(part) for part in power_law(means.index, means))
-    n = np.array([means.index.min(), means.index.max()], dtype=float)
-    axes.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")

@@ -3,6 +3,7 @@
 ``pretraining-text`` is a folder of ``.txt`` files that the user provides.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ PAPER_TRAINING: dict[str, Any] = dict(
 )
 TEXT = (TINY_TEXT, SMALL_TEXT, PAPER_TEXT)
 MODEL = (dict(n_layers=1, d_model=16, d_head=8, attn_only=True), SMALL_MODEL, PAPER_MODEL)
+TRAINING = (dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING)
+RATES, SEEDS = ([1e-2], SMALL_RATES, [1e-4, 3e-4, 1e-3]), ([0, 1], SMALL_SEEDS, [0])
 SHARE = 0.2
 """The share of the loss of the token frequencies, in nats, that a model must have removed to count as having learned; the loss
 of a perfect model is not known for text."""
@@ -44,3 +47,8 @@ def text_goal(task: TextTask) -> Goal:
     """What there is to learn from a text beyond the frequencies of its tokens."""
     windows = task.windows
     return Goal(frequency_loss(windows["train"].tokens, windows["heldout"].tokens, task.d_input), share=SHARE)
+
+
+def tokens_seen(settings: Mapping[str, Any]) -> int:
+    """Tokens of one training run, from an experiment's settings."""
+    return int(settings["training"]["steps"] * settings["training"]["batch_size"] * settings["task"]["length"])

@@ -14,19 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.errors import KVLensError, nearest
-from kvlens.experiments.kvsa.text_scales import (
-    MODEL,
-    MORE_SEEDS,
-    PAPER_TRAINING,
-    SMALL_RATES,
-    SMALL_SEEDS,
-    SMALL_TRAINING,
-    TEXT,
-    text_goal,
+from kvlens.experiments.kvsa.text_scales import MODEL, MORE_SEEDS, RATES, SMALL_SEEDS, TEXT, TRAINING, text_goal, tokens_seen
+from kvlens.experiments.shared.curves import (
+    SHIFTED,
+    differences_by_seed,
+    final_losses,
+    finish,
+    line_style,
+    mean_course,
+    of_heldout,
 )
-from kvlens.experiments.shared.curves import SHIFTED, finish, line_style, mean_course, of_heldout
 from kvlens.experiments.shared.outcome import Comparison, Outcome, Settings, Tell, experiment
-from kvlens.experiments.shared.seeds import differences_by_seed, final_losses, tokens_seen
 from kvlens.experiments.shared.sweep import Cell, Lead, Reasons, Runs, train_cells
 from kvlens.tasks.text import TextTask
 
@@ -75,8 +73,8 @@ LOOKS = {label: line_style(number) for number, label in enumerate(VARIANTS)}
     task=TEXT,
     model=MODEL,
     variants=list(CLAIMS),
-    training=(dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING, PAPER_TRAINING),
-    rates=([1e-2], SMALL_RATES, [1e-4, 3e-4, 1e-3]),
+    training=TRAINING,
+    rates=RATES,
     seeds=([0, 1], [*SMALL_SEEDS, *MORE_SEEDS], [0]),
     n_seeds_of_clear=(1, 6, 1),
 )
@@ -109,7 +107,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
     models = {label: {**settings["model"], "kv_shift": VARIANTS[label]} for label in chosen}
     few = settings["seeds"][: settings["n_seeds_of_clear"]]
     task = TextTask(**settings["task"])
-    for seeds, labels in ((few, [x for x in chosen if x in CLEAR]), (None, [x for x in chosen if x not in CLEAR])):
+    for seeds, labels in ((few, [x for x in chosen if x in CLEAR]), ((), [x for x in chosen if x not in CLEAR])):
         if labels:
             yield Cell(task, {label: models[label] for label in labels}, seeds=seeds)
 

@@ -103,30 +103,19 @@ def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]
     distance = {baseline: mean_of(gap) for baseline, gap in gaps.items()}
     nearest = min(BASELINES, key=lambda baseline: distance[baseline].value)
     first, second = distance["least squares"], min(distance[baseline] for baseline in BASELINES if baseline != "least squares")
-    yield Comparison(
-        "baseline whose error curve is closest to the transformer's, linear functions, mean gap over all n",
-        "least squares",
-        nearest,
-        "the error of a transformer trained on linear functions falls with n like that of least squares",
-        Measured(first.value - second.value, first.margin + second.margin).below(0.0),
-    )
-    widest = max(gaps["least squares"].values())
+    what = "baseline whose error curve is closest to the transformer's, linear functions, mean gap over all n"
+    claim = "the error of a transformer trained on linear functions falls with n like that of least squares"
+    ahead = Measured(first.value - second.value, first.margin + second.margin).below(0.0)
+    yield Comparison(what, claim, nearest, ahead, paper="least squares")
+    what = "largest gap between the transformer's relative error and least squares', linear functions, over all n"
+    claim = f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})"
     verdicts = [gap.below(MATCH) for gap in gaps["least squares"].values()]
-    yield Comparison(
-        "largest gap between the transformer's relative error and least squares', linear functions, over all n",
-        None,
-        widest.value,
-        f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})",
-        False if False in verdicts else None if None in verdicts else True,
-    )
+    holds = False if False in verdicts else None if None in verdicts else True
+    yield Comparison(what, claim, max(gaps["least squares"].values()).value, holds)
     n = min(2 * dimensions, max(ours))
-    yield Comparison(
-        f"relative error of the transformer after {n} examples of a linear function in {dimensions} dimensions",
-        None,
-        ours[n].value,
-        f"with more examples than dimensions the error is close to 0 (below {MATCH}), where least squares is exact",
-        ours[n].below(MATCH),
-    )
+    what = f"relative error of the transformer after {n} examples of a linear function in {dimensions} dimensions"
+    claim = f"with more examples than dimensions the error is close to 0 (below {MATCH}), where least squares is exact"
+    yield Comparison(what, claim, ours[n].value, ours[n].below(MATCH))
 
 
 def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
@@ -135,13 +124,9 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
     for shift, (claim, kind) in SHIFT_CLAIMS.items():
         there = last(worst_of_seeds(error, shift, "transformer"))
         keeps = Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin).below(MATCH)
-        yield Comparison(
-            f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})",
-            None,
-            there.value,
-            claim,
-            None if keeps is None else keeps == (kind == "keeps"),
-        ).unless(too_little(here))
+        holds = None if keeps is None else keeps == (kind == "keeps")
+        what = f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})"
+        yield Comparison(what, claim, there.value, holds).unless(too_little(here))
 
 
 def too_little(here: Measured) -> str | None:
@@ -159,36 +144,24 @@ def compare_noise(error: pd.DataFrame) -> Comparison:
     harmless = curve[peak].below(1 + MATCH)
     falls_again = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin).below(0.0)
     holds = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
-    return Comparison(
-        f"largest relative error of the transformer over all n, noisy (at n = {peak})",
-        None,
-        curve[peak].value,
-        "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)",
-        holds,
-    ).unless(too_little(here))
+    what = f"largest relative error of the transformer over all n, noisy (at n = {peak})"
+    claim = (
+        "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)"
+    )
+    return Comparison(what, claim, curve[peak].value, holds).unless(too_little(here))
 
 
 def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Iterator[Comparison]:
-    """The other classes, in distribution, at the largest number of examples.
-
-    Args:
-        error: the table of errors.
-        why: of `still_learning`.
-    """
+    """The other classes, in distribution, at the largest number of examples; ``why``: of `still_learning`."""
     for functions, rows in error.groupby("functions", sort=False):
         ours = last(worst_of_seeds(rows, "none", "transformer"))
         best = {baseline: last(worst_of_seeds(rows, "none", baseline)) for baseline in BASELINES}
         baseline = min(best, key=lambda name: best[name].value)
         behind = Measured(ours.value - best[baseline].value, ours.margin + best[baseline].margin)
-        found = Comparison(
-            f"relative error of the transformer with all examples, {functions} (best baseline: "
-            f"{baseline}, {best[baseline].value:.2g})",
-            None,
-            ours.value,
-            "a transformer trained on a class learns its functions at least as well as methods that do not know the class",
-            behind.below(MATCH),
-        )
-        yield unless_it_holds(found, why.get(str(functions)))
+        known = f"best baseline: {baseline}, {best[baseline].value:.2g}"
+        what = f"relative error of the transformer with all examples, {functions} ({known})"
+        claim = "a transformer trained on a class learns its functions at least as well as methods that do not know the class"
+        yield unless_it_holds(Comparison(what, claim, ours.value, behind.below(MATCH)), why.get(str(functions)))
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
@@ -199,43 +172,29 @@ def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
         return exact[(exact["attention_dir"] == attention_dir) & (exact["positions"] == positions)]
 
     plain = of("bidirectional", "none")
-    yield Comparison(
-        "|T(pi X) - pi T(X)| / |T(X)| without positions and mask, float64, largest of all draws",
-        0.0,
-        float(plain["deviation"].max()),
-        "the plain transformer is permutation equivariant",
-        bool((plain["deviation"] <= plain["rounding"]).all()),
-    )
+    what = "|T(pi X) - pi T(X)| / |T(X)| without positions and mask, float64, largest of all draws"
+    holds = bool((plain["deviation"] <= plain["rounding"]).all())
+    claim = "the plain transformer is permutation equivariant"
+    yield Comparison(what, claim, float(plain["deviation"].max()), holds, paper=0.0)
     for attention_dir, positions, words in (
         ("bidirectional", "standard", "learned positions"),
         ("bidirectional", "sinusoidal", "sinusoidal positions"),
         ("causal", "none", "a causal mask and no positions"),
     ):
         rows = of(attention_dir, positions)
-        yield Comparison(
-            f"the same with {words}, smallest of all draws",
-            None,
-            float(rows["deviation"].min()),
-            f"{words} make it depend on the order",
-            bool((rows["deviation"] > 1000 * rows["rounding"]).all()),
-        )
+        what, least = f"the same with {words}, smallest of all draws", float(rows["deviation"].min())
+        holds = bool((rows["deviation"] > 1000 * rows["rounding"]).all())
+        yield Comparison(what, f"{words} make it depend on the order", least, holds)
 
 
 def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
     """Prompts longer than in training."""
     learned, sinusoidal = (table[table["positions"] == positions] for positions in ("standard", "sinusoidal"))
     refused = learned.loc[~learned["in_training"], "relative_error"].isna()
-    yield Comparison(
-        "share of prompts longer than in training that learned positions refuse",
-        1.0,
-        float(refused.mean()),
-        "learned positions end where the table ends",
-        bool(refused.all()),
-    )
+    what = "share of prompts longer than in training that learned positions refuse"
+    claim = "learned positions end where the table ends"
+    yield Comparison(what, claim, float(refused.mean()), bool(refused.all()), paper=1.0)
     inside, beyond = (sinusoidal[sinusoidal["in_training"] == where]["relative_error"].iloc[-1] for where in (True, False))
-    yield Comparison.stated(
-        f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})",
-        None,
-        float(beyond),
-        "sinusoidal positions have no limit: the model reads longer prompts, though less accurately",
-    )
+    what = f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})"
+    claim = "sinusoidal positions have no limit: the model reads longer prompts, though less accurately"
+    yield Comparison.stated(what, claim, float(beyond))

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import draw_curves
+from kvlens.experiments.shared.curves import draw_curves, finish
 
 COLORS = {"transformer": "#D55E00", "least squares": "#0072B2", "ridge": "#56B4E9", "nearest neighbors": "#9a8c5a"}
 SHIFT_TITLES = {
@@ -23,7 +23,7 @@ KIND_LABELS = {
     ("bidirectional", "sinusoidal"): "sinusoidal positions,\nno mask",
 }
 POSITION_STYLES = {"standard": ("learned positions", "#D55E00"), "sinusoidal": ("sinusoidal positions", "#CC79A7")}
-BELOW: dict[str, Any] = dict(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+BELOW: dict[str, Any] = dict(below=0.2, fontsize=8.5, ncols=2)
 """Where a panel's own legend stands: outside it, so that it covers nothing."""
 LOWEST, HIGHEST = 3e-4, 3.0
 """The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
@@ -93,9 +93,7 @@ def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
     axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
     axes.minorticks_off()
     axes.set_title("prompts longer than in training", loc="left", fontsize=10.5)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(**BELOW)
+    finish(axes, **BELOW)
 
 
 def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
@@ -111,7 +109,7 @@ def draw_orders(axes: Axes, table: pd.DataFrame) -> None:
     axes.minorticks_off()
     axes.set_xlabel("$|T(\\pi X) - \\pi T(X)|\\,/\\,|T(X)|$")
     axes.set_title("effect of permuting the positions", loc="left", fontsize=10.5)
-    axes.grid(color="#dddddd", linewidth=0.6, axis="x")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    finish(axes, **BELOW)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(**BELOW)

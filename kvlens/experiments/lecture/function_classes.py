@@ -203,8 +203,6 @@ def measure_lengths(learned: HookedKVRegressor, settings: Settings, tell: Tell) 
 
     Args:
         learned: the model of linear functions, with learned positions.
-        settings: settings of the experiment.
-        tell: called with messages about the training.
 
     Returns:
         The course of the sinusoidal model's training, and a table: positions, n_examples, relative_error (NaN where the

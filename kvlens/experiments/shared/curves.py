@@ -2,137 +2,22 @@
 
 The table has one row per measurement: ``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A
 seed determines both the initial weights and the batches, so runs of the same seed differ only in the model. A run that stopped
-early (``stop_at_accuracy``) has fewer rows; in averages over seeds, it keeps its last value.
+early (``stop_at_accuracy``) has fewer rows; in averages over seeds, it keeps its last value. Two models are compared seed by
+seed; whether the differences are significant is tested by :data:`kvlens.experiments.shared.significance.SIGNIFICANCE`.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvlens.experiments.shared.trials import Progress, Trial, train_all
-from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
-from kvlens.training import NotFiniteError, TrainResult, TrainSettings
-
-N_TUNING, FIRST_TUNING = 2, 900_000
-"""Runs per model and learning rate for choosing the rate, and the first of their seeds."""
 PALETTE = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that color-blind readers can tell apart (Okabe and Ito 2008), without their yellow, which is too light for a line."""
 PLAIN, SHIFTED = PALETTE[:2]
 """Colors of models without and with KV shift, in every figure."""
 MARKERS, DASHES = ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":")
-
-
-def train_and_compare(
-    task: Task,
-    models: Mapping[str, Mapping[str, Any]],
-    training: Mapping[str, Any],
-    seeds: Sequence[int],
-    tell: Callable[[str], None],
-    examine: Callable[[str, int, Model], None] | None = None,
-    rates: Sequence[float] = (),
-    *,
-    keep_diverged: bool = False,
-    progress: Progress | None = None,
-) -> pd.DataFrame:
-    """Train every model on ``task`` with every seed.
-
-    Args:
-        task: from :func:`kvlens.tasks.make_task`.
-        models: label -> fields of the model's config, as for :func:`kvlens.training.build_model`.
-        training: fields of :class:`kvlens.training.TrainSettings`, the same for all; ``seed`` is set here.
-        seeds: one run each; a seed determines the initial weights and the batches.
-        tell: called with a sentence after each run.
-        examine: called with label, seed and trained model after each run; models are not kept.
-        rates: learning rates from which `best_rates` chooses one for each model; none: that of ``training``.
-        keep_diverged: whether a run whose loss or gradient is not finite becomes one held-out row with an infinite loss.
-        progress: of all runs of the experiment; None: of these.
-
-    Returns:
-        One row per measurement: model, seed, n_parameters, step, split ("train" or "heldout"), loss, accuracy; with ``rates``
-        also the ``learning_rate`` that was chosen.
-    """
-    if progress is None:
-        n_runs = count_runs(models, seeds, rates)
-        progress = Progress(n_runs, n_runs * TrainSettings.of(dict(training)).steps, tell)
-    chosen = best_rates(task, models, training, rates, seeds, tell, progress) if rates else {}
-    trials = [
-        Trial(task, label, model, {**training, **({"learning_rate": chosen[label]} if chosen else {}), "seed": seed})
-        for (label, model), seed in itertools.product(models.items(), seeds)
-    ]
-    courses = []
-    for trial, model, result in counted(trials, progress):
-        name = f"{trial.label}, seed {trial.seed}"
-        run = dict(model=trial.label, seed=trial.seed, n_parameters=sum(p.numel() for p in model.parameters()))
-        if not isinstance(result, TrainResult):
-            if not keep_diverged:
-                raise result
-            progress.tell(f"{name}: {result}")
-            courses.append(pd.DataFrame([dict(**run, step=training["steps"], split="heldout", loss=math.inf, accuracy=0.0)]))
-            continue
-        progress.tell(f"{name}: {_describe(result)}")
-        if examine is not None:
-            examine(trial.label, trial.seed, model)
-        course = result.metrics[["step", "split", "loss", "accuracy"]]
-        courses.append(pd.DataFrame(run, index=course.index).join(course))
-    curves = pd.concat(courses, ignore_index=True)
-    return curves.assign(learning_rate=curves["model"].map(chosen)) if chosen else curves
-
-
-def count_runs(models: Collection[str], seeds: Collection[int], rates: Collection[float]) -> int:
-    """Number of runs of :func:`train_and_compare`, those for choosing learning rates included."""
-    return len(models) * (len(seeds) + (N_TUNING * len(rates) if len(rates) > 1 else 0))
-
-
-def counted(trials: Sequence[Trial], progress: Progress) -> Iterator[tuple[Trial, Model, TrainResult | NotFiniteError]]:
-    """:func:`~kvlens.experiments.shared.trials.train_all`, counting in ``progress``."""
-    for trial, model, result in train_all(trials):
-        steps = TrainSettings.of(dict(trial.training)).steps
-        progress.count(steps, result.seconds if isinstance(result, TrainResult) else 0.0)
-        yield trial, model, result
-
-
-def best_rates(
-    task: Task,
-    models: Mapping[str, Mapping[str, Any]],
-    training: Mapping[str, Any],
-    rates: Sequence[float],
-    seeds: Sequence[int],
-    tell: Callable[[str], None],
-    progress: Progress,
-) -> dict[str, float]:
-    """For each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
-    if len(rates) == 1:
-        return dict.fromkeys(models, rates[0])
-    trials = [
-        Trial(task, label, model, {**training, "learning_rate": rate, "seed": seed})
-        for (label, model), rate, seed in itertools.product(models.items(), rates, tuning_seeds(seeds))
-    ]
-    losses: dict[tuple[str, float], float] = dict.fromkeys(itertools.product(models, rates), 0.0)
-    for trial, _, result in counted(trials, progress):
-        least = float(result.heldout["loss"].min()) if isinstance(result, TrainResult) else math.inf
-        rate = trial.training["learning_rate"]
-        losses[trial.label, rate] += least
-        progress.tell(f"{trial.label}, to choose the rate: held-out loss {least:.4g} at {rate:g}")
-    best = {label: min(rates, key=lambda rate: losses[label, rate]) for label in models}
-    for label, rate in best.items():
-        tell(f"{label}: learning rate {rate:g} of {', '.join(f'{other:g}' for other in rates)}")
-    return best
-
-
-def tuning_seeds(compared: Collection[int]) -> list[int]:
-    """`N_TUNING` seeds that are not ``compared``; the same ones for most, so that experiments share these runs."""
-    return list(itertools.islice((seed for seed in itertools.count(FIRST_TUNING) if seed not in compared), N_TUNING))
-
-
-def _describe(result: TrainResult) -> str:
-    last = result.heldout.iloc[-1]
-    accuracy = "" if math.isnan(last["accuracy"]) else f", accuracy {last['accuracy']:.1%}"
-    return f"held-out loss {last['loss']:.4g}{accuracy} after {result.steps} steps, {result.seconds:.0f} s"
 
 
 def of_heldout(table: pd.DataFrame) -> pd.DataFrame:
@@ -156,6 +41,36 @@ def steps_to(table: pd.DataFrame, accuracy: float, by: Iterable[str] = ("model",
     heldout = of_heldout(table)
     reached = heldout["step"].where(heldout["accuracy"] >= accuracy, math.inf)
     return heldout[keys].assign(steps=reached).groupby(keys, sort=False, as_index=False)["steps"].min()
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """``"+0.123 ± 0.004 (3 seeds)"``: mean and standard deviation of single values."""
+    lost = sum(not math.isfinite(value) for value in values)
+    if lost:
+        return f"not finite for {lost} of {len(values)} seeds"
+    series = pd.Series(values, dtype=float)
+    spread = "" if len(series) < 2 else f" ± {series.std():.3f}"
+    return f"{series.mean():+.3f}{spread} ({len(series)} seed{'s' * (len(series) > 1)})"
+
+
+def final_losses(course: pd.DataFrame, by: Sequence[str] = ("model", "seed")) -> pd.DataFrame:
+    """One row per run: ``by``, the columns that identify it, and ``heldout_loss``, that of its last evaluation."""
+    last = last_heldout(course.sort_values("step", kind="stable"), by)
+    return last[[*by, "loss"]].rename(columns={"loss": "heldout_loss"})
+
+
+def differences_by_seed(runs: pd.DataFrame, of: str, minus: str, column: str) -> list[float]:
+    """``column`` of model ``of`` minus that of model ``minus``, by rising seed, for the seeds that both have.
+
+    Args:
+        runs: columns ``model``, ``seed`` and ``column``. Several rows of a run (at several widths, say) are averaged first.
+        of, minus: labels in ``model``.
+        column: what is compared.
+    """
+    chosen = runs[runs["model"].isin([of, minus])]
+    by_model: Mapping[Any, pd.Series] = {name: rows.groupby("seed")[column].mean() for name, rows in chosen.groupby("model")}
+    ours, theirs = by_model[of].align(by_model[minus], join="inner")
+    return (ours - theirs).sort_index().tolist()
 
 
 def mean_course(table: pd.DataFrame, x: str = "step", y: str = "accuracy") -> pd.DataFrame:

@@ -8,7 +8,7 @@ per table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the comp
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ import pandas as pd
 
 from kvlens.checks import checked
 from kvlens.experiments.shared.significance import SIGNIFICANCE, Values, interval_of_mean
-from kvlens.files import FolderKind, check_folder, listed_in, plain, write_folder
+from kvlens.files import FolderKind, listed_in, plain, write_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,17 +54,20 @@ class Sample(NamedTuple):
     detectable: float | None
 
 
+Number = float | int | str | None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One number of the paper next to ours.
 
     Attributes:
         what: what is measured, with its unit.
-        paper: the paper's number; None if it shows a curve or states a fact without one.
-        ours: what we measured.
         claim: what the paper says, in words.
+        ours: what we measured.
         holds: whether our numbers support that claim, by :mod:`kvlens.experiments.shared.significance`; None where they are
             inconclusive.
+        paper: the paper's number; None if it shows a curve or states a fact without one.
         tested: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
             unknown, and for claims about something that did not happen here. ``holds`` is None then.
         untrained: why the models have not learned enough for a test (:mod:`kvlens.experiments.shared.learned`); ``holds`` is
@@ -73,10 +76,10 @@ class Comparison:
     """
 
     what: str
-    paper: float | int | str | None
-    ours: float | int | str | None
     claim: str
+    ours: Number
     holds: bool | None
+    paper: Number = None
     tested: bool = True
     untrained: str | None = None
     sample: Sample | None = None
@@ -103,31 +106,40 @@ class Comparison:
     def tested_on(
         cls,
         what: str,
-        paper: float | int | str | None,
-        ours: float | int | str | None,
         claim: str,
         values: Values,
         bound: float | int = 0.0,
         *,
         below: bool = False,
+        ours: Number = None,
+        paper: Number = None,
     ) -> "Comparison":
-        """A claim that the values lie above ``bound`` (``below``: below it), by the significance test."""
-        above = SIGNIFICANCE.above(values, bound)
+        """A claim that the values lie above ``bound`` (``below``: below it), by the significance test; ``ours``: their mean."""
+        above, mean = SIGNIFICANCE.above(values, bound), float(np.mean(values)) if len(values) else math.nan
         low, high = interval_of_mean(values) or (None, None)
-        sample = Sample(
-            len(values),
-            float(np.mean(values)) if len(values) else math.nan,
-            low,
-            high,
-            float(bound),
-            SIGNIFICANCE.detectable(values) if above is None else None,
-        )
-        return cls(what, paper, ours, claim, None if above is None else above is not below, sample=sample)
+        detectable = SIGNIFICANCE.detectable(values) if above is None else None
+        sample = Sample(len(values), mean, low, high, float(bound), detectable)
+        holds = None if above is None else above is not below
+        return cls(what, claim, mean if ours is None else ours, holds, paper, sample=sample)
 
     @classmethod
-    def stated(cls, what: str, paper: float | int | str | None, ours: float | int | str | None, claim: str) -> "Comparison":
+    def of_share(
+        cls, what: str, claim: str, is_right: Sequence[bool] | pd.Series, bound: float, *, below: bool = False
+    ) -> "Comparison":
+        """A claim that the share of True lies above ``bound`` (``below``: below it), by the binomial test."""
+        right, of = int(np.count_nonzero(is_right)), len(is_right)
+        above = SIGNIFICANCE.share_above(right, of, bound)
+        return cls(what, claim, right / of, None if above is None else above is not below)
+
+    @classmethod
+    def at_most(cls, what: str, claim: str, ours: float, bound: float, *, paper: Number = None) -> "Comparison":
+        """A claim about a number without noise: that it is at most ``bound``."""
+        return cls(what, claim, ours, ours <= bound, paper)
+
+    @classmethod
+    def stated(cls, what: str, claim: str, ours: Number, *, paper: Number = None) -> "Comparison":
         """Numbers side by side, without a verdict."""
-        return cls(what, paper, ours, claim, None, tested=False)
+        return cls(what, claim, ours, None, paper, tested=False)
 
 
 @dataclass(frozen=True)
@@ -206,11 +218,6 @@ def how_made(experiment: Experiment, scale: str) -> str:
     return f"kvlens reproduce {experiment.name} --scale {scale}{of_seeds}"
 
 
-def check_outcome_folder(folder: str | Path, *, overwrite: bool = False) -> None:
-    """Raise KVLensError unless results may be written to ``folder``; only results of an experiment are ever replaced."""
-    check_folder(folder, OUTCOME_FOLDER, overwrite=overwrite)
-
-
 @checked
 def write_outcome(
     outcome: Outcome, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
@@ -220,7 +227,6 @@ def write_outcome(
     Raises:
         KVLensError: the folder is in use or not writable.
     """
-    check_outcome_folder(folder, overwrite=overwrite)
     summary = {
         "format": FORMAT,
         "name": experiment.name,

@@ -23,25 +23,12 @@ WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("polish_steps", "distil_steps", "free_steps"), (0, MOST_STEPS)),
     **dict.fromkeys(("steps", "max_steps", "n_sequences", "n_problems", "n_prompts", "n_bootstrap"), (1, MOST_STEPS)),
     **dict.fromkeys(("grid", "arrows"), (2, 2_000)),
-    "d": (2, MOST_SIZE),
-    "d_vocab": (2, MOST_SIZE),
-    "length": (2, MOST_SIZE),
-    "vocab_size": (2, MOST_SIZE),
+    **dict.fromkeys(("d", "d_vocab", "length", "vocab_size"), (2, MOST_SIZE)),
 }
 """Smallest and largest integer, by the setting's name; 1 and `MOST_SIZE` for others."""
 RATE, SHARE = Within(above=0, most=10**9), Within(above=0, most=1)
 NUMBERS: dict[str, Within] = {
-    **dict.fromkeys(
-        (
-            "rates",
-            "learning_rates",
-            "distil_rates",
-            "rates_of_all_entries",
-            "sigmas",
-            "step_per_token",
-        ),
-        RATE,
-    ),
+    **dict.fromkeys(("rates", "learning_rates", "distil_rates", "rates_of_all_entries", "sigmas", "step_per_token"), RATE),
     "learning_rate": Within(above=0, most=10),
     "size": Within(above=0, most=10),  # features grow as the exponential of its square
     **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),

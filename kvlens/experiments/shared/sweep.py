@@ -4,20 +4,24 @@
 `draw_panels` draws.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.experiments.shared.curves import count_runs, draw_curves, train_and_compare
+from kvlens.experiments.shared.curves import differences_by_seed, draw_curves, mean_and_spread
 from kvlens.experiments.shared.outcome import Comparison, Settings, Tell
-from kvlens.experiments.shared.seeds import differences_by_seed, mean_and_spread
-from kvlens.experiments.shared.trials import Progress
+from kvlens.experiments.shared.trials import Progress, Trial, train_all
 from kvlens.tasks import Task
-from kvlens.training import TrainSettings
+from kvlens.tasks.batch import Model
+from kvlens.training import NotFiniteError, TrainResult, TrainSettings
 
+N_TUNING, FIRST_TUNING = 2, 900_000
+"""Runs per model and learning rate for choosing the rate, and the first of their seeds."""
 Reasons = Mapping[Any, str | None]
 """Group of runs -> why its models have learned too little for a verdict; None where they have learned enough."""
 
@@ -31,8 +35,8 @@ class Cell:
         models: label -> fields of the model's config.
         columns: added to the rows of these runs; they identify the cell.
         training: changes to the sweep's setting ``training``.
-        rates: learning rates to choose from; None: the sweep's setting ``rates``.
-        seeds: one run each; None: the sweep's setting ``seeds``.
+        rates: learning rates to choose from; none: the sweep's setting ``rates``.
+        seeds: one run each; none: the sweep's setting ``seeds``.
         title: reported before the cell's training starts.
         examine: (label, seed, trained model) -> rows of a table of its own (`Runs.examined`).
         keep_diverged: whether a run that diverges becomes a row with an infinite loss instead of an error.
@@ -42,11 +46,21 @@ class Cell:
     models: Mapping[str, Mapping[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
-    rates: Sequence[float] | None = None
-    seeds: Sequence[int] | None = None
+    rates: Sequence[float] = ()
+    seeds: Sequence[int] = ()
     title: str = ""
     examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
     keep_diverged: bool = False
+
+    @property
+    def n_runs(self) -> int:
+        """Of all its models, those for choosing learning rates included."""
+        return len(self.models) * (len(self.seeds) + (N_TUNING * len(self.rates) if len(self.rates) > 1 else 0))
+
+    def trials(self, label: str, seeds: Iterable[int], **changes: float) -> list[Trial]:
+        """The runs of one model with these seeds; ``changes`` are training settings."""
+        training = {**self.training, **changes}
+        return [Trial(self.task, label, self.models[label], {**training, "seed": seed}) for seed in seeds]
 
 
 class Runs(NamedTuple):
@@ -54,7 +68,8 @@ class Runs(NamedTuple):
 
     Attributes:
         settings: of the sweep.
-        curves: rows of :func:`~kvlens.experiments.shared.curves.train_and_compare`, with the columns of the cells.
+        curves: one row per measurement, in the form of :mod:`~kvlens.experiments.shared.curves`; where learning rates were
+            chosen also the ``learning_rate`` of the model; and the columns of the cells.
         examined: rows of `Cell.examine`, with the columns of the cells; empty where there is none.
     """
 
@@ -64,32 +79,99 @@ class Runs(NamedTuple):
 
 
 def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> Runs:
-    """Train every model of every cell with every seed."""
-    cells = list(cells)
-    rates = [settings["rates"] if cell.rates is None else cell.rates for cell in cells]
-    seeds = [settings["seeds"] if cell.seeds is None else cell.seeds for cell in cells]
-    training = [{**settings["training"], **cell.training} for cell in cells]
-    n_runs = [count_runs(cell.models, own, tried) for cell, own, tried in zip(cells, seeds, rates, strict=True)]
-    steps = [TrainSettings.of(dict(own)).steps for own in training]
-    progress = Progress(sum(n_runs), sum(n * own for n, own in zip(n_runs, steps, strict=True)), tell)
+    """Train every model of every cell with every seed.
+
+    Args:
+        cells: what is trained.
+        settings: ``training``, ``seeds`` and ``rates``, for cells that do not have their own. Without rates a model is trained
+            at the learning rate of ``training``.
+        tell: called with a sentence after each run.
+    """
+    whole = [
+        replace(
+            cell,
+            training={**settings["training"], **cell.training},
+            seeds=cell.seeds or settings["seeds"],
+            rates=cell.rates or settings.get("rates", ()),
+        )
+        for cell in cells
+    ]
+    n_steps = sum(cell.n_runs * TrainSettings.of(dict(cell.training)).steps for cell in whole)
+    progress = Progress(sum(cell.n_runs for cell in whole), n_steps, tell)
     courses: list[pd.DataFrame] = []
     examined: list[dict[str, Any]] = []
     try:
-        for cell, own, of_cell, to_choose in zip(cells, training, seeds, rates, strict=True):
+        for cell in whole:
             if cell.title:
                 tell(cell.title)
-
-            def examine(label: str, seed: int, model: Any, cell: Cell = cell) -> None:
-                if cell.examine is not None:
-                    examined.extend({**row, **cell.columns} for row in cell.examine(label, seed, model))
-
-            look = None if cell.examine is None else examine
-            more: Any = dict(rates=to_choose, keep_diverged=cell.keep_diverged, progress=progress)
-            course = train_and_compare(cell.task, cell.models, own, of_cell, tell, look, **more)
+            course, rows = train_cell(cell, progress)
             courses.append(course.assign(**cell.columns))
+            examined += ({**row, **cell.columns} for row in rows)
     finally:
         progress.close()
     return Runs(settings, pd.concat(courses, ignore_index=True), pd.DataFrame(examined))
+
+
+def train_cell(cell: Cell, progress: Progress) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """The curves of one cell, without its columns, and the rows of its `Cell.examine`; the models are not kept."""
+    chosen = best_rates(cell, progress) if cell.rates else {}
+    rates = {label: {"learning_rate": rate} for label, rate in chosen.items()}
+    trials = [trial for label in cell.models for trial in cell.trials(label, cell.seeds, **rates.get(label, {}))]
+    courses, examined = [], []
+    for trial, model, result in counted(trials, progress):
+        name = f"{trial.label}, seed {trial.seed}"
+        run = dict(model=trial.label, seed=trial.seed, n_parameters=sum(p.numel() for p in model.parameters()))
+        if isinstance(result, TrainResult):
+            progress.tell(f"{name}: {_describe(result)}")
+            if cell.examine is not None:
+                examined += cell.examine(trial.label, trial.seed, model)
+            course = result.metrics[["step", "split", "loss", "accuracy"]]
+            courses.append(pd.DataFrame(run, index=course.index).join(course))
+        elif cell.keep_diverged:
+            progress.tell(f"{name}: {result}")
+            end = dict(step=cell.training["steps"], split="heldout", loss=math.inf, accuracy=0.0)
+            courses.append(pd.DataFrame([{**run, **end}]))
+        else:
+            raise result
+    curves = pd.concat(courses, ignore_index=True)
+    return (curves.assign(learning_rate=curves["model"].map(chosen)) if chosen else curves), examined
+
+
+def best_rates(cell: Cell, progress: Progress) -> dict[str, float]:
+    """For each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
+    if len(cell.rates) == 1:
+        return dict.fromkeys(cell.models, cell.rates[0])
+    seeds, pairs = tuning_seeds(cell.seeds), list(itertools.product(cell.models, cell.rates))
+    losses = dict.fromkeys(pairs, 0.0)
+    trials = [trial for label, rate in pairs for trial in cell.trials(label, seeds, learning_rate=rate)]
+    for trial, _, result in counted(trials, progress):
+        least = float(result.heldout["loss"].min()) if isinstance(result, TrainResult) else math.inf
+        rate = trial.training["learning_rate"]
+        losses[trial.label, rate] += least
+        progress.tell(f"{trial.label}, to choose the rate: held-out loss {least:.4g} at {rate:g}")
+    best = {label: min(cell.rates, key=lambda rate: losses[label, rate]) for label in cell.models}
+    for label, rate in best.items():
+        progress.tell(f"{label}: learning rate {rate:g} of {', '.join(f'{other:g}' for other in cell.rates)}")
+    return best
+
+
+def tuning_seeds(compared: Collection[int]) -> list[int]:
+    """`N_TUNING` seeds that are not ``compared``; the same ones for most, so that experiments share these runs."""
+    return list(itertools.islice((seed for seed in itertools.count(FIRST_TUNING) if seed not in compared), N_TUNING))
+
+
+def counted(trials: Sequence[Trial], progress: Progress) -> Iterator[tuple[Trial, Model, TrainResult | NotFiniteError]]:
+    """:func:`~kvlens.experiments.shared.trials.train_all`, counting in ``progress``."""
+    for trial, model, result in train_all(trials):
+        steps = TrainSettings.of(dict(trial.training)).steps
+        progress.count(steps, result.seconds if isinstance(result, TrainResult) else 0.0)
+        yield trial, model, result
+
+
+def _describe(result: TrainResult) -> str:
+    last = result.heldout.iloc[-1]
+    accuracy = "" if math.isnan(last["accuracy"]) else f", accuracy {last['accuracy']:.1%}"
+    return f"held-out loss {last['loss']:.4g}{accuracy} after {result.steps} steps, {result.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -125,7 +207,9 @@ class Lead:
         mean = runs.groupby("model")[self.column].mean()
         words = dict(group=name, of=mean[self.of], minus=mean[self.minus])
         ours = mean_and_spread(values) if self.ours is None else self.ours.format(**words)
-        return Comparison.tested_on(self.what.format(**words), self.paper, ours, self.claim, values, below=self.denied)
+        return Comparison.tested_on(
+            self.what.format(**words), self.claim, values, below=self.denied, ours=ours, paper=self.paper
+        )
 
 
 def compare_leads(

@@ -10,15 +10,15 @@
 """
 
 from kvlens.tasks.facts.answers import (
+    Answers,
     AnswerShares,
     ScoredQuestions,
     answer_shares,
-    log_probs_after_story,
-    log_probs_with_bias,
+    answers_after_story,
+    answers_with_bias,
+    answers_without_story,
+    guess_in_story,
     question_tokens,
-    right_after_story,
-    right_with_bias,
-    right_without_story,
     scored_questions,
     scoring_hops,
 )
@@ -28,6 +28,7 @@ from kvlens.tasks.facts.tokenizer import word_tokenizer
 
 __all__ = [
     "AnswerShares",
+    "Answers",
     "Fact",
     "FactsTask",
     "Question",
@@ -35,12 +36,11 @@ __all__ = [
     "Sentence",
     "Story",
     "answer_shares",
-    "log_probs_after_story",
-    "log_probs_with_bias",
+    "answers_after_story",
+    "answers_with_bias",
+    "answers_without_story",
+    "guess_in_story",
     "question_tokens",
-    "right_after_story",
-    "right_with_bias",
-    "right_without_story",
     "scored_questions",
     "scoring_hops",
     "word_tokenizer",

@@ -5,7 +5,7 @@ as baselines: without the story, any value of the kind that the question asks fo
 value belongs to which subject, any value of that kind in the story.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kvlens.model import HookedKVTransformer
 from kvlens.tasks.facts.story import Question, Story
 from kvlens.tasks.facts.tokenizer import word_tokenizer
 
-Answers = HookedKVTransformer | KVTransformerBridge
+Asked = HookedKVTransformer | KVTransformerBridge
 """What can be asked: a model of kvlens, or one that Transformers runs."""
 
 
@@ -35,6 +35,23 @@ class ScoredQuestions(NamedTuple):
     story: Int[Tensor, " question"]
     position: Int[Tensor, " question"]
     token: Int[Tensor, " question"]
+
+
+class Answers(NamedTuple):
+    """A model's answers to the scored questions: the logits one position before each value, and the value's token id."""
+
+    logits: Float[Tensor, "question d_vocab"]
+    token: Int[Tensor, " question"]
+
+    @property
+    def is_right(self) -> Bool[Tensor, " question"]:
+        """Whether the value has the largest logit."""
+        return self.logits.argmax(dim=-1) == self.token
+
+    @property
+    def log_p(self) -> Float[Tensor, " question"]:
+        """The log-probability of the value."""
+        return self.logits.double().log_softmax(dim=-1).gather(1, self.token[:, None])[:, 0]
 
 
 class AnswerShares(NamedTuple):
@@ -73,12 +90,16 @@ def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
 def scoring_hops(stories: Sequence[Story], hops: int) -> list[Story]:
     """Return the same stories with only questions that need ``hops`` sentences scored; the others are marked as repeated."""
 
-    def marked(story: Story) -> Story:
-        return replace(
-            story, questions=tuple(replace(q, repeated=q.repeated or len(q.origins) != hops) for q in story.questions)
-        )
+    def marked(question: Question) -> Question:
+        return replace(question, repeated=question.repeated or len(question.origins) != hops)
 
-    return [marked(story) for story in stories]
+    return [replace(story, questions=tuple(map(marked, story.questions))) for story in stories]
+
+
+def guess_in_story(stories: Sequence[Story]) -> float:
+    """The accuracy of guessing any value of the right kind in the story."""
+    asked = [(story, question.fact.kind) for story in stories for question in story.questions if not question.repeated]
+    return sum(1 / sum(each.fact.kind == kind for each in story.sentences) for story, kind in asked) / len(asked)
 
 
 def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
@@ -86,41 +107,25 @@ def question_tokens(stories: Sequence[Story]) -> Int[Tensor, "story pos"]:
     return _padded([story.tokens[story.n_prompt_tokens :] for story in stories])
 
 
-def right_after_story(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which of `scored_questions` the model answers correctly with the story in context."""
-    scored = scored_questions(stories)
-    return _right(model(_padded([story.tokens for story in stories])), scored, torch.zeros(len(stories), dtype=torch.long))
+def answers_after_story(model: Asked, stories: Sequence[Story]) -> Answers:
+    """The answers with the story in context."""
+    return _answers(model, _padded([story.tokens for story in stories]), stories, [0] * len(stories))
 
 
-def right_with_bias(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which of them the model answers correctly from the questions alone, with the attached bias."""
-    scored = scored_questions(stories)
-    return _right(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
+def answers_with_bias(model: Asked, stories: Sequence[Story]) -> Answers:
+    """The answers from the questions alone, with the attached bias."""
+    return _answers(model, question_tokens(stories), stories, [story.n_prompt_tokens for story in stories])
 
 
-def right_without_story(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
-    """Which of them the model answers correctly after BOS and the questions alone."""
-    scored = scored_questions(stories)
+def answers_without_story(model: Asked, stories: Sequence[Story]) -> Answers:
+    """The answers after BOS and the questions alone."""
     bos = torch.full((len(stories), 1), word_tokenizer().bos_token_id)
-    cut = torch.tensor([story.n_prompt_tokens - 1 for story in stories])
-    return _right(model(torch.cat([bos, question_tokens(stories)], dim=1)), scored, cut)
-
-
-def log_probs_after_story(model: Answers, stories: Sequence[Story]) -> Float[Tensor, " question"]:
-    """Log-probability of the right answer to each of `scored_questions` with the story in context."""
-    scored = scored_questions(stories)
-    logits = model(_padded([story.tokens for story in stories]))
-    return _log_probs(logits, scored, torch.zeros(len(stories), dtype=torch.long))
-
-
-def log_probs_with_bias(model: Answers, stories: Sequence[Story]) -> Float[Tensor, " question"]:
-    """The same from the questions alone, with the attached bias."""
-    scored = scored_questions(stories)
-    return _log_probs(model(question_tokens(stories)), scored, torch.tensor([story.n_prompt_tokens for story in stories]))
+    texts = torch.cat([bos, question_tokens(stories)], dim=1)
+    return _answers(model, texts, stories, [story.n_prompt_tokens - 1 for story in stories])
 
 
 @torch.no_grad()
-def answer_shares(model: Answers, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
+def answer_shares(model: Asked, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
     """Measure a model on stories of one length.
 
     Args:
@@ -128,51 +133,33 @@ def answer_shares(model: Answers, stories: Sequence[Story], *, batch_size: int =
         stories: stories with the same number of sentences.
         batch_size: stories at a time.
     """
-    asked = [(story, question) for story in stories for question in story.questions if not question.repeated]
+    asked = [question for story in stories for question in story.questions if not question.repeated]
     parts = [stories[start : start + batch_size] for start in range(0, len(stories), batch_size)]
     exact = isinstance(model, KVTransformerBridge) or model.cfg.attention == "linear"
     return AnswerShares(
         n_facts=len(stories[0].sentences),
         n_answers=len(asked),
-        with_story=_share([right_after_story(model, part) for part in parts]),
-        converted=_share([_right_converted(model, part) for part in parts]) if exact else None,
-        without_story=_share([right_without_story(model, part) for part in parts]),
-        guess=sum(1 / len(question.fact.kind.values) for _, question in asked) / len(asked),
-        guess_in_story=sum(1 / _values_of_its_kind(story, question) for story, question in asked) / len(asked),
+        with_story=_share(answers_after_story(model, part) for part in parts),
+        converted=_share(_converted(model, part) for part in parts) if exact else None,
+        without_story=_share(answers_without_story(model, part) for part in parts),
+        guess=sum(1 / len(question.fact.kind.values) for question in asked) / len(asked),
+        guess_in_story=guess_in_story(stories),
     )
 
 
-def _right_converted(model: Answers, stories: Sequence[Story]) -> Bool[Tensor, " question"]:
+def _converted(model: Asked, stories: Sequence[Story]) -> Answers:
     with model.kv_bias(convert_prompt(model, [story.prompt for story in stories], prepend_bos=True)):
-        return right_with_bias(model, stories)
+        return answers_with_bias(model, stories)
 
 
-def _share(right: list[Tensor]) -> float:
-    return float(torch.cat(right).double().mean())
+def _share(answers: Iterable[Answers]) -> float:
+    return float(torch.cat([each.is_right for each in answers]).double().mean())
 
 
-def _values_of_its_kind(story: Story, question: Question) -> int:
-    return sum(sentence.fact.kind == question.fact.kind for sentence in story.sentences)
-
-
-def _right(
-    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
-) -> Bool[Tensor, " question"]:
-    """Whether the value has the largest logit one position before it; the first ``cut`` tokens are missing from ``logits``."""
-    return _before(logits, scored, cut).argmax(dim=-1) == scored.token
-
-
-def _log_probs(
-    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
-) -> Float[Tensor, " question"]:
-    return _before(logits, scored, cut).double().log_softmax(dim=-1).gather(1, scored.token[:, None])[:, 0]
-
-
-def _before(
-    logits: Float[Tensor, "story pos d_vocab"], scored: ScoredQuestions, cut: Int[Tensor, " story"]
-) -> Float[Tensor, "question d_vocab"]:
-    """The logits one position before each value."""
-    return logits[scored.story, scored.position - 1 - cut[scored.story]].cpu()
+def _answers(model: Asked, texts: Int[Tensor, "story pos"], stories: Sequence[Story], cut: Sequence[int]) -> Answers:
+    """The answers after the texts, from which the first ``cut`` tokens of each story are missing."""
+    story, position, token = scored_questions(stories)
+    return Answers(model(texts)[story, position - 1 - torch.tensor(cut)[story]].cpu(), token)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "story pos"]:

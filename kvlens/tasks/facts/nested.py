@@ -3,13 +3,13 @@
     The box is in the cellar. The sack is in the barn. The key is in the box. Which room holds the key? The cellar.
 
 The answer depends on both sentences. The room of a container is stated before the thing in it, so that a model can already
-store the room at the word for the container in the later sentence (:func:`note_position`). All sentences have the same form
+store the room at the word for the container in the later sentence (:func:`notes`). All sentences have the same form
 and the same number of tokens, so they can be swapped.
 """
 
 from random import Random
 
-from kvlens.tasks.facts.story import Fact, Question, Sentence, Story, filled, is_heldout_pair, paired
+from kvlens.tasks.facts.story import Fact, Sentence, Story, asked_about, filled, is_heldout_pair, paired
 from kvlens.tasks.facts.words import CONTAINERS, INSIDE, ROOM, THINGS
 
 
@@ -53,19 +53,7 @@ def draw_nested_story(n_facts: int, n_tokens: int, random: Random, *, heldout: b
         if inner.kind == INSIDE:
             outer = number_of[inner.value]
             asked.append((Fact(ROOM, inner.subject, facts[outer].value), number, outer))
-    questions: list[Question] = []
-    while True:
-        for fact, number, via in random.sample(asked, len(asked)):
-            words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
-            if end + len(words) > n_tokens:
-                return Story(tuple(sentences), tuple(questions))
-            questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=via))
-            end += len(words)
-
-
-def note_position(story: Story, sentence: int) -> int:
-    """Position of the container's word in a sentence about a thing, at which a model can store the container's room."""
-    return story.sentences[sentence].value_position
+    return asked_about(sentences, asked, n_tokens, random)
 
 
 def notes(story: Story) -> list[tuple[int, str]]:

@@ -242,15 +242,29 @@ def draw_story(
         words = filled(fact.kind.pronoun if pronoun else random.choice(fact.kind.statements), fact)
         sentences.append(Sentence(fact, words, end, outdated, pronoun))
         end += len(words)
-    holds = [number for number, sentence in enumerate(sentences) if not sentence.outdated]
+    holds = [(sentence.fact, number, None) for number, sentence in enumerate(sentences) if not sentence.outdated]
+    return asked_about(sentences, holds, n_tokens, random)
+
+
+def asked_about(
+    sentences: Sequence[Sentence], asked: Sequence[tuple[Fact, int, int | None]], n_tokens: int, random: Random
+) -> Story:
+    """The story with questions in random order, then in another, until no more fit into ``n_tokens``.
+
+    Args:
+        sentences: of the story.
+        asked: `Question.fact`, `sentence` and `outer` of each question.
+        n_tokens: of story and questions.
+        random: decides the order.
+    """
     questions: list[Question] = []
+    end = sentences[-1].start + len(sentences[-1].words)
     while True:
-        for number in random.sample(holds, n_facts):
-            fact = sentences[number].fact
+        for fact, number, outer in random.sample(asked, len(asked)):
             words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
             if end + len(words) > n_tokens:
                 return Story(tuple(sentences), tuple(questions))
-            questions.append(Question(fact, number, words, end, repeated=len(questions) >= n_facts))
+            questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=outer))
             end += len(words)
 
 

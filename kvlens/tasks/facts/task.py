@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.bridge import KVTransformerBridge
-from kvlens.checks import checked
+from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_between, require_drawable, require_integers
-from kvlens.tasks.facts.answers import Answers, answer_shares, scoring_hops
+from kvlens.tasks.checks import require_drawable
+from kvlens.tasks.facts.answers import Asked, answer_shares, scoring_hops
 from kvlens.tasks.facts.nested import draw_nested_story, notes
 from kvlens.tasks.facts.story import LONGEST_QUESTION, LONGEST_STATEMENT, MOST_FACTS, Story, draw_story
 from kvlens.tasks.facts.tokenizer import token_ids, word_tokenizer
@@ -50,19 +50,17 @@ class FactsTask(Task):
 
     name: ClassVar[str] = "facts"
 
-    min_facts: int = 2
-    max_facts: int = 12
-    length: int = 176
-    whole_share: float = 0.125
-    update_share: float = 0.0
-    pronoun_share: float = 0.0
+    min_facts: Annotated[int, Within(1)] = 2
+    max_facts: Annotated[int, Within(1)] = 12
+    length: Annotated[int, Within(1)] = 176
+    whole_share: Annotated[float, Within(0.0, 1.0)] = 0.125
+    update_share: Annotated[float, Within(0.0, 1.0)] = 0.0
+    pronoun_share: Annotated[float, Within(0.0, 1.0)] = 0.0
     hops: int = 1
     notes: bool = False
 
     def __post_init__(self) -> None:
-        require_integers(self, min_facts=1, max_facts=1, length=1)
-        for name in ("whole_share", "update_share", "pronoun_share"):
-            require_between(self, name, 0.0, 1.0)
+        super().__post_init__()
         if not self.min_facts <= self.max_facts <= MOST_FACTS:
             raise KVLensError(
                 f"task 'facts': expected min_facts <= max_facts <= {MOST_FACTS}, got min_facts={self.min_facts}, "
@@ -75,8 +73,8 @@ class FactsTask(Task):
             )
         if self.hops == 2 and self.min_facts < 2:
             raise KVLensError(f"task 'facts': two hops need min_facts of at least 2, got {self.min_facts}")
-        if not isinstance(self.notes, bool) or (self.notes and self.hops == 1):
-            raise KVLensError(f"task 'facts': notes is True or False, and needs hops=2, got notes={self.notes!r}")
+        if self.notes and self.hops == 1:
+            raise KVLensError("task 'facts': notes needs hops=2, got notes=True and hops=1")
         updates = self.max_facts if self.update_share else 0
         least = 1 + LONGEST_STATEMENT * (self.max_facts + updates) + LONGEST_QUESTION
         if self.length < least:
@@ -100,7 +98,7 @@ class FactsTask(Task):
         """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
         if not isinstance(model, KVTransformerBridge):
             self._check_kind(model, HookedKVTransformer)
-        assert isinstance(model, Answers)
+        assert isinstance(model, Asked)
         counts = [n for n in MEASURED_FACTS[self.hops] if self.min_facts <= n <= self.max_facts]
         tasks = [replace(self, min_facts=n, max_facts=n) for n in counts]
         drawn = [task.stories(MEASURED_STORIES, torch.Generator().manual_seed(MEASURE_SEED), "heldout") for task in tasks]
@@ -124,12 +122,13 @@ class FactsTask(Task):
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         stories = self.stories(batch_size, generator, split)
         if split == "heldout":
-            return self.as_batch(stories, [_answer_words(story) for story in stories])
+            asked = [[q.value_position for q in story.questions if not q.repeated] for story in stories]
+            return self.as_batch(stories, [[(position, position + 1) for position in row] for row in asked])
         whole = torch.rand(batch_size, generator=generator) < self.whole_share
-        batch = self.as_batch(
-            stories,
-            [[(1, story.n_tokens)] if every else _answers(story) for story, every in zip(stories, whole.tolist(), strict=True)],
-        )
+        spans = [[(q.answer_start, q.end) for q in story.questions] for story in stories]
+        for row in whole.nonzero()[:, 0].tolist():
+            spans[row] = [(1, stories[row].n_tokens)]
+        batch = self.as_batch(stories, spans)
         if self.notes:
             ids = token_ids(hops=True)
             for row, story in enumerate(stories):
@@ -154,18 +153,8 @@ class FactsTask(Task):
         return Batch(inputs, torch.where(scored, inputs.roll(-1, dims=1), 0), scored)
 
 
-def _measured(model: Answers, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
+def _measured(model: Asked, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
     """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
         return answer_shares(model, stories)._asdict()
     return {**answer_shares(model, scoring_hops(stories, hops))._asdict(), "hops": hops}
-
-
-def _answer_words(story: Story) -> list[tuple[int, int]]:
-    """The span of the answer word of each question that is asked for the first time."""
-    return [(q.value_position, q.value_position + 1) for q in story.questions if not q.repeated]
-
-
-def _answers(story: Story) -> list[tuple[int, int]]:
-    """Every answer, whole."""
-    return [(q.answer_start, q.end) for q in story.questions]

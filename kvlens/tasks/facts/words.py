@@ -63,96 +63,79 @@ class Kind:
     answer: str
 
 
-KINDS: tuple[Kind, ...] = tuple(
-    Kind(name, subjects, values, statements, pronoun, question, answer)
-    for name, subjects, values, statements, pronoun, question, answer in (
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "place",
+        THINGS,
+        PLACES,
         (
-            "place",
-            THINGS,
-            PLACES,
-            (
-                "The {s} is in the {v}.",
-                "The {s} stands in the {v}.",
-                "Look for the {s} in the {v}.",
-                "Someone left the {s} in the {v}.",
-            ),
-            "It is in the {v}.",
-            "Where is the {s}?",
             "The {s} is in the {v}.",
+            "The {s} stands in the {v}.",
+            "Look for the {s} in the {v}.",
+            "Someone left the {s} in the {v}.",
         ),
-        (
-            "color",
-            THINGS,
-            COLORS,
-            ("The {s} is painted {v}.", "The color of the {s} is {v}.", "Everyone knows that the {s} is {v}."),
-            "It is painted {v}.",
-            "What color is the {s}?",
-            "The color of the {s} is {v}.",
-        ),
-        (
-            "owner",
-            THINGS,
-            NAMES,
-            ("The {s} belongs to {v}.", "The owner of the {s} is {v}.", "They gave the {s} to {v}."),
-            "It belongs to {v}.",
-            "Who owns the {s}?",
-            "The {s} belongs to {v}.",
-        ),
-        (
-            "food",
-            NAMES,
-            FOODS,
-            ("{s} likes {v}.", "{s} is fond of {v}.", "Most of all {s} likes {v}."),
-            "This person likes {v}.",
-            "What does {s} like?",
-            "{s} likes {v}.",
-        ),
-        (
-            "job",
-            NAMES,
-            JOBS,
-            ("{s} works as a {v}.", "{s} became a {v}.", "People say that {s} is a {v}."),
-            "This person works as a {v}.",
-            "What is the job of {s}?",
-            "{s} works as a {v}.",
-        ),
-        (
-            "town",
-            NAMES,
-            TOWNS,
-            ("{s} lives in {v}.", "The home of {s} is {v}.", "Last year {s} moved to {v}."),
-            "This person lives in {v}.",
-            "Where does {s} live?",
-            "{s} lives in {v}.",
-        ),
-        (
-            "pet",
-            NAMES,
-            ANIMALS,
-            ("{s} keeps a {v}.", "{s} has a {v}.", "At night {s} feeds a {v}."),
-            "This person keeps a {v}.",
-            "Which animal does {s} keep?",
-            "{s} keeps a {v}.",
-        ),
-    )
+        "It is in the {v}.",
+        "Where is the {s}?",
+        "The {s} is in the {v}.",
+    ),
+    Kind(
+        "color",
+        THINGS,
+        COLORS,
+        ("The {s} is painted {v}.", "The color of the {s} is {v}.", "Everyone knows that the {s} is {v}."),
+        "It is painted {v}.",
+        "What color is the {s}?",
+        "The color of the {s} is {v}.",
+    ),
+    Kind(
+        "owner",
+        THINGS,
+        NAMES,
+        ("The {s} belongs to {v}.", "The owner of the {s} is {v}.", "They gave the {s} to {v}."),
+        "It belongs to {v}.",
+        "Who owns the {s}?",
+        "The {s} belongs to {v}.",
+    ),
+    Kind(
+        "food",
+        NAMES,
+        FOODS,
+        ("{s} likes {v}.", "{s} is fond of {v}.", "Most of all {s} likes {v}."),
+        "This person likes {v}.",
+        "What does {s} like?",
+        "{s} likes {v}.",
+    ),
+    Kind(
+        "job",
+        NAMES,
+        JOBS,
+        ("{s} works as a {v}.", "{s} became a {v}.", "People say that {s} is a {v}."),
+        "This person works as a {v}.",
+        "What is the job of {s}?",
+        "{s} works as a {v}.",
+    ),
+    Kind(
+        "town",
+        NAMES,
+        TOWNS,
+        ("{s} lives in {v}.", "The home of {s} is {v}.", "Last year {s} moved to {v}."),
+        "This person lives in {v}.",
+        "Where does {s} live?",
+        "{s} lives in {v}.",
+    ),
+    Kind(
+        "pet",
+        NAMES,
+        ANIMALS,
+        ("{s} keeps a {v}.", "{s} has a {v}.", "At night {s} feeds a {v}."),
+        "This person keeps a {v}.",
+        "Which animal does {s} keep?",
+        "{s} keeps a {v}.",
+    ),
 )
 
-INSIDE = Kind(
-    "inside",
-    THINGS,
-    CONTAINERS,
-    ("The {s} is in the {v}.",),
-    "It is in the {v}.",
-    "Where is the {s}?",
-    "The {v}.",
-)
+INSIDE = Kind("inside", THINGS, CONTAINERS, ("The {s} is in the {v}.",), "It is in the {v}.", "Where is the {s}?", "The {v}.")
 ROOM = Kind(
-    "room",
-    CONTAINERS,
-    PLACES,
-    ("The {s} is in the {v}.",),
-    "It is in the {v}.",
-    "Which room holds the {s}?",
-    "The {v}.",
+    "room", CONTAINERS, PLACES, ("The {s} is in the {v}.",), "It is in the {v}.", "Which room holds the {s}?", "The {v}."
 )
 """The kinds of two-hop stories: a thing is in a container and the container is in a room, so the thing is in that room."""

@@ -154,7 +154,7 @@ def test_more_features_and_other_kinds_are_tested():
         for m in (8, 32)
         for seed in range(8)
     ]
-    found = random_features.compare(pd.DataFrame(rows))
+    found = [*random_features.compare(pd.DataFrame(rows))]
     assert verdict(found, "iid: power") is True
     assert float(next(c for c in found if "iid: power" in c.what).ours) == pytest.approx(-1.0)
     assert verdict(found, "orthogonal against iid") is True

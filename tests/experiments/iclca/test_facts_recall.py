@@ -6,7 +6,7 @@ import torch
 
 from kvlens.experiments.iclca import facts_recall
 from kvlens.experiments.iclca.facts_recall import DROPPED, EQUAL, EXACT, GREEDY, NO_FIT, POLISHED
-from kvlens.tasks.facts import FactsTask, right_after_story, right_without_story
+from kvlens.tasks.facts import FactsTask, answers_after_story, answers_without_story, guess_in_story
 from kvlens.training import build_model
 
 
@@ -26,7 +26,7 @@ def made_answers(n_stories: int, kept: dict[str, int], n_questions: int = 4, dro
 
 
 def verdicts(answers: pd.DataFrame) -> list[bool | None]:
-    return [c.holds for c in facts_recall.compare(facts_recall.share_kept(answers), answers, guess=0.4)][1:]
+    return [c.holds for c in facts_recall.compare(answers, guess=0.4)][1:]
 
 
 def test_only_answers_right_with_the_story_are_counted():
@@ -57,8 +57,12 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
     assert answers.groupby("way").size().to_dict() == dict.fromkeys((EXACT, DROPPED, GREEDY, EQUAL, NO_FIT, POLISHED), 9)
     exact, dropped = (answers[answers["way"] == way] for way in (EXACT, DROPPED))
     assert set(answers["story"]) == {10, 11, 12}
-    assert exact["is_right"].tolist() == exact["right_with_story"].tolist() == right_after_story(model, stories).tolist()
-    assert dropped["is_right"].tolist() == right_without_story(model, stories).tolist()
+    assert (
+        exact["is_right"].tolist()
+        == exact["right_with_story"].tolist()
+        == answers_after_story(model, stories).is_right.tolist()
+    )
+    assert dropped["is_right"].tolist() == answers_without_story(model, stories).is_right.tolist()
     assert exact["keys"].tolist() == [story.n_prompt_tokens for story in stories for _ in range(3)]
     most = [-(-story.n_prompt_tokens // 4) for story in stories for _ in range(3)]
     for way in (GREEDY, EQUAL, NO_FIT, POLISHED):  # fewer where a fitted weight is 0
@@ -69,6 +73,6 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
 def test_chance_is_one_in_the_values_of_its_kind():
     stories = FactsTask(min_facts=6, max_facts=6, length=160).stories(40, torch.Generator().manual_seed(1))
     one_kind = [story for story in stories if len({s.fact.kind for s in story.sentences}) == 1]
-    assert len(one_kind) > 3 and facts_recall.chance(one_kind) == pytest.approx(1 / 6)
+    assert len(one_kind) > 3 and guess_in_story(one_kind) == pytest.approx(1 / 6)
     three = [story for story in stories if len({s.fact.kind for s in story.sentences}) == 3]
-    assert len(three) > 3 and facts_recall.chance(three) == pytest.approx(1 / 2)
+    assert len(three) > 3 and guess_in_story(three) == pytest.approx(1 / 2)

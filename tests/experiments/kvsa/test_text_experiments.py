@@ -9,7 +9,7 @@ import torch
 
 from kvlens.errors import KVLensError
 from kvlens.experiments.kvsa import coefficients, learning_rate, scaling, text_scales, variants
-from kvlens.experiments.shared import seeds, sweep
+from kvlens.experiments.shared import curves, sweep
 from kvlens.experiments.shared.learned import Goal
 from kvlens.tasks import make_task
 from kvlens.training import build_model
@@ -26,9 +26,9 @@ def text_task():
 
 
 def test_mean_and_spread_are_written_out():
-    assert seeds.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
-    assert seeds.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
-    assert seeds.mean_and_spread([-0.5, math.inf, math.nan]) == "not finite for 2 of 3 seeds"
+    assert curves.mean_and_spread([0.3, 0.1, 0.2]) == "+0.200 ± 0.100 (3 seeds)"
+    assert curves.mean_and_spread([-0.5]) == "-0.500 (1 seed)"
+    assert curves.mean_and_spread([-0.5, math.inf, math.nan]) == "not finite for 2 of 3 seeds"
 
 
 def made_up_course():
@@ -43,14 +43,14 @@ def made_up_course():
 
 
 def test_final_losses_are_those_of_the_last_evaluation():
-    finals = seeds.final_losses(made_up_course())
+    finals = curves.final_losses(made_up_course())
     expected = pd.DataFrame({"model": ["b", "b", "a", "a"], "seed": [7, 3, 7, 3], "heldout_loss": [8.95, 4.95, 1.95, 1.95]})
     pd.testing.assert_frame_equal(finals, expected)
-    assert seeds.differences_by_seed(finals, "b", "a", "heldout_loss") == pytest.approx([3, 7])  # by rising seed
+    assert curves.differences_by_seed(finals, "b", "a", "heldout_loss") == pytest.approx([3, 7])  # by rising seed
     fewer = finals[(finals["model"] == "b") | (finals["seed"] == 7)]  # unequal seeds: those that both have
-    assert seeds.differences_by_seed(fewer, "b", "a", "heldout_loss") == pytest.approx([7])
+    assert curves.differences_by_seed(fewer, "b", "a", "heldout_loss") == pytest.approx([7])
     shuffled = made_up_course().sample(frac=1, random_state=0)
-    assert seeds.differences_by_seed(seeds.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
+    assert curves.differences_by_seed(curves.final_losses(shuffled), "a", "b", "heldout_loss") == pytest.approx([-3, -7])
 
 
 # --- variants ---
@@ -93,7 +93,7 @@ def test_variants_are_chosen_by_name_and_clear_ones_take_fewer_seeds():
     settings = {**variants.variants.scales["small"], "variants": ["gate", "no shift"], "n_seeds_of_clear": 2}
     few, all_seeds = variants.cells(settings)
     assert (list(few.models), few.seeds) == (["no shift"], settings["seeds"][:2])
-    assert (list(all_seeds.models), all_seeds.seeds) == ([variants.FREE, "gate"], None)
+    assert (list(all_seeds.models), all_seeds.seeds) == ([variants.FREE, "gate"], ())
     with pytest.raises(KVLensError, match="did you mean 'gate'"):
         list(variants.cells({**settings, "variants": ["gats"]}))
 
@@ -339,7 +339,7 @@ def test_a_model_that_is_not_there_or_does_not_shift_both_is_refused(tmp_path):
 def test_models_trained_here_are_tested_run_by_run():
     tiny = coefficients.coefficients.scales["tiny"]["train"]
     training = {**tiny["training"], "steps": 2}
-    first, second = coefficients.train_sources(**{**tiny, "training": training}, **SILENT)
+    first, second = coefficients.train_sources({**tiny, "training": training}, **SILENT)
     assert (first.seed, second.seed) == (0, 1) and first.name == second.name == "trained here"
     table = pd.concat(coefficients.tidy(coefficients.parameters_now(source), source) for source in (first, second))
     found = coefficients.compare(table, coefficients.tidy(coefficients.no_course(), first))

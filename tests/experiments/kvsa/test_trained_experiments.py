@@ -1,5 +1,6 @@
 """What the experiments on synthetic tasks read off their runs: answers known by hand, and claims that can fail."""
 
+import itertools
 import math
 
 import pandas as pd
@@ -257,12 +258,11 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
     """Weights are chosen on problems of the trained lengths; the models' context fits the longer ones."""
     seen = []
 
-    def pretend(task, models, training, seeds, tell, examine, **_):
-        seen.append((task, models))
-        examine("plain", 0, None)
-        return course("plain", 0, [0.5])
+    def pretend(cell, progress):
+        seen.append((cell.task, cell.models))
+        return course("plain", 0, [0.5]), cell.examine("plain", 0, None)
 
-    monkeypatch.setattr(sweep, "train_and_compare", pretend)
+    monkeypatch.setattr(sweep, "train_cell", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
     settings = arithmetic.arithmetic.scales["small"]
     runs = sweep.train_cells(arithmetic.cells(settings), settings, lambda text: None)
@@ -280,16 +280,15 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 def test_the_larger_scales_are_sound_up_to_the_training(name, scale, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
-    def pretend(task, models, training, seeds, tell, examine=None, rates=(), **_):
-        assert rates and all(TrainSettings.of({**training, "learning_rate": rate}) for rate in rates)
-        for label, model in models.items():
-            assert model["d_model"] % model["d_head"] == 0
-            for seed in seeds:
-                if examine is not None:
-                    examine(label, seed, None)
-        return pd.concat([course(label, seed, [0.1, 0.5], n_parameters=9) for label in models for seed in seeds])
+    def pretend(cell, progress):
+        assert cell.rates and "steps" in cell.training
+        assert all(TrainSettings.of({**cell.training, "learning_rate": rate}) for rate in cell.rates)
+        assert all(model["d_model"] % model["d_head"] == 0 for model in cell.models.values())
+        runs = list(itertools.product(cell.models, cell.seeds))
+        examined = [row for run in runs if cell.examine is not None for row in cell.examine(*run, None)]
+        return pd.concat([course(*run, [0.1, 0.5], n_parameters=9) for run in runs]), examined
 
-    monkeypatch.setattr(sweep, "train_and_compare", pretend)
+    monkeypatch.setattr(sweep, "train_cell", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
     experiment = find_experiment(name)
     outcome = experiment.run(experiment.scales[scale], lambda text: None)

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvlens.experiments.shared import curves
+from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.tasks import make_task
 from kvlens.training import score_heldout
 
@@ -39,9 +40,10 @@ def trained():
 
     def examine(label, seed, model):
         last_scores[label, seed] = (score_heldout(model, TASK, 7, seed=seed), model)
+        return []
 
-    table = curves.train_and_compare(TASK, MODELS, TRAINING, [0, 3], said.append, examine)
-    return table, said, last_scores
+    runs = train_cells([Cell(TASK, MODELS, examine=examine)], dict(training=TRAINING, seeds=[0, 3]), said.append)
+    return runs.curves, said, last_scores
 
 
 def test_the_table_has_every_measurement_of_every_run(trained):
@@ -68,7 +70,7 @@ def test_the_trained_model_is_the_one_examined(trained):
 
 def test_a_seed_decides_a_run_and_another_one_changes_it(trained):
     table, _, _ = trained
-    again = curves.train_and_compare(TASK, {"b": MODELS["b"]}, TRAINING, [3], lambda text: None)
+    again = train_cells([Cell(TASK, {"b": MODELS["b"]})], dict(training=TRAINING, seeds=[3]), lambda text: None).curves
     first = table[(table["model"] == "b") & (table["seed"] == 3)].reset_index(drop=True)
     pd.testing.assert_frame_equal(again, first)
     other = table[(table["model"] == "b") & (table["seed"] == 0)]

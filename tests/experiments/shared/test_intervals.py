@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from kvlens.experiments.shared.intervals import share_interval
+from kvlens.experiments.shared.significance import share_interval
 
 
 def interval(n_right: int, n_groups: int, repeats: int = 1) -> tuple[float, float]:

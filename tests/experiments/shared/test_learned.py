@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 from kvlens.experiments.dual import dual_variants
-from kvlens.experiments.shared.curves import N_TUNING, best_rates, train_and_compare, tuning_seeds
 from kvlens.experiments.shared.learned import LATE, Goal
 from kvlens.experiments.shared.outcome import Comparison
+from kvlens.experiments.shared.sweep import N_TUNING, Cell, best_rates, train_cells, tuning_seeds
 from kvlens.experiments.shared.trials import Progress
 from kvlens.tasks import make_task
 from kvlens.training import NotFiniteError, TrainResult
@@ -75,12 +75,12 @@ def test_a_run_that_ended_early_because_it_had_learned_all_is_flat():
 
 
 def test_a_verdict_is_withheld_with_its_reason_and_a_statement_stays_one():
-    told = Comparison("what", None, 1.0, "claim", True)
+    told = Comparison("what", "claim", 1.0, True)
     assert told.unless(None) is told and told.verdict == "holds"
     withheld = told.unless("too early")
     assert (withheld.holds, withheld.untrained, withheld.verdict) == (None, "too early", "not trained far enough")
-    assert Comparison("what", None, 1.0, "claim", None).verdict == "inconclusive"
-    stated = Comparison.stated("what", None, 1.0, "claim")
+    assert Comparison("what", "claim", 1.0, None).verdict == "inconclusive"
+    stated = Comparison.stated("what", "claim", 1.0)
     assert stated.unless("too early") is stated and stated.verdict == "not tested"
 
 
@@ -129,10 +129,12 @@ TRAINING = dict(steps=4, eval_every=2, batch_size=4, eval_sequences=8)
 def test_a_rate_is_chosen_on_seeds_that_are_not_compared():
     """1e-9 moves nothing and 1e18 breaks everything; what is chosen is what the compared runs then have."""
     told, training = [], {**TRAINING, "steps": 40}
-    table = train_and_compare(TASK, {"m": MODEL}, training, [0, 3], told.append, rates=[1e-9, 1e-2, 1e18])
+    settings = dict(training=training, seeds=[0, 3], rates=[1e-9, 1e-2, 1e18])
+    table = train_cells([Cell(TASK, {"m": MODEL})], settings, told.append).curves
     assert any(text.startswith("m: learning rate 0.01 of ") for text in told)
     assert told[-1].endswith("; 8 of 8 runs")
-    alone = train_and_compare(TASK, {"m": MODEL}, {**training, "learning_rate": 1e-2}, [0, 3], told.append)
+    settings = dict(training={**training, "learning_rate": 1e-2}, seeds=[0, 3])
+    alone = train_cells([Cell(TASK, {"m": MODEL})], settings, told.append).curves
     pd.testing.assert_frame_equal(table.drop(columns="learning_rate"), alone)
     assert set(table["learning_rate"]) == {1e-2} and set(table["seed"]) == {0, 3} and N_TUNING == 2
 
@@ -149,9 +151,10 @@ def test_a_rate_is_as_good_as_the_best_evaluation_of_its_runs(monkeypatch):
             record = NotFiniteError("x") if of_rate is None else TrainResult(metrics, metrics, 4, "steps", 0.0, 2, 1.0)
             yield trial, None, record
 
-    monkeypatch.setattr("kvlens.experiments.shared.curves.train_all", trained)
+    monkeypatch.setattr("kvlens.experiments.shared.sweep.train_all", trained)
     progress = Progress(6, 24, [].append)
-    assert best_rates(TASK, {"m": MODEL}, TRAINING, [0.1, 0.2, 0.3], [0, 900_000], [].append, progress) == {"m": 0.1}
+    cell = Cell(TASK, {"m": MODEL}, training=TRAINING, rates=[0.1, 0.2, 0.3], seeds=[0, 900_000])
+    assert best_rates(cell, progress) == {"m": 0.1}
     assert seen == [(rate, seed) for rate in losses for seed in (900_001, 900_002)]
     assert progress.words == "6 of 6 runs"
 
@@ -161,5 +164,6 @@ def test_experiments_choose_rates_on_the_same_seeds():
 
 
 def test_the_only_rate_is_not_tried(monkeypatch):
-    monkeypatch.setattr("kvlens.experiments.shared.curves.train_all", pytest.fail)
-    assert best_rates(TASK, {"m": MODEL}, TRAINING, [0.5], [0], [].append, Progress(1, 4, [].append)) == {"m": 0.5}
+    monkeypatch.setattr("kvlens.experiments.shared.sweep.train_all", pytest.fail)
+    cell = Cell(TASK, {"m": MODEL}, training=TRAINING, rates=[0.5], seeds=[0])
+    assert best_rates(cell, Progress(1, 4, [].append)) == {"m": 0.5}

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvlens.experiments.shared.curves import train_and_compare
+from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.experiments.shared.trials import Progress, Trial, keeping_runs, train_all
 from kvlens.tasks import InductionTask, make_task
 from kvlens.training import NotFiniteError, checkpoint
@@ -68,7 +68,8 @@ def test_a_kept_run_is_read_and_one_that_differs_in_anything_is_trained(tmp_path
 def test_an_experiment_that_was_killed_resumes_to_the_same_table(tmp_path, monkeypatch):
     """Killed in its first run and, on the second try, in its third."""
     models = {"a": MODEL, "b": {**MODEL, "kv_shift": True}}
-    whole = train_and_compare(TASK, models, TRAINING, [0, 1], lambda text: None)
+    cells, settings = [Cell(TASK, models)], dict(training=TRAINING, seeds=[0, 1])
+    whole = train_cells(cells, settings, lambda text: None).curves
     original, drawn = InductionTask.sample, []
 
     def sample(self, batch_size, generator, split="train"):
@@ -81,9 +82,9 @@ def test_an_experiment_that_was_killed_resumes_to_the_same_table(tmp_path, monke
     with keeping_runs(tmp_path):
         for _ in range(2):
             with pytest.raises(Killed):
-                train_and_compare(TASK, models, TRAINING, [0, 1], lambda text: None)
+                train_cells(cells, settings, lambda text: None)
         told = []
-        again = train_and_compare(TASK, models, TRAINING, [0, 1], told.append)
+        again = train_cells(cells, settings, told.append).curves
     pd.testing.assert_frame_equal(again, whole)
     assert drawn.count("train") == 4 * 6 + 2 * 2  # steps 3 and 4 are drawn again, since the last checkpoint is of step 2
     assert [text.split("; ")[1].partition(",")[0] for text in told] == [f"{n} of 4 runs" for n in (1, 2, 3, 4)]
