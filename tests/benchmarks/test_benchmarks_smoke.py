@@ -18,13 +18,12 @@ OLD = version("transformer-lens").startswith("3.")
 # with Transformers 5.24, the plain bridge of TransformerLens 3.9, with which ours is compared, cannot run delta-rule layers
 RECURRENT = "bamba" if OLD else "qwen3_5"
 PROGRAMS = {  # what is asked for, and how often each of these words is printed
-    "bench_attribution_cost": ("--small --kinds linear", {"layers 1 to 2": 6}),
     "bench_bridge": (f"--small --families gpt2 {RECURRENT}", {"nothing attached: ": 2}),
     "bench_bridge_exactness": ("--families gpt2 --seeds 2", {"NO": 0}),
     "bench_edges": ("--models facts-hops-gpt2 --stories 1", {"facts-hops-gpt2 1 stories": 1}),
     "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 2, "NO": 0}),
-    "bench_fit_error": ("--small --polish-steps 2", {"off by, median": 4, "polishing is better in": 1}),
-    "bench_induction_heads": ("--small", {"induction_verdicts over the forward pass": 1}),
+    "bench_fit_error": ("--small", {"off by, median": 2}),
+    "bench_induction_heads": ("--small", {"of 1,000 heads of untrained models named": 2, "without a name": 1}),
     # kvlens' half only; kvpress needs an environment of its own
     "bench_kvpress": ("--seeds 1", {"144 of 144 kept keys are those of itself": 5}),
     "bench_long_prompts": ("--small --kinds llama --methods kvzip", {"error by block": 1}),
@@ -44,10 +43,9 @@ ROWS = {  # of bench_speed
     "softmax": {"ratio": 1},
     "attached": {"ratio": 3},
     "fit": {"in forward passes": 2},
-    "fit_memory": {"reference queries": 1},
     "variants": {"speed over plain attention": 7},
     "dual": {"ratio": 2},
-    "start": {"import kvlens": 1},
+    "attributions": {"n_layers 1 to 2": 2, "exponent": 12},
 }
 
 
