@@ -12,11 +12,11 @@ from kvlens.model import direct_path, output_weights
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
-DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
+DIRECT = ("gpt2", "qwen3_5", "gpt_oss", "llama")
 """Families whose heads write to the residual stream directly."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
 
@@ -24,6 +24,8 @@ def family(request):
 @pytest.mark.parametrize(
     ("analysis", "options"),
     [
+        ("attribution_by_head", {"by": [(0, 3), (3, 7), (7, 9)]}),
+        ("attribution_by_position", {"by": [(0, 3), (3, 7), (7, 9)], "each_layer": True}),
         ("bias_by_head", {}),
         ("bias_by_layer", {}),
         ("bias_decomposition", {}),

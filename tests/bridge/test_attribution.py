@@ -32,7 +32,7 @@ PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
 
@@ -44,15 +44,6 @@ def test_units_are_those_of_the_hooked_model(both_front_ends, positions):
     tables = [prompt_attribution(m, PROMPT, TEXT, by=rows, null=null, positions=positions) for m in both_front_ends]
     assert_frame_equal(*tables, rtol=0, atol=1e-9)
     assert tables[0]["total_effect"].abs().max() > 0.01
-
-
-def test_heads_are_those_of_the_hooked_model(both_front_ends):
-    assert_frame_equal(*(attribution_by_head(m, PROMPT, TEXT, by=UNITS) for m in both_front_ends), rtol=0, atol=1e-9)
-
-
-def test_positions_are_those_of_the_hooked_model(both_front_ends):
-    tables = [attribution_by_position(m, PROMPT, TEXT, by=UNITS, each_layer=True) for m in both_front_ends]
-    assert_frame_equal(*tables, rtol=0, atol=1e-9)
 
 
 def test_edges_are_those_of_the_hooked_model(both_front_ends):
