@@ -5,7 +5,7 @@ import torch
 from bridge_models import rounding_of, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
-from kvlens import KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import KVLensError, convert_prompt
 from kvlens import analyses as an
 from kvlens.model import direct_path, output_weights
 
@@ -84,9 +84,9 @@ def test_the_last_depth_is_the_model(model, rounding):
 
 
 @pytest.mark.parametrize("family", DIRECT)
-def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
+def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family, bridge_of):
     """In the last layer nothing but norms and a gate is in between, and they are held."""
-    rounding, model = rounding_of(tiny(family)), KVTransformerBridge.boot_transformers(tiny(family))
+    rounding, model = rounding_of(tiny(family)), bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     answer, rival, layer = 3, 7, 2
     table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
@@ -116,17 +116,16 @@ def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "falcon_h1"])
-def test_heads_behind_a_norm_have_no_logit_of_their_own(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_heads_behind_a_norm_have_no_logit_of_their_own(family, bridge_of):
     with pytest.raises(KVLensError, match="direct logit attribution needs heads that write to it directly"):
-        an.bias_decomposition(model, PROMPT, TEXT)
+        an.bias_decomposition(bridge_of(family), PROMPT, TEXT)
 
 
 @pytest.mark.parametrize("family", DIRECT)
 @pytest.mark.parametrize("attached", [False, True])
-def test_positions_add_up_to_the_bias(family, attached):
+def test_positions_add_up_to_the_bias(family, attached, bridge_of):
     """The parts sum to the output, and the prompt's and what was held before to what the converted model reads."""
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+    model = bridge_of(family)
     initial = convert_prompt(model, some_tokens(5, seed=2)) if attached else None
     table = an.bias_positions(model, PROMPT, TEXT, initial=initial, answer=3, rival=7)
     rounding = rounding_of(tiny(family))

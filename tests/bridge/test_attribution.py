@@ -22,7 +22,7 @@ from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
 
-from kvlens import KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
+from kvlens import KVLensError, convert_prompt, counterfactuals
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.model import heads_per_layer
 
@@ -55,9 +55,9 @@ def test_edges_are_those_of_the_hooked_model(both_front_ends):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
-def test_edges_of_other_families_are_path_patching(family):
+def test_edges_of_other_families_are_path_patching(family, bridge_of):
     """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
-    model, together = KVTransformerBridge.boot_transformers(tiny(family)), torch.cat([PROMPT, TEXT])[None]
+    model, together = bridge_of(family), torch.cat([PROMPT, TEXT])[None]
     new = some_tokens(4, seed=2)
     table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
     names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
@@ -92,9 +92,9 @@ def test_edges_of_other_families_are_path_patching(family):
         assert abs(before - after - row.effect) < rounding_in_nats(tiny(family))
 
 
-def test_latent_attention_has_no_edges():
+def test_latent_attention_has_no_edges(bridge_of):
     with pytest.raises(KVLensError, match="hook_. does not show"):
-        attribution_by_edge(KVTransformerBridge.boot_transformers(tiny("deepseek_v3")), PROMPT, TEXT, by=UNITS)
+        attribution_by_edge(bridge_of("deepseek_v3"), PROMPT, TEXT, by=UNITS)
 
 
 def test_explanations_are_those_of_the_hooked_model(both_front_ends):
@@ -149,9 +149,9 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model, rounding):
     assert (positions["whole"] - units["total_effect"][0]).abs().max() < rounding
 
 
-def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself():
+def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridge_of):
     """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
-    rounding, model = rounding_in_nats(tiny("falcon_h1")), KVTransformerBridge.boot_transformers(tiny("falcon_h1"))
+    rounding, model = rounding_in_nats(tiny("falcon_h1")), bridge_of("falcon_h1")
     bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
     own, donor = with_references(bias, other)
     question, layer = Question.of(model, PROMPT, TEXT, 5), 0
@@ -194,8 +194,8 @@ def test_an_exchange_for_the_same_changes_nothing(model, rounding):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
-def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family, bridge_of):
+    model = bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     gone = torch.zeros(1, len(PROMPT), dtype=torch.bool)
     gone[:, 8:10] = True
@@ -216,8 +216,8 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
-def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of):
+    model = bridge_of(family)
     other = counterfactuals(model, PROMPT, [[(3, 7)]])
     states = convert_prompt(model, other).recurrent.b_KV
     terms = state_terms(model, other)

@@ -56,9 +56,8 @@ def test_converted_equals_prompted(model, rounding):
     assert largest(model(TEXT), whole) > 0.01  # the prompt matters
 
 
-def test_keys_outside_a_window_are_not_scored():
-    model = KVTransformerBridge.boot_transformers(tiny("gemma3"))
-    bias = LayerBias.of(convert_prompt(model, some_tokens(N_PROMPT)), 0, torch.device("cpu"))
+def test_keys_outside_a_window_are_not_scored(bridge_of):
+    bias = LayerBias.of(convert_prompt(bridge_of("gemma3"), some_tokens(N_PROMPT)), 0, torch.device("cpu"))
     positions, rule = torch.arange(N_TEXT)[None], ScoreRule(2.0, window=WINDOW)
     near, first = bias.in_window(rule, positions)
     assert first == N_PROMPT - (WINDOW - 1) and near.b_kv.shape[2] == near.features.n_features == WINDOW - 1
@@ -93,9 +92,8 @@ def test_greedy_tokens_are_those_behind_the_prompt(model, rounding):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_5"])
-def test_greedy_tokens_without_a_cache(family):
-    rounding = rounding_of(tiny(family))
-    check_greedy(KVTransformerBridge.boot_transformers(tiny(family)), rounding, n=2, use_past_kv_cache=False)
+def test_greedy_tokens_without_a_cache(family, bridge_of):
+    check_greedy(bridge_of(family), rounding_of(tiny(family)), n=2, use_past_kv_cache=False)
 
 
 def check_greedy(model, rounding, n, use_past_kv_cache):
@@ -158,9 +156,9 @@ def test_hooks_see_the_summands_and_change_the_bias(model, rounding):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_5"])
-def test_a_query_that_is_patched_reads_the_bias_patched(family):
+def test_a_query_that_is_patched_reads_the_bias_patched(family, bridge_of):
     """A hook attached before or within the bias acts on both summands."""
-    rounding, model = rounding_of(tiny(family)), KVTransformerBridge.boot_transformers(tiny(family))
+    rounding, model = rounding_of(tiny(family)), bridge_of(family)
     names = [f"blocks.1.attn.{name}" for name in ("hook_q", "hook_rot_q", "q.hook_out")]
     name = next(name for name in names if name in model.hook_dict)  # latent attention rotates a part only
     hooks = [(name, lambda q, hook: 0.5 * q)]
@@ -226,8 +224,8 @@ def test_bad_input_that_overflows_half_precision_is_refused(family):
         KVTransformerBridge.boot_transformers(plain)
 
 
-def test_bad_input_of_another_model_or_kind_is_refused():
-    llama, gpt2 = (KVTransformerBridge.boot_transformers(tiny(family)) for family in ("llama", "gpt2"))
+def test_bad_input_of_another_model_or_kind_is_refused(bridge_of):
+    llama, gpt2 = bridge_of("llama"), bridge_of("gpt2")
     bias = convert_prompt(gpt2, some_tokens(N_PROMPT))
     with pytest.raises(KVLensError, match="LlamaForCausalLM: .* differs: .*convert the prompt again with this one"):
         llama.attach_kv_bias(bias)
@@ -236,8 +234,8 @@ def test_bad_input_of_another_model_or_kind_is_refused():
         gpt2.attach_kv_bias(replace(bias, fingerprint=hooked))
 
 
-def test_bad_input_of_another_window_or_rotary_positions_that_grow_is_refused():
-    bias = convert_prompt(KVTransformerBridge.boot_transformers(tiny("gemma3")), some_tokens(N_PROMPT))
+def test_bad_input_of_another_window_or_rotary_positions_that_grow_is_refused(bridge_of):
+    bias = convert_prompt(bridge_of("gemma3"), some_tokens(N_PROMPT))
     other = tiny("gemma3")
     other.config.sliding_window = WINDOW + 1
     with pytest.raises(KVLensError, match=f"'sliding_window {WINDOW}' for the bias, 'sliding_window {WINDOW + 1}'"):
@@ -248,8 +246,8 @@ def test_bad_input_of_another_window_or_rotary_positions_that_grow_is_refused():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_5"])
-def test_bad_input_is_refused_with_a_message(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_bad_input_is_refused_with_a_message(family, bridge_of):
+    model = bridge_of(family)
     bias, named = convert_prompt(model, some_tokens(2, N_PROMPT)), model.cfg.architecture
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 3"), model.kv_bias(bias):
         model(some_tokens(3, N_TEXT))

@@ -33,8 +33,8 @@ def family(request):
 
 
 @pytest.fixture(scope="module")
-def hybrid(family):
-    return KVTransformerBridge.boot_transformers(tiny(family))
+def hybrid(model):
+    return model
 
 
 def test_heads_on_repeated_tokens_are_those_of_the_hooked_model(both):
@@ -167,8 +167,8 @@ def test_contributions_are_those_of_the_hooked_model(both, per_head):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "kimi_linear", "gpt_oss"])
-def test_contributions_add_up_to_the_logits(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_contributions_add_up_to_the_logits(family, bridge_of):
+    model = bridge_of(family)
     bias, answer = convert_prompt(model, PROMPT), 3
     table = an.layer_contributions(model, bias, TEXT, tokens=[answer], per_head=True)
     with model.kv_bias(bias):
@@ -183,8 +183,8 @@ def test_contributions_add_up_to_the_logits(family):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "minimax", "granite_hybrid", "falcon_h1"])
-def test_contributions_are_refused_behind_norms_and_factors(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_contributions_are_refused_behind_norms_and_factors(family, bridge_of):
+    model = bridge_of(family)
     with pytest.raises(IndirectHeads, match="not the sum of its attention"):
         an.layer_contributions(model, PROMPT, TEXT)
     assert an.linked_shares(model, PROMPT, TEXT).by_prompt.isfinite().any()
@@ -225,13 +225,12 @@ def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
         assert torch.equal(found.W_O, output * (1 + block.post_attention_layernorm.weight))
 
 
-def test_verdicts_on_hybrids_and_behind_norms(hybrid):
+def test_verdicts_on_hybrids_and_behind_norms(hybrid, bridge_of):
     table = an.induction_verdicts(hybrid, **REPEATED)
     assert table.groupby("layer")["head"].count().tolist() == heads_per_layer(hybrid)
     assert table[table["layer"] != 1]["copying_score"].isna().all() and table["k_composition_layer"].isna().all()
     assert table["logit_attribution"].notna().all()
-    gemma = KVTransformerBridge.boot_transformers(tiny("gemma3"))
-    assert an.induction_verdicts(gemma, **REPEATED)["logit_attribution"].isna().all()
+    assert an.induction_verdicts(bridge_of("gemma3"), **REPEATED)["logit_attribution"].isna().all()
 
 
 def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(hybrid, scored):

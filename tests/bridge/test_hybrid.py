@@ -139,8 +139,8 @@ def test_hooks_without_a_bias_change_decoding_too(model):
     assert largest(model.run_with_hooks(TEXT, fwd_hooks=hooks), model(TEXT)) > 0.01
 
 
-def test_a_token_decoded_behind_padding_is_no_padding():
-    rounding, model = rounding_of(tiny("qwen3_5")), KVTransformerBridge.boot_transformers(tiny("qwen3_5"))
+def test_a_token_decoded_behind_padding_is_no_padding(bridge_of):
+    rounding, model = rounding_of(tiny("qwen3_5")), bridge_of("qwen3_5")
     text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
     mask[0, :4] = 0
     plain = model.original_model
@@ -151,9 +151,9 @@ def test_a_token_decoded_behind_padding_is_no_padding():
         assert largest(decoded[row], model(text[row : row + 1, start:])[0, -1]) < rounding
 
 
-def test_the_convolution_is_replaced_with_all_heads_of_its_layer():
+def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
     """baseline_ablation, against biases put together by hand."""
-    model = KVTransformerBridge.boot_transformers(tiny("qwen3_5"))
+    model = bridge_of("qwen3_5")
     prompt, text = torch.cat([torch.zeros(1, dtype=torch.long), some_tokens(10)]), some_tokens(6, seed=1)
     bias, baseline = convert_prompt(model, prompt), baseline_of(model, prompt).recurrent
     b_kv, conv = bias.recurrent.b_KV, bias.recurrent.conv

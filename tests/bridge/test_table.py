@@ -32,10 +32,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", [*MODELS, *LIKE_THE_OTHERS, *PURELY_RECURRENT])
-def test_a_row_says_what_happens(family):
-    plain = tiny(family)
-    row = table.FAMILIES[plain.config.model_type]
-    model = KVTransformerBridge.boot_transformers(plain)
+def test_a_row_says_what_happens(family, bridge_of):
+    model = bridge_of(family)
+    row = table.FAMILIES[model.original_model.config.model_type]
     parts = model.__dict__["_parts"]
     assert row.attention == any(isinstance(part, SoftmaxLayer) for part in parts)
     assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})

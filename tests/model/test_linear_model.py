@@ -45,7 +45,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_pos_times_pos_is_made_unless_scores_or_pattern_are_hooked():
-    model, n_pos = linear_model(dtype=torch.float32), 2000
+    model, n_pos = linear_model(dtype=torch.float32), 1000
     x = tokens(1, n_pos)
     unscored = dict(names_filter=lambda name: "pattern" not in name and "attn_scores" not in name)
     for options in ({}, unscored, dict(names_filter="blocks.1.attn.hook_pattern")):

@@ -26,7 +26,7 @@ def look(x: torch.Tensor, hook) -> None:
 def test_by_name_without_a_bias(kind):
     build, points = WITHOUT_A_BIAS[kind]
     model = build()
-    for point in points:
+    for number, point in enumerate(points):
         name = AT + point
 
         def chosen(name: str, point: str = point) -> bool:
@@ -42,7 +42,7 @@ def test_by_name_without_a_bias(kind):
             lambda name=name: (model.add_hook(name, look), model(TEXT)),
             lambda name=name: (model.add_perma_hook(name, look), model(TEXT)),
         ]
-        for way in ways:
+        for way in ways if number == 0 else ways[:1]:  # by any way, and for any point
             for _ in range(2):
                 (message,) = warned_of(way)
                 assert point in message and "no KV bias is attached" in message
