@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bridge_models import on_both_front_ends, rounding_in_nats, tiny
+from bridge_models import on_both_front_ends, rounding_in_nats, rounding_of, tiny
 from small_models import Shared
 
 from kvlens import KVTransformerBridge
@@ -23,6 +23,12 @@ def model(family, bridge_of):
 
 @pytest.fixture(scope="module")
 def rounding(family):
+    return rounding_of(tiny(family))
+
+
+@pytest.fixture(scope="module")
+def nats(family):
+    """Rounding of a difference of log-probabilities."""
     return rounding_in_nats(tiny(family))
 
 

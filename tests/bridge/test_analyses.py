@@ -61,7 +61,7 @@ def test_every_head_has_its_row(model):
     assert (together - layers["b_kv_norm"]).abs().max() < 1e-6 * together.max()
 
 
-def test_an_ablation_of_everything_is_the_text_alone(model, rounding):
+def test_an_ablation_of_everything_is_the_text_alone(model, nats):
     table = an.bias_effects(model, PROMPT, TEXT, by="model", methods=("zero",), parts=["bias"])
     bias = convert_prompt(model, PROMPT)
     with model.kv_bias(bias):
@@ -69,18 +69,18 @@ def test_an_ablation_of_everything_is_the_text_alone(model, rounding):
     with model.kv_bias(bias.select()):
         zero = model(TEXT[None])[0].double().log_softmax(dim=-1)
     expected = float((whole.exp() * (whole - zero)).sum(dim=-1).mean())
-    assert abs(table["kl"][0] - expected) < rounding and expected > 1e-3
+    assert abs(table["kl"][0] - expected) < nats and expected > 1e-3
     each = an.bias_effects(model, PROMPT, TEXT, by="head", methods=("baseline",))
     n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
     assert (each["head"] == -1).sum() == n_convolutions == (each["part"] == "shift_state").sum()
 
 
-def test_the_last_depth_is_the_model(model, rounding):
+def test_the_last_depth_is_the_model(model, nats):
     table = an.prompt_by_depth(model, PROMPT, TEXT)
     log_p = model(torch.cat([PROMPT, TEXT])[None])[0, len(PROMPT) :].double().log_softmax(dim=-1)
     losses = -log_p[:-1].gather(-1, TEXT[1:, None])[:, 0]
     last = table[table["layer"] == 3]["loss_with"].to_numpy()[:-1]
-    assert abs(losses.numpy() - last).max() < rounding
+    assert abs(losses.numpy() - last).max() < nats
 
 
 @pytest.mark.parametrize("family", DIRECT)

@@ -124,17 +124,17 @@ def log_p(model, tokens, answer):
     return model(tokens[None])[0, -1].double().log_softmax(dim=-1)[answer]
 
 
-def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model, rounding):
+def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model, nats):
     answer = 5
     table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=answer, positions="closed")
     whole = log_p(model, torch.cat([PROMPT, TEXT]), answer)
     for (start, stop), effect in zip(UNITS, table["total_effect"], strict=True):
         without = torch.cat([PROMPT[:start], PROMPT[stop:], TEXT])
-        assert abs(float(whole - log_p(model, without, answer)) - effect) < rounding
+        assert abs(float(whole - log_p(model, without, answer)) - effect) < nats
     assert table["total_effect"].abs().max() > 0.05
 
 
-def test_the_parts_of_all_heads_are_the_whole_bias(model, rounding):
+def test_the_parts_of_all_heads_are_the_whole_bias(model, nats):
     units = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=5)
     heads = attribution_by_head(model, PROMPT, TEXT, by=UNITS, answer=5)
     bias = convert_prompt(model, PROMPT)
@@ -144,9 +144,9 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model, rounding):
     assert (per_unit["head"] == -1).sum() == n_convolutions
     whole = heads.groupby("unit")["whole"].first()
     for unit, effect in enumerate(units["total_effect"]):
-        assert abs(whole[unit] - effect) < rounding
+        assert abs(whole[unit] - effect) < nats
     positions = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5)
-    assert (positions["whole"] - units["total_effect"][0]).abs().max() < rounding
+    assert (positions["whole"] - units["total_effect"][0]).abs().max() < nats
 
 
 def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridge_of):
@@ -184,13 +184,13 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
         assert any(abs(swaps[part]) > 10 * rounding for part in kind)
 
 
-def test_an_exchange_for_the_same_changes_nothing(model, rounding):
+def test_an_exchange_for_the_same_changes_nothing(model, nats):
     question = Question.of(model, PROMPT, TEXT, 5)
     bias = convert_prompt(model, PROMPT)
     whole, swap, _ = swapped_heads(question, bias, bias.repeat(1))
-    assert abs(float(whole)) < rounding and float(swap.abs().max()) < rounding
+    assert abs(float(whole)) < nats and float(swap.abs().max()) < nats
     same = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5, replace_by={UNITS[0]: PROMPT[:3]})
-    assert same["swap"].abs().max() < rounding
+    assert same["swap"].abs().max() < nats
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])

@@ -41,11 +41,6 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def rounding(family):
-    return rounding_of(tiny(family))
-
-
 def test_converted_equals_prompted(model, rounding):
     whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, N_PROMPT:]
     bias = convert_prompt(model, PROMPT)

@@ -73,7 +73,7 @@ def scored(hybrid):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer, rounding):
+def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer, nats):
     """Of the largest in a recurrent layer and in one of attention, from passes with hooks to the pattern."""
     table, (own, other) = scored
     table = table[table["layer"] == layer].set_index(["head", "kind"])["loss_change"]
@@ -108,7 +108,7 @@ def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_tex
         return -float(log_p.gather(-1, own[:, n + 1 :, None]).mean())
 
     expected = loss([(z_name, replace)]) - loss([])
-    assert abs(found - expected) < rounding < abs(expected)
+    assert abs(found - expected) < nats < abs(expected)
 
 
 def test_patterns_and_shares_are_those_of_the_hooked_model(both):

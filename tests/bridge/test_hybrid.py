@@ -43,11 +43,6 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def rounding(family):
-    return rounding_of(tiny(family))
-
-
 @pytest.fixture(params=["bamba", "minimax", "olmo_hybrid", "qwen3_5"])
 def family_and_half(request):
     plain = tiny(request.param).half()

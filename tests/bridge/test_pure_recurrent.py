@@ -1,10 +1,8 @@
 """A model without attention (Mamba-2) on the bridge: its bias is the states alone."""
 
-import copy
-
 import pytest
 import torch
-from bridge_models import N_PROMPT, PROMPT, PURELY_RECURRENT, TEXT, greedy_error, largest, rounding_of, tiny
+from bridge_models import N_PROMPT, PROMPT, PURELY_RECURRENT, TEXT, greedy_error, largest, tiny
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 
@@ -14,18 +12,13 @@ N_NEW = 8
 
 
 @pytest.fixture(scope="module", params=PURELY_RECURRENT)
-def plain(request):
-    return tiny(request.param)
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def model(plain):
-    return KVTransformerBridge.boot_transformers(copy.deepcopy(plain))
-
-
-@pytest.fixture(scope="module")
-def rounding(plain):
-    return rounding_of(plain)
+def plain(family):
+    return tiny(family)
 
 
 def test_converted_equals_prompted(model, plain, rounding):
