@@ -39,15 +39,11 @@ Asked = tuple[Question, list[Unit], tuple[int, ...]]
 """A question, the story's sentences, and the numbers of those that the answer needs."""
 
 
-def questions_of(model: HookedKVTransformer, n_stories: int, n_facts: int, seed: int) -> list[Asked]:
-    """Rightly answered questions of held-out stories: of each story the first one of as many hops as the model can."""
-    return [asked(model, story, question) for story, question in right_questions(model, n_stories, n_facts, seed)]
-
-
 def right_questions(
     model: HookedKVTransformer, n_stories: int, n_facts: int, seed: int, n_origins: int | None = None
 ) -> list[tuple[Story, StoryQuestion]]:
-    """``n_origins``: sentences that the answer needs; None for as many as the model can."""
+    """Rightly answered questions of held-out stories: of each story the first one whose answer needs ``n_origins`` sentences,
+    or as many as the model has hops."""
     hops = 2 if model.cfg.d_vocab == FactsTask(hops=2).d_input else 1
     length = min(FactsTask().length, model.cfg.n_ctx)
     task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=length, hops=hops)
@@ -170,12 +166,12 @@ def main(argv: list[str] | None = None) -> None:
     n_stories, n_facts = (3, 4) if args.small else (args.stories, args.facts)
     budgets = tuple(n for n in BUDGETS if n < 2**n_facts) or (2 ** (n_facts - 1),)  # some subsets must stay unread
     model = HookedKVTransformer.from_zoo(args.model)
-    asked_for = questions_of(model, n_stories, n_facts, 9_000_000 + args.seed)
+    stories = right_questions(model, n_stories, n_facts, 9_000_000 + args.seed)
     table = pd.DataFrame(
         [
             {"story": number, **row}
-            for number, each in enumerate(asked_for)
-            for row in measure(*each, budgets, 1000 * args.seed + number)
+            for number, (story, about) in enumerate(stories)
+            for row in measure(*asked(model, story, about), budgets, 1000 * args.seed + number)
         ]
     )
     means = table.groupby("method", sort=False).mean(numeric_only=True).drop(columns="story")

@@ -28,48 +28,22 @@ from bridge_models import FAMILIES, LIKE_THE_OTHERS, PURELY_RECURRENT, TextLengt
 from kvlens import KVTransformerBridge, convert_prompt
 
 MOST, MOST_UNATTACHED = 1.15, 1.03
-SIZES: dict[str, Any] = dict(
-    hidden_size=512,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    vocab_size=1000,
-    max_position_embeddings=2048,
-    sliding_window=128,
-    query_pre_attn_scalar=64,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
-    linear_num_heads=8,
-    linear_head_dim=64,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
-    q_lora_rank=256,
-    kv_lora_rank=128,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=32,
-    v_head_dim=64,
-    mamba_d_ssm=1024,
-    mamba_n_heads=16,
-    mamba_num_heads=16,
-    num_heads=16,
-    mamba_d_head=64,
-    mamba_head_dim=64,
-    mamba_d_state=64,
-    ssm_state_size=64,
-    state_size=64,
-    mamba_chunk_size=64,
-    chunk_size=64,
-    shared_intermediate_size=1536,
-    moe_intermediate_size=256,
-    shared_expert_intermediate_size=256,
-    moe_shared_expert_intermediate_size=256,
-    block_size=64,
-    n_embd=512,
-    n_head=8,
-    n_positions=2048,
-    n_ctx=2048,
-)
+NAMES = {
+    4: "num_key_value_heads linear_num_key_heads",
+    8: "num_attention_heads linear_num_value_heads linear_num_heads n_head",
+    16: "mamba_n_heads mamba_num_heads num_heads",
+    32: "qk_nope_head_dim qk_rope_head_dim",
+    64: "head_dim query_pre_attn_scalar linear_head_dim linear_key_head_dim linear_value_head_dim v_head_dim mamba_d_head "
+    "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size block_size",
+    128: "sliding_window kv_lora_rank",
+    256: "q_lora_rank moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    512: "hidden_size n_embd",
+    1000: "vocab_size",
+    1024: "mamba_d_ssm",
+    1536: "intermediate_size shared_intermediate_size",
+    2048: "max_position_embeddings n_positions n_ctx",
+}
+SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 """Sizes by their names in Transformers' configurations; a family takes those that it has."""
 
 

@@ -1,12 +1,9 @@
-"""What ``induction_verdicts`` costs, and how far its verdicts can be trusted.
+"""How far the verdicts of ``induction_verdicts`` can be trusted.
 
     python tests/benchmarks/bench_induction_heads.py [--small] [--lengths 12] [--seed 200] [MODEL ...]
 
-Cost: beside a forward pass that caches the patterns of the same batch, GPT-2-small's size with random weights (12 layers of 12
-heads, d_model 768, vocabulary 50,257; 10 sequences of 2 x 50 tokens).
-
-Verdicts, of untrained models: how many heads get a name, with and without ablations (the rules were chosen while looking at
-seeds 100 to 102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head
+Of untrained models: how many heads get a name, with and without ablations (the rules were chosen while looking at seeds 100 to
+102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head
 has its commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same
 name, and what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name
 follows the loss, which the length may change: those two figures have no bound.
@@ -19,18 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from kvlens.analyses.heads.induction import induction_heads
 from kvlens.analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from kvlens.analyses.heads.naming import induction_verdicts
 from kvlens.analyses.heads.repeated_tokens import longest_repeat
-from timing import check_close, fastest, peak_gib, verdict
+from timing import verdict
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 
-GPT2_SMALL = dict(n_layers=12, n_heads=12, d_model=768, d_head=64, n_ctx=1024, d_vocab=50257)
-SMALL = dict(n_layers=2, n_heads=3, d_model=24, d_head=8, n_ctx=128, d_vocab=101)
 UNNAMED = (NO_VERDICT, INCONCLUSIVE)
 SHORTEST, LONGEST, LONGEST_ABLATED = 16, 512, 128
 RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
@@ -47,34 +40,6 @@ RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q a
     (dict(positional_embedding_type="standard", attention="linear", kv_shift=True), 4, 10),
     (dict(positional_embedding_type="none", attention="linear", decay="retnet", normalizer="none", kv_shift=True), 3, 1),
 ]
-
-
-def model_of(sizes: dict[str, Any]) -> HookedKVTransformer:
-    cfg = HookedKVTransformerConfig(**sizes, act_fn="gelu_new", normalization_type="LN", seed=0, device="cpu")
-    return HookedKVTransformer(cfg).requires_grad_(False)
-
-
-def cost(small: bool) -> None:
-    """Time and memory."""
-    model = model_of(SMALL if small else GPT2_SMALL)
-    n, batch = (5, 2) if small else (50, 10)
-    generator = torch.Generator().manual_seed(1)
-    piece = torch.stack([torch.randperm(model.cfg.d_vocab, generator=generator)[:n] for _ in range(batch)])
-    tokens = torch.cat([piece, piece], dim=1)
-
-    def patterns() -> Any:
-        return model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))[1]
-
-    def analysis() -> Any:
-        return induction_verdicts(model, prompt=piece)
-
-    expected = patterns().stack_activation("pattern").diagonal(offset=1 - n, dim1=-2, dim2=-1)[..., 1:].mean(dim=(1, 3))
-    scores = induction_heads(model, prompt=piece).query("kind == 'prefix_matching'")["score"]
-    check_close(torch.tensor(scores.to_numpy()), expected.flatten(), 1e-5, "prefix matching")
-    forward, ours = fastest(patterns, analysis, repeats=1 if small else 7)
-    print(f"{batch} x {2 * n} tokens: run_with_cache of the patterns {forward:.3f} s, induction_verdicts {ours:.3f} s")
-    print(verdict("induction_verdicts over the forward pass, times", ours / forward, 2.0))
-    print(verdict("peak memory of the process, GiB", peak_gib(), 4.0))
 
 
 def random_models(
@@ -149,12 +114,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
     parser.add_argument("--lengths", type=int, default=12, help="how many lengths")
-    parser.add_argument("--only", choices=("cost", "random", "models"), nargs="+", default=("cost", "random", "models"))
+    parser.add_argument("--only", choices=("random", "models"), nargs="+", default=("random", "models"))
     parser.add_argument("--seed", type=int, default=200, help="the first of three seeds of the untrained models")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a shipped model or a folder")
     args = parser.parse_args(argv)
-    if "cost" in args.only:
-        cost(args.small)
     if "random" in args.only:
         false_positives(args.small, args.seed)
     if "models" in args.only:

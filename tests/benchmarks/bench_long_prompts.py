@@ -1,6 +1,6 @@
 """Long softmax prompts in 128 keys per head: memory, passes, and the error by position after the prompt.
 
-    python tests/benchmarks/bench_long_prompts.py [--methods landmark h2o] [--lengths 1024 2048 4096] [--small]
+    python tests/benchmarks/bench_long_prompts.py [--lengths 1024 2048 4096] [--small]
 
 Transformers' own GPT-2 (learned positions) and Llama (rotary, grouped keys) with random weights of a size at which attention is
 selective, 4 layers, d_model 64, 4,608 positions, in the eager form. Each conversion runs in a process of its own, whose peak
@@ -27,7 +27,6 @@ N_CTX, BLOCK, N_TEXTS = 4608, 64, 4
 GROWTH = 2.2
 """At most: memory of a conversion over that for half as many tokens."""
 KINDS = ("gpt2", "llama")
-METHODS = ("landmark", "attention_matching", "streaming_llm", "h2o", "snapkv", "expected_attention", "kvzip")
 
 
 def model_of(kind: str) -> HookedKVTransformer:
@@ -50,15 +49,15 @@ def model_of(kind: str) -> HookedKVTransformer:
 
 
 @torch.no_grad()
-def convert_here(kind: str, method: str, n_prompt: int, n_keys: int) -> dict[str, Any]:
+def convert_here(kind: str, n_prompt: int, n_keys: int) -> dict[str, Any]:
     """One conversion: MiB taken, seconds, passes, and errors by block of positions, with and without the prompt."""
     model = model_of(kind)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, 512, (n_prompt,), generator=generator)
-    options = dict(n_keys=n_keys, n_held_out=0, verbose=False)
-    convert_prompt(model, prompt[: 2 * n_keys], method=method, n_continuations=2, continuation_length=2, **options)
+    options = dict(method="landmark", n_keys=n_keys, n_held_out=0, verbose=False)
+    convert_prompt(model, prompt[: 2 * n_keys], n_continuations=2, continuation_length=2, **options)
     before, start = peak_gib(), perf_counter()
-    bias = convert_prompt(model, prompt, method=method, **options)
+    bias = convert_prompt(model, prompt, **options)
     taken, seconds = (peak_gib() - before) * 2**10, perf_counter() - start
     exact = convert_prompt(model, prompt)
     with model.kv_bias(exact):
@@ -84,10 +83,10 @@ def _by_block(new: torch.Tensor, old: torch.Tensor) -> list[float]:
     return [float(block.mean()) for block in error.split(BLOCK, dim=1)]
 
 
-def measure(kind: str, method: str, n_prompt: int, n_keys: int, here: bool) -> dict[str, Any]:
+def measure(kind: str, n_prompt: int, n_keys: int, here: bool) -> dict[str, Any]:
     if here:
-        return convert_here(kind, method, n_prompt, n_keys)
-    command = [sys.executable, __file__, "--convert-here", kind, method, str(n_prompt), str(n_keys)]
+        return convert_here(kind, n_prompt, n_keys)
+    command = [sys.executable, __file__, "--convert-here", kind, str(n_prompt), str(n_keys)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -95,32 +94,30 @@ def measure(kind: str, method: str, n_prompt: int, n_keys: int, here: bool) -> d
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["landmark"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--keys", type=int, default=128)
     parser.add_argument("--small", action="store_true", help="one short prompt: a smoke test")
-    parser.add_argument("--convert-here", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--convert-here", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.convert_here:
-        kind, method, n_prompt, n_keys = args.convert_here
-        print(json.dumps(convert_here(kind, method, int(n_prompt), int(n_keys))))
+        kind, n_prompt, n_keys = args.convert_here
+        print(json.dumps(convert_here(kind, int(n_prompt), int(n_keys))))
         return
     lengths, n_keys = ([96], 8) if args.small else (args.lengths, args.keys)
     for kind in args.kinds:
-        for method in args.methods:
-            taken = []
-            for n_prompt in lengths:
-                found = measure(kind, method, n_prompt, n_keys, args.small)
-                taken.append(found["mib"])
-                errors, without = (", ".join(f"{100 * e:.2f}" for e in found[name]) for name in ("error", "without"))
-                print(
-                    f"{kind}, {method}, {n_prompt} tokens in {n_keys} keys: {found['mib']:.4g} MiB, {found['seconds']:.3g} s, "
-                    f"{found['passes']:.3g} passes; error by block {errors} % (prompt left out {without} %)",
-                    flush=True,
-                )
-            if len(taken) > 1:
-                growth = taken[-1] / taken[-2] / (lengths[-1] / lengths[-2]) * 2
-                print(verdict("memory for twice the tokens", growth, GROWTH), flush=True)
+        taken = []
+        for n_prompt in lengths:
+            found = measure(kind, n_prompt, n_keys, args.small)
+            taken.append(found["mib"])
+            errors, without = (", ".join(f"{100 * e:.2f}" for e in found[name]) for name in ("error", "without"))
+            print(
+                f"{kind}, {n_prompt} tokens in {n_keys} keys: {found['mib']:.4g} MiB, {found['seconds']:.3g} s, "
+                f"{found['passes']:.3g} passes; error by block {errors} % (prompt left out {without} %)",
+                flush=True,
+            )
+        if len(taken) > 1:
+            growth = taken[-1] / taken[-2] / (lengths[-1] / lengths[-2]) * 2
+            print(verdict("memory for twice the tokens", growth, GROWTH), flush=True)
 
 
 if __name__ == "__main__":

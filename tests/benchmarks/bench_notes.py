@@ -29,7 +29,6 @@ sentences lead where it does not: that second figure is about the model's causes
 """
 
 import argparse
-import math
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from kvlens.analyses.attribution.methods import LeaveOneOut
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import attribution_by_position
 from kvlens.components import hidden_tokens_keep_positions
+from kvlens.experiments.shared.significance import binomial_tail
 
 SENTENCES = ("the container's room", "the thing's container")
 """What the sentences of `Question.origins` say, in that order."""
@@ -48,19 +48,10 @@ SENTENCES = ("the container's room", "the thing's container")
 
 def lower_bound(right: int, n: int, level: float = 0.05) -> float:
     """The share with which ``right`` or more of n have probability ``level`` (Clopper and Pearson 1934, one-sided)."""
-
-    def at_least(share: float) -> float:
-        log_p, log_q = math.log(share), math.log1p(-share)
-        logs = [
-            math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * log_p + (n - k) * log_q
-            for k in range(right, n + 1)
-        ]
-        return sum(math.exp(x) for x in logs)
-
     low, high = 0.0, right / n
     for _ in range(50 if right else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if at_least(middle) < level else (low, middle)
+        low, high = (middle, high) if binomial_tail(right, n, middle) < level else (low, middle)
     return low
 
 

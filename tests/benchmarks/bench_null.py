@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_null.py [--model docs-gpt2] [--units 200] [--prompts 10] [--seed 0]
 
-Texts are written by the model itself (or taken from ``--texts``, a text file, a paragraph each). Each prompt is one text, cut
+Texts are written by the model itself. Each prompt is one text, cut
 where the text that it precedes begins; its four quarters are the units, and the answer is the model's most probable next token.
 In their place stand units of other texts, of as many tokens: 80 are the null, as in `kvlens explain` for four units, and others
 are tested against it, from texts that are neither the prompt's nor the null's.
@@ -13,7 +13,6 @@ adjusted p <= 0.05; each with the exact upper bound (binomial, 95 %, one-sided).
 
 import argparse
 import itertools
-from pathlib import Path
 
 import torch
 from bench_notes import lower_bound
@@ -32,30 +31,25 @@ def lengths(model: HookedKVTransformer) -> tuple[int, int]:
     return min(64, (model.cfg.n_ctx - 1 - n_text) // N_UNITS * N_UNITS), n_text
 
 
-def texts_of(model: HookedKVTransformer, n: int, path: Path | None, seed: int) -> list[torch.Tensor]:
+def texts_of(model: HookedKVTransformer, n: int, seed: int) -> list[torch.Tensor]:
     """Texts of a prompt's and a text's tokens together, without BOS."""
     length = sum(lengths(model))
-    if path is None:
-        torch.manual_seed(seed)
-        first = torch.full((n, 1), int(model.tokenizer.bos_token_id))  # type: ignore[union-attr]
-        written = model.generate(first, max_new_tokens=length, stop_at_eos=False, verbose=False, return_type="tokens")
-        return list(written[:, 1:].clone())
-    tokens = model.to_tokens(path.read_text(encoding="utf-8")[: 40 * n * length], prepend_bos=False)[0]
-    order = torch.randperm(len(tokens) // length, generator=torch.Generator().manual_seed(seed))[:n]
-    return [tokens[int(i) * length : (int(i) + 1) * length] for i in order]
+    torch.manual_seed(seed)
+    first = torch.full((n, 1), int(model.tokenizer.bos_token_id))  # type: ignore[union-attr]
+    written = model.generate(first, max_new_tokens=length, stop_at_eos=False, verbose=False, return_type="tokens")
+    return list(written[:, 1:].clone())
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="docs-gpt2", help="a shipped model, or a checkpoint")
     parser.add_argument("--tokenizer", help="of a llama2.c checkpoint")
-    parser.add_argument("--texts", type=Path, help="a text file; without one the model writes the texts")
     parser.add_argument("--units", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     model = load(args.model, tokenizer=args.tokenizer, device="cpu").requires_grad_(False)
-    texts = texts_of(model, 3 * args.prompts + 80, args.texts, args.seed)
+    texts = texts_of(model, 3 * args.prompts + 80, args.seed)
     own, others = texts[: args.prompts], texts[args.prompts :]
     of_null, of_tested = others[::2], others[1::2]
     each = -(-args.units // args.prompts)

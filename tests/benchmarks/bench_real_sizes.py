@@ -65,26 +65,8 @@ CONFIGS: dict[str, tf.PreTrainedConfig] = {
         tie_word_embeddings=True,
         rope_parameters=dict(**LLAMA3, original_max_position_embeddings=8192),
     ),
-    "qwen3.5-0.8b": tf.Qwen3_5TextConfig(
-        architectures=["Qwen3_5ForCausalLM"],
-        dtype="bfloat16",
-        vocab_size=248320,
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=24,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        max_position_embeddings=262144,
-        tie_word_embeddings=True,
-    ),
 }
-"""As in the public checkpoints' config.json; of Qwen3.5 the language model. The first is for a smoke test."""
+"""As in the public checkpoints' config.json. The first is for a smoke test."""
 
 
 def write_folder(name: str, folder: Path) -> int:

@@ -10,6 +10,7 @@ times are compared. ``--clock processor --threads 1`` measures processor time, f
 import argparse
 import gc
 import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.analyses import dual_losses
+from kvlens.analyses import (
+    attribution_by_head,
+    attribution_by_position,
+    bias_by_head,
+    bias_effects,
+    dual_losses,
+    prompt_attribution,
+)
 from kvlens.ops.delta_rule import chunked_delta_rule, recurrent_delta_rule
 from kvlens.ops.linear_attention import chunked_linear_attention, naive_linear_attention, parallel_linear_attention
 
@@ -363,20 +371,7 @@ def fit(run: Run) -> None:
         print(verdict("converting, in forward passes", fitted / forward, bound), flush=True)
 
 
-def fit_memory(run: Run) -> None:
-    """Memory of the same with 256 continuations, over that of the shares of all reference queries, layers and keys."""
-    model, prompt = run.model(2048, softmax_form="fused"), run.tokens(1, 16 if run.small else 512)
-    in_keys(model, prompt, n_continuations=2, continuation_length=2)  # what is loaded once
-    before = peak_gib()
-    found = in_keys(model, prompt, n_continuations=8 if run.small else 256, budget="greedy").fit
-    taken, cfg = (peak_gib() - before) * 2**10, model.cfg
-    shares = found.n_reference_tokens * prompt.shape[1] * cfg.n_heads * cfg.n_layers * 4 / 2**20
-    print(f"{found.n_reference_tokens} reference queries: {taken:.4g} MiB taken, all shares are {shares:.4g} MiB")
-    if not run.small:  # a small conversion takes less than what the interpreter itself grows by
-        print(verdict("memory, over that of all shares", taken / shares, 0.5), flush=True)
-
-
-# --- variants, analyses, the command line ----------------------------------------------------------------------------
+# --- variants, analyses ----------------------------------------------------------------------------------------------
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "regularised": dict(regularised=dict(alpha=-0.5)),
@@ -441,20 +436,71 @@ def dual(run: Run) -> None:
     print(verdict("peak memory above the model's, GiB", memory, 2.0))
 
 
-def start(run: Run) -> None:
-    """Seconds until ``import kvlens`` and ``kvlens --help`` are done, as whole processes, beyond Python's own."""
-    commands = (["-c", ""], ["-c", "import kvlens"], ["-m", "kvlens", "--help"])
-    calls = [partial(subprocess.run, [sys.executable, *words], check=True, capture_output=True) for words in commands]
-    alone, *taken = medians(*calls, repeats=run.repeats)
-    for name, seconds, bound in zip(("import kvlens", "kvlens --help"), taken, (0.2, 0.5), strict=True):
-        print(verdict(f"{name}, s", seconds - alone, bound))
+N_UNITS, ANSWER = 8, 3
+GROWS: dict[str, tuple[int, ...]] = dict(
+    n_layers=(4, 8, 16), n_heads=(4, 8, 16), d_vocab=(4096, 16384, 65536), prompt=(256, 512, 1024)
+)
+
+
+def attributions(run: Run) -> None:
+    """How the cost of attributions grows with layers, heads, vocabulary and prompt; random weights, a text of 8 tokens.
+
+    One quantity is doubled at a time, from 4 layers, 4 heads of 32 (d_model 256 throughout, so that weights grow with heads), a
+    vocabulary of 4,096 and a prompt of 256 tokens in 8 units. The exponent is the slope of log time over log size between the
+    two largest sizes: at small ones the fixed cost per operation flattens the curve. The cost is that at the largest size, in
+    passes over prompt and text that compute the last position's logits only. First the answer is checked: the total effect of
+    each unit is the difference of two plain passes.
+    """
+    grows = GROWS if not run.small else dict(n_layers=(1, 2))
+    least = dict(n_layers=2, n_heads=2, d_vocab=64, prompt=32)
+    usual = least if run.small else {name: sizes[0] for name, sizes in GROWS.items()}
+
+    def drawn(kind: str, prompt: int, **sizes: int) -> tuple[Any, ...]:
+        """A model, a prompt and a text, and the units' ranges."""
+        model = run.model(prompt + 8, attention=kind, d_head=32, d_model=256, act_fn="gelu_new", **sizes)
+        tokens, width = run.tokens(1, prompt + 8, sizes["d_vocab"])[0], prompt // N_UNITS
+        return model, tokens[:prompt], tokens[prompt:], [(u * width, (u + 1) * width) for u in range(N_UNITS)]
+
+    def calls(kind: str, **sizes: int) -> dict[str, Callable[[], Any]]:
+        *given, units = model, prompt, text, _ = drawn(kind, **sizes)
+
+        def forward() -> torch.Tensor:
+            hidden = model(torch.cat([prompt, text])[None], stop_at_layer=model.cfg.n_layers)
+            return model.unembed(model.ln_final(hidden[:, -1:]))
+
+        return {
+            "forward pass": forward,
+            f"prompt_attribution, {N_UNITS} units": lambda: prompt_attribution(*given, by=units, answer=ANSWER),
+            f"attribution_by_head, {N_UNITS} units": lambda: attribution_by_head(*given, by=units, answer=ANSWER),
+            "attribution_by_position": lambda: attribution_by_position(*given, by=units[:1], answer=ANSWER),
+            "bias_effects by head": lambda: bias_effects(*given, by="head"),
+            "bias_by_head": lambda: bias_by_head(*given),
+        }
+
+    for kind in ("softmax", "linear"):
+        model, prompt, text, units = drawn(kind, **least)
+        model = model.to(torch.float64)
+        lacking = [torch.cat([prompt[:start], prompt[stop:], text]) for start, stop in units]
+        whole, *without = (model(x[None])[0, -1].log_softmax(-1)[ANSWER] for x in (torch.cat([prompt, text]), *lacking))
+        found = prompt_attribution(model, prompt, text, by=units, answer=ANSWER, positions="closed")["total_effect"]
+        check_close(torch.tensor(found.to_numpy()), whole - torch.stack(without), 1e-9, f"total effects, {kind}")
+        for name, sizes in grows.items():
+            taken: dict[str, list[float]] = {}
+            for size in sizes:
+                each = calls(kind, **{**usual, name: size})
+                for what, seconds in zip(each, fastest(*each.values(), repeats=run.repeats, clock="processor"), strict=True):
+                    taken.setdefault(what, []).append(seconds)
+            print(f"{kind} attention, {name} {sizes[0]:,} to {sizes[-1]:,}")
+            for what, (*_, before, last) in taken.items():
+                exponent, passes = math.log(last / before) / math.log(sizes[-1] / sizes[-2]), last / taken["forward pass"][-1]
+                print(f"  {what}: {last:.3g} s, exponent {exponent:.2f}, {passes:.1f} passes", flush=True)
 
 
 ROWS: dict[str, Callable[[Run], None]] = {
     each.__name__: each
     for each in (
-        op, delta, dense, forward, backward, decode, cache, new_text, convert, softmax, attached, fit, fit_memory, variants,
-        dual, start,
+        op, delta, dense, forward, backward, decode, cache, new_text, convert, softmax, attached, fit, variants, dual,
+        attributions,
     )
 }  # fmt: skip
 

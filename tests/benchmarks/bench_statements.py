@@ -18,9 +18,7 @@ differs, or its probability by more than 1e-3, and neither is at the bound. Prin
 
 Results are kept in the folder, one JSON line a prompt, and a repeated run goes on where it stopped. Models: those of the
 zoo that answer stories; docs-gpt2 on windows of documentation; stories260K with ``--stories260k`` and ``--tokenizer`` (files);
-tiny random models of Transformers with grouped keys (llama) and recurrent layers (qwen3_5, bamba); and with ``--induction``
-a model of 144 heads on blocks of tokens, the beginning of which is repeated: `kvlens train induction --out FOLDER --task
-vocab_size=64 length=48 --model n_layers=12 d_model=48 d_head=4 kv_shift=true` makes it.
+tiny random models of Transformers with grouped keys (llama) and recurrent layers (qwen3_5, bamba).
 """
 
 import argparse
@@ -50,7 +48,7 @@ from kvlens.zoo import source_of
 
 STORIES = ("facts-gpt2", "facts-linear", "facts-hops-gpt2", "facts-hops-linear", "facts-hybrid")
 FAMILIES = ("llama", "qwen3_5", "bamba")
-OTHERS = ("docs-gpt2", "stories260K", "induction", *FAMILIES)
+OTHERS = ("docs-gpt2", "stories260K", *FAMILIES)
 DIFFERENCES = ("sets", "of other units", "found with one alone", "one within the other", "of one size", "else")
 CLOSE = 1e-3
 """Of probabilities: float32 logits of tens, whose roundings through some layers are below 1e-4."""
@@ -88,12 +86,6 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
         spans = [(0, 4), (4, 9), (9, 13), (13, 18)]
         found = [(some_tokens(18, seed=2 * i), some_tokens(5, seed=2 * i + 1), spans, None, None) for i in range(10)]
         return KVTransformerBridge.boot_transformers(plain), lambda *given: TransformersPasses(other, *given), found
-    if name == "induction":
-        model = load(args.induction)
-        generator = torch.Generator().manual_seed(args.seed)
-        blocks = [torch.randperm(model.cfg.d_vocab, generator=generator)[:20] for _ in range(n)]
-        spans = [(start, start + 4) for start in range(0, 20, 4)]
-        return model, lambda *given: HookedPasses(model, *given), [(block, block[:7], spans, None, None) for block in blocks]
     if name == "docs-gpt2":
         model = HookedKVTransformer.from_zoo(name)
         rows = _documentation(model, n, args.seed)
@@ -313,11 +305,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--stories260k", help="a llama2.c checkpoint")
     parser.add_argument("--tokenizer", help="its tokenizer")
-    parser.add_argument("--induction", type=Path, help="a model's folder")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        if {"stories260K": args.stories260k, "induction": args.induction}.get(name, "") is None:
+        if name == "stories260K" and args.stories260k is None:
             continue
         path = args.out / f"{name}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -234,6 +234,8 @@ def tiny(family: str, seed: int = 0) -> tf.PreTrainedModel:
                 weight.normal_()
             elif name.endswith("dt_bias"):
                 weight.sub_(3)  # a trained state forgets a token after ten others or so, an initial one at once
+            elif name.endswith(("bias", "norm.weight")):
+                weight.add_(torch.randn_like(weight), alpha=0.1)  # at 0 and 1, as they are drawn, they might as well be dropped
             elif weight.dim() > 1:
                 weight.mul_(6)
     torch.random.set_rng_state(generator)
@@ -282,6 +284,18 @@ def error_of_conversion(model: KVTransformerBridge) -> float:
     whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, N_PROMPT:]
     with model.kv_bias(convert_prompt(model, PROMPT)):
         return largest(model(TEXT).double(), whole.double())
+
+
+def greedy_error(model: KVTransformerBridge, n: int, n_new: int, fwd_hooks: list, **options) -> Tensor:
+    """By how much the logit of each greedy token under a converted prompt is below the largest behind the prompt itself and all
+    that precedes the token, relative to the largest: ties differ by the passes' rounding."""
+    prompts, texts = some_tokens(n, N_PROMPT), some_tokens(n, N_TEXT, seed=1)
+    options = dict(max_new_tokens=n_new, do_sample=False, stop_at_eos=False, verbose=False, **options)
+    with model.kv_bias(convert_prompt(model, prompts)), model.hooks(fwd_hooks=fwd_hooks):
+        generated = model.generate(texts, **options)
+    logits = model(torch.cat([prompts, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
+    behind = logits.amax(dim=-1) - logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
+    return behind / logits.abs().amax(dim=-1)
 
 
 def on_both_front_ends(family: str, folder: Path) -> tuple[HookedKVTransformer, KVTransformerBridge]:

@@ -5,18 +5,18 @@ import torch
 from bridge_models import rounding_of, some_tokens, tiny
 from pandas.testing import assert_frame_equal
 
-from kvlens import KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import KVLensError, convert_prompt
 from kvlens import analyses as an
 from kvlens.model import direct_path, output_weights
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
-DIRECT = ("gpt2", "qwen3_5", "qwen3_next", "gpt_oss", "llama")
+DIRECT = ("gpt2", "qwen3_5", "gpt_oss", "llama")
 """Families whose heads write to the residual stream directly."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
 
@@ -24,6 +24,8 @@ def family(request):
 @pytest.mark.parametrize(
     ("analysis", "options"),
     [
+        ("attribution_by_head", {"by": [(0, 3), (3, 7), (7, 9)]}),
+        ("attribution_by_position", {"by": [(0, 3), (3, 7), (7, 9)], "each_layer": True}),
         ("bias_by_head", {}),
         ("bias_by_layer", {}),
         ("bias_decomposition", {}),
@@ -59,7 +61,7 @@ def test_every_head_has_its_row(model):
     assert (together - layers["b_kv_norm"]).abs().max() < 1e-6 * together.max()
 
 
-def test_an_ablation_of_everything_is_the_text_alone(model, rounding):
+def test_an_ablation_of_everything_is_the_text_alone(model, nats):
     table = an.bias_effects(model, PROMPT, TEXT, by="model", methods=("zero",), parts=["bias"])
     bias = convert_prompt(model, PROMPT)
     with model.kv_bias(bias):
@@ -67,24 +69,24 @@ def test_an_ablation_of_everything_is_the_text_alone(model, rounding):
     with model.kv_bias(bias.select()):
         zero = model(TEXT[None])[0].double().log_softmax(dim=-1)
     expected = float((whole.exp() * (whole - zero)).sum(dim=-1).mean())
-    assert abs(table["kl"][0] - expected) < rounding and expected > 1e-3
+    assert abs(table["kl"][0] - expected) < nats and expected > 1e-3
     each = an.bias_effects(model, PROMPT, TEXT, by="head", methods=("baseline",))
     n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
     assert (each["head"] == -1).sum() == n_convolutions == (each["part"] == "shift_state").sum()
 
 
-def test_the_last_depth_is_the_model(model, rounding):
+def test_the_last_depth_is_the_model(model, nats):
     table = an.prompt_by_depth(model, PROMPT, TEXT)
     log_p = model(torch.cat([PROMPT, TEXT])[None])[0, len(PROMPT) :].double().log_softmax(dim=-1)
     losses = -log_p[:-1].gather(-1, TEXT[1:, None])[:, 0]
     last = table[table["layer"] == 3]["loss_with"].to_numpy()[:-1]
-    assert abs(losses.numpy() - last).max() < rounding
+    assert abs(losses.numpy() - last).max() < nats
 
 
 @pytest.mark.parametrize("family", DIRECT)
-def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
+def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family, bridge_of):
     """In the last layer nothing but norms and a gate is in between, and they are held."""
-    rounding, model = rounding_of(tiny(family)), KVTransformerBridge.boot_transformers(tiny(family))
+    rounding, model = rounding_of(tiny(family)), bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     answer, rival, layer = 3, 7, 2
     table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
@@ -114,17 +116,16 @@ def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo_hybrid", "falcon_h1"])
-def test_heads_behind_a_norm_have_no_logit_of_their_own(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_heads_behind_a_norm_have_no_logit_of_their_own(family, bridge_of):
     with pytest.raises(KVLensError, match="direct logit attribution needs heads that write to it directly"):
-        an.bias_decomposition(model, PROMPT, TEXT)
+        an.bias_decomposition(bridge_of(family), PROMPT, TEXT)
 
 
 @pytest.mark.parametrize("family", DIRECT)
 @pytest.mark.parametrize("attached", [False, True])
-def test_positions_add_up_to_the_bias(family, attached):
+def test_positions_add_up_to_the_bias(family, attached, bridge_of):
     """The parts sum to the output, and the prompt's and what was held before to what the converted model reads."""
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+    model = bridge_of(family)
     initial = convert_prompt(model, some_tokens(5, seed=2)) if attached else None
     table = an.bias_positions(model, PROMPT, TEXT, initial=initial, answer=3, rival=7)
     rounding = rounding_of(tiny(family))

@@ -22,7 +22,7 @@ from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
 
-from kvlens import KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
+from kvlens import KVLensError, convert_prompt, counterfactuals
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.model import heads_per_layer
 
@@ -32,7 +32,7 @@ PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
 
@@ -46,15 +46,6 @@ def test_units_are_those_of_the_hooked_model(both_front_ends, positions):
     assert tables[0]["total_effect"].abs().max() > 0.01
 
 
-def test_heads_are_those_of_the_hooked_model(both_front_ends):
-    assert_frame_equal(*(attribution_by_head(m, PROMPT, TEXT, by=UNITS) for m in both_front_ends), rtol=0, atol=1e-9)
-
-
-def test_positions_are_those_of_the_hooked_model(both_front_ends):
-    tables = [attribution_by_position(m, PROMPT, TEXT, by=UNITS, each_layer=True) for m in both_front_ends]
-    assert_frame_equal(*tables, rtol=0, atol=1e-9)
-
-
 def test_edges_are_those_of_the_hooked_model(both_front_ends):
     for given in (dict(), dict(through_mlps=False, rival=7), dict(replace_by={UNITS[1]: some_tokens(4, seed=2)})):
         tables = [attribution_by_edge(m, PROMPT, TEXT, by=UNITS, answer=5, n_confirmed=None, **given) for m in both_front_ends]
@@ -64,9 +55,9 @@ def test_edges_are_those_of_the_hooked_model(both_front_ends):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
-def test_edges_of_other_families_are_path_patching(family):
+def test_edges_of_other_families_are_path_patching(family, bridge_of):
     """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
-    model, together = KVTransformerBridge.boot_transformers(tiny(family)), torch.cat([PROMPT, TEXT])[None]
+    model, together = bridge_of(family), torch.cat([PROMPT, TEXT])[None]
     new = some_tokens(4, seed=2)
     table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
     names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
@@ -101,9 +92,9 @@ def test_edges_of_other_families_are_path_patching(family):
         assert abs(before - after - row.effect) < rounding_in_nats(tiny(family))
 
 
-def test_latent_attention_has_no_edges():
+def test_latent_attention_has_no_edges(bridge_of):
     with pytest.raises(KVLensError, match="hook_. does not show"):
-        attribution_by_edge(KVTransformerBridge.boot_transformers(tiny("deepseek_v3")), PROMPT, TEXT, by=UNITS)
+        attribution_by_edge(bridge_of("deepseek_v3"), PROMPT, TEXT, by=UNITS)
 
 
 def test_explanations_are_those_of_the_hooked_model(both_front_ends):
@@ -133,17 +124,17 @@ def log_p(model, tokens, answer):
     return model(tokens[None])[0, -1].double().log_softmax(dim=-1)[answer]
 
 
-def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model, rounding):
+def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model, nats):
     answer = 5
     table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=answer, positions="closed")
     whole = log_p(model, torch.cat([PROMPT, TEXT]), answer)
     for (start, stop), effect in zip(UNITS, table["total_effect"], strict=True):
         without = torch.cat([PROMPT[:start], PROMPT[stop:], TEXT])
-        assert abs(float(whole - log_p(model, without, answer)) - effect) < rounding
+        assert abs(float(whole - log_p(model, without, answer)) - effect) < nats
     assert table["total_effect"].abs().max() > 0.05
 
 
-def test_the_parts_of_all_heads_are_the_whole_bias(model, rounding):
+def test_the_parts_of_all_heads_are_the_whole_bias(model, nats):
     units = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=5)
     heads = attribution_by_head(model, PROMPT, TEXT, by=UNITS, answer=5)
     bias = convert_prompt(model, PROMPT)
@@ -153,14 +144,14 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model, rounding):
     assert (per_unit["head"] == -1).sum() == n_convolutions
     whole = heads.groupby("unit")["whole"].first()
     for unit, effect in enumerate(units["total_effect"]):
-        assert abs(whole[unit] - effect) < rounding
+        assert abs(whole[unit] - effect) < nats
     positions = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5)
-    assert (positions["whole"] - units["total_effect"][0]).abs().max() < rounding
+    assert (positions["whole"] - units["total_effect"][0]).abs().max() < nats
 
 
-def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself():
+def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridge_of):
     """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
-    rounding, model = rounding_in_nats(tiny("falcon_h1")), KVTransformerBridge.boot_transformers(tiny("falcon_h1"))
+    rounding, model = rounding_in_nats(tiny("falcon_h1")), bridge_of("falcon_h1")
     bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
     own, donor = with_references(bias, other)
     question, layer = Question.of(model, PROMPT, TEXT, 5), 0
@@ -193,18 +184,18 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself():
         assert any(abs(swaps[part]) > 10 * rounding for part in kind)
 
 
-def test_an_exchange_for_the_same_changes_nothing(model, rounding):
+def test_an_exchange_for_the_same_changes_nothing(model, nats):
     question = Question.of(model, PROMPT, TEXT, 5)
     bias = convert_prompt(model, PROMPT)
     whole, swap, _ = swapped_heads(question, bias, bias.repeat(1))
-    assert abs(float(whole)) < rounding and float(swap.abs().max()) < rounding
+    assert abs(float(whole)) < nats and float(swap.abs().max()) < nats
     same = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5, replace_by={UNITS[0]: PROMPT[:3]})
-    assert same["swap"].abs().max() < rounding
+    assert same["swap"].abs().max() < nats
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
-def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(family, bridge_of):
+    model = bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     gone = torch.zeros(1, len(PROMPT), dtype=torch.bool)
     gone[:, 8:10] = True
@@ -225,8 +216,8 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
-def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family):
-    model = KVTransformerBridge.boot_transformers(tiny(family))
+def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of):
+    model = bridge_of(family)
     other = counterfactuals(model, PROMPT, [[(3, 7)]])
     states = convert_prompt(model, other).recurrent.b_KV
     terms = state_terms(model, other)

@@ -38,7 +38,7 @@ def test_gradients_are_as_exact_as_those_of_one_pass(family):
         return [found]
 
     ours, theirs = [], []
-    for seed in range(3):
+    for seed in range(2):
         plain, exact = tiny(family, seed), tiny(family, seed).double()
         exact.config._experts_implementation = "eager"
         whole = torch.cat([PROMPT, TEXT], dim=1)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from bridge_models import some_tokens, tiny
+from bridge_models import some_tokens
 
-from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses
+from kvlens import HookedKVTransformer, KVLensError, analyses
 from kvlens.analyses import front_ends
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
@@ -32,8 +32,8 @@ CALLS = {
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"])
-def model(request):
-    return KVTransformerBridge.boot_transformers(tiny(request.param))
+def family(request):
+    return request.param
 
 
 @pytest.mark.parametrize("name", front_ends.analyses())

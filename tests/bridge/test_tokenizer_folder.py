@@ -1,5 +1,6 @@
 """Folders as the hub has them: a byte-level tokenizer's files, and for Qwen3.5 a checkpoint of images and text."""
 
+import copy
 import json
 
 import pytest
@@ -82,6 +83,7 @@ def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     assert any(name.startswith("model.language_model.layers.0.linear_attn.") for name in weights)
     assert any(name.startswith("model.visual.") for name in weights)
+    in_memory = KVTransformerBridge.boot_transformers(copy.deepcopy(both))
     save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for dtype in (torch.float32, torch.bfloat16):
         model = KVTransformerBridge.boot_transformers(tmp_path, dtype=dtype)
@@ -92,6 +94,9 @@ def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
                 same_shape = (x for x in held.values() if x.shape == stored.shape)
                 assert any(torch.equal(x, stored.to(dtype)) for x in same_shape), name
         text = model.to_tokens(TEXT)
+        if dtype == torch.float32:
+            assert model.fingerprint() == in_memory.fingerprint() and model.cfg.architecture == "Qwen3_5ForCausalLM"
+            assert torch.equal(model(text), in_memory(text))
         assert largest(model(text).float(), both.to(dtype)(text).logits.float()) < (
             rounding if dtype == torch.float32 else 0.05
         )

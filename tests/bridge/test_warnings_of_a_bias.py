@@ -5,18 +5,12 @@ import warnings
 
 import pytest
 import torch
+from small_models import warned_of
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 
 PROMPT, OTHER, TEXT = torch.arange(3, 12), torch.arange(13, 22), torch.arange(5, 10)[None]
-
-
-def warned_of(run) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in found]
 
 
 @pytest.fixture

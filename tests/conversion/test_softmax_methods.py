@@ -261,8 +261,6 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
         bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
         assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.head_output_error, bias.fit.mass_error))
         assert error(model, bias) < dropped(model)
-    one_token = convert_prompt(model, torch.full((1, 24), 3), method="landmark", n_features=6, **QUICK)
-    assert bool(one_token.b_KV.isfinite().all())
 
 
 def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():

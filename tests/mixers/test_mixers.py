@@ -164,6 +164,13 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
         assert seen["hook_pattern"].shape == (BATCH, mixer.n_heads, pos, pos)
         assert torch.equal(seen["hook_b_kv"], state.b_kv)
         torch.testing.assert_close(seen["hook_z"], seen["hook_z_bias"] + seen["hook_z_context"])
+        assert seen["hook_state"].shape == (BATCH, mixer.n_heads, mixer.d_k, mixer.d_v)
+        by_head = {"minimax": heads[-1:], "kimi_linear": (*heads, mixer.d_k)}.get(family, heads)
+        assert seen["hook_log_decay"].shape == by_head
+        assert "hook_write_strength" in quiet or seen["hook_write_strength"].shape == heads
+        if pos > 1:  # of one token, the context is also what the state holds
+            from_pattern = torch.einsum("bhij,bjhd->bihd", seen["hook_pattern"], seen["hook_v"])
+            torch.testing.assert_close(from_pattern, seen["hook_z_context"], rtol=1e-5, atol=1e-6)
     without = fired(mixer, lambda: mixer(x))
     assert set(HOOKS) - set(without) == quiet | {"hook_b_kv", "hook_z_bias", "hook_z_context"}
     assert not mixer.is_hooked()

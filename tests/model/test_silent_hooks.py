@@ -1,6 +1,7 @@
 """A warning, once per call, for hooks requested by name that do not fire, and for no others."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -25,28 +26,28 @@ def look(x: torch.Tensor, hook) -> None:
 @pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
 def test_by_name_without_a_bias(kind):
     build, points = WITHOUT_A_BIAS[kind]
-    model = build()
-    for point in points:
-        name = AT + point
+    model, point = build(), points[0]
+    name = AT + point
 
-        def chosen(name: str, point: str = point) -> bool:
-            return name.endswith(point)
+    def chosen(name: str) -> bool:
+        return name.endswith(point)
 
-        ways = [
-            lambda name=name: model.run_with_hooks(TEXT, fwd_hooks=[(name, look)]),
-            lambda name=name: model.run_with_hooks(TEXT, bwd_hooks=[(name, look)], reset_hooks_end=False),
-            lambda chosen=chosen: model.run_with_hooks(TEXT, fwd_hooks=[(chosen, look)]),
-            lambda name=name: model.run_with_cache(TEXT, names_filter=name),
-            lambda name=name: model.run_with_cache(TEXT, names_filter=[name], pos_slice=1),
-            lambda chosen=chosen: model.run_with_cache(TEXT, names_filter=chosen),
-            lambda name=name: (model.add_hook(name, look), model(TEXT)),
-            lambda name=name: (model.add_perma_hook(name, look), model(TEXT)),
-        ]
-        for way in ways:
-            for _ in range(2):
-                (message,) = warned_of(way)
-                assert point in message and "no KV bias is attached" in message
-            model.reset_hooks(including_permanent=True)
+    ways = [
+        lambda: model.run_with_hooks(TEXT, fwd_hooks=[(name, look)]),
+        lambda: model.run_with_hooks(TEXT, bwd_hooks=[(name, look)], reset_hooks_end=False),
+        lambda: model.run_with_hooks(TEXT, fwd_hooks=[(chosen, look)]),
+        lambda: model.run_with_cache(TEXT, names_filter=name),
+        lambda: model.run_with_cache(TEXT, names_filter=[name], pos_slice=1),
+        lambda: model.run_with_cache(TEXT, names_filter=chosen),
+        lambda: (model.add_hook(name, look), model(TEXT)),
+        lambda: (model.add_perma_hook(name, look), model(TEXT)),
+    ]
+    others = [(each, partial(model.run_with_hooks, TEXT, fwd_hooks=[(AT + each, look)])) for each in points[1:]]
+    for asked, way in [*((point, way) for way in ways), *others]:
+        for _ in range(2):
+            (message,) = warned_of(way)
+            assert asked in message and "no KV bias is attached" in message
+        model.reset_hooks(including_permanent=True)
 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_BIAS)

@@ -21,12 +21,6 @@ def test_greedy_text_is_the_published_one(outside_data):
     assert model.tokenizer.decode(greedy(model, 200)).strip() == published.strip()
 
 
-def test_a_shift_at_the_identity_keeps_the_text(outside_data):
-    model = load_stories260k(outside_data)
-    shifted = HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(window=2, init="identity"))
-    assert greedy(shifted, 60) == greedy(model, 60)
-
-
 def test_its_weights_under_linear_attention_convert_exactly(outside_data):
     trained = load_stories260k(outside_data)
     model = HookedKVTransformer.from_hooked_transformer(

@@ -103,9 +103,9 @@ class SignificanceTest:
 
         True: more; False: fewer; None: neither. Each direction has half of the level, by the exact binomial distribution.
         """
-        if _binomial_tail(count, of, bound) <= self.level / 2:
+        if binomial_tail(count, of, bound) <= self.level / 2:
             return True
-        return False if _binomial_tail(of - count, of, 1 - bound) <= self.level / 2 else None
+        return False if binomial_tail(of - count, of, 1 - bound) <= self.level / 2 else None
 
 
 SIGNIFICANCE = SignificanceTest()
@@ -200,7 +200,7 @@ def _drawn_signs(n: int) -> Float[np.ndarray, "pattern value"]:
     return np.random.default_rng(0).choice((1.0, -1.0), size=(MOST_COUNTED, n))
 
 
-def _binomial_tail(count: int, of: int, chance: float) -> float:
+def binomial_tail(count: int, of: int, chance: float) -> float:
     """P(at least ``count`` successes in ``of`` trials), summed from the logarithms of its terms, so that none underflows."""
     if count <= 0:
         return 1.0
