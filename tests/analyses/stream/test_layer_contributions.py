@@ -164,9 +164,8 @@ def test_norms_by_their_definition():
     assert (frame.loc[(2, "unembed_bias", -1), ["norm", "residual_share"]] == 0).all(axis=None)
 
 
-def test_order_dtypes_and_the_last_position():
+def test_the_order_of_the_rows_and_the_last_position():
     frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), None, TEXT, tokens=[3, 4])
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     block = [(-1, "embed"), (-1, "pos_embed")]
     block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
     assert list(zip(frame["layer"], frame["component"], strict=True)) == block * 15
