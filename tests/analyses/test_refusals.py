@@ -30,6 +30,11 @@ def absolute():
 
 
 @functools.cache
+def classifier():
+    return random_model(d_vocab_out=3)
+
+
+@functools.cache
 def bias(model=linear, n_prompts=1, **options):
     prompt = PROMPT if n_prompts == 1 else tokens(7 * n_prompts, seed=5).reshape(n_prompts, 7)
     return convert_prompt(model(), prompt, **options)
@@ -201,6 +206,10 @@ REFUSED = [
     ("readings must be a dict or None", lambda: analyses.prompt_effect(linear(), PROMPT, TEXT, readings={"converted": 3})),
     ("colorings must be a dict or None", lambda: analyses.linked_shares(linear(), PROMPT, TEXT, colorings={"a": 3})),
     ("coloring", lambda: analyses.linked_shares(linear(), PROMPT, TEXT, colorings={3: torch.ones(2, 3)})),
+    *(
+        ("predicts only 3 classes", lambda name=name: getattr(analyses, name)(classifier(), PROMPT, TEXT))
+        for name in ("bias_positions", "bias_by_head", "bias_decomposition", "bias_effects", "layer_contributions")
+    ),
     # induction heads, composition
     ("n_sequences must be at least 1, got 0", lambda: verdicts(n_sequences=0)),
     ("n_sequences must be from 1 to 1048576", lambda: analyses.induction_heads(linear(), n_repeated=4, n_sequences=2**60)),

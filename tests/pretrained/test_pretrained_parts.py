@@ -117,13 +117,6 @@ def test_config_keeps_what_transformer_lens_would_guess():
     assert (wide.d_head, wide.rotary_dim, wide.attn_scale) == (10, 10, pytest.approx(10**0.5))
 
 
-def test_llama3_rotary_scaling_is_kept():
-    scaling = {"rope_type": "llama3", "rope_theta": 1234.0, "factor": 8.0, "low_freq_factor": 1.0}
-    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 11}
-    hf_model = tiny_hf_model("llama", rope_parameters=scaling)
-    assert_same_function(load_pretrained_parts("x", hf_model=hf_model, device="cpu"), hf_model, processed=True)
-
-
 def test_float64_is_exact_to_float64_without_processing(tmp_path):
     # GPT-2 only: Hugging Face's rotary angles and RMS norms are float32 in a float64 model too.
     hf_model = tiny_hf_model("gpt2").double()

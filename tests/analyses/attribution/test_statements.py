@@ -187,8 +187,7 @@ def test_a_search_ends_at_its_cap_and_says_so():
     assert sets_of(runs, range(len(exchange.parts)), keeping=False) == ([], False)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("spans", [SPANS, [(2, 9)]])
+@pytest.mark.parametrize(("name", "spans"), [*zip(MODELS, [SPANS, [(2, 9)]] * 2, strict=True)])
 def test_an_explanation_reads_no_more_than_its_cap(name, spans):
     model = random_model(**MODELS[name])
     found = explain(model, PROMPT, TEXT, by=spans)

@@ -134,16 +134,12 @@ def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "words"),  # of an analysis of one's own; more words: ANSWERED_EARLY, and test_refusals.py
     [
         (["--tims", "2"], "unrecognized arguments: --tims 2; did you mean '--times'?"),
-        (["--overwite"], "did you mean '--overwrite'?"),
         (["--times", "two"], "argument --times: invalid int value: 'two'"),
         (["--columns", "leter"], "has no column 'leter'; it has place, letter, layers; did you mean 'letter'?"),
         (["--workers", "0"], "workers must be at least 1"),
-        (["--engine", "rays"], "invalid choice: 'rays'"),
-        (["--model", "docs-liner"], "did you mean 'docs-linear'?"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_bad_words(model_folder, capsys, more, words):

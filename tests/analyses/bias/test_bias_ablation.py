@@ -183,32 +183,6 @@ def test_the_number_is_reported_before_the_first_and_the_batch_size_changes_only
 # --- replaced by what another prompt leaves, or BOS alone -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_an_ablated_head_has_what_the_baseline_has_there(name):
-    """Against hooks that replace one head's b_KV, b_D and shift state by the baseline's."""
-    model = random_model(**VARIANTS[name])
-    whole, baseline = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, without=[(0, len(PROMPT))])
-    frame = bias_by_head(model, PROMPT, TEXT)
-    group = model.cfg.n_heads // model.cfg.n_kv_heads
-    layer, head = 1, 3
-
-    def exchange(x, hook):
-        field = hook.name.rsplit("hook_", 1)[1]
-        if field.startswith("last"):
-            first = head // group
-            rows = slice(first * group, (first + 1) * group) if field == "last_q" else slice(first, first + 1)
-            x[:, :, rows] = getattr(baseline, field)[layer][:, rows]
-        else:
-            x[:, head] = getattr(baseline, FIELDS[field])[layer, head]
-        return x
-
-    shifted = [f"last_{x}" for x in "kvq" if getattr(whole, f"last_{x}").shape[-3]]
-    fields = ["b_kv", *(["b_d"] if model.cfg.normalizer == "kernel" else []), *shifted]
-    after = read(model, whole, [(f"blocks.{layer}.attn.hook_{field}", exchange) for field in fields])
-    row = frame[(frame["layer"] == layer) & (frame["head"] == head)].iloc[0]
-    assert (row["ablation_kl"], row["loss_change"]) == pytest.approx(effects(read(model, whole), after)[:2], **ROUNDING)
-
-
 @pytest.mark.parametrize("name", ["docs-linear", "docs-gpt2"])
 def test_with_bos_kept_no_head_is_worth_much_more_than_the_prompt(name):
     """With BOS taken away too, single heads cost several times what the whole prompt is worth."""
@@ -228,13 +202,15 @@ def test_with_bos_kept_no_head_is_worth_much_more_than_the_prompt(name):
     assert of_all_parts["zero"] != pytest.approx(worth, rel=1e-2)
 
 
-def donor(references, field, layer, method, reference):
+def donor(references, baseline, field, layer, method, reference):
     """The replacement of this tensor, [batch 1, ...]."""
+    if method == "baseline":
+        return getattr(baseline, FIELDS.get(field, field))[layer][None]
     rows = getattr(references, FIELDS.get(field, field))[layer]
     return {"zero": rows[:1] * 0, "mean": rows.mean(dim=0, keepdim=True), "resample": rows[reference][None]}[method]
 
 
-def hooks_of(model, references, row):
+def hooks_of(model, references, baseline, row):
     """The ablation of one row of the frame, tensor by tensor."""
     group, hooks = model.cfg.n_heads // model.cfg.n_kv_heads, []
     for part in HOOKS if row.part == "both" else [row.part]:
@@ -242,7 +218,8 @@ def hooks_of(model, references, row):
             for layer in range(2) if row.layer == -1 else [row.layer]:
 
                 def replaced(x, hook, field=field, layer=layer):
-                    other, axis = donor(references, field, layer, row.method, row.reference), 1 if "b_" in field else 2
+                    other = donor(references, baseline, field, layer, row.method, row.reference)
+                    axis = 1 if "b_" in field else 2
                     if row.head == -1:
                         return other.expand_as(x)
                     grouped = field in ("last_k", "last_v")
@@ -261,15 +238,16 @@ def hooks_of(model, references, row):
 def test_every_ablation_is_what_hooks_do(name, by):
     model = random_model(**LINEAR[name])
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
-    methods = ["zero", "mean", "resample"] if by != "head" else ["resample"]
-    frame = bias_effects(model, bias, TEXT, by=by, methods=methods, references=references, answer=3, rival=11)
+    baseline = convert_prompt(model, PROMPT, without=[(0, len(PROMPT))])
+    methods = ["zero", "mean", "resample", "baseline"] if by != "head" else ["resample", "baseline"]
+    frame = bias_effects(model, PROMPT, TEXT, by=by, methods=methods, references=references, answer=3, rival=11)
     n_parts = 1 if model.cfg.kv_shift is None else 3
     units = {"head": 2 * model.cfg.n_heads, "layer": 2, "model": 1}[by]
     assert len(frame) == units * n_parts * (len(methods) + 2)  # three references
     assert len(frame.drop_duplicates(["method", "reference", "part", "layer", "head"])) == len(frame)
     whole = read(model, bias)
     for row in frame.iloc[:: 5 if by == "head" else 1].itertuples():
-        expected = effects(whole, read(model, bias, hooks_of(model, references, row)))
+        expected = effects(whole, read(model, bias, hooks_of(model, references, baseline, row)))
         assert (row.kl, row.loss_change, row.logit_change) == pytest.approx(expected, **ROUNDING)
     assert (frame["kl"] > 1e-9).all()
 

@@ -1,6 +1,5 @@
 """Every patch against a slow reference (a bias, a model or a softmax built by hand), and the known ends of the scale."""
 
-import copy
 import functools
 from dataclasses import replace
 
@@ -245,18 +244,6 @@ def test_prompts_of_unequal_length_where_the_bias_is_rebased():
     model = random_model()
     frame = patching(model, corrupted=convert_prompt(model, tokens(4, seed=9)), points=["prompt"])
     assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
-
-
-def test_the_model_is_left_as_it_was():
-    model = random_model()
-    own = convert_prompt(model, tokens(3, seed=2))
-    clean, corrupted = convert_prompt(model, CLEAN), convert_prompt(model, CORRUPTED)
-    before = copy.deepcopy(clean.b_KV), copy.deepcopy(corrupted.b_KV)
-    with model.kv_bias(own):
-        patching(model, prompt=clean, corrupted=corrupted, points=["bias", "z_bias", "k_shift_coef"])
-        assert model.attached_kv_bias is own
-    assert torch.equal(clean.b_KV, before[0]) and torch.equal(corrupted.b_KV, before[1])
-    assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
 # --- softmax models: keys and values of the prompt's own -------------------------------------------------------------

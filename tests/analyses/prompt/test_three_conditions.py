@@ -140,15 +140,6 @@ def test_a_converted_prompt_is_exact_and_another_is_compared_with_the_prompt_its
     assert effect.loc["converted", "argmax_agrees"].tolist() == (p.argmax(dim=-1) == q.argmax(dim=-1)).tolist()
 
 
-def test_the_model_is_left_as_it_was():
-    model = random_model()
-    before = convert_prompt(model, tokens(3, seed=2))
-    model.attach_kv_bias(before)
-    assert conversion_error(model, PROMPT, TEXT)["relative_error"].max() < 1e-13
-    assert model.attached_kv_bias is before
-    assert not any(point.fwd_hooks for point in model.hook_dict.values())
-
-
 def test_the_bos_stays_where_the_prompt_began_with_it():
     model = tiny_text_model(dtype=torch.float64)
     prompt, text = model.to_tokens("the widget")[0], model.to_tokens(" is green", prepend_bos=False)[0]

@@ -1,10 +1,10 @@
-"""A model that predicts fewer classes than it reads tokens: next tokens are refused by name, chosen classes are split."""
+"""A model that predicts fewer classes than it reads tokens: chosen classes are split (next tokens: test_refusals.py)."""
 
 import pytest
 import torch
 from analysis_models import centered, random_model, tokens
 
-from kvlens import KVLensError, analyses, convert_prompt
+from kvlens import analyses, convert_prompt
 
 
 @pytest.fixture(scope="module")
@@ -15,12 +15,6 @@ def classifier():
 PROMPT, TEXT = tokens(7), torch.tensor([4, 16, 2, 9])
 
 
-@pytest.mark.parametrize("name", ["bias_positions", "bias_by_head", "bias_decomposition", "bias_effects"])
-def test_a_text_that_it_cannot_predict_is_refused_by_name(classifier, name):
-    with pytest.raises(KVLensError, match="predicts only 3 classes"):
-        getattr(analyses, name)(classifier, PROMPT, TEXT)
-
-
 def test_chosen_classes_are_split_and_patched(classifier):
     bias = convert_prompt(classifier, PROMPT)
     with classifier.kv_bias(bias):
@@ -28,8 +22,6 @@ def test_chosen_classes_are_split_and_patched(classifier):
     frame = analyses.layer_contributions(classifier, bias, TEXT, next_token=False, tokens=[0, 2])
     sums = frame.groupby(["position", "target_token"])["logit"].sum().to_numpy().reshape(len(TEXT), 2)
     torch.testing.assert_close(torch.tensor(sums), centered(logits)[:, [0, 2]], rtol=1e-9, atol=1e-9)
-    with pytest.raises(KVLensError, match="predicts only 3 classes"):
-        analyses.layer_contributions(classifier, bias, TEXT)
     assert analyses.bias_decomposition(classifier, PROMPT, TEXT, answer=1)["logit"].notna().all()
     assert analyses.bias_effects(classifier, PROMPT, TEXT, answer=1)["logit_change"].notna().all()
     patched = analyses.activation_patching(classifier, PROMPT, tokens(7, seed=2), TEXT, answer=1, points=["b_kv"])

@@ -7,9 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
-from kvlens.analyses.declaration import Record
 from kvlens.analyses.stream.contributions import COLUMNS, layer_contributions
-from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
 
@@ -153,9 +151,11 @@ def test_attribution_predicts_ablation_node_by_node(name):
 def test_norms_by_their_definition():
     model = shaken()
     bias = convert_prompt(model, PROMPT)
-    frame = layer_contributions(model, bias, TEXT, per_head=True).set_index(["layer", "component", "head"])
+    found = layer_contributions(model, bias, TEXT, per_head=True)
     with model.kv_bias(bias):
+        pd.testing.assert_frame_equal(layer_contributions(model, None, TEXT, per_head=True), found)
         _, cache = model.run_with_cache(TEXT[None])
+    frame = found.set_index(["layer", "component", "head"])
     for head in range(5):
         vectors = cache["blocks.1.attn.hook_z_bias"][0, :, head] @ model.blocks[1].attn.W_O[head]
         np.testing.assert_allclose(frame.loc[(1, "attention_bias", head), "norm"], vectors.norm(dim=-1), rtol=1e-12)
@@ -164,9 +164,8 @@ def test_norms_by_their_definition():
     assert (frame.loc[(2, "unembed_bias", -1), ["norm", "residual_share"]] == 0).all(axis=None)
 
 
-def test_order_dtypes_and_the_last_position():
+def test_the_order_of_the_rows_and_the_last_position():
     frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), None, TEXT, tokens=[3, 4])
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == COLUMNS.dtypes
     block = [(-1, "embed"), (-1, "pos_embed")]
     block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
     assert list(zip(frame["layer"], frame["component"], strict=True)) == block * 15
@@ -175,33 +174,6 @@ def test_order_dtypes_and_the_last_position():
     last = frame[(frame["position"] == 4) & (frame["target"] == "next")]
     assert last["logit"].isna().all() and last["target_token"].isna().all() and last["norm"].notna().all()
     assert frame["logit"].isna().sum() == len(last)
-
-
-def test_the_model_is_left_as_it_was_and_an_attached_bias_is_read():
-    model = shaken()
-    own, other = convert_prompt(model, PROMPT), convert_prompt(model, TEXT)
-    expected = layer_contributions(model, own, TEXT)
-    model.attach_kv_bias(own)
-    layer_contributions(model, other, TEXT)
-    assert model.attached_kv_bias is own
-    assert not any(point.fwd_hooks for point in model.hook_dict.values())
-    pd.testing.assert_frame_equal(layer_contributions(model, None, TEXT), expected)
-
-
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_the_batch_script_gives_the_promised_columns(attention):
-    model = tiny_text_model(attention=attention)
-    layer_contributions.analysis.check_model(model)
-    record = Record("a", "The widget is", " green and", {"answer": ".", "rival": 5})
-    frame = layer_contributions.analysis.run(model, record, per_head=True)
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == layer_contributions.analysis.columns.dtypes
-    assert ("attention_bias" in frame["component"].to_numpy()) == (attention == "linear")
-    tokens_read = torch.cat([model.to_tokens("The widget is"), model.to_tokens(" green and", prepend_bos=False)], dim=1)
-    last = frame[(frame["position"] == frame["position"].max()) & (frame["target"] == "chosen")]
-    sums = last.groupby("target_token", sort=False)["logit"].sum().to_numpy()
-    logits = model(tokens_read)[0, -1]
-    expected = centered(logits)[[int(model.to_single_token(".")), 5]]
-    np.testing.assert_allclose(sums, expected, atol=1e-5 * float(logits.norm()))
 
 
 def test_what_is_not_in_the_table_is_refused():

@@ -1,0 +1,208 @@
+"""What holds of every analysis, whatever it measures: one table of calls, and the laws."""
+
+import functools
+import inspect
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from kvlens.analyses.batch.work import load_analysis
+from kvlens.analyses.declaration import Record
+from kvlens.analyses.sequences import one_sequence, prompt_sequence
+from tiny_text_model import PROMPT, TEXT, linear, tiny_text_model
+
+from kvlens import KVBias, KVLensError, analyses, convert_prompt
+
+OTHER = "The gadget is purple.\nThe widget"  # as many tokens as PROMPT
+TARGET = dict(answer=3, rival=11)
+METHODS = ["zero", "mean", "resample"]
+OF_PROMPT = ("bias_singular_values", "dual_bound", "dual_demonstrations", "dual_losses")
+OF_TEXT = ("bias_by_head", "conversion_error", "prompt_by_depth", "prompt_copies", "prompt_effect")
+TAKE_A_BIAS = ("bias_ablation", "bias_decomposition", "bias_effects", "bias_singular_values", "circuits", "layer_contributions")
+"""As good as the prompt; elsewhere the prompt's own tokens are read."""
+
+
+def of_text(name):
+    return lambda model, prompt, text, other, **target: getattr(analyses, name)(model, prompt, text)
+
+
+def of_prompt(name):
+    return lambda model, prompt, text, other, **target: getattr(analyses, name)(model, prompt)
+
+
+def positions(at):
+    """At these positions of the text: all together, the last, each."""
+
+    def call(model, prompt, text, other, **target):
+        n = len(one_sequence(model, "text", text))
+        places = {"together": None, "last": [n - 1], "each": range(n)}[at]
+        return analyses.bias_positions(model, prompt, text, by="source", at=places, **target)
+
+    return call
+
+
+def decomposition(model, prompt, text, other, **target):
+    return analyses.bias_decomposition(model, prompt, text, **target)
+
+
+def effects(model, prompt, text, other, **target):
+    references = convert_prompt(model, one_sequence(model, "other", other, prepend_bos=model.prepends_bos)[None])
+    return analyses.bias_effects(model, prompt, text, methods=METHODS, references=references, **target)
+
+
+def patching(model, prompt, text, other, **target):
+    return analyses.activation_patching(model, prompt, other, text, **target)
+
+
+def contributions(model, prompt, text, other, **target):
+    """In a linear model of the prompt's bias, as in a batch."""
+    if model.cfg.attention == "linear" and not isinstance(prompt, KVBias):
+        prompt = convert_prompt(model, one_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos))
+    return analyses.layer_contributions(model, prompt, text, tokens=[*target.values()], per_head=True)
+
+
+IN_A_BATCH = {  # name of the analysis, and what else -> its options on the command line, and a call
+    **{name: ({}, of_text(name)) for name in OF_TEXT},
+    **{name: ({}, of_prompt(name)) for name in OF_PROMPT},
+    "activation_patching": (dict(points=""), patching),
+    "bias_decomposition": ({}, decomposition),
+    "bias_effects": (dict(methods=",".join(METHODS), parts=""), effects),
+    **{f"bias_positions, {at}": (dict(by="source", at=at), positions(at)) for at in ("together", "last", "each")},
+    "circuits": ({}, lambda model, prompt, text, other, **target: analyses.circuits(model, prompt, text)),
+    "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
+    "layer_contributions": (dict(per_head=True), contributions),
+}
+CALLS = {
+    **{name: call for name, (_, call) in IN_A_BATCH.items()},
+    "bias_by_layer": of_text("bias_by_layer"),
+    "bias_ablation": lambda model, prompt, text, other, **target: analyses.bias_ablation(model, prompt, text, [[(0, 1)]]),
+    "induction_verdicts": lambda model, prompt, text, other, **target: analyses.induction_verdicts(
+        model, prompt=one_sequence(model, "text", text), ablations=True
+    ),
+    "layer_contributions of a text": lambda model, prompt, text, other, **target: analyses.layer_contributions(
+        model, None, prompt, tokens=[*target.values()]
+    ),
+}
+
+
+def forms(model, text, **bos):
+    tokens = model.to_tokens(text, truncate=False, **bos)
+    return text, tokens[0], tokens
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_strings_and_tokens_pos_and_1_pos_are_the_same_prompt_and_text(name):
+    """A string that is read first gets the model's BOS, one behind a prompt gets none. The model is left as it was."""
+    model = linear()
+    before = model.fingerprint()
+    given = [
+        *zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), forms(model, OTHER), strict=True),
+        *([(convert_prompt(model, PROMPT), TEXT, OTHER)] if name in TAKE_A_BIAS else []),
+    ]
+    first, *others = [CALLS[name](model, *one, **TARGET) for one in given]
+    for other in others:
+        pd.testing.assert_frame_equal(first, other, check_exact=True)
+    own = convert_prompt(model, OTHER)
+    with model.kv_bias(own):
+        if name == "circuits":
+            with pytest.raises(KVLensError, match="a bias is attached"):
+                CALLS[name](model, *given[0], **TARGET)
+        else:
+            CALLS[name](model, *given[-1], **TARGET)
+        assert model.attached_kv_bias is own
+    assert model.fingerprint() == before and not any(point.has_hooks() for point in model.hook_dict.values())
+
+
+@functools.cache
+def grouped(attention):
+    return tiny_text_model(attention=attention, n_heads=6, d_model=24, n_key_value_heads=2, kv_shift=None)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("name", IN_A_BATCH)
+def test_a_record_of_a_batch_gives_the_table_of_the_function_with_a_row_for_every_head(name, attention):
+    model, (options, call) = grouped(attention), IN_A_BATCH[name]
+    analysis = load_analysis(name.partition(",")[0])
+    analysis.check_model(model)
+    fields = {"corrupted": OTHER, "references": [OTHER], "second_prompt": TEXT, **TARGET}
+    frame = analysis.run(model, Record("a", PROMPT, TEXT, fields), **options)
+    pd.testing.assert_frame_equal(frame, call(model, PROMPT, TEXT, OTHER, **TARGET))
+    assert frame.dtypes.astype(str).to_dict() == analysis.columns.dtypes
+    if {"layer", "head"} <= set(frame) and not name.startswith(("composition", "dual_bound", "prompt_copies")):
+        heads = {(layer, head) for layer in range(2) for head in range(6)}
+        assert heads <= set(zip(frame["layer"], frame["head"], strict=True))
+
+
+def test_fields_that_a_record_lacks_are_named():
+    run, model = analyses.circuits.analysis.run, grouped("linear")
+    with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* this record has: other"):
+        run(model, Record("a", "the", fields={"other": 1}))
+    with pytest.raises(KVLensError, match="references=, a batch of biases"):
+        analyses.bias_effects.analysis.run(model, Record("b", "the", "a"), by="head", methods="mean", parts="")
+    untold = tiny_text_model()
+    untold.tokenizer = None
+    with pytest.raises(KVLensError, match="prompt: expected token ids .* got 'the widget'"):
+        run(untold, Record("a", "the widget"))
+
+
+LOGITS = ["logit", "logit_change", "metric", "logit_attribution", "ablation_logit_change"]
+
+
+@pytest.mark.parametrize("target", [{}, dict(answer=3), TARGET], ids=["the next tokens", "an answer", "against a rival"])
+@pytest.mark.parametrize("name", ["bias_decomposition", "bias_effects", "bias_positions, together", "activation_patching",
+                                  "induction_verdicts", "layer_contributions"])  # fmt: skip
+def test_centering_the_unembedding_changes_no_prediction_and_so_no_logit_of_a_table(name, target):
+    models = [tiny_text_model(dtype=torch.float64, kv_shift=None, gain=3) for _ in range(2)]
+    raw, centered = models
+    direction = torch.randn(raw.cfg.d_model, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for model in models:  # the logits have a large mean, which depends on the position
+        model.W_U.add_(direction)
+        model.b_U.add_(2.5)
+    centered.W_U.sub_(centered.W_U.mean(dim=-1, keepdim=True))
+    centered.b_U.sub_(centered.b_U.mean())
+    logits = [model(TEXT) for model in models]
+    assert float((logits[0] - logits[1]).abs().min()) > 0.1
+    torch.testing.assert_close(*(each.log_softmax(dim=-1) for each in logits), rtol=1e-11, atol=1e-11)
+    frames = [CALLS[name](model, PROMPT, TEXT, OTHER, **target) for model in models]
+    before, after = (frame[[column for column in LOGITS if column in frame]].to_numpy() for frame in frames)
+    assert np.nanmax(np.abs(before)) > 1e-3
+    np.testing.assert_allclose(after, before, rtol=1e-9, atol=1e-11)  # logits near 10, sums of some hundred products
+
+
+def test_the_details_of_a_head_take_them_in_any_form():
+    model = linear()
+    given = zip(forms(model, PROMPT), forms(model, TEXT, prepend_bos=False), strict=True)
+    first, *others = [analyses.head_details(model, prompt, text) for prompt, text in given]
+    assert all(other.prompt == first.prompt for other in others)
+
+
+def test_bos_as_convert_prompt_has_it():
+    model = linear()
+    assert prompt_sequence(model, "x", PROMPT)[0] == model.tokenizer.bos_token_id
+    bias = convert_prompt(model, PROMPT)
+    assert torch.equal(prompt_sequence(model, "x", TEXT, bias), one_sequence(model, "x", TEXT))
+    with model.kv_bias(bias):
+        assert torch.equal(prompt_sequence(model, "x", TEXT), one_sequence(model, "x", TEXT))
+
+
+NEED_TOKENS = ("dual_losses", "dual_demonstrations", "dual_bound", *OF_TEXT, "bias_by_layer", "bias_positions", "head_details",
+               "linked_shares")  # fmt: skip
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize("name", NEED_TOKENS)
+def test_where_the_prompts_own_tokens_are_read_a_bias_is_refused(name):
+    texts = () if name in OF_PROMPT else (TEXT,)
+    with pytest.raises(KVLensError, match="prompt: this analysis reads the prompt's own tokens, and a bias has none"):
+        getattr(analyses, name)(linear(), convert_prompt(linear(), PROMPT), *texts)
+
+
+def test_every_analysis_takes_prompt_and_text_by_these_names():
+    for name in analyses.ANALYSES:
+        analysis = load_analysis(name)
+        parameters = list(inspect.signature(getattr(analyses, name)).parameters)
+        assert not analysis.inputs or "prompt" in parameters, name
+        assert not any(parameter.endswith("_tokens") for parameter in parameters), name
+        if analysis.needs_text:
+            assert parameters[:2] == ["model", "prompt"] and "text" in parameters[2:4], name
