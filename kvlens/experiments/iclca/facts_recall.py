@@ -133,7 +133,7 @@ def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
             yield name, ratio, Landmark(**shared, **options)
         if ratio == AIM_RATIO:
             polish = {**settings["polish"], "objective": "kl"}
-            yield POLISHED, ratio, Landmark(**shared, **FEWER_KEYS[GREEDY], **polish)
+            yield POLISHED, ratio, Landmark(**{**shared, **FEWER_KEYS[GREEDY], **polish})
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:

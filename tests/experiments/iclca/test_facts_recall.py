@@ -46,6 +46,12 @@ def test_verdicts_go_either_way_and_few_answers_give_none():
     assert verdicts(broken)[0] is False
 
 
+def test_the_settings_of_every_scale_are_options_of_the_methods():
+    for scale in ("small", "paper"):
+        named = [name for name, _, _ in facts_recall.ways(facts_recall.facts_recall.scales[scale])]
+        assert named == [EXACT, *[GREEDY, EQUAL, NO_FIT] * 3, POLISHED, GREEDY, EQUAL, NO_FIT]
+
+
 def test_measuring_asks_every_first_time_question_once_in_every_way():
     task = FactsTask(min_facts=3, max_facts=3, length=90)
     model = build_model(task, dict(n_layers=1, d_model=16, d_head=8, positional_embedding_type="standard"))
