@@ -180,7 +180,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
 def test_hooks_change_what_they_say(family):
     """Ablating the bias at every pass, decoding included, is having none; the pattern as read makes the same output."""
     mixer, x = mixer_for(layer_of(family), 0), hidden(family, 9)
-    state = RecurrentState(b_kv=torch.randn(BATCH, mixer.n_heads, mixer.d_k, mixer.d_v))
+    state = RecurrentState(b_kv=3 * torch.randn(BATCH, mixer.n_heads, mixer.d_k, mixer.d_v))
 
     def both_passes(state):
         first, after = mixer(x[:, :8], state)
