@@ -239,15 +239,18 @@ def draw(curves: pd.DataFrame) -> Figure:
     tasks = list(curves["task"].unique())
     curves = curves.assign(loss=curves["loss"].where(curves["loss"] < DRAWN))
     figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
-    panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False, sharex=True)
+    panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False)
     for row, members in zip(panels, FAMILIES.values(), strict=True):
         for axes, task in zip(row, tasks, strict=True):
-            draw_curves(axes, curves[(curves["task"] == task) & curves["model"].isin([PLAIN, *members])], y="loss")
-            axes.set_yscale("log")
-        row[-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        row[0].set_ylabel("held-out error / variance")
+            shown = curves[(curves["task"] == task) & curves["model"].isin([PLAIN, *members])]
+            if set(shown["model"]) == {PLAIN}:
+                axes.set_axis_off()
+                continue
+            draw_curves(axes, shown, y="loss")
+            axes.locator_params(axis="x", nbins=5)
+            axes.set(yscale="log", xlabel="step")
+            axes.set_title(f"{task} task", loc="left", fontsize=11)
+            axes.legend(frameon=False, fontsize=7)
+    figure.supylabel("held-out error / variance", fontsize=10)
     figure.suptitle("Thick: mean over seeds; thin: each seed", x=0.01, ha="left", fontsize=9)
-    for top, bottom, task in zip(panels[0], panels[-1], tasks, strict=True):
-        top.set_title(f"{task} task", loc="left", fontsize=11)
-        bottom.set_xlabel("step")
     return figure
