@@ -173,7 +173,9 @@ def _centered_ranks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def chance_of_pairing(a: Float[np.ndarray, " head"], b: Float[np.ndarray, " head"]) -> float:
     """The share of pairings of heads whose rank correlation is at least as far from 0; sampled if there are too many."""
     ra, rb, size = _centered_ranks(a, b)
-    return float((np.abs(ra[_orders(len(a))] @ rb / size) >= abs(spearman(a, b)) - 1e-12).mean()) if size else 1.0
+    if not size:
+        return 1.0
+    return float((np.abs(ra[_orders(len(a))] @ rb / size) >= abs((ra * rb).sum() / size) - 1e-12).mean())
 
 
 @cache
