@@ -40,7 +40,7 @@ def rotary_fields(hf_config: Any, architecture: str, attn_types: set[str], d_hea
     given = getattr(hf_config, "rope_parameters", None)
     if not given:  # GPT-J has none: rotary_dim is a field of its own, and the base is fixed
         return {}
-    nested = bool(hf_config.nested_rope_parameter_keys(given))
+    nested = any(name in given for name in LAYER_TYPES.values())
     of = {kind: given[LAYER_TYPES[kind]] if nested else given for kind in sorted(attn_types)}
     main = of.get("global") or of["local"]
 

@@ -241,4 +241,5 @@ def share_interval(is_right: pd.Series, group: pd.Series) -> tuple[float, float]
     if 0 < share < 1:
         n = n_answers if variance == 0 else min(n_answers, max(n_groups, share * (1 - share) / variance))
     center, half = share + Z**2 / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return max(0.0, (center - half) / (1 + Z**2 / n)), min(1.0, (center + half) / (1 + Z**2 / n))
+    low, high = (center - half) / (1 + Z**2 / n), (center + half) / (1 + Z**2 / n)
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # 0 and 1 are ends of their own intervals: not after rounding

@@ -26,3 +26,9 @@ def test_answers_that_do_not_cluster_all_count():
     """Each group has four right answers of five: the groups do not differ, so the 50 answers count as independent."""
     table = pd.DataFrame({"is_right": [True, True, False, True, True] * 10, "group": [i // 5 for i in range(50)]})
     assert share_interval(table["is_right"], table["group"]) == pytest.approx(interval(40, 50), abs=1e-12)
+
+
+@pytest.mark.parametrize("n_groups", range(2, 60))
+def test_nothing_and_everything_are_ends_of_their_own_intervals(n_groups):
+    """Exactly: for a quarter of these numbers Wilson's end, rounded, is 1e-16 to the wrong side."""
+    assert (interval(0, n_groups)[0], interval(n_groups, n_groups)[1]) == (0.0, 1.0)
