@@ -6,6 +6,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run one process per core; those that they start likewise
+if os.environ.get("KVLENS_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # numbers are compared with those of a CPU; what holds on a GPU, test_gpu.py says
 
 import socket
 import tempfile

@@ -95,5 +95,5 @@ def _roles(model: KVModel, token: Int[Tensor, " 1"]) -> list[list[str]]:
     names = [{x: f"blocks.{layer}.attn.hook_{x}_shift_coef" for x in shifted} for layer in range(model.cfg.n_layers)]
     wanted = [name for of_layer in names for name in of_layer.values()]
     cache = cached(model, token[None], wanted) if wanted else {}
-    used = [{x: cache[name].cpu() for x, name in of_layer.items()} for of_layer in names]
+    used = [{x: cache[name] for x, name in of_layer.items()} for of_layer in names]
     return [roles(layer_taps(model, layer, of_layer, torch.float64)) for layer, of_layer in enumerate(used)]

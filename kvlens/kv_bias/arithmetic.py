@@ -30,12 +30,13 @@ def fields_of_sum(
         equal_offsets: raise an error if position offsets differ, even if ``shift_state`` chooses a bias.
 
     Raises:
-        KVLensError: different models, dtypes, devices or batch shapes; shift states or offsets differ and none was chosen.
+        KVLensError: different models, dtypes or batch shapes; shift states or offsets differ and none was chosen.
     """
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
     first = biases[0]
+    biases = [bias.to(first.b_KV.device) for bias in biases]  # a loaded bias is on the CPU
     for other in biases[1:]:
         _check_same_kind(first, other)
         if shift_state == "equal":
@@ -134,8 +135,6 @@ def _check_same_kind(first: Any, other: Any) -> None:
     other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
     if other.b_KV.dtype != first.b_KV.dtype:
         raise KVLensError(f"combine: dtypes differ: {first.b_KV.dtype} and {other.b_KV.dtype}; bias.to(dtype) converts")
-    if other.b_KV.device != first.b_KV.device:
-        raise KVLensError(f"combine: devices differ: {first.b_KV.device} and {other.b_KV.device}; bias.to(device) moves")
     if first.features is not None:
         _check_same_features(first, other)
     elif other.b_KV.shape != first.b_KV.shape:

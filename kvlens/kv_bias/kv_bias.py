@@ -55,7 +55,7 @@ class KVBias:
     >>> torch.equal((bias + one_head - bias).b_KV[2, 3], bias.b_KV[2, 3])
     True
     >>> bias.save("prompt.safetensors")
-    >>> torch.equal(KVBias.load("prompt.safetensors").b_KV, bias.b_KV)
+    >>> torch.equal(KVBias.load("prompt.safetensors").b_KV, bias.b_KV.cpu())
     True
 
     Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.

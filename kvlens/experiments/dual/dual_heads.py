@@ -93,6 +93,7 @@ def dual_heads(settings: Settings, tell: Tell) -> Outcome:
 def measure_heads(model: HookedKVTransformer, batch: Batch) -> pd.DataFrame:
     """One row per sequence, layer and head: the dual figures, the ablation's effect and the induction score."""
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    batch = Batch(*(part.to(model.W_E.device) for part in batch))
     names = [f"blocks.{layer}.attn.hook_{leaf}" for layer in range(n_layers) for leaf in ("z", "pattern")]
     logits, cache = model.run_with_cache(batch.inputs, attention_mask=torch.ones_like(batch.inputs), names_filter=names)
     whole = _scored_losses(logits, batch)
@@ -138,7 +139,7 @@ def _mean_scored(x: Tensor, scored: Tensor) -> Float[Tensor, " batch"]:
 def _follows_earlier_occurrence(tokens: Tensor) -> Float[Tensor, "batch query key"]:
     """1 if the token before the key is the query's own token, at an earlier position."""
     same = tokens[:, :, None] == tokens[:, None, :].roll(1, dims=2)
-    return (same.tril() & (torch.arange(tokens.shape[1]) > 0)).double()
+    return (same.tril() & (torch.arange(tokens.shape[1], device=tokens.device) > 0)).double()
 
 
 def correlations(by_sequence: pd.DataFrame, n_bootstrap: int) -> pd.DataFrame:

@@ -142,7 +142,7 @@ def measure(model: HookedKVTransformer, task: BigramTask, settings: Settings, te
         n = min(settings["batch_size"], settings["n_sequences"] - done)
         batch = hide_open_trigger(task.sample_with_prompt(n, generator, cut), cut)
         logits = read_three_ways(model, batch.inputs, cut)
-        exact = float64_logits(model, batch.inputs)[:, cut:]
+        exact = float64_logits(model, batch.inputs.to(model.W_E.device)).cpu()[:, cut:]
         error = {
             "conversion": relative_error(logits[CONVERTED], logits[PROMPTED]),
             "forward_pass": relative_error(logits[PROMPTED], exact),
@@ -163,11 +163,12 @@ def hide_open_trigger(batch: Batch, cut: int) -> Batch:
 def read_three_ways(
     model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], cut: int
 ) -> dict[str, Float[Tensor, "batch text_pos d_vocab"]]:
-    """Logits on the text, the columns from ``cut`` on, under each of `CONDITIONS`; the columns before are the prompt."""
+    """Logits on the text, the columns from ``cut`` on, under each of `CONDITIONS`, on the CPU; those before are the prompt."""
     prompt, text = tokens[:, :cut], tokens[:, cut:]
     with model.kv_bias(convert_prompt(model, prompt)):
         converted = model(text)
-    return {PROMPTED: model(tokens)[:, cut:], ALONE: model(text), CONVERTED: converted}
+    logits = {PROMPTED: model(tokens)[:, cut:], ALONE: model(text), CONVERTED: converted}
+    return {condition: x.cpu() for condition, x in logits.items()}
 
 
 def use_of_trigger(text: Int[Tensor, "batch pos"], n_triggers: int) -> Int[Tensor, "batch pos"]:

@@ -118,7 +118,7 @@ def measure(
             right = answers_with_bias(model, stories).is_right
         keys = tokens
         if bias.fit is not None and bias.fit.n_keys is not None:  # [layer story kv_head]
-            keys = bias.fit.n_keys.double().mean(dim=(0, 2))[[row for row, _ in asked]]
+            keys = bias.fit.n_keys.cpu().double().mean(dim=(0, 2))[[row for row, _ in asked]]
         own = {"way": name, "ratio": ratio, "keys": keys.numpy(), "is_right": right.numpy()}
         frames.append(pd.DataFrame({**shared, **own}))
     return pd.concat(frames, ignore_index=True)

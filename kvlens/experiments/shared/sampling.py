@@ -33,7 +33,7 @@ def sampled(
     cache, new = model.empty_cache(len(tokens)), tokens
     for _ in range(n):
         p = model(new, attention_mask=torch.ones_like(new), past_kv_cache=cache)[:, -1].softmax(dim=-1)
-        new = torch.multinomial(p, 1, generator=generator)
+        new = torch.multinomial(p.cpu(), 1, generator=generator).to(tokens.device)  # the same draws on every device
         tokens = torch.cat([tokens, new], dim=1)
     return tokens
 
