@@ -14,7 +14,7 @@ For next-token tasks ``targets[:, i]`` is ``inputs[:, i + 1]``; other tasks (k-h
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,8 +57,9 @@ class Task(ABC):
         Raises:
             KVLensError: a setting has another type, or is out of range.
         """
+        kinds = get_type_hints(type(self), include_extras=True)  # postponed annotations are strings in a field
         for field in fields(self):
-            value = ensure(f"task {self.name!r}: {field.name}", field.type, getattr(self, field.name))
+            value = ensure(f"task {self.name!r}: {field.name}", kinds[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
     @property

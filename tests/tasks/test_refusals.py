@@ -1,6 +1,8 @@
 """What tasks refuse, and their words."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -127,3 +129,21 @@ def test_no_setting_takes_a_value_of_another_kind(name, refuses):
         refuses(
             f"task '{name}': {setting}", lambda setting=setting: make_task(name, **{**SMALL_TASKS[name], setting: object()})
         )
+
+
+POSTPONED = """
+from __future__ import annotations
+from dataclasses import dataclass
+from kvlens.tasks.induction import InductionTask
+
+@dataclass(frozen=True)
+class Own(InductionTask):
+    times: int = 3
+"""
+
+
+def test_a_setting_is_checked_where_annotations_are_postponed(refuses, monkeypatch):
+    monkeypatch.setitem(sys.modules, "of_a_user", module := ModuleType("of_a_user"))
+    exec(POSTPONED, vars(module))
+    assert module.Own(times=4).times == 4
+    refuses("times must be a whole number, got 'x'", lambda: module.Own(times="x"))
