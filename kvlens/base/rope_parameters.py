@@ -40,7 +40,8 @@ def rotary_fields(hf_config: Any, architecture: str, attn_types: set[str], d_hea
     given = getattr(hf_config, "rope_parameters", None)
     if not given:  # GPT-J has none: rotary_dim is a field of its own, and the base is fixed
         return {}
-    nested = any(name in given for name in LAYER_TYPES.values())
+    declared = getattr(hf_config, "layer_types", None) or ()
+    nested = any(name in declared for name in given)  # as Transformers 5.18 and later say by nested_rope_parameter_keys
     of = {kind: given[LAYER_TYPES[kind]] if nested else given for kind in sorted(attn_types)}
     main = of.get("global") or of["local"]
 

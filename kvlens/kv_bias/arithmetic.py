@@ -36,7 +36,8 @@ def fields_of_sum(
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
     first = biases[0]
-    biases = [bias.to(first.b_KV.device) for bias in biases]  # a loaded bias is on the CPU
+    here = first.b_KV.device
+    biases = [bias if bias.b_KV.device == here else bias.to(here) for bias in biases]  # a loaded one is on the CPU
     for other in biases[1:]:
         _check_same_kind(first, other)
         if shift_state == "equal":
