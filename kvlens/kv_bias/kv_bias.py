@@ -113,6 +113,15 @@ class KVBias:
         """This bias with ``changed`` fields and the record that belongs to them."""
         return replace(self, **changed, fit=fit, _record=None)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the prompt by its name in a file: ``b_KV``, ``log_scale``, ``features.keys``, ``recurrent.conv``."""
+        found = {name: getattr(self, name) for name in TENSORS}
+        if self.features is not None:
+            found |= {"log_scale": self.log_scale, **{f"features.{name}": x for name, x in self.features.tensors().items()}}
+        if self.recurrent is not None:
+            found |= {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
+        return found
+
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
         check_numbers(self, what)
@@ -407,20 +416,15 @@ class KVBias:
             KVLensError: the folder does not exist or cannot be written.
         """
         meta: dict[str, Any] = {name: as_numbers(getattr(self, name)) for name in COUNTS}
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        if self.features is not None and self.log_scale is not None:
-            meta["features"] = self.features.kind
-            tensors["log_scale"] = self.log_scale
-            tensors |= {f"features.{name}": tensor for name, tensor in self.features.tensors().items()}
+        tensors = self.tensors()
         if isinstance(self.features, VirtualKeys) and self.fingerprint.heads is None:
             tensors = packed(tensors, self.fingerprint.n_kv_heads)
         if self.features is not None:
-            meta["fit"] = None if self.fit is None else self.fit.to_json()
+            meta |= {"features": self.features.kind, "fit": None if self.fit is None else self.fit.to_json()}
         if self.fit is not None:
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
         if self.recurrent is not None:
             meta["recurrent_layers"] = list(self.recurrent.layers)
-            tensors |= {f"recurrent.{name}": tensor for name, tensor in self.recurrent.tensors().items()}
         write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
     @classmethod

@@ -59,18 +59,12 @@ def check_fields(bias: Any) -> None:
 
 def check_numbers(bias: Any, what: str) -> None:
     """Raise KVLensError, as ``what``, where a number of the bias is NaN or infinite; names the tensor and its layer."""
-    tensors = {name: getattr(bias, name) for name in TENSORS}
-    if bias.features is not None and bias.log_scale is not None:
-        tensors |= {"log_scale": bias.log_scale, **bias.features.tensors()}
-    if bias.recurrent is not None:
-        tensors |= {f"recurrent.{name}": tensor for name, tensor in bias.recurrent.tensors().items()}
-    for name, tensor in tensors.items():
+    for name, tensor in bias.tensors().items():
         if bool(tensor.sum().isfinite()):
             continue  # a quarter of the time of looking at each number; a sum of finite ones can overflow
         if not bool(tensor.isfinite().all()):
             row = int((~tensor.isfinite()).flatten(1).any(dim=1).nonzero()[0])
-            in_state = bias.recurrent is not None and name.startswith("recurrent.")
-            layer = bias.recurrent.layers[row] if in_state else bias.attention_layers[row]
+            layer = (bias.recurrent.layers if name.startswith("recurrent.") else bias.attention_layers)[row]
             raise KVLensError(
                 f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): numbers overflowed in the prompt's pass "
                 "(convert it with the model in a wider dtype), or a hook changed them"
