@@ -35,7 +35,7 @@ COLUMNS = Columns(
 
 def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
     """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
-    if bias.fingerprint.heads is not None:
+    if bias.fingerprint.layers_differ:
         return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
     stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
     scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
@@ -48,7 +48,7 @@ def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
 
     A recurrent layer has no normalizer, and its b_D counts as 0.
     """
-    if bias.fingerprint.heads is not None:
+    if bias.fingerprint.layers_differ:
         return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
     stored = getattr(bias.per_query_head(), name).detach().double()
     scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))

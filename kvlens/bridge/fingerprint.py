@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from kvlens.bridge.families import text_config
-from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.fingerprint import weights_hash
@@ -66,7 +65,7 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
     """Structure and current weights. Reads every weight once, unless they are left out."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
     parts = bridge.__dict__["_parts"]
-    sizes = sizes_of(parts)
+    sizes, attention = sizes_of(parts), {part.layer for part in parts if isinstance(part, SoftmaxLayer)}
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {
         "architecture": cfg.architecture,
@@ -90,10 +89,12 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
         rotary_placement=None,
         decay="none",
         kv_shift="none",
+        heads=tuple(
+            (sizes.n_heads, sizes.n_kv_heads, sizes.d_head, 0) if n in attention else (0,) * 4 for n in range(cfg.n_layers)
+        ),
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
         weights=weights_hash(_weights(bridge)) if with_weights else "",
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
-        attention_layers=_attention_layers(parts, cfg.n_layers),
     )
 
 
@@ -104,13 +105,6 @@ def sizes_of(parts: Sequence[Any]) -> HeadSizes:
             return part.sizes
     mixer = parts[0].mixer
     return HeadSizes(mixer.n_heads, mixer.n_heads, mixer.d_v, mixer.d_v)
-
-
-def _attention_layers(parts: Sequence[Any], n_layers: int) -> tuple[int, ...] | None:
-    """The numbers of the attention layers; None where they are exactly those that are not recurrent."""
-    attention = tuple(part.layer for part in parts if isinstance(part, SoftmaxLayer))
-    recurrent = {part.layer for part in parts if isinstance(part, RecurrentLayer)}
-    return None if attention == tuple(layer for layer in range(n_layers) if layer not in recurrent) else attention
 
 
 def _weights(bridge: Any) -> dict[str, Tensor]:

@@ -76,9 +76,8 @@ class LayerBias(NamedTuple):
 
         ``layer`` is an attention layer, numbered among all layers of the model.
         """
-        if bias.recurrent is not None:
-            layer = bias.attention_layers.index(layer)
-        if bias.fingerprint.heads is not None:
+        layer = bias.attention_layers.index(layer)
+        if bias.fingerprint.layers_differ:
             bias, layer = bias.of_layer(layer), 0
         offset = bias.position_offset
         tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)

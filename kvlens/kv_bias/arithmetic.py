@@ -126,7 +126,7 @@ def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[
 def _per_row(factor: Any, bias: Any) -> Any:
     """A number per key-value head [layer, (batch,) kv_head], for each row of b_D."""
     rows = bias.b_D.shape[-2]
-    if bias.fingerprint.heads is None or rows != bias.n_heads:
+    if not bias.fingerprint.layers_differ or rows != bias.n_heads:
         return factor.repeat_interleave(rows // factor.shape[-1], dim=-1)
     sizes = zip(factor, bias.fingerprint.heads, strict=True)
     return padded([x[..., :n_kv].repeat_interleave(n // n_kv, dim=-1) for x, (n, n_kv, *_) in sizes])

@@ -16,9 +16,9 @@ class Fingerprint:
     """Everything that a bias depends on.
 
     ``rest`` holds every other field of the configuration that shapes an activation; ``weights`` is a hash of the parameters
-    in float32, weight processing included. ``d_key`` is the size of a key where it is not ``d_head``, as in latent attention.
-    ``attention_layers`` are the layers with attention, where these are not all that have no recurrent state. Where layers
-    differ in their heads, ``heads`` is (n_heads, n_kv_heads, d_head, d_phi) of each, and these fields are the largest.
+    in float32, weight processing included. ``heads`` is (n_heads, n_kv_heads, d_head, d_phi) of each layer, zeros where it has
+    no attention; the fields of these names are the largest, or those of the states of a model without attention. ``d_key`` is
+    the size of a key where it is not ``d_head``, as in latent attention.
     """
 
     attention: str
@@ -36,18 +36,25 @@ class Fingerprint:
     rotary_placement: str | None
     decay: str
     kv_shift: str
+    heads: tuple[tuple[int, int, int, int], ...]
     rest: str
     weights: str
     d_key: int | None = None
-    attention_layers: tuple[int, ...] | None = None
-    heads: tuple[tuple[int, int, int, int], ...] | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention."""
+        return tuple(layer for layer, (n_heads, *_) in enumerate(self.heads) if n_heads)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether layers with attention differ in their heads."""
+        return len({of for of in self.heads if of[0]}) > 1
 
     def of_layer(self, layer: int) -> "Fingerprint":
-        """That of a model of this layer alone."""
-        if self.heads is None:
-            return replace(self, n_layers=1)
-        n_heads, n_kv_heads, d_head, d_phi = self.heads[layer]
-        return replace(self, n_layers=1, heads=None, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=d_head, d_phi=d_phi)
+        """That of a model of this layer with attention alone, counted among these."""
+        own = n_heads, n_kv_heads, d_head, d_phi = self.heads[self.attention_layers[layer]]
+        return replace(self, n_layers=1, heads=(own,), n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=d_head, d_phi=d_phi)
 
     def check(self, other: "Fingerprint", what: str, whose: str = "the model") -> None:
         """Raise KVLensError naming the first field in which ``other``, which belongs to ``whose``, differs."""

@@ -138,10 +138,7 @@ class KVBias:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The indices of the layers described by b_KV, b_D, features and the shift state: those with attention."""
-        if self.fingerprint.attention_layers is not None:
-            return self.fingerprint.attention_layers
-        recurrent = () if self.recurrent is None else self.recurrent.layers
-        return tuple(layer for layer in range(self.fingerprint.n_layers) if layer not in recurrent)
+        return self.fingerprint.attention_layers
 
     @property
     def n_heads(self) -> int:
@@ -159,13 +156,11 @@ class KVBias:
 
     def first_state_head(self, layer: int) -> int:
         """How many heads of a layer come before those of its recurrent state: its query heads, if it has attention."""
-        if self.fingerprint.heads is not None:
-            return self.fingerprint.heads[layer][0]
-        return self.n_heads if layer in self.attention_layers else 0
+        return self.fingerprint.heads[layer][0]
 
     def n_kv_heads_of(self, layer: int) -> int:
         """The number of key-value heads of a layer with attention."""
-        return self.fingerprint.n_kv_heads if self.fingerprint.heads is None else self.fingerprint.heads[layer][1]
+        return self.fingerprint.heads[layer][1]
 
     def of_layer(self, layer: int) -> "KVBias":
         """The bias of one layer, as of a model of that layer alone: without padding, where layers differ in their heads.
@@ -208,7 +203,7 @@ class KVBias:
         Only virtual keys with a weight or a value are counted; heads with fewer keys than others are padded with zeros.
         """
         states, f = 0 if self.recurrent is None else self.recurrent.b_KV.numel(), self.fingerprint
-        if f.heads is not None:
+        if f.layers_differ:
             return sum(self.of_layer(layer).num_parameters for layer in range(f.n_layers))
         if not isinstance(self.features, VirtualKeys):
             return states + self.b_KV.numel() + self.b_D.numel()
@@ -224,7 +219,7 @@ class KVBias:
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
         sizes = []
         if self.attention_layers:
-            up_to = "" if f.heads is None else "up to "
+            up_to = "up to " if f.layers_differ else ""
             sizes += [
                 f"{len(self.attention_layers)} layers x {up_to}{self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
             ]
@@ -335,7 +330,7 @@ class KVBias:
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
-        if self.fingerprint.heads is not None:
+        if self.fingerprint.layers_differ:
             layers = [self.of_layer(layer).per_query_head() for layer in range(self.n_layers)]
             return self._made(self.fit, **{x: padded([getattr(layer, x)[0] for layer in layers]) for x in ("b_KV", "b_D")})
         b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
@@ -417,7 +412,7 @@ class KVBias:
         """
         meta: dict[str, Any] = {name: as_numbers(getattr(self, name)) for name in COUNTS}
         tensors = self.tensors()
-        if isinstance(self.features, VirtualKeys) and self.fingerprint.heads is None:
+        if isinstance(self.features, VirtualKeys) and not self.fingerprint.layers_differ:
             tensors = packed(tensors, self.fingerprint.n_kv_heads)
         if self.features is not None:
             meta |= {"features": self.features.kind, "fit": None if self.fit is None else self.fit.to_json()}

@@ -26,6 +26,10 @@ def check_fields(bias: Any) -> None:
     if not isinstance(bias.fingerprint, Fingerprint):
         raise KVLensError(f"KVBias: fingerprint must be model.fingerprint(), got {brief(bias.fingerprint)}")
     f, lead = bias.fingerprint, tuple(bias.b_KV.shape[:-3])
+    if not isinstance(f.heads, tuple) or [len(of) if isinstance(of, tuple) else 0 for of in f.heads] != [4] * f.n_layers:
+        raise KVLensError(
+            f"KVBias: fingerprint.heads must be four numbers for each layer, [layer={f.n_layers}, 4], got {brief(f.heads)}"
+        )
     if bias.recurrent is not None:
         bias.recurrent.check(f.n_layers, lead[1:])
     n_layers = len(bias.attention_layers)

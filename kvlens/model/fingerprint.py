@@ -140,8 +140,8 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
         rest=_rest(cfg),
+        heads=heads_of_layers(cfg),
         weights=weights_hash(model.state_dict()),
-        heads=heads_of_layers(cfg) if cfg.layers_differ else None,
     )
 
 

@@ -111,7 +111,7 @@ def every_key_kept(reading: PromptReading, prompt: PromptTokens, old: KVBias | N
     distance = lengths[:, None] - torch.arange(n_pos, device=keys.device)
     weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
     on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
-    if fingerprint.heads is not None:
+    if fingerprint.layers_differ:
         alike = fingerprint.n_heads == fingerprint.n_kv_heads  # rows of key-value heads could not be told from query heads'
         sizes = [(n_kv, n // n_kv if alike else 1) for n, n_kv, *_ in fingerprint.heads]
         on, values = (

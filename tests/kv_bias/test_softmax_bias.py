@@ -18,7 +18,7 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(
         attention="softmax", n_layers=LAYERS, n_heads=HEADS, n_kv_heads=KV, d_model=11, d_head=D, d_phi=0, d_vocab=13,
         feature_map="none", normalizer="softmax", attn_scale=RULE.scale, positional_embedding_type="rotary",
-        rotary_placement=None, decay="none", kv_shift="none", rest="", weights="0",
+        rotary_placement=None, decay="none", kv_shift="none", heads=((HEADS, KV, D, 0),) * LAYERS, rest="", weights="0",
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def convert_softmax_prompt(
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
     method.check_model(model)
-    if isinstance(method, Approximation) and fingerprint.heads is not None:
+    if isinstance(method, Approximation) and fingerprint.layers_differ:
         raise KVLensError(
             f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has others: '
             'use method="exact"'

@@ -109,7 +109,7 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
 
     assert whole.log_scale is not None
     changed: dict[str, Any] = {"b_KV": stacked("b_kv"), "b_D": stacked("b_d"), "log_scale": torch.zeros_like(whole.log_scale)}
-    if "b_keys" in names and old.fingerprint.heads is None:
+    if "b_keys" in names and not old.fingerprint.layers_differ:
         assert isinstance(whole.features, VirtualKeys)
         changed |= _with_keys_by_query_head(stacked("b_keys"), whole.features.distance, changed["b_KV"], changed["b_D"])
     elif "b_keys" in names and not all(
