@@ -5,7 +5,7 @@ This module only reads and writes tensors and metadata; :class:`kvlens.KVBias` i
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.ragged import unpacked
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 FORMAT = "kvlens.KVBias"
 
 
@@ -57,9 +57,7 @@ def _complete(
     path: Path, tensors: dict[str, Tensor], meta: dict[str, Any], names: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     missing = [name for name in names if name not in tensors]
-    needed = {f.name for f in fields(Fingerprint) if f.default is MISSING}  # files of older versions lack newer fields
-    given = set(meta["fingerprint"])
-    if missing or not needed <= given <= {f.name for f in fields(Fingerprint)}:
+    if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
         raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")
     if not isinstance(meta.get("features", ""), str) or not isinstance(meta.get("fit") or {}, dict):
         raise KVLensError(f"KVBias.load: {path} is damaged: its features or its record of a fit are of another kind")

@@ -26,6 +26,7 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.analyses import baseline_ablation
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
+from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -219,7 +220,7 @@ def test_experts_of_qwen3_5():
 def test_a_damaged_file_of_states_is_refused(model, tmp_path):
     path = tmp_path / "bias.safetensors"
     convert_prompt(model, PROMPT).save(path)
-    tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", version=5)
+    tensors, metadata = read_checked_tensors(path, "test", FORMAT, FORMAT_VERSION)
     meta = json.loads(metadata["kv_bias"])
     for layers in (3, [2, 0], [0, 5], [0], ["0", "2"], []):
         changed = {**metadata, "kv_bias": json.dumps({**meta, "recurrent_layers": layers})}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
+from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def rewrite(tmp_path):
 
     def saved(bias, change):
         bias.save(path)
-        tensors, metadata = read_checked_tensors(path, "test", "kvlens.KVBias", version=5)
+        tensors, metadata = read_checked_tensors(path, "test", FORMAT, FORMAT_VERSION)
         meta = json.loads(metadata["kv_bias"])
         own = change(tensors, metadata, meta)
         metadata["kv_bias"] = own if isinstance(own, str) else json.dumps(meta)

@@ -338,7 +338,7 @@ def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_par
 
 
 CHANGES = {
-    "format version 6, this kvlens reads 5: upgrade": lambda tensors, metadata, meta: metadata.update(format_version="6"),
+    "format version 7, this kvlens reads 6: upgrade": lambda tensors, metadata, meta: metadata.update(format_version="7"),
     **{f"lacks {name}": lambda tensors, metadata, meta, name=name: tensors.pop(name) for name in TENSORS},
     "lacks a complete fingerprint": lambda tensors, metadata, meta: meta.update(fingerprint={"n_layers": 2}),
     "is damaged: its format version is 'abc'": lambda tensors, metadata, meta: metadata.update(format_version="abc"),
