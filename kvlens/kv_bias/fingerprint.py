@@ -77,7 +77,7 @@ class Fingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON's types."""
-        return asdict(self)
+        return {**asdict(self), "heads": [list(of) for of in self.heads]}
 
 
 def _as_tuples(value: Any) -> Any:

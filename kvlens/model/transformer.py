@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -364,7 +365,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         """Structure and weights of this model, against which biases are checked."""
         fingerprint: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self, self.cfg))
         if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
-            return Fingerprint(**{**fingerprint.to_json(), "weights": self.rounded_from[1]})
+            return replace(fingerprint, weights=self.rounded_from[1])
         return fingerprint
 
     def attach_kv_bias(self, bias: KVBias) -> None:
