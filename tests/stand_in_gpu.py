@@ -9,7 +9,6 @@ Not seen: what happens inside one call of torch, such as functions that torch tr
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -110,10 +109,6 @@ def stand_in_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **functions))
         stack.enter_context(mock.patch.object(nn.Parameter, "__new__", parameter))
-        stack.enter_context(mock.patch.object(torch.random, "fork_rng", functools.partial(_fork_on_the_cpu, fork)))
+        stack.enter_context(mock.patch.object(torch.random, "fork_rng", lambda devices=None, **more: fork(devices=[], **more)))
         stack.enter_context(StandIn())
         yield
-
-
-def _fork_on_the_cpu(fork: Any, devices: Any = None, **options: Any) -> Any:
-    return fork(devices=[], **options)

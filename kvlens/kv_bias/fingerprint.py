@@ -6,6 +6,7 @@ one by one so that the error can name what differs. Dtype and device are not par
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from kvlens.errors import KVLensError
@@ -41,12 +42,12 @@ class Fingerprint:
     weights: str
     d_key: int | None = None
 
-    @property
+    @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
         return tuple(layer for layer, (n_heads, *_) in enumerate(self.heads) if n_heads)
 
-    @property
+    @cached_property
     def layers_differ(self) -> bool:
         """Whether layers with attention differ in their heads."""
         return len({of for of in self.heads if of[0]}) > 1

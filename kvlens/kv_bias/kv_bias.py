@@ -359,7 +359,8 @@ class KVBias:
                 and position offset; ``zero`` uses no shift state, and the offsets must be equal.
 
         Returns:
-            The combined bias. ``n_prompt_tokens`` is the number of tokens added, minus those subtracted.
+            The combined bias, on the device of the first. ``n_prompt_tokens`` is the number of tokens added, minus those
+            subtracted.
 
         Raises:
             KVLensError: no biases, different models or batch shapes, or shift states or offsets that differ.
