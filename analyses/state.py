@@ -114,7 +114,6 @@ def state_erasure(
     before = convert_prompt(model, prompt_sequence(model, "earlier", earlier))
     with model.kv_bias(before):
         memories = read_memory(model, prompt_sequence(model, "prompt", prompt))
-    assert before.recurrent is not None
     frames = []
     for memory, old in zip(memories, before.recurrent.b_KV.to(torch.float64), strict=True):
         states = {

@@ -20,7 +20,7 @@ from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, weights_unchan
 from kvlens.checks import checked
 
 from ..bias.one_space import in_one_space
-from ..bias.parts import RECURRENT, has_shift_state, recurrent_layers, tensors_of, with_tensors
+from ..bias.parts import RECURRENT, has_shift_state, tensors_of, with_tensors
 from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
@@ -183,7 +183,7 @@ class PositionExchange:
         mixed = {name: tensors[name] + (given[name] - taken[name]).to(tensors[name]) for name in taken}
         own, others, shift_states = tensors_of(here.bias), tensors_of(there.bias), chosen[:, self.n_positions :].any(dim=1)
         for name in own.keys() & set(SHIFT_STATES):
-            numbers = recurrent_layers(here.bias) if name.startswith(RECURRENT) else here.bias.attention_layers
+            numbers = here.bias.recurrent.layers if name.startswith(RECURRENT) else here.bias.attention_layers
             meant = in_layer(numbers, layer)[:, None] & shift_states[None]
             meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
             mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])

@@ -21,7 +21,7 @@ from kvlens.bridge import read_memory
 from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, recurrent_layers, tensors_of, with_tensors
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
 from ..layers import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
@@ -106,7 +106,7 @@ class Terms:
         bias = bias if bias.batch_size is None else bias.select_prompt(0)
         if bias.d_phi < n or bias.features is None or bias.features.kind != "virtual_keys":
             raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
-        states = None if bias.recurrent is None else state_terms(model, prompt)
+        states = state_terms(model, prompt) if bias.recurrent.layers else None
         return cls(model, bias, n, read, None, states, bias.d_phi - n)
 
     def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class Terms:
             "b_D": of_layer(b_d, self.bias.attention_layers, layer),
         }
         if self.states is not None:
-            found[RECURRENT + "b_KV"] = of_layer(self.states.of(chosen), recurrent_layers(self.bias), layer)
+            found[RECURRENT + "b_KV"] = of_layer(self.states.of(chosen), self.bias.recurrent.layers, layer)
         return found
 
 

@@ -135,7 +135,7 @@ def _kept(bias: KVBias, rows: Interventions) -> dict[str, Tensor]:
     keep_q = keep_kv.gather(-1, read)
     kept = {"b_KV": keep, "b_D": keep, "last_q": keep_q[:, :, None]}
     kept |= dict.fromkeys(("last_k", "last_v"), keep_kv[:, :, None])
-    if bias.recurrent is not None:
+    if bias.recurrent.layers:
         first = [(layer, bias.first_state_head(layer)) for layer in bias.recurrent.layers]
         n_heads = bias.recurrent.n_heads
         kept[RECURRENT + "b_KV"] = torch.stack([of_bias[layer, :, i : i + n_heads] for layer, i in first])

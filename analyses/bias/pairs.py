@@ -179,7 +179,7 @@ def _reads(model: HookedKVTransformer, bias: KVBias, probes: _Probes) -> _Reads:
         one = bias.of_layer(layer)
         b_kv, b_d = one.b_KV[0], one.b_D[0]
         rule, q = block.attn.score_rule(), probes.queries[layer][None]
-        phi = one.features.read(0, q, rule, probes.positions[None], one.log_scale, one.b_KV, one.b_D)  # type: ignore
+        phi = one.features.of_layer(0).read(q, rule, probes.positions[None], one.log_scale, one.b_KV, one.b_D)  # type: ignore
         features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
         layers.append((features @ b_kv, (features @ b_d[..., None])[..., 0], phi.log_scale[0].T))
     return _Reads(*(stack_layers(x) for x in zip(*layers, strict=True)))

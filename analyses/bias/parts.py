@@ -64,8 +64,7 @@ class Part(NamedTuple):
 def tensors_of(bias: KVBias) -> dict[str, Tensor]:
     """Everything that interventions exchange, by name, each with an axis of layers in front."""
     found = {name: getattr(bias, name) for name in OF_BIAS + OF_SHIFT_STATE}
-    states = {} if bias.recurrent is None else bias.recurrent.tensors()
-    return found | {RECURRENT + name: tensor for name, tensor in states.items()}
+    return found | {RECURRENT + name: tensor for name, tensor in bias.recurrent.tensors().items()}
 
 
 def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
@@ -74,9 +73,7 @@ def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
     states: dict[str, Any] = {
         name.removeprefix(RECURRENT): tensor for name, tensor in tensors.items() if name.startswith(RECURRENT)
     }
-    if states and bias.recurrent is not None:
-        changed["recurrent"] = replace(bias.recurrent, **states)
-    return replace(bias, **changed)
+    return replace(bias, **changed, recurrent=replace(bias.recurrent, **states) if states else bias.recurrent)
 
 
 def most_heads(bias: KVBias) -> int:
@@ -84,14 +81,9 @@ def most_heads(bias: KVBias) -> int:
     return max(map(bias.n_heads_of, range(bias.n_layers)))
 
 
-def recurrent_layers(bias: KVBias) -> tuple[int, ...]:
-    """Their numbers."""
-    return () if bias.recurrent is None else bias.recurrent.layers
-
-
 def layers_with_convolution(bias: KVBias) -> tuple[int, ...]:
     """The recurrent layers that keep inputs of a short convolution."""
-    return bias.recurrent.layers if bias.recurrent is not None and bias.recurrent.conv.shape[-2] else ()
+    return bias.recurrent.layers if bias.recurrent.conv.shape[-2] else ()
 
 
 def has_shift_state(bias: KVBias) -> bool:
@@ -127,14 +119,14 @@ def kv_heads_read(bias: KVBias) -> Int[Tensor, "layer head"]:
     return read.clamp(max=bias.last_k.shape[-2] - 1).to(bias.b_KV.device)
 
 
-def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor | None) -> list[Tensor]:
+def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor) -> list[Tensor]:
     """What the heads of attention layers have and what those of recurrent layers have, in the order of the model's layers.
 
     A layer without heads has what no head of another layer has. Where a layer has both kinds, rows of numbers of different
     length are padded with zeros.
     """
     rows = {l: x[: bias.first_state_head(l)] for l, x in zip(bias.attention_layers, of_attention, strict=True)}
-    for layer, row in () if of_recurrent is None else zip(recurrent_layers(bias), of_recurrent, strict=True):
+    for layer, row in zip(bias.recurrent.layers, of_recurrent, strict=True):
         rows[layer] = joined_heads([rows[layer], row], dim=-row.dim()) if layer in rows else row
     none = next(iter(rows.values()))[:0]
     return [rows.get(layer, none) for layer in range(bias.n_layers)]

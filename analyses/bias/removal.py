@@ -23,7 +23,6 @@ from .baseline import baseline_of, has_baseline
 from .effects import measured_effects
 from .interventions import Interventions, donors_of, kept
 from .one_space import with_references
-from .parts import recurrent_layers
 
 Heads = Sequence[tuple[int, int]]
 
@@ -127,7 +126,7 @@ def baseline_ablation(
     assert donors is not None
     keep = _kept_heads(own, removals)
     keep_shift_state = keep.clone()
-    for layer in [layer for layer in recurrent_layers(own) if own.n_heads_of(layer)]:
+    for layer in [layer for layer in own.recurrent.layers if own.n_heads_of(layer)]:
         first = own.first_state_head(layer)
         keep_shift_state[:, layer, first:] = keep[:, layer, first : own.n_heads_of(layer)].amax(dim=-1, keepdim=True)
     options: dict[str, Any] = dict(batch_size=batch_size, on_progress=on_progress)

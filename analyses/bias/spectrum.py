@@ -39,8 +39,7 @@ def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
         return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
     stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
     scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
-    states = None if bias.recurrent is None else torch.linalg.svdvals(bias.recurrent.b_KV.detach().double())
-    return in_layers(bias, scaled, states)
+    return in_layers(bias, scaled, torch.linalg.svdvals(bias.recurrent.b_KV.detach().double()))
 
 
 def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
@@ -52,8 +51,8 @@ def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
         return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
     stored = getattr(bias.per_query_head(), name).detach().double()
     scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
-    states = None if bias.recurrent is None else bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
-    return in_layers(bias, scaled, states if states is None or name == "b_KV" else torch.zeros_like(states))
+    states = bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
+    return in_layers(bias, scaled, states if name == "b_KV" else torch.zeros_like(states))
 
 
 def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:

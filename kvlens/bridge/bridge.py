@@ -30,7 +30,7 @@ from kvlens.bridge.weights import ends_of
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
+from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.parts import Ends, Layer
@@ -289,10 +289,11 @@ class KVTransformerBridge(TransformerBridge):
         def stacked(name: str, of: Sequence[int]) -> Tensor:
             return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
 
-        states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent)) if recurrent else None
+        states = NO_STATES
+        if recurrent:
+            states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent))
         layers, residual = [part.layer for part in self._attention()], seen[-1, "x"]
         if not layers:
-            assert states is not None  # a model has layers of one kind or the other
             sizes = sizes_of(self.__dict__["_parts"])
             none = states.b_KV.new_zeros(0, len(tokens), sizes.n_kv_heads, tokens.shape[1], sizes.d_head)
             return PromptReading(none, none, residual, recurrent=states)

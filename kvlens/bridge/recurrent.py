@@ -56,7 +56,6 @@ class RecurrentLayer(Part):
 
     def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass start from ``bias``. Remove the handles after it."""
-        assert bias.recurrent is not None
         row = bias.recurrent.layers.index(self.layer)
         b_kv, conv = (
             x[row] if bias.batch_size is not None else x[row][None] for x in (bias.recurrent.b_KV, bias.recurrent.conv)

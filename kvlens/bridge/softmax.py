@@ -220,10 +220,9 @@ class SoftmaxLayer(Part):
         assert bias.log_scale is not None
         if not isinstance(bias.features, VirtualKeys):
             return Columns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
-        by_prompt = bias.features.keys.dim() == 5
-        held = (x[bias.layer].to(hidden.device) for x in (bias.features.keys, bias.features.distance))
+        held = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
-        keys, distance = ((x if by_prompt else x[None]).unflatten(1, (n, -1)).flatten(2, 3) for x in held)
+        keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in held)
         added = keys.new_zeros(1, 1, 1, keys.shape[2])
         if self.rule.needs_distance:
             added = distance_scores(self.rule, distance, positions, n)

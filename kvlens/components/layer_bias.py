@@ -55,8 +55,8 @@ class Normalizers:
 class LayerBias(NamedTuple):
     """b_KV, b_D and the shift state of one layer. The leading axis is the batch of prompts, 1 for a single prompt.
 
-    ``features`` is the feature map stored in a softmax bias, with its ``log_scale`` (b_KV and b_D then have one row per
-    key-value head, or per query head if single heads were selected). None for linear attention, which uses the model's own
+    ``features`` is this layer's feature map as a softmax bias stores it, with its ``log_scale`` (b_KV and b_D then have one row
+    per key-value head, or per query head if single heads were selected). None for linear attention, which uses the model's own
     feature map.
     """
 
@@ -66,7 +66,6 @@ class LayerBias(NamedTuple):
     last_v: Float[Tensor, "batch window_v kv_head d_head"]
     last_q: Float[Tensor, "batch window_q head d_head"]
     position_offset: int | Int[Tensor, " batch"]
-    layer: int = 0
     features: SoftmaxFeatures | None = None
     log_scale: Float[Tensor, "batch kv_head"] | None = None
 
@@ -80,13 +79,15 @@ class LayerBias(NamedTuple):
         if bias.fingerprint.layers_differ:
             bias, layer = bias.of_layer(layer), 0
         offset = bias.position_offset
-        tensors = (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q)
-        b_kv, b_d, last_k, last_v, last_q = (t[layer] if bias.batch_size is not None else t[layer][None] for t in tensors)
-        log_scale = bias.log_scale
-        if log_scale is not None:
-            log_scale = log_scale[layer] if bias.batch_size is not None else log_scale[layer][None]
         offset = offset.to(device) if isinstance(offset, Tensor) else offset
-        return cls(b_kv, b_d, last_k, last_v, last_q, offset, layer, bias.features, log_scale)
+
+        def here(tensor: Tensor) -> Tensor:
+            return tensor[layer] if bias.batch_size is not None else tensor[layer][None]
+
+        features = None if bias.features is None else bias.features.of_layer(layer)
+        log_scale = None if bias.log_scale is None else here(bias.log_scale)
+        b_kv, b_d, last_k, last_v, last_q = map(here, (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q))
+        return cls(b_kv, b_d, last_k, last_v, last_q, offset, features, log_scale)
 
     def phi(
         self,
@@ -99,7 +100,7 @@ class LayerBias(NamedTuple):
         """Features of the queries, for b_KV and b_D as they will be read (after their hooks)."""
         assert self.features is not None
         assert self.log_scale is not None
-        return self.features.read(self.layer, q, rule, positions, self.log_scale.to(q), b_kv, b_d)
+        return self.features.read(q, rule, positions, self.log_scale.to(q), b_kv, b_d)
 
     def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> "LayerBias":
         """This softmax bias as the hooks on ``points`` leave it, with b_KV and b_D in ``dtype``.
@@ -130,10 +131,9 @@ class LayerBias(NamedTuple):
             return changed
         assert isinstance(self.features, VirtualKeys)
         (keys,) = _grouped_where_equal(n_kv_heads, left["b_keys"])
-        distance = self.features.distance[self.layer].to(device)
-        distance = distance.repeat_interleave(keys.shape[1] // distance.shape[-2], dim=-2)
-        distance = (distance if distance.dim() == 3 else distance[None]).expand(len(keys), -1, -1)
-        return changed._replace(features=VirtualKeys(keys[None], distance[None]), layer=0)
+        distance = self.features.distance.to(device)
+        distance = distance.repeat_interleave(keys.shape[1] // distance.shape[1], dim=1).expand(len(keys), -1, -1)
+        return changed._replace(features=VirtualKeys(keys, distance))
 
     def shown(self, name: str, n_heads: int) -> Tensor:
         """What the hook point of ``b_kv``, ``b_d`` or ``b_keys`` is given: a row per query head, and the numbers themselves.
@@ -145,8 +145,7 @@ class LayerBias(NamedTuple):
         """
         if name == "b_keys":
             assert isinstance(self.features, VirtualKeys)
-            b = self.features.keys[self.layer].to(self.b_d.device)
-            b = b if b.dim() == 4 else b[None]
+            b = self.features.keys.to(self.b_d.device)
         else:
             b = self.b_kv if name == "b_kv" else self.b_d
         b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
@@ -172,14 +171,13 @@ class LayerBias(NamedTuple):
         """
         if rule.window is None or not isinstance(self.features, VirtualKeys):
             return self, 0
-        distance = self.features.distance[self.layer]
+        keys, distance = self.features.keys, self.features.distance
         seen = (distance + positions.min().to(distance) < rule.window).flatten(0, -2).any(dim=0)
         first = int(seen.long().argmax()) if bool(seen.any()) else len(seen) - 1
         if first == 0:
             return self, 0
-        keys = self.features.keys[self.layer]
-        features = VirtualKeys(keys[None, ..., first:, :], distance[None, ..., first:])
-        return self._replace(b_kv=self.b_kv[..., first:, :], b_d=self.b_d[..., first:], features=features, layer=0), first
+        features = VirtualKeys(keys[..., first:, :], distance[..., first:])
+        return self._replace(b_kv=self.b_kv[..., first:, :], b_d=self.b_d[..., first:], features=features), first
 
 
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:

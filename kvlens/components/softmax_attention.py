@@ -129,8 +129,7 @@ class SoftmaxHeads(Heads):
         if self.needs_pattern or self.wants_own_share or is_hooked(*between, attn.hook_z_bias):
             return None
         q = self.q
-        keys, distance = bias.features.keys[bias.layer].to(q), bias.features.distance[bias.layer].to(q.device)
-        keys, distance = (keys, distance) if keys.dim() == 4 else (keys[None], distance[None])
+        keys, distance = bias.features.keys.to(q), bias.features.distance.to(q.device)
         if not bias.b_kv.shape[1] == keys.shape[1] == self.k.shape[2]:  # query heads of a group read different things
             return None
         extra, rule = ExtraKeys.of(keys, bias.b_kv, bias.b_d, bias.log_scale.to(q)), score_rule(attn)

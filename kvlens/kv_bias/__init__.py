@@ -11,13 +11,14 @@ from kvlens.kv_bias.features import (
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.kv_bias import KVBias
-from kvlens.kv_bias.recurrent import RecurrentStates
+from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates
 from kvlens.kv_bias.validation import LAST_POSITION
 
 combine = KVBias.combine
 
 __all__ = [
     "LAST_POSITION",
+    "NO_STATES",
     "AnswerErrors",
     "BiasFit",
     "Fingerprint",

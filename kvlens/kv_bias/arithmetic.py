@@ -5,6 +5,8 @@ These functions do not import :class:`kvlens.KVBias`, which depends on this modu
 
 import functools
 from collections.abc import Sequence
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,9 +50,7 @@ def fields_of_sum(
     changed = {name: getattr(chosen, name) for name in (*SHIFT_STATE, "position_offset")}
     if shift_state == "zero":
         changed |= {name: torch.zeros_like(getattr(first, name)) for name in SHIFT_STATE}
-    sums = _stored_sums(biases, weights)
-    if first.recurrent is not None:
-        sums["recurrent"] = combined([b.recurrent for b in biases], weights, shift_state)
+    sums = {**_stored_sums(biases, weights), "recurrent": combined([b.recurrent for b in biases], weights, shift_state)}
     _check_held("combine: the sum", sums, biases)
     changed |= sums
     unchanged = weights == [1.0] and shift_state != "zero"
@@ -81,25 +81,19 @@ def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
         KVLensError: the numbers overflow the dtype.
     """
     scaled: dict[str, Any] = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
-    if bias.recurrent is not None:
-        scaled["recurrent"] = combined([bias.recurrent], [factor], "first")
+    scaled["recurrent"] = combined([bias.recurrent], [factor], "first")
     _check_held(f"KVBias: {factor:.3g} times this bias", scaled, [bias])
     return {**scaled, "fit": bias.fit if factor == 1 else since(bias.fit, f"multiplied by {factor:.3g}")}
 
 
 def _check_held(what: str, new: dict[str, Any], biases: Sequence[Any]) -> None:
     """Raise KVLensError for numbers that became infinite."""
-    for name, tensor in {**new, **_states(new.get("recurrent"))}.items():
-        if name not in ("b_KV", "b_D", "recurrent.b_KV") or bool(tensor.isfinite().all()):
-            continue
-        before = [_states(bias.recurrent)[name] if name not in new else getattr(bias, name) for bias in biases]
-        if all(bool(tensor.isfinite().all()) for tensor in before):
-            dtype = str(tensor.dtype).removeprefix("torch.")
+    made = SimpleNamespace(**new)
+    for name in ("b_KV", "b_D", "recurrent.b_KV"):
+        read = attrgetter(name)
+        if not bool(read(made).isfinite().all()) and all(bool(read(bias).isfinite().all()) for bias in biases):
+            dtype = str(read(made).dtype).removeprefix("torch.")
             raise KVLensError(f"{what} has numbers in {name} that overflow {dtype}: use smaller factors")
-
-
-def _states(recurrent: Any) -> dict[str, Any]:
-    return {} if recurrent is None else {"recurrent.b_KV": recurrent.b_KV}
 
 
 def _stored_sums(biases: Sequence[Any], weights: Sequence[float | int]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxFeatures(ABC):
-    """One family of features, for every layer and key-value head."""
+    """One family of features, for every layer and key-value head; :meth:`of_layer` gives those of a layer, which are read."""
 
     kind: ClassVar[str]
     per_prompt: ClassVar[bool] = False
@@ -57,14 +57,18 @@ class SoftmaxFeatures(ABC):
     def n_features(self) -> int:
         """r: features per head."""
 
+    def of_layer(self: F, layer: int) -> F:
+        """Those of one layer, without the axis of layers. If they depend on the prompt, the first axis is the batch, of one for
+        a single prompt."""
+        return self.map(lambda x: x[layer])
+
     @abstractmethod
     def of_queries(
-        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
-        """phi(q) of one layer.
+        """phi(q), of the features of one layer.
 
         Args:
-            layer: index of the layer.
             q: queries as the model scores them: shifted, after RoPE.
             rule: how the layer scores a key.
             positions: positions of the queries within the text, from 0; needed with ALiBi or a window.
@@ -73,7 +77,6 @@ class SoftmaxFeatures(ABC):
 
     def read(
         self,
-        layer: int,
         q: Queries,
         rule: ScoreRule,
         positions: Positions | None,
@@ -81,12 +84,12 @@ class SoftmaxFeatures(ABC):
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
     ) -> ScaledFeatures:
-        """phi(q) on the scale of a bias, for reading its b_KV and b_D."""
+        """phi(q), of the features of one layer, on the scale of a bias, for reading its b_KV and b_D."""
         heads = q.shape[2]
         used = None
         if not bool((b_d != 0).all()):
             used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
-        phi = self.of_queries(layer, q, rule, positions, used)
+        phi = self.of_queries(q, rule, positions, used)
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
         return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])
 
@@ -104,13 +107,13 @@ class PositiveFeatures(SoftmaxFeatures):
     """A family whose features are exponentials, given by their logarithms."""
 
     @abstractmethod
-    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
-        """log phi(q) of one layer; arguments as in :meth:`of_queries`."""
+    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        """log phi(q), of the features of one layer; arguments as in :meth:`of_queries`."""
 
     def of_queries(
-        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
-        return scaled_exp(self.log_features(layer, q, rule, positions), used)
+        return scaled_exp(self.log_features(q, rule, positions), used)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +135,12 @@ class VirtualKeys(PositiveFeatures):
     def n_features(self) -> int:
         return self.keys.shape[-2]
 
-    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
-        keys, distance = self.keys[layer].to(q), self.distance[layer].to(q.device)
-        if keys.dim() == 3:
-            keys, distance = keys[None], distance[None]
-        return virtual_key_scores(q, keys, rule, distance, positions)
+    def of_layer(self, layer: int) -> "VirtualKeys":
+        keys, distance = self.keys[layer], self.distance[layer]
+        return VirtualKeys(keys, distance) if keys.dim() == 4 else VirtualKeys(keys[None], distance[None])
+
+    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return virtual_key_scores(q, self.keys.to(q), rule, self.distance.to(q.device), positions)
 
     def further(self, n_tokens: int | Int[Tensor, " batch"]) -> "VirtualKeys":
         """These keys, ``n_tokens`` positions further away from the text."""
@@ -159,8 +163,8 @@ class RandomFeatures(PositiveFeatures):
     def n_features(self) -> int:
         return self.projection.shape[-2]
 
-    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
-        return random_log_features(q, self.projection[layer].to(q), rule.scale)
+    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return random_log_features(q, self.projection.to(q), rule.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +179,8 @@ class LearnedFeatures(PositiveFeatures):
     def n_features(self) -> int:
         return self.weight.shape[-2]
 
-    def log_features(self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
-        return learned_log_features(q, self.weight[layer].to(q), self.offset[layer].to(q))
+    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return learned_log_features(q, self.weight.to(q), self.offset.to(q))
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +198,7 @@ class TaylorFeatures(SoftmaxFeatures):
         return {}
 
     def of_queries(
-        self, layer: int, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         return taylor_features(q, rule.scale)
 

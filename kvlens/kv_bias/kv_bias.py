@@ -30,7 +30,7 @@ from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
 from kvlens.kv_bias.ragged import packed, padded, used_keys
-from kvlens.kv_bias.recurrent import RecurrentStates, recurrent_from
+from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates, recurrent_from
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
 
@@ -78,8 +78,8 @@ class KVBias:
             applied to it since. None if nothing is approximate: with linear attention, when every key of the prompt is kept,
             and for sums, multiples and selections of such biases. ``dataclasses.replace`` of a tensor of a softmax bias counts
             as an operation; writing into a tensor in place goes unnoticed.
-        recurrent: the states of the recurrent layers of a hybrid model; None where every layer is attention. The axis
-            ``layer`` of the other fields then counts the attention layers (:attr:`attention_layers`).
+        recurrent: the states of the recurrent layers of a hybrid model; without layers where every layer is attention. The
+            axis ``layer`` of the other fields counts the attention layers (:attr:`attention_layers`).
     """
 
     b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
@@ -93,7 +93,7 @@ class KVBias:
     features: SoftmaxFeatures | None = None
     log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
     fit: BiasFit | None = None
-    recurrent: RecurrentStates | None = None
+    recurrent: RecurrentStates = NO_STATES
     _record: Any = field(default=None, repr=False)
     """(fit, the fields in :data:`READ`) at the time of the record; dataclasses.replace passes it on."""
 
@@ -118,9 +118,7 @@ class KVBias:
         found = {name: getattr(self, name) for name in TENSORS}
         if self.features is not None:
             found |= {"log_scale": self.log_scale, **{f"features.{name}": x for name, x in self.features.tensors().items()}}
-        if self.recurrent is not None:
-            found |= {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
-        return found
+        return found | {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
@@ -150,9 +148,7 @@ class KVBias:
 
         A layer that has both (Falcon-H1) counts its query heads first. A layer that is an MLP or experts alone has none.
         """
-        with_state = self.recurrent is not None and layer in self.recurrent.layers
-        n_of_state = self.recurrent.n_heads if self.recurrent is not None and with_state else 0
-        return self.first_state_head(layer) + n_of_state
+        return self.first_state_head(layer) + (self.recurrent.n_heads if layer in self.recurrent.layers else 0)
 
     def first_state_head(self, layer: int) -> int:
         """How many heads of a layer come before those of its recurrent state: its query heads, if it has attention."""
@@ -184,7 +180,7 @@ class KVBias:
             fields["features"] = VirtualKeys(keys, self.features.distance[layer : layer + 1, ..., : f.n_kv_heads, :])
         elif self.features is not None:
             fields["features"] = self.features.map(lambda x: x[layer : layer + 1])
-        return self._made(None, **fields, fingerprint=f, recurrent=None)
+        return self._made(None, **fields, fingerprint=f, recurrent=NO_STATES)
 
     @property
     def d_phi(self) -> int:
@@ -202,7 +198,7 @@ class KVBias:
 
         Only virtual keys with a weight or a value are counted; heads with fewer keys than others are padded with zeros.
         """
-        states, f = 0 if self.recurrent is None else self.recurrent.b_KV.numel(), self.fingerprint
+        states, f = self.recurrent.b_KV.numel(), self.fingerprint
         if f.layers_differ:
             return sum(self.of_layer(layer).num_parameters for layer in range(f.n_layers))
         if not isinstance(self.features, VirtualKeys):
@@ -223,9 +219,9 @@ class KVBias:
             sizes += [
                 f"{len(self.attention_layers)} layers x {up_to}{self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
             ]
-        if self.recurrent is not None and not self.recurrent.n_heads:
+        if self.recurrent.layers and not self.recurrent.n_heads:
             sizes += [f"{len(self.recurrent.layers)} short convolutions"]
-        elif self.recurrent is not None:
+        elif self.recurrent.layers:
             d_k, d_v = self.recurrent.b_KV.shape[-2:]
             sizes += [f"{len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"]
         return (
@@ -273,9 +269,7 @@ class KVBias:
             changed["log_scale"] = change(self.log_scale)
             if self.features.per_prompt or not per_prompt_only:
                 changed["features"] = self.features.map(change)
-        if self.recurrent is not None:
-            changed["recurrent"] = self.recurrent.map(change)
-        return changed
+        return {**changed, "recurrent": self.recurrent.map(change)}
 
     @checked
     def select_prompt(self, index: int) -> "KVBias":
@@ -307,23 +301,26 @@ class KVBias:
         Raises:
             KVLensError: a layer or head that does not exist.
         """
-        keeps = [self.b_KV.new_zeros(self.n_heads_of(layer)) for layer in range(self.n_layers)]
+        n_heads = [self.n_heads_of(layer) for layer in range(self.n_layers)]
+        kept = self.b_KV.new_zeros(self.n_layers, max(n_heads))
         for layer in layers:
-            keeps[_index("layer", layer, self.n_layers)][:] = 1
+            layer = _index("layer", layer, self.n_layers)
+            kept[layer, : n_heads[layer]] = 1
         for layer, head in heads:
-            of_layer = keeps[_index("layer", layer, self.n_layers)]
-            of_layer[_index("head", head, len(of_layer))] = 1
-        n_kept, n_all = sum(int(of_layer.sum()) for of_layer in keeps), sum(map(len, keeps))
+            layer = _index("layer", layer, self.n_layers)
+            kept[layer, _index("head", head, n_heads[layer])] = 1
+        n_kept, n_all = int(kept.count_nonzero()), sum(n_heads)
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
-        whole, changed = self.per_query_head(), {}
-        if self.recurrent is not None:
-            of_states = [keeps[layer][self.first_state_head(layer) :] for layer in self.recurrent.layers]
-            changed["recurrent"] = self.recurrent.select(torch.stack(of_states))
-        of_attention = [keeps[layer][: self.first_state_head(layer)] for layer in self.attention_layers]
-        of_attention = list(padded(of_attention)) if of_attention else []
-        keep = torch.cat([whole.b_D.new_zeros(0), *of_attention]).view(-1, self.n_heads)
+        whole, n_states = self.per_query_head(), self.recurrent.n_heads
+        of_states = [kept[layer, (first := self.first_state_head(layer)) : first + n_states] for layer in self.recurrent.layers]
+        keep = kept[list(self.attention_layers), : self.n_heads]
         keep = keep if self.batch_size is None else keep[:, None]
-        return whole._made(fit, b_KV=whole.b_KV * keep[..., None, None], b_D=whole.b_D * keep[..., None], **changed)
+        return whole._made(
+            fit,
+            b_KV=whole.b_KV * keep[..., None, None],
+            b_D=whole.b_D * keep[..., None],
+            recurrent=self.recurrent.select(of_states),
+        )
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
@@ -339,8 +336,7 @@ class KVBias:
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
-        if self.recurrent is not None:
-            zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
+        zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
         return self._made(since(self.fit, "everything set to zero"), **zeros)
 
     @staticmethod
@@ -419,7 +415,7 @@ class KVBias:
             meta |= {"features": self.features.kind, "fit": None if self.fit is None else self.fit.to_json()}
         if self.fit is not None:
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
-        if self.recurrent is not None:
+        if self.recurrent.layers:
             meta["recurrent_layers"] = list(self.recurrent.layers)
         write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
 
@@ -441,8 +437,7 @@ class KVBias:
             known["log_scale"] = tensors.get("log_scale")
         if meta.get("fit") is not None:
             known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
-        if "recurrent_layers" in meta:
-            known["recurrent"] = recurrent_from(meta["recurrent_layers"], below("recurrent.", tensors))
+        known["recurrent"] = recurrent_from(meta.get("recurrent_layers", []), below("recurrent.", tensors))
         bias = cls(**known)
         bias.check_finite(f"KVBias.load: {path}")
         return bias

@@ -19,7 +19,7 @@ TENSORS = ("b_KV", "conv")
 
 @dataclass(frozen=True, eq=False)
 class RecurrentStates:
-    """The states that a prompt leaves in the recurrent layers of a model.
+    """The states that a prompt leaves in the recurrent layers of a model; :data:`NO_STATES` where it has none.
 
     Attributes:
         layers: indices of the recurrent layers, ascending.
@@ -38,7 +38,7 @@ class RecurrentStates:
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 raise KVLensError(f"RecurrentStates: {name} must be a tensor of floating-point numbers, got {brief(tensor)}")
-        if list(self.layers) != sorted(set(self.layers)) or not self.layers or self.layers[0] < 0:
+        if list(self.layers) != sorted(set(self.layers)) or min(self.layers, default=0) < 0:
             raise KVLensError(f"RecurrentStates: layers must be numbers of layers, ascending, got {brief(self.layers)}")
 
     @property
@@ -47,8 +47,8 @@ class RecurrentStates:
         return self.b_KV.shape[-3]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by name."""
-        return {name: getattr(self, name) for name in TENSORS}
+        """The stored tensors by name; none where there are no layers."""
+        return {name: getattr(self, name) for name in TENSORS} if self.layers else {}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RecurrentStates":
         """The same with ``change`` applied to every tensor."""
@@ -64,26 +64,27 @@ class RecurrentStates:
                 sizes = "head, d_k, d_v" if name == "b_KV" else "rows, channel"
                 axes = ", ".join(map(str, lead))
                 raise KVLensError(f"KVBias: recurrent.{name} must be [{axes}, {sizes}], got {list(tensor.shape)}")
-        if self.layers[-1] >= n_layers:
+        if self.layers and self.layers[-1] >= n_layers:
             raise KVLensError(f"KVBias: recurrent.layers names layer {self.layers[-1]}, and the model has {n_layers}")
 
-    def select(self, keep: Float[Tensor, "recurrent_layer head"]) -> "RecurrentStates":
-        """b_KV times ``keep``; the convolution's inputs are unchanged."""
-        keep = keep.to(self.b_KV)
-        return replace(self, b_KV=self.b_KV * keep.reshape(keep.shape[0], *[1] * (self.b_KV.dim() - 4), -1, 1, 1))
+    def select(self, keep: Sequence[Float[Tensor, " head"]]) -> "RecurrentStates":
+        """b_KV times ``keep`` of each layer; the convolution's inputs are unchanged."""
+        kept = [b_kv * of_heads.to(b_kv)[:, None, None] for b_kv, of_heads in zip(self.b_KV, keep, strict=True)]
+        return replace(self, b_KV=torch.stack(kept)) if kept else self
 
 
-def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float], shift_state: str) -> RecurrentStates | None:
+NO_STATES = RecurrentStates((), torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0))
+"""Of a model in which every layer is attention: no layers, no tensors."""
+
+
+def combined(states: Sequence[RecurrentStates], weights: Sequence[float], shift_state: str) -> RecurrentStates:
     """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
 
     Raises:
         KVLensError: shapes differ, or with ``shift_state="equal"`` the convolution's inputs differ.
     """
     first = states[0]
-    if first is None:
-        return None
-    held = [state for state in states if state is not None]
-    for other in held:
+    for other in states:
         if other.b_KV.shape != first.b_KV.shape or other.layers != first.layers:
             shapes = f"{list(first.b_KV.shape)} and {list(other.b_KV.shape)}"
             raise KVLensError(f"combine: the states of the recurrent layers differ in shape: {shapes}")
@@ -91,8 +92,8 @@ def combined(states: Sequence[RecurrentStates | None], weights: Sequence[float],
             raise KVLensError(
                 "combine: recurrent.conv, the convolution's inputs, differs; shift_state='last' takes the last's, as a + b does"
             )
-    conv = torch.zeros_like(first.conv) if shift_state == "zero" else held[-1 if shift_state == "last" else 0].conv
-    terms = [weight * state.b_KV for weight, state in zip(weights, held, strict=True)]
+    conv = torch.zeros_like(first.conv) if shift_state == "zero" else states[-1 if shift_state == "last" else 0].conv
+    terms = [weight * state.b_KV for weight, state in zip(weights, states, strict=True)]
     return replace(first, b_KV=torch.stack(terms).sum(dim=0), conv=conv)
 
 
@@ -102,7 +103,9 @@ def recurrent_from(layers: Any, tensors: Mapping[str, Tensor]) -> RecurrentState
     Raises:
         KVLensError: tensors are missing or of the wrong kind.
     """
-    listed = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+    if layers == [] and not tensors:
+        return NO_STATES
+    listed = isinstance(layers, list) and bool(layers) and all(isinstance(layer, int) for layer in layers)
     if set(tensors) != set(TENSORS) or not listed:
         raise KVLensError(
             f"KVBias.load: recurrent layers are a list of numbers and hold {', '.join(TENSORS)}; the file has {brief(layers)} "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.kv_bias.recurrent import RecurrentStates
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
@@ -30,8 +31,9 @@ def check_fields(bias: Any) -> None:
         raise KVLensError(
             f"KVBias: fingerprint.heads must be four numbers for each layer, [layer={f.n_layers}, 4], got {brief(f.heads)}"
         )
-    if bias.recurrent is not None:
-        bias.recurrent.check(f.n_layers, lead[1:])
+    if not isinstance(bias.recurrent, RecurrentStates):
+        raise KVLensError(f"KVBias: recurrent must be RecurrentStates, without layers if none are, got {brief(bias.recurrent)}")
+    bias.recurrent.check(f.n_layers, lead[1:])
     n_layers = len(bias.attention_layers)
     if len(lead) not in (1, 2) or lead[0] != n_layers:
         raise KVLensError(f"KVBias: b_KV must be [layer={n_layers}, (batch,) head, d_phi, d_head], got {_shape(bias.b_KV)}")

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks.values import CALLED
-from kvlens.kv_bias import Fingerprint, KVBias, RecurrentStates
+from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.parts import Ends, Layer
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
@@ -163,8 +163,7 @@ class PromptReading(NamedTuple):
         residual: the residual stream after the last layer.
         queries: as scored, of each layer; None unless they were asked for.
         shift_state: raw last rows of the projections that are shifted, by "k", "v" and "q".
-        recurrent: the states of recurrent layers, including the effect of the bias that the prompt continues; None without
-            such layers.
+        recurrent: the states of recurrent layers, including the effect of the bias that the prompt continues.
     """
 
     keys: Float[Tensor, "layer batch kv_head pos d_key"]
@@ -172,7 +171,7 @@ class PromptReading(NamedTuple):
     residual: Float[Tensor, "batch pos d_model"]
     queries: list[Float[Tensor, "batch pos head d_key"]] | None = None
     shift_state: Mapping[str, Float[Tensor, "layer batch window head d_head"]] = {}
-    recurrent: RecurrentStates | None = None
+    recurrent: RecurrentStates = NO_STATES
 
 
 class QueriesRead(NamedTuple):

@@ -57,8 +57,8 @@ def test_keys_outside_a_window_are_not_scored(bridge_of):
     near, first = bias.in_window(rule, positions)
     assert first == N_PROMPT - (WINDOW - 1) and near.b_kv.shape[2] == near.features.n_features == WINDOW - 1
     q = torch.randn(1, N_TEXT, 6, 4, generator=torch.Generator().manual_seed(0))
-    scores = bias.features.log_features(0, q, rule, positions)
-    torch.testing.assert_close(near.features.log_features(0, q, rule, positions), scores[..., first:])
+    scores = bias.features.log_features(q, rule, positions)
+    torch.testing.assert_close(near.features.log_features(q, rule, positions), scores[..., first:])
     assert bool((scores[..., :first] == -torch.inf).all())
     assert bias.in_window(rule, torch.tensor([[WINDOW]]))[0].b_d.shape[2] == 1  # none is seen, and one stays
     assert bias.in_window(ScoreRule(2.0), positions)[1] == 0

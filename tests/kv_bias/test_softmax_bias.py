@@ -54,7 +54,7 @@ def read(b: KVBias, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """phi(q).b_KV and phi(q).b_D of fixed queries, in plain numbers: what the bias means."""
     q, whole = normal(2, 4, HEADS, D, seed=50), b.per_query_head()
     b_kv, b_d, scale = (t[layer] if b.batch_size is not None else t[layer][None] for t in (whole.b_KV, whole.b_D, b.log_scale))
-    phi = b.features.read(layer, q, RULE, None, scale, b_kv, b_d)
+    phi = b.features.of_layer(layer).read(q, RULE, None, scale, b_kv, b_d)
     plain = phi.features * phi.log_scale.exp()[..., None]
     return torch.einsum("bphr,bhrd->bphd", plain, b_kv.expand(2, -1, -1, -1)), torch.einsum(
         "bphr,bhr->bph", plain, b_d.expand(2, -1, -1)
@@ -91,9 +91,10 @@ def test_a_log_scale_of_hundreds_adds_without_overflow():
     a = replace(a, log_scale=a.log_scale + 900.0)
     total = a + b
     assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
+    q = normal(1, 4, HEADS, D, seed=50)
     z = join_bias(
         normal(1, 4, HEADS, D, seed=60), ScaledMass(normal(1, 4, HEADS, seed=61).exp(), normal(1, 4, HEADS, seed=62)),
-        total.features.read(0, normal(1, 4, HEADS, D, seed=50), RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
+        total.features.of_layer(0).read(q, RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
         total.b_KV[:1], total.b_D[:1],
     )  # fmt: skip
     assert all(bool(part.isfinite().all()) for part in z)

@@ -32,12 +32,12 @@ def without_prompt(model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedEx
     the effect of the prompt.)
     """
     bos = None if model.tokenizer is None else model.tokenizer.bos_token_id
-    bias, states = exact.bias, exact.bias.recurrent
-    keeps_bos = old is None and states is None and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
+    bias = exact.bias
+    keeps_bos = old is None and not bias.recurrent.layers and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
     assert isinstance(bias.features, VirtualKeys)
     first = VirtualKeys(bias.features.keys[..., :1, :], bias.features.distance[..., :1])
     rows: dict[str, Any] = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
-    rows["recurrent"] = None if states is None else states.map(torch.zeros_like)
+    rows["recurrent"] = bias.recurrent.map(torch.zeros_like)
     if old is not None:
         before = as_batch(old, bias.b_KV.shape[1])
         rows = {name: getattr(before, name) for name in rows}

@@ -156,7 +156,7 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
     if isinstance(old.features, VirtualKeys):
         old = old._made(old.fit, features=old.features.further(new.position_offset - old.position_offset))
     both = KVBias.combine(old, new, shift_state="last")
-    return both if new.recurrent is None else both._made(both.fit, recurrent=new.recurrent)
+    return both._made(both.fit, recurrent=new.recurrent)
 
 
 def as_batch(bias: KVBias, batch: int) -> KVBias:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvlens.components import LayerBias
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.answers import answer_errors, without_prompt
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
@@ -130,14 +131,11 @@ class Teacher:
             return answer_errors(self.model, self.whole, continued(self.old, bias), self.without, self.asked)
 
     def _errors(self, bias: KVBias, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
-        features, log_scale, prompt = bias.features, bias.log_scale, self.keys(layer)
-        assert features is not None
-        assert log_scale is not None
-        b_kv, b_d, scale = bias.b_KV[layer], bias.b_D[layer], log_scale[layer]
+        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.b_KV.device), self.keys(layer)
         return output_errors(
             queries,
             prompt,
-            lambda block: features.read(layer, block.q, prompt.rule, block.positions[None], scale, b_kv, b_d),
-            b_kv,
-            b_d,
+            lambda block: part.phi(block.q, prompt.rule, block.positions[None], part.b_kv, part.b_d),
+            part.b_kv,
+            part.b_d,
         )
