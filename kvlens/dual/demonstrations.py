@@ -58,19 +58,15 @@ def _figures(reading: LayerReading, n: int) -> DemonstrationFigures:
     diagonal = between.log_size.diagonal(dim1=-2, dim2=-1)[:, :n]
     log_normalizer, sign = reading.log_normalizer[:, -1:], reading.normalizer_sign[:, -1:]
     log_norm = v[:, :n].norm(dim=-1).log() + diagonal / 2 - log_normalizer
-    values = v
-    if reading.bias_features is not None and reading.bias_values is not None:  # its rows join H_T
-        between, values = _with_bias_rows(reading, between, reading.bias_features, reading.bias_values)
+    between, values = _with_bias_rows(reading, between)  # they join H_T
     before, after = ops.predictions_at_demonstrations(between, values, n)
     cosines = [sign * ops.cosine(x, v[:, :n]) for x in (before, after)]
     return DemonstrationFigures(weight, share, log_norm, cosines[0], cosines[1])
 
 
-def _with_bias_rows(
-    reading: LayerReading, between: ops.LogKernel, features: Tensor, bias_values: Tensor
-) -> tuple[ops.LogKernel, Tensor]:
+def _with_bias_rows(reading: LayerReading, between: ops.LogKernel) -> tuple[ops.LogKernel, Tensor]:
     """The kernel and the values with a KV bias's rows after the text; only the columns of the text matter."""
-    rows = kernel_with_bias(reading, reading.keys, features)
+    rows = kernel_with_bias(reading, reading.keys)
     log_size, sign = rows.log_size.transpose(-1, -2), None if rows.sign is None else rows.sign.transpose(-1, -2)
     if reading.log_decay is not None:
         pos = reading.keys.shape[1]
@@ -78,4 +74,4 @@ def _with_bias_rows(
         log_size = log_size + reading.log_decay[:, None, None] * steps
     joined = None if between.sign is None or sign is None else torch.cat([between.sign, sign], dim=1)
     kernel = ops.LogKernel(torch.cat([between.log_size, log_size], dim=1), joined)
-    return kernel, torch.cat([reading.values, bias_values], dim=1)
+    return kernel, torch.cat([reading.values, reading.bias_values], dim=1)

@@ -35,18 +35,9 @@ class HeadTokens(NamedTuple):
     sign: Float[Tensor, ""]
 
 
-def n_bias_rows(reading: LayerReading) -> int:
-    """The number of rows that represent the KV bias, 0 without one."""
-    return 0 if reading.bias_features is None else reading.bias_features.shape[1]
-
-
 def one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
     """The reading of a single head up to the query, with a leading axis of 1."""
     one = slice(head, head + 1)
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[one]
-
     return reading._replace(
         queries=reading.queries[one, : query + 1],
         keys=reading.keys[one, : query + 1],
@@ -54,9 +45,9 @@ def one_head(reading: LayerReading, head: int, query: int) -> LayerReading:
         z=reading.z[one, : query + 1],
         log_normalizer=reading.log_normalizer[one, : query + 1],
         normalizer_sign=reading.normalizer_sign[one, : query + 1],
-        log_decay=cut(reading.log_decay),
-        bias_features=cut(reading.bias_features),
-        bias_values=cut(reading.bias_values),
+        log_decay=None if reading.log_decay is None else reading.log_decay[one],
+        bias_features=reading.bias_features[one],
+        bias_values=reading.bias_values[one],
     )
 
 
@@ -68,7 +59,7 @@ def demonstrations_first(n: int, query: int, n_rows: int, bias: BiasRole) -> lis
 
 def _log_seen(reading: LayerReading, order: list[int]) -> Float[Tensor, " token"]:
     """log gamma^{i-t}, and log gamma^{i+1} for the rows of a bias."""
-    n_rows, pos = n_bias_rows(reading), reading.keys.shape[1]
+    n_rows, pos = reading.bias_features.shape[1], reading.keys.shape[1]
     steps = torch.cat([torch.full((n_rows,), pos), pos - 1 - torch.arange(pos)]).to(reading.keys)
     log_gamma = reading.keys.new_zeros(()) if reading.log_decay is None else reading.log_decay[0]
     return (steps * log_gamma)[order]
@@ -77,10 +68,8 @@ def _log_seen(reading: LayerReading, order: list[int]) -> Float[Tensor, " token"
 def exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
     """The exact tokens of a head: softmax by its kernel, linear attention by its features."""
     query, log_seen = reading.queries[0, -1:], _log_seen(reading, order)
-    keys, values = reading.keys[0], reading.values[0]
-    if reading.bias_features is not None and reading.bias_values is not None:
-        keys, values = torch.cat([reading.bias_features[0], keys]), torch.cat([reading.bias_values[0], values])
-    keys, values = keys[order], values[order]
+    keys = torch.cat([reading.bias_features[0], reading.keys[0]])[order]
+    values = torch.cat([reading.bias_values[0], reading.values[0]])[order]
     log_normalizer, sign = reading.log_normalizer[0, -1], reading.normalizer_sign[0, -1]
     if reading.scale is not None:
         kernel, at_query = ops.softmax_kernel(keys, keys, reading.scale), ops.softmax_kernel(query, keys, reading.scale)
@@ -101,7 +90,7 @@ def approximate_tokens(
         raise KVLensError(
             f"dual model: kernel={kernel!r} approximates softmax; linear attention has its own features, which are exact"
         )
-    if reading.bias_features is not None:
+    if reading.bias_features.shape[1]:
         raise KVLensError(
             f"dual model: kernel={kernel!r} normalizes by the features' own sum over the text, which does not include an "
             "attached KV bias; detach it, or use kernel='exact'"

@@ -29,7 +29,6 @@ from kvlens.dual.head_tokens import (
     approximate_tokens,
     demonstrations_first,
     exact_tokens,
-    n_bias_rows,
     one_head,
 )
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
@@ -96,9 +95,10 @@ class DualModel:
         query = check_index("query_pos", query_pos, len(tokens))
         reading = one_head(readings[0], head, query)
         n = query if n_demonstrations is None else n_demonstrations
-        n_virtual = n_bias_rows(reading) if bias == "demonstrations" else 0
+        n_rows = reading.bias_features.shape[1]
+        n_virtual = n_rows if bias == "demonstrations" else 0
         _check_demonstrations(n, n_virtual, query)
-        order = demonstrations_first(n, query, n_bias_rows(reading), bias)
+        order = demonstrations_first(n, query, n_rows, bias)
         head_tokens = exact_tokens(reading, order)
         if kernel != "exact":
             head_tokens = approximate_tokens(reading, order, kernel, n_features, seed)

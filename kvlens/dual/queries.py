@@ -93,11 +93,8 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
     between, pattern = _kernel_and_pattern(reading)
     v, z, sign = reading.values, reading.z[:, first:], reading.normalizer_sign[:, first:]
     step = ops.step_outputs(pattern, v, n)
-    predicted = pattern[:, first:] @ v
-    start = None
-    if reading.bias_features is not None and reading.bias_values is not None:
-        predicted = predicted + _read_bias(reading, reading.bias_features, reading.bias_values)[:, first:]
-        start = _bias_at_tokens(reading, reading.bias_features, reading.bias_values)
+    predicted = pattern[:, first:] @ v + _read_bias(reading)[:, first:]
+    start = _bias_at_tokens(reading) if reading.bias_features.shape[1] else None
     before = after = torch.full_like(sign, float("nan"))
     if cosines:
         before, after = (sign * c for c in ops.mean_cosines(between, v, n, start))
@@ -116,10 +113,7 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
 def predicted_outputs(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
     """f(q) after one step, with every token as the query; the first one has no demonstrations, so its f(q) is due to W_0."""
     pattern = _kernel_and_pattern(reading)[1]
-    outputs = pattern @ reading.values
-    if reading.bias_features is None or reading.bias_values is None:
-        return outputs
-    return outputs + _read_bias(reading, reading.bias_features, reading.bias_values)
+    return pattern @ reading.values + _read_bias(reading)
 
 
 def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:
@@ -163,27 +157,26 @@ def _log_seen(reading: LayerReading) -> Float[Tensor, "head token"]:
     return log_gamma[:, None] * steps
 
 
-def kernel_with_bias(
-    reading: LayerReading, x: Float[Tensor, "head pos d_query"], features: Float[Tensor, "head row d_query"]
-) -> ops.LogKernel:
+def kernel_with_bias(reading: LayerReading, x: Float[Tensor, "head pos d_query"]) -> ops.LogKernel:
     """kappa between queries or keys and the rows of a KV bias."""
-    return ops.feature_kernel(x, features) if reading.scale is None else ops.softmax_kernel(x, features, reading.scale)
+    rows = reading.bias_features
+    return ops.feature_kernel(x, rows) if reading.scale is None else ops.softmax_kernel(x, rows, reading.scale)
 
 
-def _read_bias(reading: LayerReading, features: Tensor, values: Tensor) -> Float[Tensor, "head pos d_head"]:
+def _read_bias(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
     """gamma^{i+1} phi~(q_i)^T b_KV / D_i."""
-    log_factor = -reading.log_normalizer
+    values, log_factor = reading.bias_values, -reading.log_normalizer
     if reading.log_decay is not None:
         steps = torch.arange(1, reading.keys.shape[1] + 1, device=values.device, dtype=values.dtype)
         log_factor = log_factor + reading.log_decay[:, None] * steps
-    weights = ops.kernel_values(kernel_with_bias(reading, reading.queries, features), log_factor[..., None])
+    weights = ops.kernel_values(kernel_with_bias(reading, reading.queries), log_factor[..., None])
     return reading.normalizer_sign[..., None] * (weights @ values)
 
 
-def _bias_at_tokens(reading: LayerReading, features: Tensor, values: Tensor) -> Float[Tensor, "head pos d_head"]:
+def _bias_at_tokens(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
     """What a KV bias adds to W_0 phi~(k_j), in the units of the kernel between keys: times gamma^{1-j}."""
-    log_factor = torch.zeros_like(reading.log_normalizer)
+    values, log_factor = reading.bias_values, torch.zeros_like(reading.log_normalizer)
     if reading.log_decay is not None:
         positions = torch.arange(reading.keys.shape[1], device=values.device, dtype=values.dtype)
         log_factor = reading.log_decay[:, None] * (1 - positions)
-    return ops.kernel_values(kernel_with_bias(reading, reading.keys, features), log_factor[..., None]) @ values
+    return ops.kernel_values(kernel_with_bias(reading, reading.keys), log_factor[..., None]) @ values

@@ -32,7 +32,7 @@ class LayerReading(NamedTuple):
         scale: scale in exp(q.k / scale); None for linear attention, where ``queries`` and ``keys`` are features.
         log_decay: log gamma, or minus ALiBi's slope; None for no decay.
         bias_features, bias_values: a linear model's attached or trained KV bias as rows phi and v with sum phi v^T = b_KV; a
-            softmax model's as its virtual keys and their values, times their weights. None without.
+            softmax model's as its virtual keys and their values, times their weights. No rows without.
     """
 
     queries: Float[Tensor, "head pos d_query"]
@@ -43,8 +43,8 @@ class LayerReading(NamedTuple):
     normalizer_sign: Float[Tensor, "head pos"]
     scale: float | None
     log_decay: Float[Tensor, " head"] | None
-    bias_features: Float[Tensor, "head row d_query"] | None
-    bias_values: Float[Tensor, "head row d_head"] | None
+    bias_features: Float[Tensor, "head row d_query"]
+    bias_values: Float[Tensor, "head row d_head"]
 
 
 @checked
@@ -115,7 +115,7 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
     q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
     softmax = model.cfg.attention == "softmax"
     terms = _softmax_terms(model, layer, cache, q, k) if softmax else _linear_terms(model, layer, cache)
-    return LayerReading(q, k, v, z, **terms)
+    return LayerReading(q, k, v, z, **{"bias_features": k[:, :0], "bias_values": v[:, :0], **terms})
 
 
 @checked
@@ -210,25 +210,13 @@ def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor
     log_normalizer = scores.masked_fill_(above, float("-inf")).logsumexp(dim=-1)
     if model.cfg.use_attention_sinks:
         log_normalizer = torch.logaddexp(log_normalizer, attention.sinks.to(q)[:, None])
-    bias_keys, bias_values = _virtual_keys(model, layer, cache)
-    if bias_keys is not None:
-        log_normalizer = cache[f"blocks.{layer}.attn.hook_normalizer"][0].double().T
-    return dict(
-        log_normalizer=log_normalizer,
-        normalizer_sign=torch.ones_like(log_normalizer),
-        scale=scale,
-        log_decay=log_decay,
-        bias_features=bias_keys,
-        bias_values=bias_values,
-    )
-
-
-def _virtual_keys(model: HookedKVTransformer, layer: int, cache: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Keys and values (times their weights) of an attached softmax bias, with one row per query head."""
-    if model.attached_kv_bias is None:
-        return None, None
-    keys, b_kv = (cache[f"blocks.{layer}.attn.hook_{name}"][0].double() for name in ("b_keys", "b_kv"))
-    return keys, b_kv
+    rows: dict[str, Tensor] = {}
+    if _has_bias(model):  # its virtual keys, and their values times their weights
+        at = f"blocks.{layer}.attn.hook_"
+        log_normalizer = cache[at + "normalizer"][0].double().T
+        rows = {"bias_features": cache[at + "b_keys"][0].double(), "bias_values": cache[at + "b_kv"][0].double()}
+    signs = torch.ones_like(log_normalizer)
+    return dict(log_normalizer=log_normalizer, normalizer_sign=signs, scale=scale, log_decay=log_decay, **rows)
 
 
 def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:
@@ -239,17 +227,15 @@ def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[st
         normalizer = cache[at + "hook_normalizer"][0].double().T
     else:
         normalizer = z.new_full((z.shape[1], z.shape[0]), float(attention.attn_scale), dtype=torch.float64)
-    bias_features = bias_values = None
+    rows: dict[str, Tensor] = {}
     if _has_bias(model):
-        b_kv = cache[at + "hook_b_kv"][0].double()
-        left, sizes, right = torch.linalg.svd(b_kv, full_matrices=False)
-        bias_features, bias_values = left.transpose(-1, -2), sizes[..., None] * right
+        left, sizes, right = torch.linalg.svd(cache[at + "hook_b_kv"][0].double(), full_matrices=False)
+        rows = {"bias_features": left.transpose(-1, -2), "bias_values": sizes[..., None] * right}
     gamma = model.cfg.decay_per_head()
     return dict(
         log_normalizer=normalizer.abs().log(),
         normalizer_sign=normalizer.sign(),
         scale=None,
         log_decay=None if gamma is None else gamma.log().to(z.device),
-        bias_features=bias_features,
-        bias_values=bias_values,
+        **rows,
     )
