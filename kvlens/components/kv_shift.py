@@ -11,7 +11,7 @@ from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter, initia
 from kvlens.ops.kv_shift.shift import kv_shift
 
 
-def shifted_projections(cfg: Any) -> dict[str, int]:
+def shifted_heads(cfg: Any) -> dict[str, int]:
     """The projections among "k", "v", "q" that are shifted, each with its number of heads."""
     shift = cfg.kv_shift
     if shift is None:
@@ -22,7 +22,7 @@ def shifted_projections(cfg: Any) -> dict[str, int]:
 
 def add_shift_parameters(attn: nn.Module, cfg: Any) -> None:
     """Create ``k_shift_coef``, ``v_shift_coef``, ``q_shift_coef`` as the configuration requires, to be initialized later."""
-    for x, n_heads in shifted_projections(cfg).items():
+    for x, n_heads in shifted_heads(cfg).items():
         parameter = torch.zeros(n_heads, cfg.kv_shift.window + 1, dtype=cfg.dtype)
         setattr(attn, f"{x}_shift_coef", nn.Parameter(parameter))
 
@@ -31,7 +31,7 @@ def add_shift_parameters(attn: nn.Module, cfg: Any) -> None:
 def init_shift_parameters(attn: nn.Module, cfg: Any, generator: torch.Generator | None) -> None:
     """Draw the initial coefficients, independently for keys, values and queries (KVSA sec. 2.2)."""
     shift = cfg.kv_shift
-    for x, n_heads in shifted_projections(cfg).items():
+    for x, n_heads in shifted_heads(cfg).items():
         initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
         getattr(attn, f"{x}_shift_coef").copy_(initial)
 
@@ -54,7 +54,7 @@ def shift_projections(
     if attn.cfg.kv_shift is None:
         return projections, {}
     projections, after = dict(projections), {}
-    for x in shifted_projections(attn.cfg):
+    for x in shifted_heads(attn.cfg):
         raw = projections[x]
         before = state.get(x)
         if before is None and attn.layer_bias is not None:

@@ -16,7 +16,7 @@ from kvlens.analyses.attribution.units import units_of
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.components import hidden_tokens_keep_positions
-from kvlens.components.kv_shift import shifted_projections
+from kvlens.components.kv_shift import shifted_heads
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
 
 MODELS = {
@@ -116,7 +116,7 @@ def text_shifted_without(model, start, end):
         x[:, 13:] = naive_kv_shift(without, coef)[0][:, 13:]
         return x
 
-    names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(2) for x in shifted_projections(model.cfg)]
+    names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(2) for x in shifted_heads(model.cfg)]
     return [*((name, keep) for name in names), *((name + "_shifted", shifted) for name in names)]
 
 
