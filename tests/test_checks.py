@@ -295,6 +295,39 @@ def read(q: Float[Tensor, "*lead head d"], v: Float[Tensor, "kv_head d"], rows: 
     return len(q)
 
 
+POSTPONED = """
+from __future__ import annotations
+from dataclasses import dataclass
+from jaxtyping import Float
+from torch import Tensor
+from kvlens.checks import checked
+
+@checked
+def scaled(x: Float[Tensor, "pos d"], by: Float[Tensor, " d"], until: Later | None = None, times: int = 1) -> Later:
+    return x * by * times
+
+@checked
+@dataclass
+class Scale:
+    times: int = 1
+
+class Later: ...
+"""
+
+
+def test_postponed_annotations_are_checked_too_except_for_what_does_not_exist_yet(tmp_path, monkeypatch):
+    (tmp_path / "postponed.py").write_text(POSTPONED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = vars(importlib.import_module("postponed"))
+    assert module["scaled"](torch.ones(2, 3), torch.ones(3), "anything", np.int64(2)).sum() == 12
+    with pytest.raises(KVLensError, match=r"scaled: expected x \[pos, d\], by \[d\]; got x \[2, 3\], by \[1\]"):
+        module["scaled"](torch.ones(2, 3), torch.ones(1))
+    with pytest.raises(KVLensError, match="scaled: times must be a whole number, got 0.5"):
+        module["scaled"](torch.ones(2, 3), torch.ones(3), times=0.5)
+    with pytest.raises(KVLensError, match="Scale: times must be a whole number, got 'two'"):
+        module["Scale"](times="two")
+
+
 def test_the_message_says_what_was_expected_and_what_came():
     with pytest.raises(KVLensError) as refused:
         read(torch.ones(5, 4, 3), v=torch.ones(3, 3))

@@ -59,7 +59,7 @@ def doors(package: str) -> None:
 def _held(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    single = {name: p.annotation for name, p in signature.parameters.items() if p.kind not in several}
+    single = {name: _annotation(function, p) for name, p in signature.parameters.items() if p.kind not in several}
     readers = {name: reader for name, kind in single.items() if (reader := reader_of(kind)) is not None}
     tensors = sorted((t for name, kind in single.items() for t in tensors_in(name, kind)), key=lambda t: t.order)
     axes = {dim.name for tensor in tensors for dim in tensor.kind.dims if hasattr(dim, "name")}
@@ -105,6 +105,16 @@ def _held(function: Callable[..., Any]) -> Callable[..., Any]:
             raise TooLarge(f"{_called(function, args)}: {why}") from cause
 
     return held
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The annotation itself where it is written as a string, as all are in a module that postpones them; a name that does not
+    exist yet stays a string, which is not checked."""
+    written = parameter.annotation
+    try:
+        return eval(written, function.__globals__) if isinstance(written, str) else written
+    except NameError:
+        return written
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any]) -> str:
