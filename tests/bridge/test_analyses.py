@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from bridge_models import rounding_of, some_tokens, tiny
+from bridge_models import rounding_of, some_tokens
 from pandas.testing import assert_frame_equal
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, convert_prompt
 from kvlens import analyses as an
@@ -86,7 +87,7 @@ def test_the_last_depth_is_the_model(model, nats):
 @pytest.mark.parametrize("family", DIRECT)
 def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family, bridge_of):
     """In the last layer nothing but norms and a gate is in between, and they are held."""
-    rounding, model = rounding_of(tiny(family)), bridge_of(family)
+    rounding, model = rounding_of(tiny_hf_model(family)), bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     answer, rival, layer = 3, 7, 2
     table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
@@ -128,7 +129,7 @@ def test_positions_add_up_to_the_bias(family, attached, bridge_of):
     model = bridge_of(family)
     initial = convert_prompt(model, some_tokens(5, seed=2)) if attached else None
     table = an.bias_positions(model, PROMPT, TEXT, initial=initial, answer=3, rival=7)
-    rounding = rounding_of(tiny(family))
+    rounding = rounding_of(tiny_hf_model(family))
     heads = table.groupby(["layer", "head"])
     assert abs(heads["output_share"].sum() - 1).max() < 1e-9
     read = table[table["part"].isin(["prompt", "inherited"])].groupby(["layer", "head"])

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import on_both_front_ends, some_tokens, tiny
+from bridge_models import in_float64, some_tokens
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.conversion import (
@@ -49,22 +50,16 @@ ROUNDING = 10 * torch.finfo(torch.float32).eps
 """Of numbers around 1: in most families Transformers computes softmax and angles in float32, whatever the model's dtype."""
 
 
-def bridge_of(family: str) -> KVTransformerBridge:
-    """In float64."""
-    plain = tiny(family).double()
-    plain.config._experts_implementation = "eager"  # grouped products have no float64
-    return KVTransformerBridge.boot_transformers(plain)
-
-
 @pytest.fixture(scope="module")
 def model(family):
-    return bridge_of(family)
+    """In float64."""
+    return KVTransformerBridge.boot_transformers(in_float64(tiny_hf_model(family)))
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
-def both(request, tmp_path_factory):
+def both(request, both_of):
     """One model from one folder, in both front ends."""
-    return on_both_front_ends(request.param, tmp_path_factory.mktemp(request.param))
+    return both_of(request.param)
 
 
 def error(model, bias: KVBias) -> float:
@@ -165,8 +160,9 @@ def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
     assert float(found[0][1, 6, 0, 2]) == pytest.approx(float(slope), rel=1e-2)
 
 
-def test_what_cannot_work_is_refused_with_its_reason():
-    llama, mamba2, gemma2 = (bridge_of(family) for family in ("llama", "mamba2", "gemma2"))
+def test_what_cannot_work_is_refused_with_its_reason(bridge_of):
+    mamba2, gemma2 = bridge_of("mamba2"), bridge_of("gemma2")
+    llama = KVTransformerBridge.boot_transformers(tiny_hf_model("llama"))
     with pytest.raises(KVLensError, match="turns queries to later positions.*in a KVTransformerBridge rotations belong to"):
         convert_prompt(llama, PROMPT, method=ExpectedAttention(n_keys=4))
     with pytest.raises(KVLensError, match='method="landmark" reduces the keys of softmax attention, and this model has none'):

@@ -4,13 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from bridge_models import (
-    place_of,
-    rounding_in_nats,
-    rounding_of,
-    some_tokens,
-    tiny,
-)
+from bridge_models import place_of, rounding_in_nats, rounding_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange, swapped_heads
 from kvlens.analyses.attribution.explain import explain
@@ -21,6 +15,7 @@ from kvlens.analyses.attribution.verdicts import Outcomes
 from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, convert_prompt, counterfactuals
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
@@ -47,7 +42,7 @@ def test_units_are_those_of_the_hooked_model(both_front_ends, positions):
 
 
 def test_edges_are_those_of_the_hooked_model(both_front_ends):
-    for given in (dict(), dict(through_mlps=False, rival=7), dict(replace_by={UNITS[1]: some_tokens(4, seed=2)})):
+    for given in (dict(), dict(through_mlps=False, rival=7, replace_by={UNITS[1]: some_tokens(4, seed=2)})):
         tables = [attribution_by_edge(m, PROMPT, TEXT, by=UNITS, answer=5, n_confirmed=None, **given) for m in both_front_ends]
         names = list(tables[0].columns[:8])  # estimates of 0 come in any order
         assert_frame_equal(*(t.sort_values(names, ignore_index=True) for t in tables), rtol=0, atol=1e-9)
@@ -89,7 +84,7 @@ def test_edges_of_other_families_are_path_patching(family, bridge_of):
         mixed = by_head[0].clone()
         mixed[:, :, row.receiver_head] = by_head[1][:, :, row.receiver_head]
         after = run(together, {receiver: mixed.view(own[receiver].shape)}, {})
-        assert abs(before - after - row.effect) < rounding_in_nats(tiny(family))
+        assert abs(before - after - row.effect) < rounding_in_nats(tiny_hf_model(family))
 
 
 def test_latent_attention_has_no_edges(bridge_of):
@@ -151,7 +146,7 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model, nats):
 
 def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridge_of):
     """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
-    rounding, model = rounding_in_nats(tiny("falcon_h1")), bridge_of("falcon_h1")
+    rounding, model = rounding_in_nats(tiny_hf_model("falcon_h1")), bridge_of("falcon_h1")
     bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
     own, donor = with_references(bias, other)
     question, layer = Question.of(model, PROMPT, TEXT, 5), 0
@@ -207,7 +202,7 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
     state, _ = place_of(model, 0, heads_per_layer(model)[0] - 1)
     zeroed = convert_prompt(model, PROMPT, fwd_hooks=[(f"{state}hook_v", zero)])  # layer 0: its inputs stay
     hidden = next(hidden_from_text(model, PROMPT, gone))
-    tolerance = rounding_of(tiny(family)) * float(bias.recurrent.b_KV[0].abs().max())
+    tolerance = rounding_of(tiny_hf_model(family)) * float(bias.recurrent.b_KV[0].abs().max())
     torch.testing.assert_close(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0], rtol=0, atol=tolerance)
     n_hidden = (gone[0, -bias.recurrent.conv.shape[1] :]).sum()
     changed = (hidden.recurrent.conv[:, 0] != bias.recurrent.conv).any(dim=-1)
@@ -222,7 +217,9 @@ def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of
     states = convert_prompt(model, other).recurrent.b_KV
     terms = state_terms(model, other)
     total = terms.of(torch.ones(1, len(PROMPT), dtype=torch.bool))
-    torch.testing.assert_close(total.float(), states, rtol=0, atol=rounding_of(tiny(family)) * float(states.abs().max()))
+    torch.testing.assert_close(
+        total.float(), states, rtol=0, atol=rounding_of(tiny_hf_model(family)) * float(states.abs().max())
+    )
     assert float(terms.of(~other.kept).abs().max()) == 0
 
 

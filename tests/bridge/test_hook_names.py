@@ -6,7 +6,8 @@ from itertools import cycle
 
 import pytest
 import torch
-from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, TEXT, largest, rounding_of, tiny
+from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, TEXT, largest, rounding_of
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVTransformerBridge, convert_prompt
 from kvlens.bridge.native import POINTS
@@ -37,7 +38,7 @@ def scaled(x, hook, part, by):
 @pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning")  # TransformerLens, of any such edit
 @torch.no_grad()
 def test_every_name_fires_and_every_edit_acts_as_in_one_pass(family):
-    rounding, model = rounding_of(tiny(family)), KVTransformerBridge.boot_transformers(tiny(family))
+    rounding, model = rounding_of(tiny_hf_model(family)), KVTransformerBridge.boot_transformers(tiny_hf_model(family))
     bias, logits = convert_prompt(model, PROMPT), model(BOTH)
     check_names(model, bias, rounding)
     for switch in SWITCHES:

@@ -14,7 +14,7 @@ from kvlens.base import HookedTransformer
 from kvlens.files import checksum_of_json
 from kvlens.pretrained import load_pretrained_parts
 
-KINDS = ["gpt2", "neox", "llama", "qwen2", "qwen3"]
+KINDS = ["gpt2", "gpt_neox", "llama", "qwen2", "qwen3"]
 
 
 def hf_tokens() -> torch.Tensor:

@@ -14,7 +14,7 @@ from kvlens.model.weights import processed_stepwise
 from kvlens.pretrained import load_pretrained_parts
 
 STEPS = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices")
-KINDS = ["gpt2", "neox", "llama", "qwen2", "bloom", "gptj", "opt", "mixtral", "apertus"]
+KINDS = ["gpt2", "gpt_neox", "llama", "qwen2", "bloom", "gptj", "opt", "mixtral", "apertus"]
 LEFT_OUT = [(), ("refactor_factored_attn_matrices",), ("fold_ln", STEPS[4]), ("center_unembed", STEPS[4])]
 
 
