@@ -108,7 +108,7 @@ def test_the_queries_and_the_rule_are_those_of_the_scores(model):
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(model):
-    at = dict(n_continuations=24, continuation_length=10, n_held_out=1)
+    at = dict(n_continuations=16, continuation_length=5, n_held_out=1)
     exact = convert_prompt(model, PROMPT)
     found = {r: convert_prompt(model, PROMPT, method=Landmark(n_keys=r, **at)) for r in (2, 8, 20)}
     assert torch.equal(found[20].b_KV, exact.b_KV) and torch.equal(found[20].features.keys, exact.features.keys)
@@ -127,7 +127,7 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
     monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 60)
     exact = convert_prompt(model, PROMPT)
     dropped = error(model, replace(exact, b_KV=0 * exact.b_KV, b_D=0 * exact.b_D))
-    for method in (RandomProjections(n_features=2000, **FEW), Learned(n_features=16, **FEW), Taylor(**FEW)):
+    for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), Taylor(**FEW)):
         bias = convert_prompt(model, PROMPT, method=method, verbose=False)
         assert error(model, bias) < 0.5 * dropped
         bias.save(tmp_path / f"{method.name}.safetensors")
