@@ -36,12 +36,6 @@ def both_of(tmp_path_factory):
     bridges.assert_untouched()
 
 
-@pytest.fixture(scope="session")
-def both_front_ends(both_of):
-    """A GPT-2."""
-    return both_of("gpt2")
-
-
 @pytest.fixture(scope="module")
 def model(family, bridge_of):
     return bridge_of(family)

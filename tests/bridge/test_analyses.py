@@ -1,9 +1,8 @@
-"""Analyses on the bridge: equal to those on HookedKVTransformer where both run a model, sums equal wholes elsewhere."""
+"""Analyses on the bridge, of models that HookedKVTransformer does not run: sums equal wholes. The others: test_front_ends.py."""
 
 import pytest
 import torch
 from bridge_models import rounding_of, some_tokens
-from pandas.testing import assert_frame_equal
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, convert_prompt
@@ -20,35 +19,6 @@ DIRECT = ("gpt2", "qwen3_5", "gpt_oss", "llama")
 @pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("analysis", "options"),
-    [
-        ("attribution_by_head", {"by": [(0, 3), (3, 7), (7, 9)]}),
-        ("attribution_by_position", {"by": [(0, 3), (3, 7), (7, 9)], "each_layer": True}),
-        ("bias_by_head", {}),
-        ("bias_by_layer", {}),
-        ("bias_decomposition", {}),
-        ("bias_decomposition", {"answer": 3, "rival": 7}),
-        ("bias_effects", {"methods": ("zero", "baseline"), "by": "head", "answer": 3}),
-        ("bias_effects", {"by": "layer"}),
-        ("bias_positions", {}),
-        ("bias_positions", {"at": [1, 3], "answer": 3}),
-        ("prompt_by_depth", {}),
-        ("prompt_effect", {}),
-        ("conversion_error", {}),
-    ],
-)
-def test_tables_are_those_of_the_hooked_model(both_front_ends, analysis, options):
-    tables = [getattr(an, analysis)(m, PROMPT, TEXT, **options) for m in both_front_ends]
-    if analysis == "conversion_error":
-        tables = [table[["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"]] for table in tables]
-    assert_frame_equal(*tables, rtol=1e-9, atol=1e-9)
-
-
-def test_singular_values_are_those_of_the_hooked_model(both_front_ends):
-    assert_frame_equal(*(an.bias_singular_values(m, PROMPT) for m in both_front_ends), rtol=1e-9, atol=1e-9)
 
 
 def test_every_head_has_its_row(model):

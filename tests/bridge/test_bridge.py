@@ -61,8 +61,8 @@ def test_keys_outside_a_window_are_not_scored(bridge_of):
     assert bias.in_window(ScoreRule(2.0), positions)[1] == 0
 
 
-def test_gpt2_is_exact_in_float64():
-    assert error_of_conversion(KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2").double())) < 1e-12
+def test_gpt2_is_exact_in_float64(both_of):
+    assert error_of_conversion(both_of("gpt2")[1]) < 1e-12
 
 
 def test_a_then_b_is_the_concatenation(model, rounding):
