@@ -1,4 +1,4 @@
-"""Analyses on the bridge, of models that HookedKVTransformer does not run: sums equal wholes. The others: test_front_ends.py."""
+"""Analyses on the bridge, where HookedKVTransformer runs no such model: sums equal wholes. The others: test_front_ends.py."""
 
 import pytest
 import torch
