@@ -120,7 +120,8 @@ def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Se
         weights: the weights by name.
         given: addresses of storage that belongs to other owners.
     """
-    parameters, rest = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    rest: dict[str, Tensor] = {}
     for name in list(weights):
         weight, own = weights.pop(name), parameters.get(name)
         is_ours = weight.untyped_storage().data_ptr() not in given
