@@ -35,7 +35,7 @@ def family(request):
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
 def test_edges_of_other_families_are_path_patching(family, bridge_of):
     """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
-    model, together = bridge_of(family), torch.cat([PROMPT, TEXT])[None]
+    model, rounding, together = bridge_of(family), rounding_in_nats(tiny_hf_model(family)), torch.cat([PROMPT, TEXT])[None]
     new = some_tokens(4, seed=2)
     table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
     names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
@@ -67,7 +67,7 @@ def test_edges_of_other_families_are_path_patching(family, bridge_of):
         mixed = by_head[0].clone()
         mixed[:, :, row.receiver_head] = by_head[1][:, :, row.receiver_head]
         after = run(together, {receiver: mixed.view(own[receiver].shape)}, {})
-        assert abs(before - after - row.effect) < rounding_in_nats(tiny_hf_model(family))
+        assert abs(before - after - row.effect) < rounding
 
 
 def test_latent_attention_has_no_edges(bridge_of):

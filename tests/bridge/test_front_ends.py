@@ -36,7 +36,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "attribution_by_edge": [
         ONE,
-        dict(by=UNITS, answer=5, n_confirmed=None, through_mlps=False, rival=7, replace_by=OTHER),
+        dict(by=UNITS, answer=5, n_confirmed=40, through_mlps=False, rival=7, replace_by=OTHER),
     ],
     "attribution_by_head": [ONE, dict(by=UNITS)],
     "attribution_by_position": [ONE, dict(by=UNITS, each_layer=True)],
