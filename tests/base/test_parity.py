@@ -132,4 +132,5 @@ def test_the_configuration_has_the_fields_and_defaults_of_transformer_lens():
 def test_there_are_enough_of_both():
     assert len(CONFIGURATIONS) >= 40
     assert len(KINDS) >= 20
+    assert CONFIGURATIONS.keys().isdisjoint(KINDS)  # references are kept by these names
     assert CONFIGURATIONS.keys() >= NOT_PROCESSED
