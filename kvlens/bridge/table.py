@@ -1,5 +1,5 @@
 """Which families KVTransformerBridge runs. The tests go through :data:`FAMILIES`, with a tiny random model of each
-(``tests/bridge/bridge_models.py``).
+(``tests/model/tiny_hf.py``).
 
 - *conversion*: a converted prompt gives the prompted model's logits, at most 1.5 times as far from them as Transformers' own
   cache is where a text is cut at the same place, and the same greedy tokens.

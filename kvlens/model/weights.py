@@ -121,6 +121,7 @@ def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Se
         given: addresses of storage that belongs to other owners.
     """
     parameters = dict(model.named_parameters())
+    rest: dict[str, Tensor] = {}
     for name in list(weights):
         weight, own = weights.pop(name), parameters.get(name)
         is_ours = weight.untyped_storage().data_ptr() not in given
@@ -129,7 +130,9 @@ def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Se
         elif own is not None and own.shape == weight.shape:
             own.copy_(weight)
         else:  # buffers, and weights that do not match
-            model.load_state_dict({name: weight}, strict=False)
+            rest[name] = weight
+    if rest:
+        model.load_state_dict(rest, strict=False)
 
 
 def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: bool | None, refactor: bool) -> bool:

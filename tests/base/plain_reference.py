@@ -76,7 +76,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **GROUPED, **ROTARY, **RMS, original_architecture="OlmoeForCausalLM", clip_qkv=0.8, num_experts=3, experts_per_token=2
     ),
     "experts": dict(**RMS, **ROTARY, num_experts=3, experts_per_token=2, norm_topk_prob=True),
-    "gpt_oss": dict(**RMS, **ROTARY, **GPT_OSS, act_fn="silu"),
+    "like_gpt_oss": dict(**RMS, **ROTARY, **GPT_OSS, act_fn="silu"),
     "sinks": dict(**ROTARY, use_attention_sinks=True),
     "float64": dict(dtype=torch.float64),
     "float64_by_parts": dict(**ROTARY, **BY_PARTS, dtype=torch.float64),
@@ -94,7 +94,7 @@ NOT_PROCESSED = {
     "shortformer",
     "shortformer_split",
     "olmo_2",
-    "gpt_oss",
+    "like_gpt_oss",
     "sinks",
     "qwen_1",
     "float64_by_parts",

@@ -33,7 +33,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_name_is_loaded_with_its_tokenizer_and_at_a_step_of_training(hub):
     for revision, seed in (("main", 0), ("step512", 1)):
-        tiny_hf_model("neox", seed=seed).save_pretrained(folder := hub("EleutherAI/pythia-70m", revision))
+        tiny_hf_model("gpt_neox", seed=seed).save_pretrained(folder := hub("EleutherAI/pythia-70m", revision))
         tiny_tokenizer().save_pretrained(folder)
     last = HookedTransformer.from_pretrained("pythia-70m", device="cpu")
     early = HookedTransformer.from_pretrained("pythia-70m", device="cpu", checkpoint_value=512)
@@ -43,7 +43,7 @@ def test_a_name_is_loaded_with_its_tokenizer_and_at_a_step_of_training(hub):
     by_number = HookedTransformer.from_pretrained_no_processing("pythia-70m", device="cpu", checkpoint_index=10)
     assert by_number.cfg.checkpoint_value == 512
     assert by_number.cfg.normalization_type == "LN"
-    own = tiny_hf_model("neox", seed=1)
+    own = tiny_hf_model("gpt_neox", seed=1)
     text = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(by_number(text), own(text).logits, rtol=0, atol=1e-5)  # sums of 40 terms of size 1

@@ -17,7 +17,7 @@ import torch
 import transformer_lens
 from plain_reference import CONFIGURATIONS, NOT_PROCESSED, of_configuration, of_family, of_text
 from safetensors.torch import load_file
-from tiny_hf import KINDS, tiny_hf_model
+from tiny_hf import KINDS
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
@@ -129,15 +129,8 @@ def test_the_configuration_has_the_fields_and_defaults_of_transformer_lens():
     assert HookedTransformerConfig(**few).to_dict() == transformer_lens.HookedTransformerConfig(**few).to_dict()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooked_kv_transformer_predicts_what_transformers_does(kind):
-    hf_model = tiny_hf_model(kind)
-    for processed in (False, True):
-        steps = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed"), processed)
-        HookedKVTransformer.from_pretrained("a model", hf_model=hf_model, verify=True, device="cpu", **steps)
-
-
 def test_there_are_enough_of_both():
     assert len(CONFIGURATIONS) >= 40
     assert len(KINDS) >= 20
+    assert CONFIGURATIONS.keys().isdisjoint(KINDS)  # references are kept by these names
     assert CONFIGURATIONS.keys() >= NOT_PROCESSED

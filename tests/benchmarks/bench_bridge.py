@@ -21,9 +21,10 @@ from timing import check_close, times, verdict
 from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bridge"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("bridge", "model")]
 
-from bridge_models import FAMILIES, LIKE_THE_OTHERS, PURELY_RECURRENT, TextLength, tiny
+from bridge_models import FAMILIES, LIKE_THE_OTHERS, TextLength
+from tiny_hf import PURELY_RECURRENT, tiny_hf_model
 
 from kvlens import KVTransformerBridge, convert_prompt
 
@@ -49,7 +50,7 @@ SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 
 def sized(family: str) -> tf.PreTrainedModel:
     """A random model of the family's tiny configuration, with these sizes instead."""
-    small = tiny(family)
+    small = tiny_hf_model(family)
     config = small.config.to_dict()
     config.update({name: size for name, size in SIZES.items() if config.get(name) is not None})
     config.pop("model_max_length", None)  # another name, in Kimi Linear, for the number of positions

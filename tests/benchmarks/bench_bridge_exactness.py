@@ -29,10 +29,10 @@ from statistics import mean, median
 import torch
 from timing import verdict
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bridge"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("bridge", "model")]
 
 from bridge_models import FAMILIES
-from exactness import Errors, excess, greedy, measure
+from exactness import Errors, excess, greedy, measure, plain_and_bridge
 
 ONLY_FLOAT32 = ("olmo2",)
 """TransformerLens' bridge multiplies a float32 pattern with values in half precision there, which torch refuses."""
@@ -59,9 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with torch.no_grad():
         for family in args.families if args.greedy else ():
-            n, ties, wrong = (
-                sum(counts) for counts in zip(*(greedy(family, seed) for seed in range(args.greedy)), strict=True)
-            )
+            each = (greedy(*plain_and_bridge(family, seed, torch.float32), seed) for seed in range(args.greedy))
+            n, ties, wrong = (sum(counts) for counts in zip(*each, strict=True))
             print(verdict(f"{family}: {n} greedy tokens, {ties} near-ties, others", wrong, 0), flush=True)
         for dtype in (getattr(torch, name) for name in args.dtypes):
             for padded in args.padded:
@@ -71,7 +70,8 @@ def main(argv: list[str] | None = None) -> None:
                 for family in args.families:
                     if family in ONLY_FLOAT32 and dtype != torch.float32:
                         continue
-                    found[family] = [measure(family, seed, dtype, bool(padded)) for seed in range(args.seeds)]
+                    each = (plain_and_bridge(family, seed, dtype) for seed in range(args.seeds))
+                    found[family] = [measure(*models, seed, bool(padded)) for seed, models in enumerate(each)]
                     print(row(family, found[family]), flush=True)
                 over = {name: excess(errors, dtype) for name, errors in found.items()}
                 worst = max(over, key=lambda name: over[name])

@@ -72,12 +72,13 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
             return model, lambda *given: TransformersPasses(plain, *given), found
         return model, lambda *given: HookedPasses(model, *given), found
     if name in FAMILIES:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bridge"))
-        from bridge_models import some_tokens, tiny
+        sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("bridge", "model")]
+        from bridge_models import some_tokens
+        from tiny_hf import tiny_hf_model
 
         from kvlens import KVTransformerBridge
 
-        plain = tiny(name)
+        plain = tiny_hf_model(name)
         with torch.no_grad():
             for parameter_name, parameter in plain.named_parameters():
                 if "proj" in parameter_name or "lm_head" in parameter_name:

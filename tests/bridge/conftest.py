@@ -1,18 +1,38 @@
-"""Models on the bridge, for test files that say which: by a fixture ``family``."""
+"""Models on the bridge, each loaded once for all tests, for test files that say which: by a fixture ``family``."""
+
+import functools
 
 import pytest
 import torch
-from bridge_models import on_both_front_ends, rounding_in_nats, rounding_of, tiny
+from bridge_models import rounding_in_nats, rounding_of
 from small_models import Shared
+from tiny_hf import tiny_hf_model
 
-from kvlens import KVTransformerBridge
+from kvlens import HookedKVTransformer, KVTransformerBridge
 
 
 @pytest.fixture(scope="session")
 def bridge_of():
-    """A tiny model of a family, loaded once for all tests, which leave it as it is."""
-    bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(tiny(family)))
+    """A tiny model of a family; tests leave it as it is."""
+    bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(tiny_hf_model(family)))
     yield bridges
+    bridges.assert_untouched()
+
+
+@pytest.fixture(scope="session")
+def both_of(tmp_path_factory):
+    """``both_of(family)``: a model in float64, from one folder, on HookedKVTransformer and on the bridge."""
+
+    @functools.cache
+    def folder_of(family):
+        tiny_hf_model(family).double().save_pretrained(folder := tmp_path_factory.mktemp(family))
+        return folder
+
+    double = dict(dtype=torch.float64, device="cpu")
+    hooked = Shared(lambda family: HookedKVTransformer.from_pretrained_no_processing(folder_of(family), **double))
+    bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(folder_of(family), **double))
+    yield lambda family: (hooked(family), bridges(family))
+    hooked.assert_untouched()
     bridges.assert_untouched()
 
 
@@ -23,19 +43,13 @@ def model(family, bridge_of):
 
 @pytest.fixture(scope="module")
 def rounding(family):
-    return rounding_of(tiny(family))
+    return rounding_of(tiny_hf_model(family))
 
 
 @pytest.fixture(scope="module")
 def nats(family):
     """Rounding of a difference of log-probabilities."""
-    return rounding_in_nats(tiny(family))
-
-
-@pytest.fixture(scope="module")
-def both_front_ends(tmp_path_factory):
-    """A GPT-2 in float64, from one folder."""
-    return on_both_front_ends("gpt2", tmp_path_factory.mktemp("gpt2"))
+    return rounding_in_nats(tiny_hf_model(family))
 
 
 @pytest.fixture

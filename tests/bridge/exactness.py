@@ -1,11 +1,14 @@
 """How exact a converted prompt is on the bridge, next to Transformers' own cache: what tests and benchmark measure."""
 
+import copy
 from statistics import mean, median
 from typing import NamedTuple
 
 import torch
-from bridge_models import N_PROMPT, N_TEXT, cut_and_continued, exact_logits, rounding_of, some_tokens, tiny
+from bridge_models import N_PROMPT, N_TEXT, InFloat64, cut_and_continued, greedy_error, in_float64, rounding_of, some_tokens
+from tiny_hf import tiny_hf_model
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvlens import KVTransformerBridge, convert_prompt
 from kvlens.conversion import Counterfactuals
@@ -18,15 +21,23 @@ CUT_AT_END, PADDED_FRONT = (0, 5, 2, 8), (4, 0, 3, 1)
 
 
 class Errors(NamedTuple):
-    """Relative errors of one model's logits, against float64."""
+    """Relative errors of logits, against float64."""
 
     ours: float
     theirs: float
     whole: float
 
 
-def measure(family: str, seed: int, dtype: torch.dtype, padded: bool) -> Errors:
-    """The three errors of the model with this seed, in one dtype."""
+def plain_and_bridge(family: str, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, KVTransformerBridge]:
+    """The same tiny model twice, for :func:`measure`."""
+    plain, held = (tiny_hf_model(family, seed).to(dtype) for _ in range(2))
+    for model in (plain, held):
+        model.config._experts_implementation = "eager"  # grouped products in half precision want rows of 16 bytes
+    return plain, KVTransformerBridge.boot_transformers(held)
+
+
+def measure(plain: PreTrainedModel, model: KVTransformerBridge, seed: int, padded: bool) -> Errors:
+    """The three errors of a model of Transformers, and of a bridge with the same weights, on the texts with this seed."""
     prompts, texts = some_tokens(N_PAIRS, N_PROMPT, seed=2 * seed), some_tokens(N_PAIRS, N_TEXT, seed=2 * seed + 1)
     cut, front = (CUT_AT_END, PADDED_FRONT) if padded else ((0,) * N_PAIRS, (0,) * N_PAIRS)
     pairs = (
@@ -34,15 +45,13 @@ def measure(family: str, seed: int, dtype: torch.dtype, padded: bool) -> Errors:
         if padded
         else [(prompts, texts)]
     )
-    plain = tiny(family, seed).to(dtype)
-    plain.config._experts_implementation = "eager"  # grouped products in half precision want rows of 16 bytes
-    whole, theirs, old = [], [], []
+    exact, (whole, theirs, old) = in_float64(copy.deepcopy(plain)), ([], [], [])
     for prompt, text in pairs:
         both = torch.cat([prompt, text], dim=1)
         whole.append(plain(both).logits[:, prompt.shape[1] :])
         theirs.append(cut_and_continued(plain, prompt, text))
-        old.append(exact_logits(plain, both)[:, prompt.shape[1] :])
-    model = KVTransformerBridge.boot_transformers(plain)
+        with InFloat64():
+            old.append(exact(both).logits[:, prompt.shape[1] :])
     real = torch.arange(N_TEXT) >= torch.tensor(front)[:, None]
     kept = torch.arange(N_PROMPT) < N_PROMPT - torch.tensor(cut)[:, None]
     bias = convert_prompt(model, Counterfactuals(prompts[0], prompts, kept, "closed") if padded else prompts)
@@ -52,18 +61,12 @@ def measure(family: str, seed: int, dtype: torch.dtype, padded: bool) -> Errors:
     return Errors(*(relative_error(new, old) for new in (ours, theirs, whole)))
 
 
-def greedy(family: str, seed: int, n_new: int = 64) -> tuple[int, int, int]:
+def greedy(plain: PreTrainedModel, model: KVTransformerBridge, seed: int, n_new: int = 64) -> tuple[int, int, int]:
     """Of greedy tokens generated under a converted prompt: how many there are, and how many are not the likeliest token of one
     pass over the prompt and all that precedes them: near-ties, within the rounding of two passes, and others."""
-    prompts, texts = some_tokens(N_PAIRS, N_PROMPT, seed=2 * seed), some_tokens(N_PAIRS, N_TEXT, seed=2 * seed + 1)
-    plain = tiny(family, seed)
-    rounding, model = rounding_of(plain), KVTransformerBridge.boot_transformers(plain)
-    with model.kv_bias(convert_prompt(model, prompts)):
-        generated = model.generate(texts, max_new_tokens=n_new, do_sample=False, stop_at_eos=False, verbose=False)
-    logits = model(torch.cat([prompts, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
-    behind = logits.amax(dim=-1) - logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
-    wrong = behind > 2 * rounding * logits.abs().amax(dim=-1)
-    return behind.numel(), int(((behind > 0) & ~wrong).sum()), int(wrong.sum())
+    error = greedy_error(model, N_PAIRS, n_new, [], seed)
+    wrong = error > 2 * rounding_of(plain)
+    return error.numel(), int(((error > 0) & ~wrong).sum()), int(wrong.sum())
 
 
 def relative_error(new: list[Tensor], old: list[Tensor]) -> float:

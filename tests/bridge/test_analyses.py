@@ -1,9 +1,9 @@
-"""Analyses on the bridge: equal to those on HookedKVTransformer where both run a model, sums equal wholes elsewhere."""
+"""Analyses on the bridge, where HookedKVTransformer runs no such model: sums equal wholes. The others: test_front_ends.py."""
 
 import pytest
 import torch
-from bridge_models import rounding_of, some_tokens, tiny
-from pandas.testing import assert_frame_equal
+from bridge_models import rounding_of, some_tokens
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, convert_prompt
 from kvlens import analyses as an
@@ -19,35 +19,6 @@ DIRECT = ("gpt2", "qwen3_5", "gpt_oss", "llama")
 @pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("analysis", "options"),
-    [
-        ("attribution_by_head", {"by": [(0, 3), (3, 7), (7, 9)]}),
-        ("attribution_by_position", {"by": [(0, 3), (3, 7), (7, 9)], "each_layer": True}),
-        ("bias_by_head", {}),
-        ("bias_by_layer", {}),
-        ("bias_decomposition", {}),
-        ("bias_decomposition", {"answer": 3, "rival": 7}),
-        ("bias_effects", {"methods": ("zero", "baseline"), "by": "head", "answer": 3}),
-        ("bias_effects", {"by": "layer"}),
-        ("bias_positions", {}),
-        ("bias_positions", {"at": [1, 3], "answer": 3}),
-        ("prompt_by_depth", {}),
-        ("prompt_effect", {}),
-        ("conversion_error", {}),
-    ],
-)
-def test_tables_are_those_of_the_hooked_model(both_front_ends, analysis, options):
-    tables = [getattr(an, analysis)(m, PROMPT, TEXT, **options) for m in both_front_ends]
-    if analysis == "conversion_error":
-        tables = [table[["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"]] for table in tables]
-    assert_frame_equal(*tables, rtol=1e-9, atol=1e-9)
-
-
-def test_singular_values_are_those_of_the_hooked_model(both_front_ends):
-    assert_frame_equal(*(an.bias_singular_values(m, PROMPT) for m in both_front_ends), rtol=1e-9, atol=1e-9)
 
 
 def test_every_head_has_its_row(model):
@@ -86,7 +57,7 @@ def test_the_last_depth_is_the_model(model, nats):
 @pytest.mark.parametrize("family", DIRECT)
 def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family, bridge_of):
     """In the last layer nothing but norms and a gate is in between, and they are held."""
-    rounding, model = rounding_of(tiny(family)), bridge_of(family)
+    rounding, model = rounding_of(tiny_hf_model(family)), bridge_of(family)
     bias = convert_prompt(model, PROMPT)
     answer, rival, layer = 3, 7, 2
     table = an.bias_decomposition(model, PROMPT, TEXT, answer=answer, rival=rival)
@@ -128,7 +99,7 @@ def test_positions_add_up_to_the_bias(family, attached, bridge_of):
     model = bridge_of(family)
     initial = convert_prompt(model, some_tokens(5, seed=2)) if attached else None
     table = an.bias_positions(model, PROMPT, TEXT, initial=initial, answer=3, rival=7)
-    rounding = rounding_of(tiny(family))
+    rounding = rounding_of(tiny_hf_model(family))
     heads = table.groupby(["layer", "head"])
     assert abs(heads["output_share"].sum() - 1).max() < 1e-9
     read = table[table["part"].isin(["prompt", "inherited"])].groupby(["layer", "head"])

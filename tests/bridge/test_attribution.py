@@ -1,16 +1,10 @@
-"""Causes on the bridge: equal to those on HookedKVTransformer where both run a model, and held to interventions elsewhere."""
+"""Causes on the bridge, held to interventions; test_front_ends.py holds them to those on HookedKVTransformer."""
 
 from functools import partial
 
 import pytest
 import torch
-from bridge_models import (
-    place_of,
-    rounding_in_nats,
-    rounding_of,
-    some_tokens,
-    tiny,
-)
+from bridge_models import place_of, rounding_in_nats, rounding_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange, swapped_heads
 from kvlens.analyses.attribution.explain import explain
@@ -21,6 +15,7 @@ from kvlens.analyses.attribution.verdicts import Outcomes
 from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
+from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, convert_prompt, counterfactuals
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
@@ -37,27 +32,10 @@ def family(request):
     return request.param
 
 
-@pytest.mark.parametrize("positions", ["kept", "closed"])
-def test_units_are_those_of_the_hooked_model(both_front_ends, positions):
-    null = Null(19, prompts=[some_tokens(8, seed=s) for s in range(5)])
-    rows = UNITS if positions == "kept" else UNITS[:2]
-    tables = [prompt_attribution(m, PROMPT, TEXT, by=rows, null=null, positions=positions) for m in both_front_ends]
-    assert_frame_equal(*tables, rtol=0, atol=1e-9)
-    assert tables[0]["total_effect"].abs().max() > 0.01
-
-
-def test_edges_are_those_of_the_hooked_model(both_front_ends):
-    for given in (dict(), dict(through_mlps=False, rival=7), dict(replace_by={UNITS[1]: some_tokens(4, seed=2)})):
-        tables = [attribution_by_edge(m, PROMPT, TEXT, by=UNITS, answer=5, n_confirmed=None, **given) for m in both_front_ends]
-        names = list(tables[0].columns[:8])  # estimates of 0 come in any order
-        assert_frame_equal(*(t.sort_values(names, ignore_index=True) for t in tables), rtol=0, atol=1e-9)
-        assert tables[0]["effect"].abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
 def test_edges_of_other_families_are_path_patching(family, bridge_of):
     """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
-    model, together = bridge_of(family), torch.cat([PROMPT, TEXT])[None]
+    model, rounding, together = bridge_of(family), rounding_in_nats(tiny_hf_model(family)), torch.cat([PROMPT, TEXT])[None]
     new = some_tokens(4, seed=2)
     table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
     names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
@@ -89,7 +67,7 @@ def test_edges_of_other_families_are_path_patching(family, bridge_of):
         mixed = by_head[0].clone()
         mixed[:, :, row.receiver_head] = by_head[1][:, :, row.receiver_head]
         after = run(together, {receiver: mixed.view(own[receiver].shape)}, {})
-        assert abs(before - after - row.effect) < rounding_in_nats(tiny(family))
+        assert abs(before - after - row.effect) < rounding
 
 
 def test_latent_attention_has_no_edges(bridge_of):
@@ -97,10 +75,11 @@ def test_latent_attention_has_no_edges(bridge_of):
         attribution_by_edge(bridge_of("deepseek_v3"), PROMPT, TEXT, by=UNITS)
 
 
-def test_explanations_are_those_of_the_hooked_model(both_front_ends):
-    answer = int(log_p(both_front_ends[0], torch.cat([PROMPT, TEXT]), slice(None)).argmin())  # gained where it is least likely
+def test_explanations_are_those_of_the_hooked_model(both_of):
+    both = both_of("gpt2")
+    answer = int(log_p(both[0], torch.cat([PROMPT, TEXT]), slice(None)).argmin())  # gained where it is least likely
     for asked in (None, answer):
-        found = [explain(m, PROMPT, TEXT, by=UNITS, answer=asked) for m in both_front_ends]
+        found = [explain(m, PROMPT, TEXT, by=UNITS, answer=asked) for m in both]
         for name in ("units", "statements", "heads", "positions"):
             assert_frame_equal(
                 *(getattr(each, name).drop(columns="says", errors="ignore") for each in found), rtol=0, atol=1e-9
@@ -151,7 +130,7 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model, nats):
 
 def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridge_of):
     """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
-    rounding, model = rounding_in_nats(tiny("falcon_h1")), bridge_of("falcon_h1")
+    rounding, model = rounding_in_nats(tiny_hf_model("falcon_h1")), bridge_of("falcon_h1")
     bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
     own, donor = with_references(bias, other)
     question, layer = Question.of(model, PROMPT, TEXT, 5), 0
@@ -207,7 +186,7 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
     state, _ = place_of(model, 0, heads_per_layer(model)[0] - 1)
     zeroed = convert_prompt(model, PROMPT, fwd_hooks=[(f"{state}hook_v", zero)])  # layer 0: its inputs stay
     hidden = next(hidden_from_text(model, PROMPT, gone))
-    tolerance = rounding_of(tiny(family)) * float(bias.recurrent.b_KV[0].abs().max())
+    tolerance = rounding_of(tiny_hf_model(family)) * float(bias.recurrent.b_KV[0].abs().max())
     torch.testing.assert_close(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0], rtol=0, atol=tolerance)
     n_hidden = (gone[0, -bias.recurrent.conv.shape[1] :]).sum()
     changed = (hidden.recurrent.conv[:, 0] != bias.recurrent.conv).any(dim=-1)
@@ -222,7 +201,9 @@ def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of
     states = convert_prompt(model, other).recurrent.b_KV
     terms = state_terms(model, other)
     total = terms.of(torch.ones(1, len(PROMPT), dtype=torch.bool))
-    torch.testing.assert_close(total.float(), states, rtol=0, atol=rounding_of(tiny(family)) * float(states.abs().max()))
+    torch.testing.assert_close(
+        total.float(), states, rtol=0, atol=rounding_of(tiny_hf_model(family)) * float(states.abs().max())
+    )
     assert float(terms.of(~other.kept).abs().max()) == 0
 
 

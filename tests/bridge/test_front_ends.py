@@ -1,34 +1,74 @@
-"""The table of analyses and front ends is what happens: what it says runs does, and what it says does not gives the reason."""
+"""The table of analyses and front ends is what happens: what it says runs does, with the same numbers where both front ends run
+a model, and what it says does not gives the reason."""
 
+from typing import Any
+
+import pandas as pd
 import pytest
 import torch
-from bridge_models import some_tokens
+from bridge_models import rounding_in_nats, some_tokens
+from kvlens.analyses.attribution.null import Null
+from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, analyses
 from kvlens.analyses import front_ends
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
 
-PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
-CALLS = {
-    "bias_singular_values": lambda f, m: f(m, PROMPT),
-    "baseline_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
-    "bias_ablation": lambda f, m: f(m, PROMPT, TEXT, [[(1, 0)]]),
-    "state_memory": lambda f, m: f(m, PROMPT),
-    "state_erasure": lambda f, m: f(m, PROMPT, TEXT),
-    "prompt_attribution": lambda f, m: f(m, PROMPT, TEXT, by="token"),
-    "attribution_by_edge": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
-    "attribution_by_head": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
-    "explanation": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
-    "head_details": lambda f, m: f(m, PROMPT, TEXT).pattern,
-    "composition": lambda f, m: f(m).columns,
-    "induction_verdicts": lambda f, m: f(m, n_sequences=1, n_repeated=8),
-    "induction_heads": lambda f, m: f(m, n_sequences=1, n_repeated=8),
-    "linked_shares": lambda f, m: f(m, PROMPT, TEXT).by_prompt,
-    "prompt_copies": lambda f, m: f(m, PROMPT, PROMPT[2:5]),
-    "attribution_by_position": lambda f, m: f(m, PROMPT, TEXT, by=[(0, 4)]),
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+PROMPT = some_tokens(9)
+TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])  # so that there is something to copy
+ONE, UNITS = dict(by=[(0, 4)]), [(0, 3), (3, 7), (7, 9)]
+OTHER = {UNITS[1]: some_tokens(4, seed=2)}
+NULL = Null(19, prompts=[some_tokens(8, seed=seed) for seed in range(5)])
+FEW, ABLATIONS = dict(n_sequences=1, n_repeated=8), dict(n_sequences=2, n_repeated=9, ablations=True)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
+    "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
+    "bias_singular_values": (PROMPT,),
+    "composition": (),
+    "induction_heads": (),
+    "induction_verdicts": (),
+    "state_memory": (PROMPT,),
 }
-"""How an analysis is called, where not as f(model, prompt, text)."""
+"""What an analysis is given after the model, where not prompt and text."""
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "attribution_by_edge": [
+        ONE,
+        dict(by=UNITS, answer=5, n_confirmed=40, through_mlps=False, rival=7, replace_by=OTHER),
+    ],
+    "attribution_by_head": [ONE, dict(by=UNITS)],
+    "attribution_by_position": [ONE, dict(by=UNITS, each_layer=True)],
+    "bias_decomposition": [{}, dict(answer=3, rival=7)],
+    "bias_effects": [{}, dict(methods=("zero", "baseline"), by="head", answer=3), dict(by="layer")],
+    "bias_positions": [{}, dict(at=[1, 3], answer=3)],
+    "explanation": [ONE],
+    "induction_heads": [FEW, dict(**ABLATIONS, batch_size=7)],
+    "induction_verdicts": [FEW, ABLATIONS],
+    "prompt_attribution": [dict(by="token"), dict(by=UNITS, null=NULL), dict(by=UNITS[:2], null=NULL, positions="closed")],
+}
+"""With the first of these an analysis runs on every model, with all of them on both front ends."""
+OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdicts", "linked_shares", "prompt_copies")
+"""Compared on grouped heads with rotary positions too."""
+SAME = {
+    "conversion_error": ["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"],
+    "head_details": ["pattern", "prompt_shares", "bias_shares", "among"],
+    "linked_shares": ["by_prompt", "by_text", "between"],
+}
+"""The columns or tensors that are compared, where not all but words."""
+LARGE = {
+    "attribution_by_edge": "effect",
+    "induction_heads": "loss_change",
+    "induction_verdicts": "copying_score",
+    "prompt_attribution": "total_effect",
+}
+"""What must not be around 0 for a comparison to mean something."""
+ROUNDING = {"head_details": dict(rtol=1e-5, atol=1e-6), "prompt_copies": dict(rtol=1e-6, atol=1e-6)}  # in float32
+
+
+def run(name, model, options):
+    return getattr(analyses, name)(model, *ARGUMENTS.get(name, (PROMPT, TEXT)), **options)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"])
@@ -37,22 +77,52 @@ def family(request):
 
 
 @pytest.mark.parametrize("name", front_ends.analyses())
-def test_an_analysis_runs_or_says_why_not(model, name):
-    function, reason = getattr(analyses, name), front_ends.reason_against(name, model)
-    call = CALLS.get(name, lambda f, m: f(m, PROMPT, TEXT))
-    with torch.no_grad():
-        if name == "layer_contributions" and 0 in heads_per_layer(model):
-            with pytest.raises(IndirectHeads, match="layers have no heads"):
-                call(function, model)
-        elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
-            with pytest.raises(KVLensError, match="a single layer with heads"):
-                call(function, model)
-        elif reason is None:
-            assert len(call(function, model))
-        else:
-            with pytest.raises(KVLensError, match=f"{name} does not run on KVTransformerBridge") as refused:
-                function(model=model)
-            assert reason in str(refused.value) and model.cfg.architecture in str(refused.value)
+def test_an_analysis_runs_or_says_why_not(model, name, monkeypatch):
+    monkeypatch.setattr("kvlens.analyses.attribution.explain.CAP", 12)  # the sets themselves: tests/analyses/attribution
+    reason, options = front_ends.reason_against(name, model), OPTIONS.get(name, [{}])[0]
+    if name == "layer_contributions" and 0 in heads_per_layer(model):
+        with pytest.raises(IndirectHeads, match="layers have no heads"):
+            run(name, model, options)
+    elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
+        with pytest.raises(KVLensError, match="a single layer with heads"):
+            run(name, model, options)
+    elif reason is None:
+        first, *_ = compared(name, run(name, model, options))
+        assert len(first) or name == "composition"  # of a single layer with heads
+    else:
+        with pytest.raises(KVLensError, match=f"{name} does not run on KVTransformerBridge") as refused:
+            getattr(analyses, name)(model=model)
+        assert reason in str(refused.value) and model.cfg.architecture in str(refused.value)
+
+
+def compared(name, found):
+    """Frames and tensors, in the same order on both front ends."""
+    if isinstance(found, pd.DataFrame):
+        columns = SAME.get(name, [column for column in found if column != "says"])
+        sort = list(found.columns[:8]) if name == "attribution_by_edge" else []  # estimates of 0 come in any order
+        return [found.sort_values(sort, ignore_index=True)[columns] if sort else found[columns]]
+    return [getattr(found, field) for field in SAME[name]]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("gpt2", name) for name in front_ends.analyses() if not any(front_ends.NOT_ON.get(name, ())[:2])),
+        *(("llama", name) for name in OF_HEADS),
+    ],
+)
+def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
+    # Transformers computes Llama's norms, rotary angles and softmax in float32, also in a float64 model
+    rounding = 1e-9 if family == "gpt2" else rounding_in_nats(tiny_hf_model(family))
+    tolerance = ROUNDING.get(name, dict(rtol=rounding, atol=rounding))
+    for options in OPTIONS.get(name, [{}]):
+        tables = [run(name, model, options) for model in both_of(family)]
+        for x, y in zip(*(compared(name, table) for table in tables), strict=True):
+            if isinstance(x, pd.DataFrame):
+                pd.testing.assert_frame_equal(x, y, **tolerance)
+            else:
+                torch.testing.assert_close(x, y, **tolerance)
+    assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01
 
 
 def test_the_hooked_model_says_why_it_has_no_states():

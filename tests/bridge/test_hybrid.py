@@ -6,22 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers as tf
-from bridge_models import (
-    HYBRID,
-    HYBRIDS,
-    MIXTURE,
-    N_PROMPT,
-    N_TEXT,
-    PROMPT,
-    TEXT,
-    error_of_conversion,
-    largest,
-    rounding_of,
-    some_tokens,
-    tiny,
-)
+from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, error_of_conversion, largest, rounding_of, some_tokens
 from kvlens.analyses.bias.baseline import baseline_of
+from tiny_hf import HYBRIDS, ROWS, tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.analyses import baseline_ablation
@@ -36,7 +23,7 @@ STATES = {
     "minimax": (6, 8, 8, 0, 0),
     **dict.fromkeys(MAMBA_2, (4, 6, 12, 3, 2 * 2 * 6 + 4 * 12)),
 }
-"""Heads, d_k, d_v of a recurrent layer's state, and rows and channels of its convolution, where they are not HYBRID's."""
+"""Heads, d_k, d_v of a recurrent layer's state, and rows and channels of its convolution, where they are not Qwen3.5's."""
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -46,7 +33,7 @@ def family(request):
 
 @pytest.fixture(params=["bamba", "minimax", "olmo_hybrid", "qwen3_5"])
 def family_and_half(request):
-    plain = tiny(request.param).half()
+    plain = tiny_hf_model(request.param).half()
     plain.config._experts_implementation = "eager"
     return request.param, KVTransformerBridge.boot_transformers(plain)
 
@@ -80,7 +67,7 @@ def test_the_states_are_those_of_transformers_cache(model, rounding):
 def test_states_beyond_half_precision_are_read_in_float32(family_and_half):
     """z exceeds 65,504, and the norm behind it brings it back: logits are those of the float32 model, up to half precision."""
     family, half = family_and_half
-    model = KVTransformerBridge.boot_transformers(tiny(family).half().float())
+    model = KVTransformerBridge.boot_transformers(tiny_hf_model(family).half().float())
     logits = []
     for one in (model, half):
         bias = convert_prompt(one, PROMPT)
@@ -136,7 +123,7 @@ def test_hooks_without_a_bias_change_decoding_too(model):
 
 
 def test_a_token_decoded_behind_padding_is_no_padding(bridge_of):
-    rounding, model = rounding_of(tiny("qwen3_5")), bridge_of("qwen3_5")
+    rounding, model = rounding_of(tiny_hf_model("qwen3_5")), bridge_of("qwen3_5")
     text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
     mask[0, :4] = 0
     plain = model.original_model
@@ -164,7 +151,7 @@ def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
     for by_hand in (replace(bias.recurrent, b_KV=one), replace(bias.recurrent, b_KV=every, conv=other_conv)):
         expected.append(float((own.exp() * (own - log_p(by_hand))).sum(-1).mean()))
     table = baseline_ablation(model, prompt, text, [[(0, 1)], [(0, head) for head in range(4)]])
-    assert expected[0] < 0.05 < expected[1]
+    assert 0.05 < expected[0] < expected[1]
     assert table["kl"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -210,8 +197,7 @@ def test_a_copy_of_the_model_reads_its_own_bias(model):
 
 
 def test_experts_of_qwen3_5():
-    torch.manual_seed(0)
-    plain = tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**HYBRID, **MIXTURE)).eval()
+    plain = tiny_hf_model("qwen3_5_moe_text", **ROWS["qwen3_next"][1])
     rounding = rounding_of(plain)
     model = KVTransformerBridge.boot_transformers(plain)
     assert error_of_conversion(model) < rounding

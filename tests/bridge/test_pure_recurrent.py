@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from bridge_models import N_PROMPT, PROMPT, PURELY_RECURRENT, TEXT, greedy_error, largest, tiny
+from bridge_models import N_PROMPT, PROMPT, TEXT, greedy_error, largest
+from tiny_hf import PURELY_RECURRENT, tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 
@@ -18,7 +19,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def plain(family):
-    return tiny(family)
+    return tiny_hf_model(family)
 
 
 def test_converted_equals_prompted(model, plain, rounding):
@@ -66,4 +67,4 @@ def test_bad_input_is_refused_with_a_message(model):
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 1"), model.kv_bias(bias):
         model(TEXT[:1])
     with pytest.raises(KVLensError, match="weights differs"):
-        KVTransformerBridge.boot_transformers(tiny("mamba2", seed=1)).attach_kv_bias(bias)
+        KVTransformerBridge.boot_transformers(tiny_hf_model("mamba2", seed=1)).attach_kv_bias(bias)

@@ -5,8 +5,8 @@ from importlib.metadata import version
 import pytest
 import torch
 import transformers as tf
-from bridge_models import D_VOCAB, LIKE_THE_OTHERS, N_CTX, PURELY_RECURRENT, SPECIAL, WITHOUT_D_HEAD, some_tokens, tiny
-from bridge_models import FAMILIES as MODELS
+from bridge_models import FAMILIES, LIKE_THE_OTHERS, some_tokens
+from tiny_hf import PURELY_RECURRENT, tiny_hf_model
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
@@ -20,25 +20,18 @@ from kvlens.model import heads_per_layer, read_attention
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
-HEADS = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=D_VOCAB)
-REFUSED = {
-    "GPTJForCausalLM": tf.GPTJConfig(n_embd=12, n_layer=1, n_head=3, n_positions=N_CTX, vocab_size=D_VOCAB, rotary_dim=2),
-    "GPTNeoForCausalLM": tf.GPTNeoConfig(
-        hidden_size=24, num_layers=1, num_heads=6, vocab_size=D_VOCAB, attention_types=[[["global"], 1]]
-    ),
-    "OPTForCausalLM": tf.OPTConfig(**HEADS, ffn_dim=20, word_embed_proj_dim=24, max_position_embeddings=N_CTX),
-    "BloomForCausalLM": tf.BloomConfig(hidden_size=24, n_layer=1, n_head=6, vocab_size=D_VOCAB),
-}
+MODELS = [*FAMILIES, *LIKE_THE_OTHERS, *PURELY_RECURRENT]
+REFUSED = ["bloom", "gpt_neo", "gptj", "opt"]
 
 
-@pytest.mark.parametrize("family", [*MODELS, *LIKE_THE_OTHERS, *PURELY_RECURRENT])
+@pytest.mark.parametrize("family", MODELS)
 def test_a_row_says_what_happens(family, bridge_of):
     model = bridge_of(family)
     row = table.FAMILIES[model.original_model.config.model_type]
     parts = model.__dict__["_parts"]
     assert row.attention == any(isinstance(part, SoftmaxLayer) for part in parts)
     assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})
-    assert len(prompt_attribution(model, PROMPT, TEXT, by="token")) == len(PROMPT)
+    assert len(prompt_attribution(model, PROMPT, TEXT, by=[(0, 4), (4, 9)])) == 2
     kinds = set()
     for layer, reading in zip(model.layers(), read_attention(model, PROMPT, TEXT), strict=True):
         n_heads = [part.n_heads for part in layer.parts]
@@ -70,16 +63,18 @@ def rule_of(mixer):
 
 
 def test_the_reference_has_a_row_for_every_tested_family():
-    tested = {tiny(family).config.model_type for family in [*MODELS, *LIKE_THE_OTHERS, *PURELY_RECURRENT]}
+    tested = {tiny_hf_model(family).config.model_type for family in MODELS}
     assert tested == set(table.FAMILIES)
+    assert {type(tiny_hf_model(kind)).__name__ for kind in REFUSED} == set(table.REFUSED)
     for row in table.FAMILIES.values():
         assert f"| {row.name} | exact | yes | {row.patterns} |" in table.__doc__
     assert version("transformer-lens").startswith(table.RELEASES)
 
 
-@pytest.mark.parametrize("architecture", table.REFUSED)
-def test_a_refusal_names_the_family_and_what_can_be_done(architecture):
-    model = getattr(tf, architecture)(REFUSED[architecture]).eval()
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refusal_names_the_family_and_what_can_be_done(kind):
+    model = tiny_hf_model(kind)
+    architecture = type(model).__name__
     with pytest.raises(KVLensError, match=f"{architecture} has no way to read a KV bias yet: layer 0") as refused:
         KVTransformerBridge.boot_transformers(model)
     says = str(refused.value)
@@ -88,26 +83,26 @@ def test_a_refusal_names_the_family_and_what_can_be_done(architecture):
 
 
 def test_the_comparison_leaves_a_model_in_training_as_it_is():
-    plain = tiny("gpt2")
+    plain = tiny_hf_model("gpt2")
     expected = plain(TEXT[None]).logits
     plain.train()  # GPT-2 has dropout
     model = KVTransformerBridge.boot_transformers(plain)
     assert plain.training and torch.allclose(model.eval()(TEXT[None]), expected, atol=1e-5)
 
 
-def test_a_device_map_is_respected(tmp_path):
-    """With and without the option, for families that Transformers loads and that TransformerLens loads."""
+def test_a_device_map_is_respected(tmp_path, bridge_of):
+    """For families that Transformers loads and that TransformerLens loads."""
     for family in ("llama", "qwen3_5"):
-        tiny(family).save_pretrained(tmp_path / family)
+        tiny_hf_model(family).save_pretrained(tmp_path / family)
         model = KVTransformerBridge.boot_transformers(tmp_path / family, device_map={"": "cpu"})
         with model.kv_bias(convert_prompt(model, PROMPT)):
             converted = model(TEXT[None])
-        whole = KVTransformerBridge.boot_transformers(tmp_path / family)(torch.cat([PROMPT, TEXT])[None])
+        whole = bridge_of(family)(torch.cat([PROMPT, TEXT])[None])
         torch.testing.assert_close(converted, whole[:, len(PROMPT) :], rtol=0, atol=1e-5)
 
 
 def test_weights_that_a_device_map_offloads_are_refused(tmp_path):
-    tiny("llama").save_pretrained(tmp_path)
+    tiny_hf_model("llama").save_pretrained(tmp_path)
     parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{i}" for i in range(3))]
     device_map = {part: "disk" if part == "model.layers.1" else "cpu" for part in parts}
     options = dict(device_map=device_map, offload_folder=tmp_path / "offloaded")
@@ -120,7 +115,7 @@ def test_weights_that_a_device_map_offloads_are_refused(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"revision": "main"}, {"device_map": "cpu"}])
 def test_no_option_leads_past_the_comparison(options, tmp_path):
     """TransformerLens leaves out norms of StableLM."""
-    tf.StableLmForCausalLM(tf.StableLmConfig(**WITHOUT_D_HEAD, **SPECIAL)).save_pretrained(tmp_path)
+    tiny_hf_model("stablelm").save_pretrained(tmp_path)
     says = r"does not compute what StableLmForCausalLM computes: on 16 tokens .* differ .* by \d"
     with pytest.raises(KVLensError, match=says):
         KVTransformerBridge.boot_transformers(tmp_path, **options)

@@ -16,7 +16,7 @@ def heads_of(model):
     return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
 
 
-KINDS = [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf neox", "hf bloom"]
+KINDS = [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf gpt_neox", "hf bloom"]
 
 
 @pytest.mark.parametrize(

@@ -4,35 +4,23 @@ import functools
 
 import pytest
 import torch
-from bridge_models import COMMON, FAMILIES, HYBRIDS, MAMBA, PURELY_RECURRENT, SPECIAL, InFloat64
-from transformers import FalconH1Config, FalconH1ForCausalLM
+from bridge_models import InFloat64
+from tiny_hf import HYBRIDS, PURELY_RECURRENT, tiny_hf_model
 
 from kvlens.errors import KVLensError
 from kvlens.mixers import HOOKS, RecurrentState, has_mixer, mixer_for
 from kvlens.ops.linear_attention import without_padding
 
 BATCH, POS = 3, 70
-MODELS = {
-    **HYBRIDS,
-    **PURELY_RECURRENT,
-    "falcon_h1": FAMILIES["falcon_h1"],
-    "falcon_h1_norm": lambda: FalconH1ForCausalLM(
-        FalconH1Config(**COMMON, **SPECIAL, **MAMBA, mamba_d_ssm=48, mamba_rms_norm=True)
-    ),
-}
-families = pytest.mark.parametrize("family", MODELS)
+FAMILIES = [*HYBRIDS, *PURELY_RECURRENT, "falcon_h1", "falcon_h1_norm"]
+families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @functools.cache
 def layer_of(family, dtype=torch.float32):
-    """The first layer's recurrent module, with large weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = MODELS[family]().eval().requires_grad_(False)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
-    layer = (getattr(model, "backbone", None) or model.model).layers[0]
+    """The first layer's recurrent module."""
+    model = tiny_hf_model("falcon_h1", mamba_rms_norm=True) if family == "falcon_h1_norm" else tiny_hf_model(family)
+    layer = (getattr(model, "backbone", None) or model.model).layers[0].requires_grad_(False)
     names = ("linear_attn", "mamba", "mixer", "self_attn")
     return next(getattr(layer, name) for name in names if hasattr(layer, name)).to(dtype)
 

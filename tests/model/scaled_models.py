@@ -10,7 +10,7 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 
-REAL = ["gpt2", "neox", "llama", "qwen2", "qwen3", "docs-gpt2", "facts-gpt2", "stories260K"]
+REAL = ["gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "docs-gpt2", "facts-gpt2", "stories260K"]
 """Tiny random ones, those that ship with kvlens, and one from a llama2.c file."""
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 from bridge_models import exact_logits
-from tiny_hf import D_VOCAB, KINDS, tiny_hf_model
+from tiny_hf import D_VOCAB, FULL, KINDS, ROWS, SLIDING, tiny_hf_model
+from tiny_hf import ROPE as OLD_ROPE
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.pretrained import SUPPORTED_ARCHITECTURES
@@ -22,11 +23,8 @@ from kvlens.pretrained.translation import alibi_slopes
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
-PLAIN = ["gpt2", "neox", "llama", "qwen2", "qwen3", "gpt_neo", "gptj", "opt", "bloom", "phi3"]
-PLAIN += ["mistral", "mixtral", "olmoe", "olmo3", "apertus", "gemma", "gemma_2", "gemma_3", "olmo", "olmo2", "phi", "gptoss"]
 TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
 
-OLD_ROPE = {"rope_theta": 1234.0, "rope_type": "default"}
 YARN = {**OLD_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}
 LLAMA3 = {**OLD_ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 11
@@ -56,7 +54,7 @@ TWO_ROPES = [
     {"sliding_attention": LLAMA3, "full_attention": LLAMA3},
     {"sliding_attention": OLD_ROPE, "full_attention": LLAMA3},
 ]
-ACTIVATIONS = ["relu", "gelu", "gelu_accurate", "silu", "swish", "xielu", "quick_gelu"]
+ACTIVATIONS = ["relu", "gelu", "gelu_accurate", "swish", "xielu", "quick_gelu", "gelu_pytorch_tanh"]
 
 
 def each(names: str, values: list[Any]) -> dict[str, list[Any]]:
@@ -66,20 +64,22 @@ def each(names: str, values: list[Any]) -> dict[str, list[Any]]:
 VALUES: dict[str, list[Any]] = {
     **each("layer_norm_epsilon layer_norm_eps rms_norm_eps", [0.3]),
     **each("activation_function hidden_act hidden_activation", ACTIVATIONS),
-    **each("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar", [2.0, 3]),
+    **each("attn_logit_softcapping final_logit_softcapping", [2.0]),
+    "query_pre_attn_scalar": [3],
     **each("use_bidirectional_attention qk_layernorm", [True, False]),
     **each("swiglu_alpha swiglu_limit", [1.0]),
-    "_sliding_window_pattern": [2],
+    "_sliding_window_pattern": [],  # makes layer_types where there are none: below
     **each("tie_word_embeddings attention_bias mlp_bias enable_bias layer_norm_elementwise_affine", [True, False]),
     **each("_remove_final_layer_norm do_layer_norm_before scale_attn_weights scale_attn_by_inverse_layer_idx", [True, False]),
     **each("use_parallel_residual norm_topk_prob apply_residual_connection_post_layernorm slow_but_exact", [True, False]),
     **each("num_key_value_heads", [1, 3, 6]),
-    **each("num_attention_heads num_heads", [2, 4, 5, 6]),
+    **each("num_attention_heads num_heads", [3, 4, 12]),
     "n_head": [2, 3, 4, 5, 6, 10],  # of Bloom as well: its slopes depend on whether the number is a power of two
     **each("num_hidden_layers n_layer num_layers", [2, 4]),
     **each("hidden_size n_embd", [48, 60]),
-    **each("intermediate_size n_inner ffn_dim", [48, 64]),
-    **each("max_position_embeddings n_positions", [19, 41]),
+    **each("intermediate_size ffn_dim", [48]),
+    "n_inner": [48, None],
+    **each("max_position_embeddings n_positions", [41]),
     **each("num_local_experts num_experts", [4]),
     "num_experts_per_tok": [1],
     "vocab_size": [311],
@@ -95,26 +95,29 @@ VALUES: dict[str, list[Any]] = {
 }
 """Other values for every field that is not in ``IRRELEVANT``; those that an architecture cannot have, transformers refuses."""
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-WINDOWS = [
-    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": n, "rope_parameters": rope}
+WINDOWS: list[dict[str, Any]] = [
+    {"layer_types": None, "sliding_window": 4, "max_window_layers": n, "rope_parameters": rope}
     for n in (0, 1)
     for rope in (OLD_ROPE, YARN)
-] + [{"use_sliding_window": True, "sliding_window": 4, "layer_types": [FULL, SLIDING, FULL]}]
+]
+WINDOWS += [{"sliding_window": 4, "layer_types": [FULL, SLIDING, FULL]}, {"use_sliding_window": False, "layer_types": None}]
 TOGETHER: dict[str, list[dict[str, Any]]] = {
     "gpt_neo": [
+        {"num_layers": 4, "attention_types": [[["local", "global"], 2]]},
         {"attention_types": [[["local"], 2]]},
         {"attention_types": [[["global"], 2]]},
         {"attention_types": [[["local", "global"], 1]], "window_size": 3},
     ],
     "qwen2": WINDOWS,
-    "qwen3": WINDOWS,
+    "qwen3": [{"use_sliding_window": True, **change} for change in WINDOWS],
+    "gemma3": [{"layer_types": None, "_sliding_window_pattern": 2}],
     "olmo3": [
-        *({"layer_types": [FULL, SLIDING, FULL], "rope_parameters": rope, "sliding_window": 4} for rope in (None, *TWO_ROPES)),
+        {"layer_types": [FULL, SLIDING, FULL], "rope_parameters": None, "sliding_window": 4},
         *({"layer_types": [kind] * 3, "rope_parameters": rope} for kind in (FULL, SLIDING) for rope in TWO_ROPES),
     ],
     "bloom": [{"slow_but_exact": True, "pretraining_tp": 2}],  # leaves two biases out
     "opt": [{"hidden_size": 48, "word_embed_proj_dim": 48}],
+    "phi": [{"num_attention_heads": 3, "num_key_value_heads": 3}],
     "phi3": [{"head_dim": 10, "rope_parameters": {**OLD_ROPE, "partial_rotary_factor": 0.6}}],
     "llama": [{"attention_bias": True, "num_key_value_heads": 6}, {"attention_bias": True, "head_dim": 10}],
     "mistral": [{"sliding_window": None, "rope_parameters": rope} for rope in (YARN, LLAMA3)],
@@ -149,18 +152,26 @@ def values_for(kind: str, name: str) -> list[Any]:
     """Other values of a field. Activations and kinds of RoPE are read by the same code for all architectures, so each is tried
     on a fifth of them, and all on three that differ in what is around that code.
     """
-    shared = name in ("rope_parameters", "activation_function", "hidden_act")
-    fifth = slice(PLAIN.index(kind) % 5, None, 5)
+    shared = name in ("rope_parameters", "activation_function", "hidden_act", "hidden_activation")
+    fifth = slice(KINDS.index(kind) % 5, None, 5)
     return VALUES[name][fifth] if shared and kind not in ("gpt2", "llama", "olmo3") else VALUES[name]
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_honored_or_refused_by_name(kind):
-    names = set(type(tiny_hf_model(kind).config)().to_dict()) - IRRELEVANT
+    config = tiny_hf_model(kind).config
+    names = set(type(config)().to_dict()) - IRRELEVANT
     if "rope_parameters" in names:
         names |= set(UNDECLARED)
     assert names <= set(VALUES), "a field that no other value is known for: add one, or put it into IRRELEVANT"
-    changes = [{name: value} for name in sorted(names) for value in values_for(kind, name)] + TOGETHER.get(kind, [])
+    by_layer = {"layer_types": None} if "layer_types" in ROWS[kind][1] else {}  # given for as many layers as the row has
+    changes = [
+        {name: value, **(by_layer if name == "num_hidden_layers" else {})}
+        for name in sorted(names)
+        for value in values_for(kind, name)
+        if value != getattr(config, name, None)
+    ]
+    changes += TOGETHER.get(kind, [])
     outcomes = [(change, outcome(kind, change)) for change in changes]
     assert [(change, found) for change, found in outcomes if found.startswith("wrong")] == []
     tried = {name for change, found in outcomes if found != "impossible" for name in change}
@@ -178,7 +189,7 @@ def changed(value: Any) -> Any:
     return value + {int: 1, float: 0.25}[type(value)] if type(value) in (int, float) else None
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_irrelevant_fields_move_no_logits(kind):
     before = tiny_hf_model(kind)
@@ -196,7 +207,7 @@ def test_irrelevant_fields_move_no_logits(kind):
     torch.testing.assert_close(model(TOKENS), before(TOKENS).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_transformers_reads_of_a_configuration_is_known(kind):
     """A modeling file may read more than the configuration's class declares (``head_dim``, at the time of writing)."""
     model = tiny_hf_model(kind)
@@ -207,14 +218,13 @@ def test_what_transformers_reads_of_a_configuration_is_known(kind):
     of_other_heads = {"num_labels", "hidden_dropout", "summary_last_dropout", "_attn_implementation"}
     attention_interface = {"sliding_window"} if kind == "olmoe" else set()  # handed on, and not read by eager attention
     images = {"get_text_config", "image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
-    elsewhere = images if kind == "gemma_3" else {"partial_rotary_factor"} if kind == "phi" else set()  # that in a comment
+    elsewhere = images if kind == "gemma3" else {"partial_rotary_factor"} if kind == "phi" else set()  # that in a comment
     assert read - declared - of_other_heads - attention_interface - elsewhere <= set(UNDECLARED)
 
 
 def test_every_supported_architecture_is_swept():
-    classes = {type(tiny_hf_model(kind)).__name__ for kind in PLAIN}
+    classes = {type(tiny_hf_model(kind)).__name__ for kind in KINDS}
     assert classes == set(SUPPORTED_ARCHITECTURES) == set(HONORED)
-    assert set(PLAIN) <= set(KINDS)
 
 
 def test_honored_fields_exist():

@@ -69,7 +69,7 @@ REFUSED = [
     ("first_n_layers must be 1 to 3 (the model's layers), got 4", lambda: parts(first_n_layers=4)),
     ("first_n_layers must be 1 to 3", lambda: parts(first_n_layers=0)),
     ("n_ctx must be at least 1", lambda: parts(n_ctx=0)),
-    ("learned 29 positions, n_ctx=50", lambda: parts(n_ctx=50)),
+    ("learned 96 positions, n_ctx=150", lambda: parts(n_ctx=150)),
     ("['revisoin'] would have no effect", lambda: parts(revisoin="main")),
     # names
     ("did you mean 'gpt2'", lambda: official_name("gtp2")),

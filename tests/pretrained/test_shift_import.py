@@ -164,7 +164,7 @@ def test_sources_that_cannot_be_read_are_described(tmp_path):
 def shifted_llama(folder, form="numbers"):
     """A Llama folder whose checkpoint also holds shift coefficients, as a model with its own code would write it."""
     hf_model = tiny_hf_model("llama")
-    shapes = {"numbers": (2,), "matrix": (2, 2)}
+    shapes = {"numbers": (3,), "matrix": (3, 2)}
     names = {"numbers": ("alpha1", "alpha2", "beta1", "beta2"), "matrix": ("K", "V")}[form]
     generator = torch.Generator().manual_seed(3)
     extra = {

@@ -4,10 +4,7 @@ import json
 
 import pandas as pd
 import pytest
-import torch
-from bridge_models import HYBRID, tiny
-from tiny_hf import D_VOCAB, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, analyses, load
 from kvlens.__main__ import main
@@ -19,8 +16,7 @@ PROMPT, TEXT = "the cat sat on the mat. the dog sat on the log.", " the dog sat"
 def folder(tmp_path_factory):
     """A hybrid with a tokenizer, as Transformers writes it."""
     folder = tmp_path_factory.mktemp("hybrid")
-    torch.manual_seed(0)
-    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HYBRID, "vocab_size": D_VOCAB})).save_pretrained(folder)
+    tiny_hf_model("qwen3_5").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -41,9 +37,7 @@ def test_a_report(folder, tmp_path, capsys):
 @pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
 def test_a_report_without_direct_logits(family, tmp_path, capsys):
     """Heads behind factors, and layers without heads: everything but the contributions to logits is there."""
-    plain = tiny(family)
-    plain.resize_token_embeddings(D_VOCAB)
-    plain.save_pretrained(tmp_path / "model")
+    tiny_hf_model(family).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
     assert main(["report", "--model", str(tmp_path / "model"), *words, "--out", str(tmp_path / "out")]) == 0
@@ -94,8 +88,7 @@ def test_states_in_a_batch(folder, tmp_path, capsys):
 
 def test_a_folder_goes_to_the_front_end_that_runs_it(folder, tmp_path):
     assert isinstance(load(folder, device="cpu"), KVTransformerBridge)
-    sizes = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=D_VOCAB)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    tiny_hf_model("llama").save_pretrained(tmp_path)
     hooked = load(str(tmp_path), device="cpu")
     assert isinstance(hooked, HookedKVTransformer)
     bridge = KVTransformerBridge.boot_transformers(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from analysis_models import VARIANTS, random_model, tokens
-from bridge_models import some_tokens, tiny
+from bridge_models import some_tokens
 from kvlens.analyses.attribution import by_head
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import HeadExchange
@@ -22,6 +22,7 @@ from kvlens.analyses.attribution.search import ONE_BY_ONE, Asked, Runs, sets_of
 from kvlens.analyses.attribution.terms import Terms
 from kvlens.analyses.attribution.verdicts import Outcomes
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
+from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVShiftConfig, KVTransformerBridge, convert_prompt
 from kvlens.report.example import example_for
@@ -234,7 +235,7 @@ def test_statements_hold_when_they_are_run_again_over_prompt_and_text(name):
 
 def sharp(family):
     """Random weights that are large enough for something to be lost."""
-    plain = tiny(family)
+    plain = tiny_hf_model(family)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.mul_(4 if "proj" in name or "lm_head" in name else 1)

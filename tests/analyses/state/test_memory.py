@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from bridge_models import HYBRIDS, some_tokens, tiny
+from bridge_models import some_tokens
+from tiny_hf import HYBRIDS, tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import state_erasure, state_memory
@@ -16,13 +17,13 @@ CLOSE = dict(rtol=1e-5, atol=1e-6)
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def model(request):
-    return KVTransformerBridge.boot_transformers(tiny(request.param))
+    return KVTransformerBridge.boot_transformers(tiny_hf_model(request.param))
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid"])
 def delta_model(request):
     """Of the delta rule, whose maps the tests multiply token by token."""
-    return KVTransformerBridge.boot_transformers(tiny(request.param))
+    return KVTransformerBridge.boot_transformers(tiny_hf_model(request.param))
 
 
 def maps_of(model, tokens, layer):
@@ -93,6 +94,6 @@ def test_bad_input_is_refused_with_a_message(model):
     with pytest.raises(KVLensError, match="no tokenizer"):
         state_memory(model, "words")
     with pytest.raises(KVLensError, match="LlamaForCausalLM.*no layer of the model is recurrent"):
-        state_memory(KVTransformerBridge.boot_transformers(tiny("llama")), some_tokens(N_PROMPT))
+        state_memory(KVTransformerBridge.boot_transformers(tiny_hf_model("llama")), some_tokens(N_PROMPT))
     with pytest.raises(KVLensError, match="model"):
         state_memory(HookedKVTransformer.from_zoo("bigram-linear"), some_tokens(N_PROMPT))
