@@ -182,8 +182,8 @@ def test_more_features_come_closer_and_all_landmarks_are_exact():
         for m in (8, 4096)
     }
     assert errors[4096] < errors[8] / 3  # errors fall as the root of m; 22 times as far in the mean
-    for model in (model, model_of("alibi")):
-        every = DualModel.from_head(model, tokens, 0, 1, kernel="landmark", n_features=12)
+    for one in (model, model_of("alibi")):
+        every = DualModel.from_head(one, tokens, 0, 1, kernel="landmark", n_features=12)
         assert every.equivalence_error() < 1e-8
 
 

@@ -29,7 +29,7 @@ def test_answers_that_do_not_cluster_all_count():
 
 
 def test_answers_that_cluster_count_as_fewer():
-    """By hand: 3, 3, 1 and 1 right of 3, so p = 2/3 and Var(p) = 4 (4/3) / 12^2 = 1/27: as 2/9 / (1/27) = 6 answers, 4 right."""
+    """By hand: 3, 3, 1, 1 right of 3: p = 2/3 and Var(p) = 4 (4/3) / 12^2 = 1/27: as 2/9 / (1/27) = 6 answers, 4 right."""
     is_right = [True] * 6 + [True, False, False] * 2
     table = pd.DataFrame({"is_right": is_right, "group": [i // 3 for i in range(12)]})
     assert share_interval(table["is_right"], table["group"]) == pytest.approx(interval(4, 6), abs=1e-12)
