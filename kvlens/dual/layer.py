@@ -88,8 +88,7 @@ class DualLayer:
         W_O = block.attn.W_O[head].double()
         label_map = W_O @ (through + torch.eye(len(mid), dtype=through.dtype, device=mid.device) if residual else through)
         output = mid + out if residual else out
-        kv_head = head // (len(block.attn.W_Q) // block.attn.W_V.shape[0])
-        values = torch.linalg.svdvals(block.attn.W_V[kv_head].double() @ W_O @ through)
+        values = torch.linalg.svdvals(block.attn.W_V[head].double() @ W_O @ through)
         remainder = float(rest.norm() / out.norm())
         return cls(dual, label_map, output - dual.output @ label_map, output, remainder, values)
 

@@ -122,16 +122,15 @@ def test_hooks_without_a_bias_change_decoding_too(model):
     assert largest(model.run_with_hooks(TEXT, fwd_hooks=hooks), model(TEXT)) > 0.01
 
 
-def test_a_token_decoded_behind_padding_is_no_padding(bridge_of):
-    rounding, model = rounding_of(tiny_hf_model("qwen3_5")), bridge_of("qwen3_5")
+def test_a_token_decoded_behind_padding_is_no_padding(model, rounding):
     text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
     mask[0, :4] = 0
     plain = model.original_model
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_v", lambda v, hook: v)]):  # so that the mixers compute the layers
+    with model.kv_bias(convert_prompt(model, PROMPT[0])):  # so that the mixers compute the layers
         first = plain(text[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
         decoded = plain(text[:, -1:], attention_mask=mask, past_key_values=first.past_key_values).logits[:, -1]
-    for row, start in ((0, 4), (1, 0)):
-        assert largest(decoded[row], model(text[row : row + 1, start:])[0, -1]) < rounding
+        for row, start in ((0, 4), (1, 0)):
+            assert largest(decoded[row], model(text[row : row + 1, start:])[0, -1]) < rounding
 
 
 def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):

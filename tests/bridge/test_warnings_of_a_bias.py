@@ -28,6 +28,14 @@ def test_changed_weights_are_said_once(model):
         assert not warned_of(lambda: model(TEXT))
 
 
+def test_weights_changed_in_an_inner_block_are_said_in_the_outer_one(model):
+    a, b = convert_prompt(model, PROMPT), convert_prompt(model, OTHER)
+    with model.kv_bias(a):
+        with model.kv_bias(b), torch.no_grad():
+            next(model.original_model.parameters()).mul_(1.1)
+        assert len(warned_of(lambda: model(TEXT))) == 1
+
+
 def test_normalizers_below_zero_are_said_once(model):
     a, b = convert_prompt(model, PROMPT), convert_prompt(model, OTHER)
     with model.kv_bias(-10 * a), warnings.catch_warnings():

@@ -97,14 +97,14 @@ def test_what_cannot_be_swapped():
 
 
 def write_glue(folder, task, n=24):
-    """Sentences with "good" are 1 (entailed, similar), those with "bad" 0; quotes as GLUE has them, unpaired."""
+    """Sentences with "good" are 1 (entailed, similar), those with "bad" 0; a quote in front, as GLUE has them, unpaired."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for split in ("train", "dev"):
         rows = []
         for i in range(n):
             good, animal = bool(generator.integers(2)), ["cat", "dog"][generator.integers(2)]
-            one, other = f'the {animal} is {"good" if good else "bad"} "', f"the {animal} sat"
+            one, other = f'" the {animal} is {"good" if good else "bad"}', f"the {animal} sat"
             if task == "cola":
                 rows.append(f"src\t{int(good)}\t\t{one}")
             elif task == "mrpc":
@@ -125,6 +125,7 @@ def write_glue(folder, task, n=24):
 @pytest.mark.parametrize("task", ["cola", "mrpc", "stsb", "rte"])
 def test_fine_tuning_learns_a_made_up_task(task, tmp_path):
     folder = write_glue(tmp_path / task, task)
+    assert all(one.startswith('" the ') for one in read_examples(folder, task, "dev").first)
     model = swap_self_attention(
         bert(1 if task == "stsb" else 2), dict(regularised=dict(alpha=-0.1), negative=dict(k=1, beta=0.1))
     )

@@ -182,8 +182,9 @@ def test_more_features_come_closer_and_all_landmarks_are_exact():
         for m in (8, 4096)
     }
     assert errors[4096] < errors[8] / 3  # errors fall as the root of m; 22 times as far in the mean
-    every = DualModel.from_head(model, tokens, 0, 1, kernel="landmark", n_features=12)
-    assert every.equivalence_error() < 1e-8
+    for one in (model, model_of("alibi")):
+        every = DualModel.from_head(one, tokens, 0, 1, kernel="landmark", n_features=12)
+        assert every.equivalence_error() < 1e-8
 
 
 def test_the_minimizer():
@@ -208,3 +209,6 @@ def test_bound_terms_by_hand():
     torch.testing.assert_close(terms.log_confidence.exp(), rho**2 * (torch.tensor(10.0).double().log() / 8).sqrt())
     negative = dual.bound(delta=0.1, n_negative=2, beta=0.5)
     assert negative.log_confidence > terms.log_confidence
+    least = (dual.inputs @ dual.inputs.T).argsort(dim=-1)[:, :2]  # of each demonstration, the two least similar
+    effective = dual.inputs - 0.5 * dual.inputs[least].mean(dim=1)
+    torch.testing.assert_close(negative.log_trace.exp(), effective.square().sum(), rtol=1e-10, atol=0)

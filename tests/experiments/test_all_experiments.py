@@ -153,6 +153,9 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
     assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "variants-tiny"]
     assert len(drawn) == 16 * 2 + 1  # only the step during which it was killed was drawn twice
     assert len(pd.read_parquet("results/again-tiny/course.parquet"))
+    assert main([*command, "--overwrite"]) == 0
+    out = capsys.readouterr().out
+    assert "its results are in" not in out and out.count("written to results/") == 3 and len(drawn) == 16 * 2 + 1
     assert main([*command, "--set", "seeds=[1]"]) == 2
     assert main(["reproduce", "ngram", "--jobs", "0"]) == 2
     assert "--jobs must be" in capsys.readouterr().err

@@ -164,6 +164,7 @@ def test_a_file_leaves_out_keys_without_a_weight(selected, batch, tmp_path):
     assert (tmp_path / "ragged.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size - kept * D
     loaded = KVBias.load(tmp_path / "ragged.safetensors")
     assert torch.equal(loaded.b_KV, ragged.b_KV) and torch.equal(loaded.b_D, ragged.b_D)
+    assert int(loaded.features.distance.min()) == 1  # also of the keys left out: none stands in the text
     assert_same(loaded, ragged)
     loaded.save(tmp_path / "again.safetensors")
     assert_same(KVBias.load(tmp_path / "again.safetensors"), ragged)

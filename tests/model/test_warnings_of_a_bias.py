@@ -8,6 +8,7 @@ import torch
 from small_models import linear_model, small_model, tokens, warned_of
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.components import Normalizers
 from kvlens.model.fingerprint import WeightsThen, weights_unchanged
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
@@ -172,6 +173,15 @@ def test_normalizers_below_zero_are_said_once_with_their_share(build, form):
             assert counted_below_zero(model, bias) == 0
             with model.kv_bias(bias):
                 assert not warned_of(lambda: forward(model))
+
+
+def test_the_share_below_zero_is_that_of_one_pass():
+    normalizers = Normalizers()
+    normalizers.see_positive(torch.ones(1, 3, 2))
+    assert not warned_of(normalizers.tell)
+    normalizers.see(torch.tensor([[[True, False, False, False]]]))
+    (message,) = warned_of(normalizers.tell)
+    assert "25 % of the normalizers of this pass" in message
 
 
 def test_with_gradients_too_but_not_of_maps_whose_normalizers_have_any_sign():

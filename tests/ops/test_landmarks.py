@@ -175,6 +175,7 @@ def test_greedy_budgets_remove_most(total):
 def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
     gain = torch.tensor([[0.1, 5.0, 0.0], [1.0, 0.5, 0.4]])
     assert greedy_budgets(gain[:, None, None], torch.tensor([2]))[:, 0, 0].tolist() == [2, 0]
+    assert greedy_budgets(gain[:, None, None], torch.tensor([6]))[:, 0, 0].tolist() == [2, 3]  # none that removes nothing
 
 
 def test_one_key_by_hand():

@@ -95,6 +95,7 @@ def test_forms_agree_and_what_is_carried(rule, decay, mask, pos, chunk_size, see
     close((context + torch.einsum("bihk,bhkd->bihd", qbar, S))[real], z[real])
     assert not pattern.triu(1).any()
     assert not pattern[~(real[:, None, :, None] & real[:, None, None]).expand_as(pattern)].any()
+    assert not qbar[~real].any() and not kbar[~real].any()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -140,6 +140,12 @@ def test_a_gate_and_a_clamp_refuse_what_they_cannot_hold_and_stay_as_they_were(p
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
+def test_a_gate_refuses_coefficients_that_miss_1_by_more_than_their_rounding():
+    for off, dtype in ((1e-6, torch.float32), (1e-15, torch.float64)):
+        with pytest.raises(KVLensError, match="their sums are off by up to"):
+            parameter_from_coefficients(torch.tensor([[0.25, 0.75 + off]], dtype=dtype), "gate")
+
+
 def test_sources_that_cannot_be_read_are_described(tmp_path):
     model = small_model(kv_shift=KVShiftConfig())
     with pytest.raises(KVLensError, match="nowhere does not exist"):

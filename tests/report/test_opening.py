@@ -4,6 +4,7 @@ import io
 import re
 from dataclasses import replace
 from html import unescape
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -23,7 +24,7 @@ from kvlens.report.example import example_for
 from kvlens.report.explanation import continuation_in_a_sentence, in_a_paragraph, paragraphs
 from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.page import build_page
-from kvlens.report.ranking import ABLATION, ranked_heads
+from kvlens.report.ranking import ABLATION, parts_on_answer, ranked_heads
 from kvlens.viz._text import html_text, percent
 
 
@@ -88,6 +89,18 @@ def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
     assert first in report.summary["answer"]["explanation"]
     assert f"<tbody><tr><td>{first}</td>" in page
     assert "ablation_kl" not in page and "zero_kl" not in page
+
+
+def test_heads_are_ranked_by_their_sets_and_then_by_what_is_left_of_the_answer():
+    """Breaking before keeping before neither, a head in both first; in each the one that leaves least, unknown ones last."""
+    nan = float("nan")
+    found = {
+        "breaking": [0, 1, 0, 1, 1, 0, 0],
+        "keeping": [0, 0, 1, 1, 0, 0, 0],
+        "p_exchanged": [0.9, 0.4, 0.2, 0.6, 0.3, nan, 0.8],
+    }
+    heads = pd.DataFrame(found).astype({"breaking": bool, "keeping": bool})
+    assert parts_on_answer(SimpleNamespace(heads=heads)).index.tolist() == [3, 4, 1, 2, 6, 0, 5]
 
 
 def in_terminal(report) -> str:

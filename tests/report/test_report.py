@@ -25,6 +25,7 @@ from kvlens.report import build_report, check_folder, page, print_report, write_
 from kvlens.report.build import _check_lengths
 from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
+from kvlens.report.summary import effect_figures
 
 TABLES = (
     "conversion_error",
@@ -250,6 +251,13 @@ def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):
     assert "n_ctx=64" in build_page(long).to_html()
     assert long.summary["prompt"]["n_tokens"] > model.cfg.n_ctx
     assert long.summary["conversion"]["exact_to_rounding"]
+
+
+def test_the_gain_is_that_of_the_prompt_as_converted():
+    """An approximate conversion saves less than the prompt itself: 3 - 1.5 nats, and not 3 - 1."""
+    losses = {"with_prompt": 1.0, "converted": 1.5, "without_prompt": 3.0}
+    effect = pd.DataFrame({"condition": list(losses), "kl": 0.0, "argmax_agrees": True, "loss": losses.values()})
+    assert effect_figures(effect)["gain_nats_per_token"] == 1.5
 
 
 def test_a_harmful_prompt_is_reported_with_its_positions(report):

@@ -98,12 +98,20 @@ def test_a_finished_run_is_returned_and_not_trained_again(tmp_path, uninterrupte
     assert (tmp_path / "r" / "checkpoint.safetensors").stat().st_mtime_ns == before
 
 
+class OtherData(InductionTask):
+    """With equal settings."""
+
+    def data_hash(self) -> str:
+        return "other"
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (lambda folder: run(folder=folder, learning_rate=1e-4), "setting learning_rate was 0.005 there and is 0.0001 now"),
         (lambda folder: run(tiny_model(d_model=18), folder=folder), "model d_m"),
         (lambda folder: run(tiny_model(), InductionTask(vocab_size=12, length=9), folder=folder), "task vocab_size was 13"),
+        (lambda folder: run(tiny_model(), OtherData(vocab_size=13, length=9), folder=folder), "task data was None there"),
     ],
 )
 def test_another_run_is_refused_and_left_alone(other, message, tmp_path):

@@ -121,7 +121,9 @@ def test_the_batches_depend_on_the_seed_alone_and_nothing_global_moves():
 
 def test_early_ends():
     assert run(steps=50, stop_at_accuracy=0.01, eval_every=2).stopped_by == "accuracy"
-    assert run(steps=50, patience=1, learning_rate=10.0, warmup_fraction=0.0, eval_every=1).stopped_by == "patience"
+    for patience in (1, 2):
+        lost = run(steps=50, patience=patience, learning_rate=10.0, warmup_fraction=0.0, eval_every=2)
+        assert lost.stopped_by == "patience" and lost.steps == lost.best_step + 2 * patience
     late = run(steps=10_000, max_minutes=1e-6)
     assert late.stopped_by == "time" and late.steps == 1 and len(late.heldout) == 1
 

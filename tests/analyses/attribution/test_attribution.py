@@ -358,6 +358,7 @@ def test_unrelated_units_are_seldom_significant():
     found = (p_values(fresh, null) <= 0.05).float().mean()
     assert found <= 0.05 + 3 * (0.05 * 0.95 * (1 / 200 + 1 / 99)) ** 0.5  # three standard errors of both draws
     assert float(p_values(torch.tensor([0.0]), null)) == 1.0
+    assert float(p_values(torch.tensor([2.0]), torch.tensor([1.0, -2.0, 3.0]))) == (1 + 2) / (1 + 3)  # one is as large
 
 
 def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
@@ -378,8 +379,8 @@ def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
 
 
 def test_holms_adjustment():
-    """By hand: 0.01 * 4, 0.02 * 3, 0.03 * 2 raised to the one before, 0.5 * 1."""
-    p = torch.tensor([0.03, 0.01, 0.5, 0.02], dtype=torch.float64)
+    """By hand: 0.01 * 4, 0.02 * 3, 0.025 * 2 raised to the one before, 0.5 * 1."""
+    p = torch.tensor([0.025, 0.01, 0.5, 0.02], dtype=torch.float64)
     assert holm(p).tolist() == pytest.approx([0.06, 0.04, 0.5, 0.06])
     assert holm(torch.tensor([0.4, 0.9])).tolist() == pytest.approx([0.8, 0.9])
     assert holm(torch.full((2,), float("nan"))).isnan().all()

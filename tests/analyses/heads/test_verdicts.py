@@ -48,6 +48,14 @@ def mixed(n, lag, weight, places):
     return pattern
 
 
+def test_elsewhere_is_the_first_copy_more_than_two_positions_away():
+    """By hand: N = 5, and the query at i of the second copy reads position j of the first with weight 10 i + j."""
+    pattern = torch.zeros(1, 1, 10, 10, dtype=torch.float64)
+    pattern[0, 0, 5:, :5] = 10.0 * torch.arange(5)[:, None] + torch.arange(5)
+    found = pattern_scores(pattern, RepeatedTokens(torch.arange(5).repeat(2)[None], 5), ShiftTaps(ONE, ONE, ONE))
+    assert found.elsewhere.tolist() == [[(3 + 4) / 2, 14, 0, 30, (40 + 41) / 2]]
+
+
 @pytest.mark.parametrize("n", [2, 16, 17, 40, 128])
 def test_uniform_attention_has_no_name_and_a_ratio_of_one(n):
     found = verdict(uniform(n), n)

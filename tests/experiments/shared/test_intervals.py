@@ -28,6 +28,13 @@ def test_answers_that_do_not_cluster_all_count():
     assert share_interval(table["is_right"], table["group"]) == pytest.approx(interval(40, 50), abs=1e-12)
 
 
+def test_answers_that_cluster_count_as_fewer():
+    """By hand: 3, 3, 1, 1 right of 3: p = 2/3 and Var(p) = 4 (4/3) / 12^2 = 1/27: as 2/9 / (1/27) = 6 answers, 4 right."""
+    is_right = [True] * 6 + [True, False, False] * 2
+    table = pd.DataFrame({"is_right": is_right, "group": [i // 3 for i in range(12)]})
+    assert share_interval(table["is_right"], table["group"]) == pytest.approx(interval(4, 6), abs=1e-12)
+
+
 @pytest.mark.parametrize("n_groups", range(2, 60))
 def test_nothing_and_everything_are_ends_of_their_own_intervals(n_groups):
     """Exactly: for a quarter of these numbers Wilson's end, rounded, is 1e-16 to the wrong side."""
