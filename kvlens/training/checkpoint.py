@@ -217,7 +217,8 @@ def restore(run: Run, progress: dict[str, Any], watched_steps: list[int], tensor
             run.optimizer.state[parameter] = {key: parts["adam"][f"{key}/{name}"].to(device) for key in keys}
     run.watched = [(step, {n: v[i] for n, v in parts["watched"].items()}) for i, step in enumerate(watched_steps)]
     rows = [Row(int(r[0]), SPLITS[int(r[1])], r[2], r[3], int(r[4]), r[5], r[6]) for r in tensors["rows"].tolist()]
-    run.progress = Progress(**{**progress, "best_loss": float(progress["best_loss"] or math.inf)}, rows=rows)
+    best = math.inf if progress["best_loss"] is None else float(progress["best_loss"])
+    run.progress = Progress(**{**progress, "best_loss": best}, rows=rows)
 
 
 def metrics_frame(rows: list[Row]) -> pd.DataFrame:

@@ -87,6 +87,17 @@ def test_kill_9_of_the_command_changes_no_metric(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
+def test_a_best_loss_of_0_is_kept(tmp_path, monkeypatch):
+    """Evaluations after 4, 8 and 12 steps have losses of 0, 1 and 1; the run ends after the second, and goes on."""
+    losses = iter([0.0, 1.0, 1.0])
+    monkeypatch.setattr("kvlens.training.run.score_in_parts", lambda *_: torch.tensor([next(losses), 1.0, 1.0]))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_at(patch, 11)
+        run(folder=tmp_path / "r")
+    result = run(folder=tmp_path / "r")
+    assert (result.best_loss, result.best_step) == (0.0, 4)
+
+
 def test_a_finished_run_is_returned_and_not_trained_again(tmp_path, uninterrupted, monkeypatch):
     run(folder=tmp_path / "r")
     before = (tmp_path / "r" / "checkpoint.safetensors").stat().st_mtime_ns
