@@ -62,8 +62,14 @@ ON_HOOKED_ALONE: Rows = {
 MOE_OF_8 = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
 LINEAR_FIRST = {"layer_types": ["linear_attention", FULL, "linear_attention"]}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
-MAMBA_2 = {**MAMBA, "mamba_chunk_size": 8}
+MAMBA_2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 12,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 DELTA = {
     **GQA,
     **LINEAR_FIRST,
@@ -145,18 +151,7 @@ HYBRIDS: Rows = {
     "bamba": ("bamba", {**GQA, **MAMBA_2, "attn_layer_indices": [1]}),
     "granite_hybrid": ("granitemoehybrid", GRANITE_HYBRID),
     "kimi_linear": ("kimi_linear", KIMI),
-    "minimax": (
-        "minimax",
-        {
-            **MOE,
-            **LINEAR_FIRST,
-            "num_local_experts": 5,
-            "hidden_size": 24,
-            "head_dim": 8,
-            "block_size": 4,
-            "mlp_beta_factor": 0.5,
-        },
-    ),
+    "minimax": ("minimax", MINIMAX),
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_next": ("qwen3_next", {**DELTA, **MOE_OF_8, "num_experts": 4, "shared_expert_intermediate_size": 8}),
     "nemotron_h": ("nemotron_h", NEMOTRON_H),
