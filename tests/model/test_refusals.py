@@ -170,7 +170,7 @@ PRETRAINED = [
     *((f"device: {x!r} cannot be used here", dict(device=x)) for x in ("cudda", "meta", 5)),
     ("n_ctx must be at least 1, got -1", dict(n_ctx=-1)),
     ("n_ctx must be a whole number", dict(n_ctx=2.5)),
-    ("the model learned 29 positions, n_ctx=64 asks for more", dict(n_ctx=64)),
+    ("the model learned 96 positions, n_ctx=97 asks for more", dict(n_ctx=97)),
     ("first_n_layers must be 1 to 3 (the model's layers), got 9", dict(first_n_layers=9)),
     ("first_n_layers must be a whole number or None", dict(first_n_layers="x")),
     ("n_devices must be a whole number or None", dict(n_devices="x")),
