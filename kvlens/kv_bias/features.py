@@ -126,8 +126,8 @@ class VirtualKeys(PositiveFeatures):
         distance: from each key to the first token of the text, at least 1; it matters with ALiBi and in local layers.
     """
 
-    keys: Float[Tensor, "layer *batch kv_head r d_key"]
-    distance: Int[Tensor, "layer *batch kv_head r"]
+    keys: Float[Tensor, "*layer_and_batch kv_head r d_key"]
+    distance: Int[Tensor, "*layer_and_batch kv_head r"]
     kind: ClassVar[str] = "virtual_keys"
     per_prompt: ClassVar[bool] = True
 
@@ -156,7 +156,7 @@ class VirtualKeys(PositiveFeatures):
 class RandomFeatures(PositiveFeatures):
     """Positive random features (FAVOR+); ``projection`` holds w, rows ~ N(0, I), i.i.d. or orthogonal in blocks."""
 
-    projection: Float[Tensor, "layer kv_head m d_key"]
+    projection: Float[Tensor, "*layer kv_head m d_key"]
     kind: ClassVar[str] = "random"
 
     @property
@@ -171,8 +171,8 @@ class RandomFeatures(PositiveFeatures):
 class LearnedFeatures(PositiveFeatures):
     """Trained positive features of the queries; the map of the keys is needed only for conversion."""
 
-    weight: Float[Tensor, "layer kv_head m d_key"]
-    offset: Float[Tensor, "layer kv_head m"]
+    weight: Float[Tensor, "*layer kv_head m d_key"]
+    offset: Float[Tensor, "*layer kv_head m"]
     kind: ClassVar[str] = "learned"
 
     @property

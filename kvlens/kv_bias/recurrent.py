@@ -77,7 +77,7 @@ NO_STATES = RecurrentStates((), torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0))
 """Of a model in which every layer is attention: no layers, no tensors."""
 
 
-def combined(states: Sequence[RecurrentStates], weights: Sequence[float], shift_state: str) -> RecurrentStates:
+def combined(states: Sequence[RecurrentStates], weights: Sequence[float | int], shift_state: str) -> RecurrentStates:
     """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
 
     Raises:
