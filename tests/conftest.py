@@ -11,6 +11,7 @@ if os.environ.get("KVLENS_TEST_GPU") != "1":
 
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 os.environ.setdefault("HF_ASSETS_CACHE", str(Path(tempfile.gettempdir()) / "kvlens-tests"))  # of kept corpora, not the user's
@@ -18,8 +19,11 @@ os.environ.setdefault("HF_ASSETS_CACHE", str(Path(tempfile.gettempdir()) / "kvle
 import jaxtyping
 import pytest
 import torch
+from tqdm import tqdm
 
 torch.set_num_threads(1)
+# forks share the lock of progress bars, and one that a test kills may hold it: then all others would wait without end
+os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
 
 def pytest_collection_finish() -> None:
