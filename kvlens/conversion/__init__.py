@@ -3,7 +3,7 @@
 from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
-from kvlens.conversion.recomputed import logits_after
+from kvlens.conversion.recomputed import converted_rows, logits_after
 from kvlens.conversion.softmax import (
     H2O,
     METHODS,
@@ -61,6 +61,7 @@ __all__ = [
     "WeightChange",
     "carry_bias",
     "convert_prompt",
+    "converted_rows",
     "counterfactuals",
     "distill_prompt",
     "logits_after",

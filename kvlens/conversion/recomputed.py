@@ -1,7 +1,7 @@
 """A model's logits on a text after each of many counterfactual prompts, recomputed by full forward passes."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,6 +80,32 @@ def logits_after(
         if on_tokens is not None:
             on_tokens(n_read + len(rows) * (n_tokens - before - gap))
     return torch.cat(found)[order.argsort()]
+
+
+@torch.no_grad()
+def converted_rows(
+    model: KVModel, prompts: Counterfactuals, *, on_tokens: Callable[[int], None] | None = None
+) -> Iterator[tuple[Int[Tensor, " row"], KVBias]]:
+    """The biases of counterfactual prompts, batch by batch: (numbers of the rows, their biases).
+
+    What stands before the first change among the rows of a batch is converted once and extended from batch to batch, as in
+    :func:`logits_after`.
+
+    Args:
+        model, prompts, on_tokens: as :func:`logits_after`.
+    """
+    first = prompts.first_changes().cpu().clamp(max=len(prompts.original) - 1)
+    order = first.argsort(stable=True)
+    before, prefix = 0, model.attached_kv_bias
+    for rows in order.split(_passes(first[order].tolist(), len(prompts.original), _worth(model, prompts.tokens.device))):
+        start = int(first[rows[0]])
+        n_read = start - before + len(rows) * (len(prompts.original) - start)
+        if start > before:
+            prefix = convert_prompt(model, prompts.original[before:start], initial=prefix)
+            before = start
+        yield rows, convert_prompt(model, prompts.rows(rows).after(before), initial=prefix)
+        if on_tokens is not None:
+            on_tokens(n_read)
 
 
 def _worth(model: Any, device: torch.device) -> int:

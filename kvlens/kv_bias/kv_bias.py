@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.arguments import check_device
@@ -291,6 +291,47 @@ class KVBias:
             raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
+
+    @checked
+    def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
+        """Some prompts of a batch, as a batch."""
+        if self.batch_size is None:
+            raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
+        picked = self._changed(lambda tensor: tensor[:, rows.to(tensor.device)], per_prompt_only=True)
+        for name in COUNTS:
+            value = getattr(self, name)
+            picked[name] = value[rows.to(value.device)] if isinstance(value, Tensor) else value
+        return self._made(None, **picked)
+
+    @checked
+    def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
+        """A batch of mixtures of two exact biases of single prompts of as many tokens: in row i those layers come from
+        ``other`` for which ``layers[i]`` is True, with their shift states and recurrent states.
+
+        Raises:
+            KVLensError: biases of batches, of different models, or with different numbers of keys.
+        """
+        self.fingerprint.check(other.fingerprint, "exchange_layers")
+        shapes = [{name: tensor.shape for name, tensor in bias.tensors().items()} for bias in (self, other)]
+        if self.batch_size is not None or shapes[0] != shapes[1]:
+            raise KVLensError(
+                "exchange_layers: expected the biases of two single prompts of as many tokens; delete tokens with "
+                'positions="kept", so that both have as many keys'
+            )
+        of_attention, of_recurrent = (layers[:, list(which)] for which in (self.attention_layers, self.recurrent.layers))
+
+        def mixed(mine: Tensor, others: Tensor, chosen: Tensor) -> Tensor:
+            shape = (chosen.shape[1], len(chosen), *[1] * (mine.dim() - 1))
+            return torch.where(chosen.to(mine.device).T.reshape(shape), others[:, None], mine[:, None])
+
+        fields: dict[str, Any] = {name: mixed(getattr(self, name), getattr(other, name), of_attention) for name in TENSORS}
+        if self.features is not None and other.features is not None and self.log_scale is not None:
+            fields["log_scale"] = mixed(self.log_scale, other.log_scale, of_attention)  # type: ignore[arg-type]
+            theirs = iter(other.features.tensors().values())
+            fields["features"] = self.features.map(lambda x: mixed(x, next(theirs), of_attention))
+        states = iter(other.recurrent.tensors().values())
+        fields["recurrent"] = self.recurrent.map(lambda x: mixed(x, next(states), of_recurrent))
+        return self._made(None, **fields)
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":

@@ -1,0 +1,161 @@
+"""Claims: the words of a response that depend on the prompt's units.
+
+A word depends on them if it falls by more than `DEPENDS` nats, all its tokens together, when every unit is gone. Claims are runs
+of such words, over gaps of one other word. They end at full stops, at commas (but for those inside a date), and at function
+words, unless both neighbors are names or numbers (``Bank of England``), and go on through adjacent capitals and digits. What
+has no content word, or none that is not in the question already, is no claim.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .response import Response, Word
+
+DEPENDS = 2.0
+"""Nats by which a word falls that depends on the units."""
+FUNCTION_WORDS = frozenset(
+    "a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out over to up "
+    "with within without about above after again against all also am any are aren't be been before being below between both "
+    "can can't cannot could couldn't did didn't do does doesn't doing don't down during each few further had hadn't has hasn't "
+    "have haven't having he her here hers herself him himself his how i i'm it its it's itself just me more most my myself no "
+    "not now once only other our ours ourselves own same she should some such their theirs them themselves there they through "
+    "too under until very was wasn't we were weren't what when where which while who whom whose why will won't would you your "
+    "yours yourself yourselves is isn't called named known located according based there's that's upon per via since because "
+    "however therefore thus hence may might must shall".split()
+)
+"""Words that carry no content of their own (English)."""
+ARTICLES = frozenset({"a", "an", "the"})
+STOPS = frozenset('.!?;:()[]{}"\u201c\u201d\u00ab\u00bb\u2026\u3002\uff01\uff1f|*#')
+COMMAS = frozenset(",\uff0c\u3001")
+
+
+class Claim(NamedTuple):
+    """Words of a response that stand together.
+
+    Attributes:
+        text: as the response has it.
+        start, stop: range of the response's tokens.
+        words: its content words, as :func:`normal` writes them; all words where it has none.
+        nats: by which it falls when all units are gone.
+    """
+
+    text: str
+    start: int
+    stop: int
+    words: tuple[str, ...]
+    nats: float
+
+
+def normal(word: str) -> str:
+    """A word without case, accents and a possessive ending, for comparisons."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", word.casefold()) if not unicodedata.combining(c))
+    return plain.replace("\u2019", "'").removesuffix("'s")
+
+
+def content_words(words: Iterable[Word]) -> tuple[str, ...]:
+    """The content words among words and marks, as :func:`normal` writes them."""
+    return tuple(each for word in words if word.is_word and (each := normal(word.text)) not in FUNCTION_WORDS)
+
+
+def claims_of(response: Response, falls: Sequence[float], asked: frozenset[str]) -> list[Claim]:
+    """The claims of a response, in its order.
+
+    Args:
+        response: its words.
+        falls: of each word, in nats.
+        asked: content words of the question.
+    """
+    words = response.words
+    spans = _merged(_extended(words, *span) for span in _runs(words, falls))
+    claims = []
+    for start, stop in spans:
+        content = content_words(words[start:stop])
+        if content and not asked.issuperset(content):
+            claims.append(_claim(response, start, stop, sum(falls[start:stop])))
+    return claims
+
+
+def whole_response(response: Response, nats: float) -> Claim:
+    """The whole response as one claim."""
+    return _claim(response, 0, len(response.words), nats)
+
+
+def _claim(response: Response, start: int, stop: int, nats: float) -> Claim:
+    chosen = response.words[start:stop]
+    first, last = chosen[0].start, chosen[-1].stop
+    words = content_words(chosen) or tuple(normal(word.text) for word in chosen)
+    return Claim(_text_of(response, start, stop), first, last, words, nats)
+
+
+def _text_of(response: Response, start: int, stop: int) -> str:
+    """The words as they stand in the response's text."""
+    at, places = 0, []
+    for word in response.words[:stop]:
+        found = response.text.find(word.text, at)
+        if found >= 0:
+            places.append((found, found + len(word.text)))
+            at = found + len(word.text)
+        else:
+            places.append((at, at))
+    return response.text[places[start][0] : places[stop - 1][1]]
+
+
+def _is_name(word: Word) -> bool:
+    """Whether it has a capital or a digit in front and is no function word."""
+    return word.is_word and (word.text[0].isupper() or word.text[0].isdigit()) and normal(word.text) not in FUNCTION_WORDS
+
+
+def _cuts(words: Sequence[Word], i: int) -> bool:
+    """Whether a claim ends at the i-th word or mark."""
+    word = words[i]
+    before, after = (words[i - 1] if i else None), (words[i + 1] if i + 1 < len(words) else None)
+    between_names = before is not None and after is not None and _is_name(before) and _is_name(after)
+    if word.is_word:
+        return normal(word.text) in FUNCTION_WORDS and not between_names
+    if word.text in COMMAS:
+        in_a_date = between_names and before.text[-1].isdigit() and after.text[0].isdigit()  # type: ignore[union-attr]
+        return not in_a_date
+    return word.text in STOPS or word.text[0] == "<"
+
+
+def _runs(words: Sequence[Word], falls: Sequence[float]) -> list[tuple[int, int]]:
+    """Runs of words that depend on the units, over gaps of one other word."""
+    runs: list[tuple[int, int]] = []
+    start, last = None, None
+    for i, word in enumerate(words):
+        if _cuts(words, i):
+            if start is not None:
+                runs.append((start, last + 1))  # type: ignore[operator]
+            start = None
+        elif word.is_word and falls[i] > DEPENDS:
+            gap = 0 if start is None else sum(each.is_word for each in words[last + 1 : i])  # type: ignore[operator]
+            if gap > 1:
+                runs.append((start, last + 1))  # type: ignore[arg-type, operator]
+                start = None
+            start, last = (i if start is None else start), i
+    return runs + ([] if start is None else [(start, last + 1)])  # type: ignore[operator]
+
+
+def _extended(words: Sequence[Word], start: int, stop: int) -> tuple[int, int]:
+    """A run carried on through adjacent capitals and digits, and function words between two of them."""
+    while start > 0 and not _cuts(words, start - 1) and (_is_name(words[start - 1]) or _joins(words, start - 1)):
+        start -= 1
+    while stop < len(words) and not _cuts(words, stop) and (_is_name(words[stop]) or _joins(words, stop)):
+        stop += 1
+    return start, stop
+
+
+def _joins(words: Sequence[Word], i: int) -> bool:
+    """Whether it stands between two names and is no name itself."""
+    return 0 < i < len(words) - 1 and _is_name(words[i - 1]) and _is_name(words[i + 1])
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,179 @@
+"""Interventions on a prompt and what the model says under them, each run once.
+
+Everything up to the prompt's last token is a bias; the last token and the response are the text that reads it. An intervention
+is the bias of a prompt without some units, or a mixture of two biases: in some layers what the whole prompt leaves there, in the
+others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
+from kvlens.conversion import converted_rows  # noqa
+from kvlens.memory import NUMBERS_PER_PASS
+
+from .response import Response, Word, greedy, stop_tokens
+from .verdicts import Walk, walk
+
+Positions = Literal["kept", "closed"]
+MORE_TOKENS, MOST_TOKENS = 16, 48
+"""A text that is said instead has at least so many tokens more than the response, and ends with a sentence; at most so many."""
+ENDS = (".", "!", "?", "\n", "\u3002")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the model says under one intervention.
+
+    Attributes:
+        falls: of each token of the response, in nats: its log-probability with the whole prompt minus that under it.
+        differs: how many tokens it would say another for.
+        firm: position of the firm difference; None where there is none.
+        text: what it says then; None where there is no firm difference, or where nobody asked.
+        words: of that text.
+    """
+
+    falls: Float[Tensor, " pos"]
+    differs: int
+    firm: int | None
+    text: str | None = None
+    words: tuple[Word, ...] | None = None
+
+
+@dataclass
+class Runs:
+    """Interventions on one prompt, by what is exchanged.
+
+    Attributes:
+        model: that is asked.
+        prompt: [pos], without its last token.
+        last: the last token, [1].
+        own: True at the positions of each unit, [unit, pos].
+        on_tokens: called with the number of tokens that a pass read.
+        n_tokens: how many were read so far.
+    """
+
+    model: KVModel
+    prompt: Int[Tensor, " pos"]
+    last: Int[Tensor, " 1"]
+    own: Bool[Tensor, "unit pos"]
+    on_tokens: Callable[[int], None] = lambda n: None
+    n_tokens: int = 0
+    _found: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bias = convert_prompt(self.model, self.prompt)
+        self._stops = stop_tokens(self.model)
+        self._count(len(self.prompt))
+
+    def answer(self, n_most: int) -> Int[Tensor, " pos"]:
+        """The greedy response, with the token that ends it, of at most so many tokens."""
+        tokens = greedy(
+            self.model,
+            self.bias.repeat(1),
+            self.last,
+            self.last.new_zeros(1, 0),
+            torch.zeros(1, dtype=torch.long),
+            n_most,
+            lambda text: text[-1] in self._stops,
+        )[0]
+        self._count(1 + len(tokens))
+        return torch.tensor(tokens, device=self.last.device)
+
+    def begin(self, response: Response) -> Float[Tensor, " pos"]:
+        """Choose the response that all runs are about; returns its tokens' log-probabilities with the whole prompt."""
+        self.response = response
+        self._reading = torch.cat([self.last, response.tokens[:-1]])
+        self.whole = self._log_p(self.bias.repeat(1))[0]
+        return self.whole.gather(-1, response.tokens.cpu()[:, None])[:, 0]
+
+    def without(self, sets: Iterable[Iterable[int]], positions: Positions = "kept") -> list[Outcome]:
+        """What the model says without each set of units, with what it says in their place."""
+        keys = [("units", positions, frozenset(units)) for units in sets]
+        new = [key for key in dict.fromkeys(keys) if key not in self._found]
+        if new:
+            gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, _, units in new])
+            rows = counterfactuals(self.model, self.prompt, gone, positions=positions)
+            for some, biases in converted_rows(self.model, rows, on_tokens=self._count):
+                self._found.update(zip([new[i] for i in some.tolist()], self._under(biases), strict=True))
+        return [self._found[key] for key in keys]
+
+    def donor(self, units: Sequence[int]) -> KVBias:
+        """The bias of the prompt without units, their gap kept."""
+        self._count(len(self.prompt))
+        rows: Counterfactuals = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
+        return convert_prompt(self.model, rows).select_prompt(0)
+
+    def layers(
+        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Float[Tensor, " pos"]], bool]
+    ) -> list[Outcome]:
+        """What the model says with each set of layers exchanged for the donor's.
+
+        Args:
+            donor: of :meth:`donor`.
+            sets: of layers.
+            asks: from the falls whether the text that is said instead is worth generating.
+        """
+        keys = [("layers", id(donor), frozenset(layers)) for layers in sets]
+        new = [key for key in dict.fromkeys(keys) if key not in self._found]
+        at_once = max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
+        for start in range(0, len(new), at_once):
+            some = new[start : start + at_once]
+            chosen = torch.zeros(len(some), self.bias.n_layers, dtype=torch.bool)
+            for row, (_, _, layers) in enumerate(some):
+                chosen[row, sorted(layers)] = True
+            mixed = self.bias.exchange_layers(donor, chosen)
+            self._found.update(zip(some, self._under(mixed, asks), strict=True))
+        return [self._found[key] for key in keys]
+
+    def _count(self, n_tokens: int) -> None:
+        self.n_tokens += n_tokens
+        self.on_tokens(self.n_tokens)
+
+    def _log_p(self, biases: KVBias) -> Float[Tensor, "row pos d_vocab"]:
+        assert biases.batch_size is not None
+        self._count(biases.batch_size * len(self._reading))
+        with self.model.kv_bias(biases):
+            logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
+        return logits.double().log_softmax(dim=-1).cpu()
+
+    def _under(self, biases: KVBias, asks: Callable[[Tensor], bool] = lambda falls: True) -> list[Outcome]:
+        found: Walk = walk(self.whole, self._log_p(biases), self.response.tokens.cpu())
+        n = len(self.response.tokens)
+        said = [i for i in range(len(found.firm)) if found.firm[i] < n and asks(found.falls[i])]
+        texts = dict(zip(said, self._said_instead(biases, said, found.firm), strict=True)) if said else {}
+        return [
+            Outcome(
+                found.falls[i],
+                int(found.differs[i]),
+                int(found.firm[i]) if found.firm[i] < n else None,
+                texts[i].text if i in texts else None,
+                texts[i].words if i in texts else None,
+            )
+            for i in range(len(found.firm))
+        ]
+
+    def _said_instead(self, biases: KVBias, rows: list[int], firm: Int[Tensor, " row"]) -> list[Response]:
+        """The texts from the firm difference on, what stands before it given."""
+        which, n = torch.tensor(rows), len(self.response.tokens)
+        enough = n + MORE_TOKENS
+
+        def ends(text: list[int]) -> bool:
+            return text[-1] in self._stops or (
+                len(text) >= enough and self.model.tokenizer is not None and self._piece(text[-1]).endswith(ENDS)
+            )
+
+        forced = self.response.tokens.expand(len(rows), -1)
+        chosen = biases if len(rows) == biases.batch_size else biases.select_prompts(which)
+        texts = greedy(self.model, chosen, self.last, forced, firm[which], n + MOST_TOKENS, ends)
+        self._count(sum(len(text) for text in texts))
+        whole = torch.cat([self.prompt, self.last])
+        return [Response.of(self.model, whole, torch.tensor(text, device=whole.device)) for text in texts]
+
+    def _piece(self, token: int) -> str:
+        return str(self.model.tokenizer.decode([token]))
