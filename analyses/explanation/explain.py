@@ -19,7 +19,7 @@ from ..declaration import Columns
 from .claims import Claim, claims_of, content_words, whole_response
 from .response import Response
 from .runs import Outcome, Runs
-from .verdicts import FIRM, LOST, PARTLY, Verdict, verdict
+from .verdicts import GONE, SAID, Verdict, verdict
 
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
@@ -249,9 +249,9 @@ class _Explaining:
         for unit, now in enumerate(each):
             self._add(number, now, "units", "each", [unit])
         order = sorted(range(len(each)), key=lambda unit: -self._fall(claim, each[unit]))
-        single = [unit for unit in order if self._of(claim, each[unit]).name in (LOST, PARTLY)]
+        single = [unit for unit in order if self._of(claim, each[unit]).name in GONE]
         breaking = [(unit,) for unit in single if self._closed(number, (unit,), each[unit])]
-        if not breaking and self._of(claim, self.nothing).name in (LOST, PARTLY):
+        if not breaking and self._of(claim, self.nothing).name in GONE:
             breaking = self._together(number, each)
         for parts in breaking[:1]:
             self._only(number, parts)
@@ -267,7 +267,10 @@ class _Explaining:
         return lost
 
     def _lost(self, number: int, now: Outcome) -> bool:
-        return self._of(self.claims[number], now).name in (LOST, PARTLY)
+        return self._of(self.claims[number], now).name in GONE
+
+    def _said(self, number: int, now: Outcome) -> bool:
+        return self._of(self.claims[number], now).name in SAID
 
     def _together(self, number: int, each: list[Outcome]) -> list[tuple[int, ...]]:
         """The strongest units together, then pairs of them; the smallest set that loses the claim."""
@@ -314,7 +317,7 @@ class _Explaining:
             outcomes = self.runs.layers(donor, [everything - set(each) if others else each for each in sets], asks)
             for each, now in zip(sets, outcomes, strict=True):
                 self._add(number, now, "layers", role, each, others=others, removed=removed)
-            return [self._lost(number, now) != others for now in outcomes]
+            return [(self._said if others else self._lost)(number, now) for now in outcomes]
 
         singles = [(layer,) for layer in range(n)]
         lost = run("each", singles)

@@ -6,7 +6,7 @@ others what the prompt without the cause leaves. Exchanging a set and keeping it
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -18,9 +18,10 @@ from kvlens.conversion import converted_rows  # noqa
 from kvlens.memory import NUMBERS_PER_PASS
 
 from .response import Response, Word, greedy, stop_tokens
-from .verdicts import Walk, walk
+from .verdicts import walk
 
 Positions = Literal["kept", "closed"]
+Key = tuple[object, ...]
 MORE_TOKENS, MOST_TOKENS = 16, 48
 """A text that is said instead has at least so many tokens more than the response, and ends with a sentence; at most so many."""
 ENDS = (".", "!", "?", "\n", "\u3002")
@@ -64,7 +65,7 @@ class Runs:
     own: Bool[Tensor, "unit pos"]
     on_tokens: Callable[[int], None] = lambda n: None
     n_tokens: int = 0
-    _found: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
+    _found: dict[Key, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
@@ -99,8 +100,11 @@ class Runs:
         if new:
             gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, _, units in new])
             rows = counterfactuals(self.model, self.prompt, gone, positions=positions)
-            for some, biases in converted_rows(self.model, rows, on_tokens=self._count):
-                self._found.update(zip([new[i] for i in some.tolist()], self._under(biases), strict=True))
+            readings = (
+                ([new[i] for i in some.tolist()], biases)
+                for some, biases in converted_rows(self.model, rows, on_tokens=self._count)
+            )
+            self._found.update(self._under(readings))
         return [self._found[key] for key in keys]
 
     def donor(self, units: Sequence[int]) -> KVBias:
@@ -121,15 +125,18 @@ class Runs:
         """
         keys = [("layers", id(donor), frozenset(layers)) for layers in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
-        at_once = max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
-        for start in range(0, len(new), at_once):
-            some = new[start : start + at_once]
-            chosen = torch.zeros(len(some), self.bias.n_layers, dtype=torch.bool)
-            for row, (_, _, layers) in enumerate(some):
-                chosen[row, sorted(layers)] = True
-            mixed = self.bias.exchange_layers(donor, chosen)
-            self._found.update(zip(some, self._under(mixed, asks), strict=True))
+        chosen = torch.zeros(len(new), self.bias.n_layers, dtype=torch.bool)
+        for row, (_, _, layers) in enumerate(new):
+            chosen[row, sorted(layers)] = True
+        starts = range(0, len(new), at_once := self._rows_at_once())
+        readings = (
+            (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once])) for start in starts
+        )
+        self._found.update(self._under(readings, asks))
         return [self._found[key] for key in keys]
+
+    def _rows_at_once(self) -> int:
+        return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
 
     def _count(self, n_tokens: int) -> None:
         self.n_tokens += n_tokens
@@ -142,38 +149,54 @@ class Runs:
             logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
         return logits.double().log_softmax(dim=-1).cpu()
 
-    def _under(self, biases: KVBias, asks: Callable[[Tensor], bool] = lambda falls: True) -> list[Outcome]:
-        found: Walk = walk(self.whole, self._log_p(biases), self.response.tokens.cpu())
-        n = len(self.response.tokens)
-        said = [i for i in range(len(found.firm)) if found.firm[i] < n and asks(found.falls[i])]
-        texts = dict(zip(said, self._said_instead(biases, said, found.firm), strict=True)) if said else {}
+    def _under(
+        self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Tensor], bool] = lambda falls: True
+    ) -> dict[Key, Outcome]:
+        """What the model says under each bias; texts are generated together, as many as there is room for."""
+        found: dict[Key, Outcome] = {}
+        waiting: list[tuple[list[Key], KVBias]] = []
+        for keys, biases in readings:
+            here = self._walked(biases)
+            found.update(zip(keys, here, strict=True))
+            said = [i for i, now in enumerate(here) if now.firm is not None and asks(now.falls)]
+            if said:
+                of_these = biases if len(said) == len(here) else biases.select_prompts(torch.tensor(said))
+                if waiting and (
+                    waiting[0][1].d_phi != of_these.d_phi
+                    or sum(len(keys) for keys, _ in waiting) + len(said) > 2 * self._rows_at_once()
+                ):
+                    self._say(waiting, found)
+                    waiting = []
+                waiting.append(([keys[i] for i in said], of_these))
+        if waiting:
+            self._say(waiting, found)
+        return found
+
+    def _walked(self, biases: KVBias) -> list[Outcome]:
+        walked, n = walk(self.whole, self._log_p(biases), self.response.tokens.cpu()), len(self.response.tokens)
         return [
-            Outcome(
-                found.falls[i],
-                int(found.differs[i]),
-                int(found.firm[i]) if found.firm[i] < n else None,
-                texts[i].text if i in texts else None,
-                texts[i].words if i in texts else None,
-            )
-            for i in range(len(found.firm))
+            Outcome(falls, int(differs), int(firm) if firm < n else None)
+            for falls, differs, firm in zip(walked.falls, walked.differs, walked.firm, strict=True)
         ]
 
-    def _said_instead(self, biases: KVBias, rows: list[int], firm: Int[Tensor, " row"]) -> list[Response]:
-        """The texts from the firm difference on, what stands before it given."""
-        which, n = torch.tensor(rows), len(self.response.tokens)
-        enough = n + MORE_TOKENS
+    def _say(self, waiting: list[tuple[list[Key], KVBias]], found: dict[Key, Outcome]) -> None:
+        """Add the texts that are said from the firm difference on, what stands before it given."""
+        keys, n = [key for some, _ in waiting for key in some], len(self.response.tokens)
+        enough, whole = n + MORE_TOKENS, torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
             return text[-1] in self._stops or (
                 len(text) >= enough and self.model.tokenizer is not None and self._piece(text[-1]).endswith(ENDS)
             )
 
-        forced = self.response.tokens.expand(len(rows), -1)
-        chosen = biases if len(rows) == biases.batch_size else biases.select_prompts(which)
-        texts = greedy(self.model, chosen, self.last, forced, firm[which], n + MOST_TOKENS, ends)
+        firm = torch.tensor([found[key].firm for key in keys])
+        forced = self.response.tokens.expand(len(keys), -1)
+        biases = KVBias.batch([biases for _, biases in waiting])
+        texts = greedy(self.model, biases, self.last, forced, firm, n + MOST_TOKENS, ends)
         self._count(sum(len(text) for text in texts))
-        whole = torch.cat([self.prompt, self.last])
-        return [Response.of(self.model, whole, torch.tensor(text, device=whole.device)) for text in texts]
+        for key, text in zip(keys, texts, strict=True):
+            said = Response.of(self.model, whole, torch.tensor(text, device=whole.device))
+            found[key] = replace(found[key], text=said.text, words=said.words)
 
     def _piece(self, token: int) -> str:
         return str(self.model.tokenizer.decode([token]))

@@ -34,6 +34,8 @@ SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED = VERDICTS = (
     "lost",
     "not reached",
 )
+SAID, GONE = frozenset({SAME, NEAR_TIES, OTHER_WORDS}), frozenset({LOST, PARTLY})
+"""With which the claim is still said, and with which it is lost, wholly or in part."""
 
 
 class Walk(NamedTuple):

@@ -11,7 +11,7 @@ the states of the recurrent layers, and the other fields describe only the atten
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -292,16 +292,38 @@ class KVBias:
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
+    def _with_tensors(self, tensors: Mapping[str, Tensor], **counts: Any) -> "KVBias":
+        """Other tensors under the names of :meth:`tensors`."""
+        fields: dict[str, Any] = {name: tensors[name] for name in (*TENSORS, "log_scale") if name in tensors}
+        for part in ("features", "recurrent"):
+            own = {name.removeprefix(f"{part}."): x for name, x in tensors.items() if name.startswith(f"{part}.")}
+            if own:
+                fields[part] = replace(getattr(self, part), **own)
+        return self._made(None, **fields, **counts)
+
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
-        """Some prompts of a batch, as a batch."""
+        """Some prompts of a batch of exact biases, as a batch."""
         if self.batch_size is None:
             raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
-        picked = self._changed(lambda tensor: tensor[:, rows.to(tensor.device)], per_prompt_only=True)
-        for name in COUNTS:
-            value = getattr(self, name)
-            picked[name] = value[rows.to(value.device)] if isinstance(value, Tensor) else value
-        return self._made(None, **picked)
+        counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+        return self._with_tensors({name: x[:, rows.to(x.device)] for name, x in self.tensors().items()}, **counts)
+
+    @staticmethod
+    def batch(biases: Sequence["KVBias"]) -> "KVBias":
+        """Batches of exact biases with as many keys as one batch.
+
+        Raises:
+            KVLensError: single prompts, or different numbers of keys.
+        """
+        first = biases[0]
+        if any(bias.batch_size is None or bias.d_phi != first.d_phi for bias in biases):
+            raise KVLensError("KVBias.batch: expected batches of biases with as many keys; repeat(1) makes a batch of one prompt")
+        if len(biases) == 1:
+            return first
+        tensors = [bias.tensors() for bias in biases]
+        counts = {name: torch.cat([torch.as_tensor(getattr(b, name)).expand(b.batch_size or 1) for b in biases]) for name in COUNTS}
+        return first._with_tensors({name: torch.cat([x[name] for x in tensors], dim=1) for name in tensors[0]}, **counts)
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
@@ -312,26 +334,18 @@ class KVBias:
             KVLensError: biases of batches, of different models, or with different numbers of keys.
         """
         self.fingerprint.check(other.fingerprint, "exchange_layers")
-        shapes = [{name: tensor.shape for name, tensor in bias.tensors().items()} for bias in (self, other)]
-        if self.batch_size is not None or shapes[0] != shapes[1]:
+        own, theirs = self.tensors(), other.tensors()
+        if self.batch_size is not None or any(x.shape != theirs[name].shape for name, x in own.items()):
             raise KVLensError(
                 "exchange_layers: expected the biases of two single prompts of as many tokens; delete tokens with "
                 'positions="kept", so that both have as many keys'
             )
-        of_attention, of_recurrent = (layers[:, list(which)] for which in (self.attention_layers, self.recurrent.layers))
-
-        def mixed(mine: Tensor, others: Tensor, chosen: Tensor) -> Tensor:
-            shape = (chosen.shape[1], len(chosen), *[1] * (mine.dim() - 1))
-            return torch.where(chosen.to(mine.device).T.reshape(shape), others[:, None], mine[:, None])
-
-        fields: dict[str, Any] = {name: mixed(getattr(self, name), getattr(other, name), of_attention) for name in TENSORS}
-        if self.features is not None and other.features is not None and self.log_scale is not None:
-            fields["log_scale"] = mixed(self.log_scale, other.log_scale, of_attention)  # type: ignore[arg-type]
-            theirs = iter(other.features.tensors().values())
-            fields["features"] = self.features.map(lambda x: mixed(x, next(theirs), of_attention))
-        states = iter(other.recurrent.tensors().values())
-        fields["recurrent"] = self.recurrent.map(lambda x: mixed(x, next(states), of_recurrent))
-        return self._made(None, **fields)
+        mixed = {}
+        for name, x in own.items():
+            which = self.recurrent.layers if name.startswith("recurrent.") else self.attention_layers
+            chosen = layers[:, list(which)].T.reshape(len(which), len(layers), *[1] * (x.dim() - 1))
+            mixed[name] = torch.where(chosen.to(x.device), theirs[name][:, None], x[:, None])
+        return self._with_tensors(mixed)
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":

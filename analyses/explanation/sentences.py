@@ -1,0 +1,169 @@
+"""An explanation in sentences. Each is about runs that were made, and names their rows of ``statements``."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from .verdicts import GONE, LOST, NEAR_TIES, NOT_REACHED, OTHER_WORDS, PARTLY, SAID, SAME
+
+LONGEST_UNIT, LONGEST_SAID = 160, 240
+MOST_NAMED = 3
+"""Units or layers that lose a claim alone, of which so many are described."""
+
+
+class Sentence(NamedTuple):
+    """A sentence.
+
+    Attributes:
+        text: what it says.
+        rows: indices of ``statements`` that it is about.
+    """
+
+    text: str
+    rows: tuple[int, ...]
+
+
+def paragraphs(found: Any) -> list[list[Sentence]]:
+    """On the response and its claims, on the units, on the layers."""
+    return [each for each in (list(_of_claims(found)), list(_of_units(found)), list(_of_layers(found))) if each]
+
+
+def in_words(found: Any) -> str:
+    """The paragraphs as text, the response in front."""
+    texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
+    return "\n\n".join([f"The model answers: {quoted(found.response)}", *texts])
+
+
+def quoted(text: str, longest: int = LONGEST_SAID) -> str:
+    """A text in quotation marks, on one line, cut to a length."""
+    line = " ".join(text.split())
+    return f'"{line if len(line) <= longest else line[: longest - 1].rstrip() + "…"}"'
+
+
+def percent(p: float) -> str:
+    """A probability as people read it."""
+    if p >= 0.9995:
+        return "> 99.9 %"
+    return f"{100 * p:.3g} %" if p >= 5e-6 else "< 0.001 %"
+
+
+def listed(names: Iterable[object]) -> str:
+    """One, one and another, or several with commas."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def unit_named(found: Any, number: int, with_text: bool = True) -> str:
+    """A unit by its name, with its text."""
+    row = found.units.iloc[number]
+    text = f" ({quoted(row.unit_text, LONGEST_UNIT)})" if with_text and row.unit_text.strip() != row["name"] else ""
+    return f"{row['name']}{text}"
+
+
+def outcome(claim: str, row: Any) -> str:
+    """What the model says then, and what that makes of the claim."""
+    said = "the model says the same words" if row.verdict == SAME else None
+    if row.verdict == NEAR_TIES:
+        said = "the model says the same but for near ties"
+    if said is not None:
+        return said
+    instead = "the model says something else" if row.says is None else f"the model says {quoted(row.says)}"
+    p = f"({percent(row.p_before)} to {percent(row.p_after)})"
+    what = {
+        LOST: f"{claim!r} is lost {p}",
+        PARTLY: f"of {claim!r} only {listed(map(repr, row.kept_words.split()))} is left {p}",
+        OTHER_WORDS: f"{claim!r} is still said",
+        NOT_REACHED: f"it does not come to {claim!r}, though that itself falls by only {max(row.nats, 0.0):.2g} nats",
+    }
+    return f"{instead}: {what[row.verdict]}"
+
+
+def _of_claims(found: Any) -> Iterator[Sentence]:
+    nothing = found.rows("units", "none").iloc[0]
+    row = int(nothing.name)
+    instead = "it gives this answer" if nothing.verdict == SAME else None
+    if nothing.verdict == NEAR_TIES:
+        instead = "it gives this answer but for near ties"
+    without = instead or f"the model says {quoted(found.without)}"
+    n = len(found.units)
+    units = f"any of the {n} parts of the prompt" if n > 1 else "the prompt's one part"
+    if found.is_whole:
+        yield Sentence(f"No single word of it depends on the prompt's parts. Without {units}, {without}.", (row,))
+        return
+    others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
+    first = found.claims.iloc[found.about]
+    yield Sentence(
+        f"Of its words, {first.text!r} depends most on the prompt: it falls by {first.nats:.1f} nats without {units}, "
+        f"when {without}.",
+        (row,),
+    )
+    if others:
+        named = listed(f"{claim.text!r} ({claim.nats:.1f})" for claim in others)
+        rows = found.statements[found.statements["role"] == "none"].index
+        yield Sentence(f"So {'does' if len(others) == 1 else 'do'} {named}.", tuple(map(int, rows)))
+
+
+def _of_units(found: Any) -> Iterator[Sentence]:
+    if not found.cause:
+        yield from _no_cause(found)
+        return
+    claim = found.claim
+    breaking = found.rows("units", "breaking")
+    kept, closed = breaking[breaking["positions"] == "kept"], breaking[breaking["positions"] == "closed"]
+    for row in list(kept.itertuples())[:MOST_NAMED]:
+        parts = [int(part) for part in row.parts.split("+")]
+        names = listed(unit_named(found, part) for part in parts)
+        both = [int(row.Index), *map(int, closed.index[closed["parts"] == row.parts])]
+        yield Sentence(f"Without {names}, {outcome(claim, row)}, also when what follows moves up.", tuple(both))
+    if len(kept) > MOST_NAMED:
+        yield Sentence(f"{len(kept) - MOST_NAMED} other parts lose it alone, too.", tuple(map(int, kept.index[MOST_NAMED:])))
+    if len(found.cause) > 1:
+        each = found.rows("units", "each")
+        yield Sentence("None of the parts loses it alone.", tuple(map(int, each.index)))
+    for row in found.rows("units", "only").itertuples():
+        those = "that part" if len(found.cause) == 1 else "those parts"
+        yield Sentence(f"With only {those} left, {outcome(claim, row)}.", (int(row.Index),))
+
+
+def _no_cause(found: Any) -> Iterator[Sentence]:
+    each = found.rows("units", "each")
+    tried = found.rows("units", "each", "together")
+    most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
+    what = "the answer" if found.is_whole else repr(found.claim)
+    yield Sentence(f"No part{most} loses {what}, both with its gap kept and closed.", tuple(map(int, tried.index)))
+    row = each.loc[each["nats"].idxmax()]
+    yield Sentence(
+        f"It falls most, by {row.nats:.2g} nats, without {unit_named(found, int(row.parts.split('+')[0]))}: "
+        f"{outcome(found.claim, row)}.",
+        (int(row.name),),
+    )
+
+
+def _of_layers(found: Any) -> Iterator[Sentence]:
+    singles = found.rows("layers", "each")
+    if not len(singles):
+        return
+    claim, n = found.claim, found.n_layers
+    those = "that part" if len(found.cause) == 1 else "those parts"
+    breaking = found.rows("layers", "breaking")
+    for row in list(breaking.itertuples())[:MOST_NAMED]:
+        parts = row.parts.split("+")
+        named = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
+        yield Sentence(f"When {named} the prompt without {those}, {outcome(claim, row)}.", (int(row.Index),))
+    if not len(breaking):
+        yield Sentence(f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index)))
+    elif "+" in breaking.iloc[0].parts:
+        yield Sentence(f"No single one of the {n} layers loses it.", tuple(map(int, singles.index)))
+    else:
+        more = [row.parts for row in breaking.itertuples()][MOST_NAMED:]
+        also = f" So {'does layer' if len(more) == 1 else 'do layers'} {listed(more)}." if more else ""
+        yield Sentence(f"Each of the {n} layers was tried; no other loses it alone.{also}", tuple(map(int, singles.index)))
+    for row in found.rows("layers", "keeping").itertuples():
+        parts = row.parts.split("+")
+        named = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
+        yield Sentence(
+            f"When only {named} the whole prompt, and the others read it without {those}, {outcome(claim, row)}.",
+            (int(row.Index),),
+        )
+
+
+__all__ = ["GONE", "SAID", "Sentence", "in_words", "listed", "outcome", "paragraphs", "percent", "quoted", "unit_named"]
