@@ -19,14 +19,12 @@ from ..declaration import Columns
 from .claims import Claim, claims_of, content_words, whole_response
 from .response import Response
 from .runs import Outcome, Runs
-from .verdicts import GONE, SAID, Verdict, verdict
+from .verdicts import FIRM, GONE, SAID, Verdict, verdict
 
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
 MOST_LAYERS = 8
 """Sets of the strongest layers up to so many."""
-WORTH_A_TEXT = 0.3
-"""Nats by which a claim falls at least where a text is generated with layers exchanged."""
 MOST_TOKENS = 64
 """Of a response that the model writes."""
 SEPARATOR = "+"
@@ -309,33 +307,35 @@ class _Explaining:
         claim = self.claims[number]
         removed = SEPARATOR.join(map(str, cause))
 
-        def asks(falls: Tensor) -> bool:
-            return float(falls[claim.start : claim.stop].sum()) > WORTH_A_TEXT
-
-        def run(role: str, sets: Sequence[tuple[int, ...]], others: bool = False) -> list[bool]:
+        def run(role: str, sets: Sequence[tuple[int, ...]], others: bool = False, texts: bool = True) -> list[Outcome]:
             everything = set(range(n))
-            outcomes = self.runs.layers(donor, [everything - set(each) if others else each for each in sets], asks)
+            exchanged = [everything - set(each) if others else each for each in sets]
+            outcomes = self.runs.layers(donor, exchanged, lambda falls: texts and (others or fall_of(falls) > FIRM))
             for each, now in zip(sets, outcomes, strict=True):
                 self._add(number, now, "layers", role, each, others=others, removed=removed)
-            return [(self._said if others else self._lost)(number, now) for now in outcomes]
+            return outcomes
+
+        def fall_of(falls: Tensor) -> float:
+            return float(falls[claim.start : claim.stop].sum())
+
+        def lost(role: str, sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+            outcomes = run(role, sets)
+            return [each for each, now in zip(sets, outcomes, strict=True) if self._lost(number, now)]
 
         singles = [(layer,) for layer in range(n)]
-        lost = run("each", singles)
-        falls = [self._fall(claim, now) for now in self.runs.layers(donor, singles, asks)]
-        order = sorted(range(n), key=lambda layer: -falls[layer])
-        breaking = [(layer,) for layer in order if lost[layer]]
-        if not breaking:
-            pairs = [tuple(sorted(pair)) for pair in itertools.combinations(order[:MOST_PAIRED], 2)]
-            breaking = [pair for pair, holds in zip(pairs, run("together", pairs), strict=True) if holds]
-        if not breaking:
-            larger = [tuple(sorted(order[:size])) for size in range(3, min(MOST_LAYERS, n) + 1)]
-            breaking = [parts for parts, holds in zip(larger, run("together", larger), strict=True) if holds]
-        if breaking:
-            run("breaking", breaking[:1] if len(breaking[0]) > 1 else breaking)
+        sorted_by_fall = sorted(zip(singles, run("each", singles), strict=True), key=lambda each: -fall_of(each[1].falls))
+        order = [each[0] for each, _ in sorted_by_fall]
+        breaking = [each for each, now in sorted_by_fall if self._lost(number, now)]
+        pairs = [tuple(sorted(pair)) for pair in itertools.combinations(order[:MOST_PAIRED], 2)]
+        breaking = breaking or lost("together", pairs)
+        breaking = breaking or lost("together", [tuple(sorted(order[:size])) for size in range(3, min(MOST_LAYERS, n) + 1)])
+        run("breaking", breaking if breaking and len(breaking[0]) == 1 else breaking[:1])
         keeping = [tuple(sorted(order[:size])) for size in range(1, min(MOST_LAYERS, n) + 1)]
-        kept = run("only", keeping, others=True)
-        if any(kept):
-            run("keeping", [keeping[kept.index(True)]], others=True)
+        alone = run("only", keeping, others=True, texts=False)
+        for each, now in zip(keeping, alone, strict=True):
+            if fall_of(now.falls) <= FIRM and self._said(number, self.runs.layers(donor, [set(range(n)) - set(each)])[0]):
+                run("keeping", [each], others=True)
+                break
         return n
 
     # --- what was found -----------------------------------------------------------------------------------------------
@@ -344,8 +344,7 @@ class _Explaining:
         return float(now.falls[claim.start : claim.stop].sum())
 
     def _of(self, claim: Claim, now: Outcome) -> Verdict:
-        new = None if now.firm is None else now.words if now.words is not None else self.response.words
-        return verdict(claim, now.falls, now.differs, new)
+        return verdict(claim, now.falls, now.differs, now.firm, now.words)
 
     def _add(self, number: int, now: Outcome, about: str, role: str, parts: Iterable[int], **named: Any) -> None:
         claim = self.claims[number]

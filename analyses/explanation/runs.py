@@ -114,7 +114,7 @@ class Runs:
         return convert_prompt(self.model, rows).select_prompt(0)
 
     def layers(
-        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Float[Tensor, " pos"]], bool]
+        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Float[Tensor, " pos"]], bool] = lambda falls: True
     ) -> list[Outcome]:
         """What the model says with each set of layers exchanged for the donor's.
 
@@ -123,17 +123,20 @@ class Runs:
             sets: of layers.
             asks: from the falls whether the text that is said instead is worth generating.
         """
-        keys = [("layers", id(donor), frozenset(layers)) for layers in sets]
-        new = [key for key in dict.fromkeys(keys) if key not in self._found]
+        keys: list[Key] = [("layers", id(donor), frozenset(layers)) for layers in sets]
+        new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], asks)]
         chosen = torch.zeros(len(new), self.bias.n_layers, dtype=torch.bool)
-        for row, (_, _, layers) in enumerate(new):
-            chosen[row, sorted(layers)] = True
+        for row, key in enumerate(new):
+            chosen[row, sorted(key[-1])] = True  # type: ignore[call-overload]
         starts = range(0, len(new), at_once := self._rows_at_once())
         readings = (
             (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once])) for start in starts
         )
         self._found.update(self._under(readings, asks))
         return [self._found[key] for key in keys]
+
+    def _lacks_text(self, now: Outcome, asks: Callable[[Tensor], bool]) -> bool:
+        return now.firm is not None and now.text is None and asks(now.falls)
 
     def _rows_at_once(self) -> int:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))

@@ -9,6 +9,8 @@ firm difference on the text is generated anew. Verdicts on a claim:
 - *partly*: likewise, but the new text has some of its content words, not only the last.
 - *other words*: there is a firm difference, and the new text has the claim.
 - *not reached*: the new text does not have the claim, although the claim's tokens do not fall: it goes another way before.
+- *not lost*: there is a firm difference, but the claim's tokens do not fall, and no text was generated; *unknown*: they fall, and
+  none was (only of layers that alone read the prompt).
 
 Content words are compared without case, accents, articles and other function words.
 """
@@ -26,13 +28,15 @@ from .response import Word
 
 FIRM = math.log(4)
 """Nats: four times the odds."""
-SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED = VERDICTS = (
+SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED, NOT_LOST, UNKNOWN = VERDICTS = (
     "same words",
     "same but for near ties",
     "other words",
     "partly",
     "lost",
     "not reached",
+    "not lost",
+    "unknown",
 )
 SAID, GONE = frozenset({SAME, NEAR_TIES, OTHER_WORDS}), frozenset({LOST, PARTLY})
 """With which the claim is still said, and with which it is lost, wholly or in part."""
@@ -88,18 +92,23 @@ class Verdict(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-def verdict(claim: Claim, falls: Float[Tensor, " pos"], differs: int, new: Sequence[Word] | None) -> Verdict:
+def verdict(
+    claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int | None, new: Sequence[Word] | None
+) -> Verdict:
     """The verdict on a claim under one intervention.
 
     Args:
         claim: what is asked about.
         falls: of the response's tokens.
         differs: how many tokens the model would say another for.
-        new: the words of the text that is said instead; None where there is no firm difference.
+        firm: position of the firm difference, None where there is none.
+        new: the words of the text that is said instead; None where it was not generated.
     """
     fall = float(falls[claim.start : claim.stop].sum())
-    if new is None:
+    if firm is None:
         return Verdict(NEAR_TIES if differs else SAME, fall)
+    if new is None:
+        return Verdict(NOT_LOST if fall <= FIRM else UNKNOWN, fall)
     said = {normal(word.text) for word in new}
     kept = tuple(word for word in claim.words if word in said)
     if len(kept) == len(claim.words):
