@@ -4,3 +4,5 @@ class Unit(NamedTuple):
     text: str
     start: int
     stop: int
+def prompt_tokens(*a): raise NotImplementedError
+def prompt_units(*a): raise NotImplementedError

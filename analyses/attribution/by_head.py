@@ -125,7 +125,7 @@ class HeadExchange:
         at_once: how many rows a pass has room for.
     """
 
-    def __init__(self, question: Question, bias: KVBias, other: KVBias, *, same_features: bool = False):
+    def __init__(self, question: Question | None, bias: KVBias, other: KVBias, *, same_features: bool = False):
         own, donors = (bias, other) if same_features else with_references(bias, other)
         assert donors is not None
         self.question, self.own, self.donors = question, own, donors
@@ -145,6 +145,7 @@ class HeadExchange:
 
     def read(self, exchanged: Bool[Tensor, "row part"]) -> Read:
         """Reads a text with each set of parts exchanged."""
+        assert self.question is not None
         return self.question.reads_under(self.biases(exchanged))
 
 

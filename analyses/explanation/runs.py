@@ -5,6 +5,7 @@ is the bias of a prompt without some units, or a mixture of two biases: in some 
 others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -134,6 +135,12 @@ class Runs:
         )
         self._found.update(self._under(readings, asks))
         return [self._found[key] for key in keys]
+
+    def under(self, biases: Iterable[KVBias], asks: Callable[[Tensor], bool]) -> list[Outcome]:
+        """What the model says under other biases, batch by batch."""
+        numbers = itertools.count()
+        readings = (([("other", next(numbers)) for _ in range(each.batch_size or 1)], each) for each in biases)
+        return list(self._under(readings, asks).values())
 
     def _lacks_text(self, now: Outcome, asks: Callable[[Tensor], bool]) -> bool:
         return now.firm is not None and now.text is None and asks(now.falls)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .verdicts import GONE, LOST, NEAR_TIES, NOT_REACHED, OTHER_WORDS, PARTLY, SAID, SAME
+from .verdicts import LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MOST_NAMED = 3
@@ -66,15 +66,15 @@ def outcome(claim: str, row: Any) -> str:
         said = "the model says the same but for near ties"
     if said is not None:
         return said
-    instead = "the model says something else" if row.says is None else f"the model says {quoted(row.says)}"
+    instead = "the model says something else" if not row.says else f"the model says {quoted(row.says)}"
     p = f"({percent(row.p_before)} to {percent(row.p_after)})"
-    what = {
-        LOST: f"{claim!r} is lost {p}",
-        PARTLY: f"of {claim!r} only {listed(map(repr, row.kept_words.split()))} is left {p}",
-        OTHER_WORDS: f"{claim!r} is still said",
-        NOT_REACHED: f"it does not come to {claim!r}, though that itself falls by only {max(row.nats, 0.0):.2g} nats",
-    }
-    return f"{instead}: {what[row.verdict]}"
+    if row.verdict == LOST:
+        return f"{instead}: {claim!r} is lost {p}"
+    if row.verdict == PARTLY:
+        return f"{instead}: of {claim!r} only {listed(map(repr, row.kept_words.split()))} is left {p}"
+    if row.verdict == OTHER_WORDS:
+        return f"{instead}: {claim!r} is still said"
+    return f"{instead}: it does not come to {claim!r}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
 
 
 def _of_claims(found: Any) -> Iterator[Sentence]:
@@ -165,5 +165,3 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
             (int(row.Index),),
         )
 
-
-__all__ = ["GONE", "SAID", "Sentence", "in_words", "listed", "outcome", "paragraphs", "percent", "quoted", "unit_named"]

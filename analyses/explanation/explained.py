@@ -1,0 +1,128 @@
+"""What an explanation found: the response, its claims, the units, and every run as a statement."""
+
+import json
+from dataclasses import dataclass
+
+import pandas as pd
+
+from ..declaration import Columns
+from .page import page_part
+from .sentences import in_words
+
+CLAIMS = Columns(
+    claim=("int64", "from 0, in the response's order"),
+    text=("str", "as the response has it"),
+    start=("int64", "its first token in the response"),
+    stop=("int64", "behind its last token"),
+    nats=("float64", "by which it falls when all units are gone"),
+    p=("float64", "its probability with the whole prompt, what stands before it given"),
+    cause=("str", "units by number, such as ``3`` or ``2+5``: the first set that loses it; empty where none was found"),
+)
+UNITS = Columns(
+    unit=("int64", "from 0"),
+    name=("str", "such as ``minutes.txt, sentence 5``"),
+    unit_text=("str", "of the unit"),
+    start=("int64", "position of its first token in the prompt"),
+    stop=("int64", "behind its last token"),
+    effect=("float64", "by which the heading claim falls without it, nats"),
+    response_effect=("float64", "by which the whole response falls without it, nats"),
+    verdict=("str", "on the heading claim without it"),
+    is_cause=("bool", "in the heading claim's cause"),
+)
+EFFECTS = Columns(
+    unit=("int64", "from 0"),
+    word=("int64", "of the response, from 0"),
+    text=("str", "the word"),
+    effect=("float64", "by which the word falls without the unit, nats; the words before it given"),
+)
+WORDS = Columns(
+    word=("int64", "from 0"),
+    text=("str", "the word, or a mark"),
+    nats=("float64", "by which it falls when all units are gone"),
+    claim=("int64", "the claim that it belongs to; -1: none"),
+)
+STATEMENTS = Columns(
+    claim=("int64", "which claim it is about"),
+    about=("str", "``units``, ``layers``, ``groups`` (key-value groups) or ``heads``: what the set consists of"),
+    role=(
+        "str",
+        "``none``: no unit is left; ``each``: one unit or layer; ``together``: a set; ``breaking``: the set loses the claim (of "
+        "units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim",
+    ),
+    parts=("str", "the set: units or layers by number, heads such as ``23.4``, joined by ``+``"),
+    others=("bool", "everything but the set is exchanged"),
+    positions=("str", "``kept``: what follows removed units stays where it stood; ``closed``: it moves up"),
+    removed=("str", "units missing in the prompt that layers are exchanged with; empty for units"),
+    verdict=("str", "what becomes of the claim (:mod:`~kvlens.analyses.explanation.verdicts`)"),
+    kept_words=("str", "its content words that are still said, where it is ``partly``"),
+    nats=("float64", "by which the claim falls"),
+    p_before=("float64", "its probability with the whole prompt, what stands before it given"),
+    p_after=("float64", "under the intervention"),
+    says=("str", "the whole text that is said instead; missing where there is no firm difference, or it was not generated"),
+)
+
+
+SEPARATOR = "+"
+"""Between the members of a set."""
+TABLES = ("claims", "units", "effects", "words", "statements")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What :func:`explain` found.
+
+    Attributes:
+        asked: the text that is in no unit and follows them: the question, with a chat's marks.
+        response: what the model answers.
+        claims: its claims, `CLAIMS`; the whole response as one where no word depends on the units.
+        about: the number of the claim that heads the page.
+        is_whole: whether that claim is the whole response.
+        units: `UNITS`.
+        effects: `EFFECTS`.
+        words: `WORDS`.
+        cause: the heading claim's cause, by number of units; empty where none was found.
+        statements: `STATEMENTS`, a row for each intervention and claim.
+        without: what the model says without any unit; None where that has no firm difference.
+        n_layers: how many layers were tried one by one; 0 where none were.
+        n_tokens: how many tokens the model read.
+        left_out: what the budget left no room for.
+    """
+
+    asked: str
+    response: str
+    claims: pd.DataFrame
+    about: int
+    is_whole: bool
+    units: pd.DataFrame
+    effects: pd.DataFrame
+    words: pd.DataFrame
+    cause: tuple[int, ...]
+    statements: pd.DataFrame
+    without: str | None
+    n_layers: int
+    n_tokens: int
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def claim(self) -> str:
+        """The heading claim's text."""
+        return str(self.claims["text"][self.about])
+
+    def rows(self, about: str, *roles: str) -> pd.DataFrame:
+        """The heading claim's statements of some roles."""
+        table = self.statements
+        return table[(table["claim"] == self.about) & (table["about"] == about) & table["role"].isin(roles)]
+
+    def to_json(self) -> str:
+        """Everything, as JSON."""
+        plain = {name: getattr(self, name) for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")}
+        tables = {name: json.loads(getattr(self, name).to_json(orient="records")) for name in TABLES}
+        return json.dumps(plain | {"cause": list(self.cause)} | tables, ensure_ascii=False, indent=1)
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return page_part(self)
