@@ -129,7 +129,7 @@ class _Explaining:
         self.tell("removing units", 0.1)
         each = self._each_unit()
         heading = self._heading(about)
-        causes = [self._cause(number, each) for number in range(len(self.claims))]
+        causes = self._causes(each)
         n_layers = 0
         if causes[heading] and self.depth != "units" and self._room("layers", self._cost_of_layers()):
             self.tell("exchanging layers", 0.6)
@@ -202,16 +202,24 @@ class _Explaining:
     def _each_unit(self) -> list[Outcome]:
         return self.runs.without([[unit] for unit in range(len(self.units))])
 
-    def _cause(self, number: int, each: list[Outcome]) -> tuple[int, ...]:
-        """The statements on a claim's units; returns the first set that loses it."""
+    def _causes(self, each: list[Outcome]) -> list[tuple[int, ...]]:
+        """The statements on units; of each claim the first set that loses it."""
+        single = [self._losing(number, each) for number in range(len(self.claims))]
+        self.runs.without(dict.fromkeys((unit,) for units in single for unit in units), "closed")  # all in one batch
+        return [self._cause(number, each, units) for number, units in enumerate(single)]
+
+    def _losing(self, number: int, each: list[Outcome]) -> list[int]:
+        """The units that lose a claim with their gap kept, the strongest first."""
         claim = self.claims[number]
         for unit, now in enumerate(each):
             self.add(number, now, "units", "each", [unit])
         order = sorted(range(len(each)), key=lambda unit: -self.fall(claim, each[unit]))
-        single = [unit for unit in order if self._of(claim, each[unit]).name in GONE]
+        return [unit for unit in order if self.lost(number, each[unit])]
+
+    def _cause(self, number: int, each: list[Outcome], single: list[int]) -> tuple[int, ...]:
         breaking = [(unit,) for unit in single if self._closed(number, (unit,), each[unit])]
-        many = len(self.units) > 1 and self._of(claim, self.nothing).name in GONE
-        if not breaking and many and self._room("sets of units", 2 * len(self.units) * len(self.prompt)):
+        several = len(self.units) > 1 and self.lost(number, self.nothing)
+        if not breaking and several and self._room("sets of units", 2 * len(self.units) * len(self.prompt)):
             breaking = self._together(number, each)
         for parts in breaking[:1]:
             self._only(number, parts)

@@ -109,7 +109,7 @@ def _data(found: Any) -> dict[str, Any]:
 
 
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
-    said = f"the model says {quoted(row.says, 600)}" if row.says else f"the model says the {row.verdict}"
+    said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
     p = f"{percent(row.p_before)} → {percent(row.p_after)}"
     return f"Without {unit}, {said}. {claim!r}: {row.verdict}, {p}." + (" It is a cause." if is_cause else "")
 

@@ -66,7 +66,7 @@ def outcome(claim: str, row: Any) -> str:
         said = "the model says the same but for near ties"
     if said is not None:
         return said
-    instead = "the model says something else" if not row.says else f"the model says {quoted(row.says)}"
+    instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
     p = f"({percent(row.p_before)} to {percent(row.p_after)})"
     if row.verdict == LOST:
         return f"{instead}: {claim!r} is lost {p}"

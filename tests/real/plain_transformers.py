@@ -1,0 +1,158 @@
+"""A second program for the statements of an explanation: plain Transformers, with an attention that is written out here.
+
+It knows tokens, units and responses, and nothing of kvlens' biases: what a layer reads is Transformers' own cache, in which each
+layer has its own set of keys that are not there.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+FIRM = math.log(4)
+_GONE: dict[int, Tensor] = {}
+"""By layer: True at the keys that are not there, [key]."""
+
+
+def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+    """softmax(q k^T scaling) v over the keys up to the query's own that are there; a query always reads itself."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * scaling
+    n_q, n_k = scores.shape[-2:]
+    own = torch.arange(n_k - n_q, n_k, device=q.device)[:, None]
+    keys = torch.arange(n_k, device=q.device)
+    hidden = keys > own
+    gone = _GONE[module.layer_idx]
+    hidden = hidden | ((keys != own) & torch.nn.functional.pad(gone, (0, n_k - len(gone)))[:n_k])
+    return (scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("written_out", attention)
+
+
+class Plain(NamedTuple):
+    """A Transformers model that reads prompts of which parts are gone.
+
+    Attributes:
+        hf: the model, loaded with ``attn_implementation="written_out"``.
+    """
+
+    hf: Any
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.hf.config.num_hidden_layers)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, gone: Tensor) -> DynamicCache:
+        """The cache of a prompt without the tokens at ``gone``, which keep their positions."""
+        _GONE.update(dict.fromkeys(range(self.n_layers), gone))
+        cache = DynamicCache()
+        self.hf(tokens[None], past_key_values=cache, use_cache=True, position_ids=torch.arange(len(tokens), device=tokens.device)[None])
+        return cache
+
+    @torch.no_grad()
+    def continued(self, cache: DynamicCache, gone: dict[int, Tensor], text: Tensor, start: int) -> tuple[Tensor, DynamicCache]:
+        """Logits on a text behind a cache; ``gone`` by layer. The cache is copied."""
+        _GONE.update(gone)
+        copy = DynamicCache()
+        for layer in range(self.n_layers):
+            keys, values = layer_of(cache, layer)
+            copy.update(keys.clone(), values.clone(), layer)
+        places = torch.arange(start, start + len(text), device=text.device)[None]
+        out = self.hf(text[None], past_key_values=copy, use_cache=True, position_ids=places)
+        return out.logits[0], copy
+
+    @torch.no_grad()
+    def says(
+        self, cache: DynamicCache, gone: dict[int, Tensor], last: Tensor, forced: list[int], start: int, n_most: int, ends: Any
+    ) -> list[int]:
+        """The greedy text behind a cache and the prompt's last token, its first tokens given."""
+        text = list(forced)
+        logits, cache = self.continued(cache, gone, torch.cat([last, last.new_tensor(text)]), start)
+        at = start + 1 + len(text)
+        while True:
+            text.append(int(logits[-1].argmax()))
+            if len(text) >= n_most or ends(text):
+                return text
+            _GONE.update(gone)
+            out = self.hf(
+                last.new_tensor([text[-1:]]), past_key_values=cache, use_cache=True, position_ids=last.new_tensor([[at]])
+            )
+            logits, at = out.logits[0], at + 1
+
+
+def layer_of(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer."""
+    return cache.layers[layer].keys, cache.layers[layer].values
+
+
+class Run(NamedTuple):
+    """What a statement says, found again.
+
+    Attributes:
+        fall: of the claim's tokens, nats.
+        firm: the firm difference, None without one.
+        text: the tokens that are said instead, from the response's beginning; None without a firm difference.
+    """
+
+    fall: float
+    firm: int | None
+    text: list[int] | None
+
+
+def again(
+    plain: Plain, prompt: Tensor, units: list[tuple[int, int]], response: Tensor, row: Any, claim: tuple[int, int], ends: Any
+) -> Run:
+    """Run one statement again.
+
+    Args:
+        prompt: [pos], with its last token.
+        units: token ranges.
+        row: of ``Explained.statements``, about units or layers.
+        claim: the claim's token range in the response.
+        ends: whether a text ends.
+    """
+    before, last, n = prompt[:-1], prompt[-1:], len(prompt) - 1
+    nothing = torch.zeros(n, dtype=torch.bool, device=prompt.device)
+    whole = plain.read(before, nothing)
+
+    def without(numbers: set[int]) -> Tensor:
+        gone = nothing.clone()
+        for unit in numbers:
+            gone[slice(*units[unit])] = True
+        return gone
+
+    every = dict.fromkeys(range(plain.n_layers), nothing)
+    parts = {int(part) for part in row.parts.split("+")}
+    start = n
+    if row.about == "units":
+        gone = without(set(range(len(units))) - parts if row.others else parts)
+        if row.positions == "closed":
+            before, start = before[~gone], n - int(gone.sum())
+            gone = gone[~gone]
+        cache, masks = plain.read(before, gone), dict.fromkeys(range(plain.n_layers), gone)
+    else:
+        missing = without({int(unit) for unit in row.removed.split("+")})
+        donor = plain.read(before, missing)
+        exchanged = set(range(plain.n_layers)) - parts if row.others else parts
+        cache = DynamicCache()
+        for layer in range(plain.n_layers):
+            cache.update(*layer_of(donor if layer in exchanged else whole, layer), layer)
+        masks = {layer: missing if layer in exchanged else nothing for layer in range(plain.n_layers)}
+    text = torch.cat([last, response[:-1]])
+    old = plain.continued(whole, every, text, n)[0].double().log_softmax(dim=-1)
+    new = plain.continued(cache, masks, text, start)[0].double().log_softmax(dim=-1)
+    at = torch.arange(len(response), device=response.device)
+    said = new.argmax(dim=-1)
+    moved = (old[at, response] - old[at, said]) - (new[at, response] - new[at, said])
+    is_firm = (said != response) & (moved >= FIRM)
+    firm = int(is_firm.long().argmax()) if bool(is_firm.any()) else None
+    fall = float((old[at, response] - new[at, response])[slice(*claim)].sum())
+    if firm is None or not isinstance(row.says, str):
+        return Run(fall, firm, None)
+    forced = response[:firm].tolist()
+    return Run(fall, firm, plain.says(cache, masks, last, forced, start, len(response) + 48, ends))
