@@ -19,7 +19,7 @@ ANALYSES = {
     "dual_bound": "kvlens.analyses.dual",
     "dual_demonstrations": "kvlens.analyses.dual",
     "dual_losses": "kvlens.analyses.dual",
-    "explanation": "kvlens.analyses.attribution.explain",
+    "explanation": "kvlens.explanation.analysis",
     "induction_heads": "kvlens.analyses.heads.induction",
     "induction_verdicts": "kvlens.analyses.heads.naming",
     "layer_contributions": "kvlens.analyses.stream.contributions",

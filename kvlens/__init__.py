@@ -7,6 +7,7 @@ What most people need is named here: `load`, `HookedKVTransformer`, `convert_pro
 - **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`; models as Transformers runs them:
   `kvlens.bridge`;
 - **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`; **attention as a step of learning**: `kvlens.dual`;
+- **why did it say that**: `kvlens.explain`, `kvlens.explanation`;
 - **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvlens.bridge import KVTransformerBridge
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
+    from kvlens.explanation import explain
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
@@ -41,6 +43,7 @@ _HOMES = {
     "combine": "kvlens.kv_bias",
     "convert_prompt": "kvlens.conversion",
     "counterfactuals": "kvlens.conversion",
+    "explain": "kvlens.explanation",
     "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
@@ -61,6 +64,7 @@ __all__ = [
     "combine",
     "convert_prompt",
     "counterfactuals",
+    "explain",
     "load",
     "logits_after",
     "run_in_segments",

@@ -1,4 +1,6 @@
 from typing import NamedTuple
+
+
 class Unit(NamedTuple):
     name: str
     text: str

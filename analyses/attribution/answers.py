@@ -12,7 +12,21 @@ from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactual
 
 from ..predictions import text_logits
 from ..sequences import PromptTokens, TextTokens, begins_with_bos, one_sequence, prompt_sequence
-from .kept import Account, recalled
+
+
+@dataclass
+class Account:
+    """How many tokens were read."""
+
+    n_tokens: int = 0
+    on_tokens: Callable[[int], None] | None = None
+
+    def count(self, n_tokens: int) -> None:
+        """Add tokens that went through the model, and tell ``on_tokens`` how many there are by now."""
+        self.n_tokens += n_tokens
+        if self.on_tokens is not None:
+            self.on_tokens(self.n_tokens)
+
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
 Rival = str | int | Int[Tensor, " rival_pos"] | None
@@ -66,7 +80,7 @@ class Question:
         other = None if rival is None else _answer_tokens(model, "rival", rival)
         if other is not None and torch.equal(tokens, other):
             raise KVLensError("rival: it is the answer itself; name another one, or none")
-        account = Account(len(read_prompt) + len(read_text))
+        account = Account()
         return cls(model, read_prompt, read_text, tokens, other, positions, account)
 
     @property
@@ -113,9 +127,6 @@ class Question:
 
     def log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
-        return recalled(lambda: self._read_log_p(read, answers), self.account)
-
-    def _read_log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
         for tokens in answers:

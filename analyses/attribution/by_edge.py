@@ -13,7 +13,7 @@ does not. Keys and values at the prompt's tokens are what the prompt leaves to t
 have no z without the unit: it is 0 there, since no head writes to what is not there.
 
 *estimate*: sum g.(z - z'), g the gradient of the score at the receiver's z, and z' its z with x' for x alone. It is an order,
-not a measure: see :mod:`~kvlens.analyses.attribution.order`.
+not a measure: where the answer's probability is near 1 it is a few hundredths of the effect.
 
 Source: path patching (Wang et al. 2022, arXiv 2211.00593, app. B; Goldowsky-Dill et al. 2023, arXiv 2304.05969). The order is
 that of attribution patching at edges (Syed et al. 2023, arXiv 2310.10348; AtP*, Kramar et al. 2024, arXiv 2403.00745). What
@@ -42,7 +42,6 @@ from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
 from .by_position import without_each
-from .order import stream_point
 from .units import BY, Spans, units_of
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
@@ -94,7 +93,8 @@ class Reading:
             seen[name] = x = x if x.requires_grad else x.detach().requires_grad_()
             return x  # where a hook is shown heads in a shape of their own, only what it returns is read on
 
-        streams = {layer: stream_point(model, layer) for layer in self.heads}
+        point = "hook_resid_pre" if isinstance(model, HookedKVTransformer) else "hook_in"
+        streams = {layer: f"blocks.{layer}.{point}" for layer in self.heads}
         points = {(layer, x): self._point(layer, x) for layer in self.heads for x in (*INPUTS, "z")}
         mlps = [] if through_mlps or model.cfg.attn_only else [f"blocks.{m}.hook_mlp_out" for m in range(model.cfg.n_layers)]
         hooks = [(name, partial(keep, name=name)) for name in (*streams.values(), *points.values(), *mlps)]

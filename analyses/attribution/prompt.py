@@ -16,7 +16,6 @@ from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Rival
-from .cost import cost_of_units
 from .methods import Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
@@ -90,7 +89,7 @@ def prompt_attribution(
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = units_of(model, question.prompt, by)
     if on_progress is not None:
-        expected = cost_of_units(question, units, null, method_of(method))
+        expected = _cost(question, units, null, method_of(method))
         question.account.on_tokens = lambda n: on_progress(min(1.0, n / expected))
     found = method_of(method).explain(question, units)
     baseline = float(question.scores(question.baseline())[0])
@@ -140,6 +139,16 @@ def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor,
     question.account.count(len(question.prompt))
     scores = torch.cat([question.scores_under(biases) for biases in hidden])
     return scores[0] - scores[1:]
+
+
+def _cost(question: Question, units: Sequence[Unit], null: Null | None, method: Method) -> int:
+    """Tokens that are read for an answer of one token, about."""
+    n_prompt, n_text = len(question.prompt), len(question.text)
+    both, longest = n_prompt + n_text, max(unit.stop - unit.start for unit in units)
+    behind = sum(both - unit.start for unit in units) // len(units)  # tokens before the unit are read once for all rows
+    n_null, n_rows = (0 if null is None else null.n_for(len(units))), getattr(method, "n_subsets", len(units))
+    written = longest if null is not None and null.prompts is None else 0
+    return (n_rows + n_null) * behind + n_null * written + (len(units) + 5) * n_text + 5 * n_prompt
 
 
 @analysis(

@@ -1,15 +1,15 @@
-"""``kvlens explain``: which parts of the prompt, through which heads, the answer rests on."""
+"""``kvlens explain``: what the model answers, which parts of the prompt its words rest on, and which layers read those."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlens.analyses.registry import UNITS
-from kvlens.arguments import check_device
-from kvlens.checks import Seed, Within, ensure
-from kvlens.cli.prompts import add_texts_and_model, model_and_texts
+from kvlens.arguments import UNITS, check_device
+from kvlens.checks import Within, ensure
+from kvlens.cli.prompts import add_chat, add_texts_and_model, given_chat, model_and_texts
 from kvlens.errors import KVLensError
+from kvlens.report.example import TEXT_MODEL
 from kvlens.terminal import visible
 
 
@@ -17,40 +17,26 @@ def add_command(commands: Any) -> None:
     """Add ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
-        help="find the parts of the prompt on which an answer rests, and the heads and positions that they act by",
-        description="Remove each sentence (or word, token) of the prompt in turn, then sets of them, and say which lose the "
-        "answer and which keep it alone; then exchange heads and positions for those of the prompt without these, and "
-        "say the same of them. Every sentence that is printed is about a run that was made. Without --prompt and --text, "
-        "a built-in example is explained.",
-        epilog="  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' \\\n"
-        "    --text ' Which animal does Kaya keep? Kaya keeps a' --answer ' donkey' --model facts-linear",
+        help="what the model answers, which parts of the prompt the answer rests on, and which layers read those",
+        description="The model answers, and every part of the prompt (sentence, document, ...) is removed in turn: which words of "
+        "the answer are then lost, and what does the model say instead? Then layers read the prompt without these parts. Every "
+        "sentence that is printed is about a run that was made. Without a question or a prompt, a built-in example is explained.",
+        epilog="  kvlens explain --model DIR --question 'In which city will the office be?' --document minutes.txt\n"
+        "  kvlens explain --model DIR --messages chat.json --about Rotterdam\n"
+        "  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' --text ' Which animal does Kaya keep? Kaya keeps a'",
         allow_abbrev=False,
     )
+    add_chat(explain)
     add_texts_and_model(explain, "the text after the prompt, up to where the answer begins")
+    explain.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model answers)")
+    explain.add_argument("--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)")
+    explain.add_argument("--by", choices=UNITS, default="sentence", help="the part that is removed at a time (default: %(default)s)")
     explain.add_argument(
-        "--answer", metavar="TEXT", help="the answer to explain, one token (default: the most probable next token)"
+        "--depth", choices=("units", "layers", "heads"), default="layers", help="how far it goes (default: %(default)s)"
     )
+    explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")
     explain.add_argument(
-        "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
-    )
-    explain.add_argument(
-        "--by", choices=UNITS, default="sentence", help="the unit that is removed at a time (default: %(default)s)"
-    )
-    explain.add_argument(
-        "--null",
-        type=int,
-        nargs="?",
-        const=20,
-        metavar="N",
-        help="also put N unrelated texts in the place of the unit with the largest effect, and count how many do as much "
-        "(default: none; %(const)s without a number)",
-    )
-    explain.add_argument("--seed", type=int, default=0, help="random seed for choosing these texts (default: %(default)s)")
-    explain.add_argument(
-        "--out",
-        metavar="DIR",
-        help="write the tables to this folder, as Parquet, and summary.json (default: print only); what was measured is kept "
-        "in DIR.unfinished until then, and an interrupted command resumes when it is repeated",
+        "--out", metavar="DIR", help="write a page, the tables as Parquet, and summary.json to this folder (default: print only)"
     )
     explain.add_argument(
         "--overwrite", action="store_true", help="replace an existing explanation in DIR; no other files are touched"
@@ -62,38 +48,34 @@ def add_command(commands: Any) -> None:
 def _explain(args: argparse.Namespace) -> int:
     if args.overwrite and args.out is None:
         raise KVLensError("--overwrite belongs to --out DIR; give the folder, or leave it out")
-    ensure("--seed", Seed, args.seed)
-    ensure("--null", Annotated[int, Within(1, 2**20)] | None, args.null)
-    name, prompt, text = model_and_texts(args)
+    ensure("--budget", Annotated[int, Within(1)] | None, args.budget)
+    chat = given_chat(args)
+    name, prompt, text = (args.model or TEXT_MODEL, chat, None) if chat is not None else model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import announce, progress_bar, unfinished
+    from kvlens.files import check_folder
+    from kvlens.report.console import make_console, progress_bar
     from kvlens.report.folder import EXPLANATION_FOLDER
 
-    with unfinished(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite) as keep:
-        with progress_bar("loading the model") as tell:
-            from kvlens import load
-            from kvlens.analyses.attribution.cost import expected_cost
-            from kvlens.analyses.attribution.explain import explain
-            from kvlens.analyses.attribution.null import Null
+    if args.out is not None:
+        check_folder(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
+    with progress_bar("loading the model") as tell:
+        from kvlens import explain, load
 
-            check_device("--device", args.device)
-            model = load(name, tokenizer=args.tokenizer, device=args.device)
-            null = None if args.null is None else Null(args.null, seed=args.seed)
-            asked: dict[str, Any] = dict(by=args.by, null=null)
-            announce(expected_cost(model, prompt, text, **asked))
-            asked |= dict(answer=args.answer, rival=args.rival)
-            found = explain(model, prompt, text, keep=keep, on_progress=tell, **asked)
-
-        if args.out is not None:
-            from kvlens.report.write import write_explanation
-
-            question: dict[str, Any] = dict(model_name=Path(name).resolve().name, prompt=prompt, text=text, by=args.by)
-            files = write_explanation(found, args.out, model=model, overwrite=args.overwrite, **question)
+        check_device("--device", args.device)
+        model = load(name, tokenizer=args.tokenizer, device=args.device)
+        options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
+        found = explain(model, prompt, text, on_progress=tell, **options)
 
     from kvlens.report.explanation import print_explanation
 
-    print_explanation(found, args.by)
+    if chat is None and getattr(model.tokenizer, "chat_template", None):
+        make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")
+    print_explanation(found)
     if args.out is not None:
-        print(f"\nWritten to {visible(f'{Path(args.out)}{os.sep}')}: {', '.join(files)}")
+        from kvlens.report.write import EXPLANATION_PAGE, write_explanation
+
+        files = write_explanation(found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite)
+        folder = visible(f"{Path(args.out)}{os.sep}")
+        print(f"\nWritten to {folder}: {', '.join(files)}\nOpen {folder}{EXPLANATION_PAGE} in a browser; it works offline.")
     return 0

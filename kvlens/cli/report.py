@@ -83,9 +83,8 @@ def add_command(commands: Any) -> None:
     )
     opening = report.add_argument_group(
         "options for the opening of the page",
-        "Which part of the prompt led to the answer, and through which heads, as in `kvlens explain`. It reads prompt and text "
-        "once for each unit of the prompt and at most 60 times more, and up to 128 tokens also for each token; prompts of more "
-        "than 1,024 tokens are not explained.",
+        "Which part of the prompt led to the answer, read in which layers, as in `kvlens explain`. Prompts of more than 4,096 "
+        "tokens are not explained.",
     )
     opening.add_argument(
         "--by",
@@ -93,10 +92,8 @@ def add_command(commands: Any) -> None:
         default="sentence",
         help="the unit that is removed at a time; none skips the explanation (default: %(default)s)",
     )
-    opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: the most probable next token)")
-    opening.add_argument(
-        "--rival", metavar="TEXT", help="another answer; explain the difference between their log-probabilities (default: none)"
-    )
+    opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model writes)")
+    opening.add_argument("--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)")
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     report.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
@@ -114,18 +111,16 @@ def _report(args: argparse.Namespace) -> int:
     for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
         if value is not None:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
-    if args.by == "none" and (args.answer or args.rival):
-        raise KVLensError(
-            "--answer and --rival belong to the explanation, and --by none skips the explanation; leave out either"
-        )
+    if args.by == "none" and (args.answer or args.about):
+        raise KVLensError("--answer and --about belong to the explanation, and --by none skips it; leave out either")
     check_folder(args.out, overwrite=args.overwrite)
     name, prompt, text = model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.report.console import announce, progress_bar, unfinished
+    from kvlens.files import work_on
+    from kvlens.report.console import progress_bar
 
-    held = unfinished(args.out, REPORT_FOLDER, overwrite=args.overwrite)
-    with held as keep, progress_bar("loading the model") as tell:
+    with work_on(args.out, REPORT_FOLDER, overwrite=args.overwrite), progress_bar("loading the model") as tell:
         from kvlens import load
 
         check_device("--device", args.device)
@@ -151,10 +146,8 @@ def _report(args: argparse.Namespace) -> int:
                 method=method,
                 by=None if args.by == "none" else args.by,
                 answer=args.answer,
-                rival=args.rival,
-                keep=keep,
+                about=args.about,
                 on_progress=tell,
-                on_estimate=announce,
             )
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)

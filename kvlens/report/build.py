@@ -26,11 +26,6 @@ from kvlens.analyses import (
     prompt_copies,
     prompt_effect,
 )
-from kvlens.analyses.attribution.cost import Estimate, expected_cost
-from kvlens.analyses.attribution.explain import Explained, explain
-from kvlens.analyses.attribution.flow import answer_flow
-from kvlens.analyses.attribution.kept import Keep, keeping
-from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
@@ -39,6 +34,7 @@ from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
+from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.fingerprint import weights_unchanged
@@ -60,10 +56,8 @@ NEW_TOKENS = 40
 """The number of tokens that are generated in each condition by default."""
 MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
-MOST_EXPLAINED = 1024
+MOST_EXPLAINED = 4096
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
-MOST_TOKENS = 128
-"""Tokens of a prompt up to which the effect of each is measured too."""
 By = Literal["sentence", "paragraph", "word", "token"]
 OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
 """Analyses that the page shows where the model's front end has them."""
@@ -82,14 +76,13 @@ class Report:
             ``bias_by_layer``, ``layer_contributions`` as the analyses of those names return them, but for those of ``missing``,
             and ``generated``: one row per condition and generated token, with its ``position`` from 0, ``token_id`` and
             ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and ``dual_demonstrations`` of the last of them,
-            the prompt's tokens being the demonstrations of all. With an explanation ``answer_statements``, ``answer_units``,
-            ``answer_heads`` and ``answer_positions``, its tables that have rows, ``answer_flow``, what the model says with
-            parts of the cause switched off, and for a short prompt ``answer_tokens``, the effects of single tokens.
+            the prompt's tokens being the demonstrations of all. With an explanation the
+            tables of :class:`kvlens.explanation.Explained`, as ``answer_statements`` and so on.
         bias: the converted prompt.
         heads: what each head attends to, for the page; None where the model's front end does not show it.
         linked: who reads which prompt token for which text token, for the page; None likewise.
         bias_share: [text_pos], the share of the bias in the attention's output at each token of the text, mean over all heads.
-        explained: which units of the prompt the answer rests on, through which heads; None where it was not asked for, and of
+        explained: which units of the prompt the answer rests on, read in which layers; None where it was not asked for, and of
             prompts longer than `MOST_EXPLAINED` tokens.
         missing: name of an analysis that does not run on the model or its front end -> why.
     """
@@ -118,11 +111,9 @@ def build_report(
     dual: bool = False,
     method: str | ConversionMethod = "exact",
     by: By | None = "sentence",
+    about: str | None = None,
     answer: str | None = None,
-    rival: str | None = None,
-    keep: Keep = None,
     on_progress: Callable[[str, float], None] | None = None,
-    on_estimate: Callable[[Estimate], None] | None = None,
 ) -> Report:
     """Convert ``prompt`` and measure on ``text`` how exact the conversion is, what the prompt changes, and which heads matter.
 
@@ -138,15 +129,9 @@ def build_report(
         dual: also analyze each head as a gradient step on the prompt's tokens.
         method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
-        by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out. It takes
-            a pass over prompt and text for each unit and at most `kvlens.analyses.attribution.cost.CAP` more; and up to
-            `MOST_TOKENS` prompt tokens, a pass for each of them.
-        answer, rival: which answer is explained, as in :func:`kvlens.analyses.attribution.explain.explain`; by default the most
-            probable token after the text.
-        keep: a file in which the scores of the explanation are kept as they are measured, and from which the same report
-            resumes after an interruption, as in :func:`kvlens.analyses.attribution.explain.explain`.
+        by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out.
+        about, answer: which words and which answer are explained, as in :func:`kvlens.explain`; by default what the model writes.
         on_progress: called with a description and the fraction done, in 0..1.
-        on_estimate: called at the start with what the explanation will take.
 
     Raises:
         KVLensError: options that the model or the method does not have, weights that are not finite, no tokenizer, an empty
@@ -162,9 +147,6 @@ def build_report(
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
     by = by if len(prompt_tokens) <= MOST_EXPLAINED else None
-    single_tokens = by not in (None, "token") and len(prompt_tokens) <= MOST_TOKENS
-    if on_estimate is not None and by is not None:
-        on_estimate(expected_cost(model, prompt_tokens, text_tokens, by=by, single_tokens=single_tokens))
     missing = {name: reason for name in OF_THE_PAGE if (reason := reason_against(name, model)) is not None}
 
     def part(description: str, start: float, end: float) -> Callable[[float], None]:
@@ -240,19 +222,11 @@ def build_report(
         dual_steps = {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
     explained = None
     if by is not None:
-        explaining = part("explaining the answer", 0.4, 0.8)
-        asked: dict[str, Any] = dict(answer=answer, rival=rival)
-        of = dict(prompt=prompt_tokens, text=text_tokens, by=by, **asked)
-        with keeping(keep, model, **of):
-            explained = explain(*sequences, by=by, on_progress=lambda _, done: explaining(done), **asked)
-            tables |= _answer_tables(explained)
-            if explained.cause:
-                tell("switching off units, heads and positions", 0.8)
-                tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
-            if single_tokens:
-                removing = part("removing single tokens", 0.85, 0.92)
-                tables["answer_tokens"] = prompt_attribution(*sequences, by="token", on_progress=removing, **asked)
-        summary["answer"] = answer_figures(explained, by)
+        explained = explain(
+            model, prompt_tokens, text_tokens, about=about, answer=answer, by=by, on_progress=lambda what, done: tell(what, 0.4 + done / 2)
+        )
+        tables |= {f"answer_{name}": table for name, table in explained.tables().items()}
+        summary["answer"] = answer_figures(explained)
     linked = None
     if "linked_shares" not in missing:
         linked = linked_shares(
@@ -282,16 +256,6 @@ def _contributions(model: KVModel, bias: KVBias, text: Tensor, missing: dict[str
     except IndirectHeads as error:
         missing["layer_contributions"] = str(error)
         return None
-
-
-def _answer_tables(explained: Explained) -> dict[str, pd.DataFrame]:
-    tables = {
-        "statements": explained.statements,
-        "units": explained.units,
-        "heads": explained.heads,
-        "positions": explained.positions,
-    }
-    return {f"answer_{name}": table for name, table in tables.items() if len(table)}
 
 
 def _dual_tables(model: Any, prompt: Tensor, text: Tensor) -> dict[str, pd.DataFrame]:

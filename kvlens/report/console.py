@@ -2,18 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvlens.files import FolderKind, Unfinished, work_on
-from kvlens.terminal import visible
-
 WIDTH = 80
-LONG = 60.0
-"""Seconds from which on an explanation announces how long it will take."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -21,49 +14,6 @@ def make_console(*, stderr: bool = False) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return console
-
-
-@contextlib.contextmanager
-def unfinished(folder: str | Path | None, kind: FolderKind, *, overwrite: bool = False) -> Iterator[Unfinished | None]:
-    """Inside, no other command works on the output folder; what is measured may be kept next to it, in ``FOLDER.unfinished``.
-
-    That file is deleted when the block succeeds, if it was used. When the block fails, stderr names it if something was added
-    to it. Without a folder, there is none.
-
-    Raises:
-        KVLensError: as :func:`kvlens.files.work_on`, or another kind of file has that name.
-    """
-    if folder is None:
-        yield None
-        return
-    with work_on(folder, kind, overwrite=overwrite) as kept:
-        kept.check()
-        try:
-            yield kept
-        except BaseException:
-            if kept.n_new:
-                make_console(stderr=True).print(
-                    f"What was measured is kept in {visible(kept.path.name)}: the same command resumes there."
-                )
-            raise
-        kept.delete()
-
-
-def announce(expected: Any) -> None:
-    """Say on stderr how long an explanation will take at most, where that is more than `LONG`.
-
-    Args:
-        expected: an `Estimate` of :mod:`kvlens.analyses.attribution.cost`.
-    """
-    if expected.seconds >= LONG:
-        said = f"at most {_duration(expected.seconds)} ({expected.tokens:,} tokens to read)"
-        make_console(stderr=True).print(f"Explaining the answer takes {said}.")
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} hours"
-    return f"{round(seconds / 60)} minutes" if seconds >= 90 else f"{round(seconds)} seconds"
 
 
 @contextlib.contextmanager

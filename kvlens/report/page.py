@@ -5,11 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.analyses.bias.parts import HEAD_PART, Part
+from kvlens.explanation import explanation_view
 from kvlens.report.build import MOST_EXPLAINED, Report
-from kvlens.report.opening import continuation, exactness, opening, word_begun
-from kvlens.report.ranking import ABLATION, MEASURES, ON_ANSWER, parts_on_answer, ranked_heads
-from kvlens.report.summary import CONDITIONS, heads_in_words
+from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
+from kvlens.report.summary import CONDITIONS, continuation_in_a_sentence, heads_in_words
 from kvlens.viz import (
     Page,
     Piece,
@@ -19,7 +18,6 @@ from kvlens.viz import (
     depth_map,
     dual_view,
     error_table,
-    flow_view,
     generated_text,
     head_heatmap,
     induction_arcs,
@@ -30,6 +28,11 @@ from kvlens.viz._text import label, number, percent
 TOP_HEADS = 12
 """Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
+CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
+ABOUT_HEADS = (
+    f"{ABLATION}: KL divergence of the predictions on the text when the head reads nothing of the prompt but BOS; effects of "
+    "several heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
+)
 LONGEST_NAME = 120
 OF_LAYER = "KL without the layer's heads, nats"
 LOSSES = ("converted", "without_prompt")
@@ -40,27 +43,23 @@ def build_page(report: Report) -> Page:
     """The report's page: the answer and what led to it, heads, generated text, the prompt's effect, patterns, exactness."""
     summary, tables = report.summary, report.tables
     page = Page(f"kvlens report: {_short(summary['model']['name'])}", _subtitle(summary))
-    exact = exactness(summary["conversion"], summary["text"]["n_tokens"])
+    exact = _exactness(summary["conversion"], summary["text"]["n_tokens"])
     notes = [exact, *(f"Note: {note}" for note in summary["notes"])]
+    page.section("The answer")
     if report.explained is not None:
-        page.section("The answer")
-        by, written = summary["answer"]["by"], tables["generated"]
-        word = word_begun(report.explained.answer, written.loc[written["condition"] == "with_prompt", "token"].tolist())
-        page.add(opening(report.explained, by, summary["text"]["text"], tables.get("answer_tokens"), word))
+        page.add(explanation_view(report.explained))
     else:
-        page.section("The answer").add(continuation(summary["continuation"])).note(_not_explained(summary))
+        page.note(continuation_in_a_sentence(summary["continuation"])).note(_not_explained(summary))
     for note in notes:
         page.note(note)
-    if "answer_flow" in tables:
-        _add_flow(page, report)
     page.section(
         "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
     )
     page.add(_generated(summary))
-    ranked, column = ranked_heads(report)
-    page.section("Heads", _about_heads(report))
-    page.add(_head_table(report, ranked, column))
-    page.add(head_heatmap(ranked, column, details=report.heads, title="map of heads"))
+    ranked = ranked_heads(report)
+    page.section("Heads", ABOUT_HEADS)
+    page.add(_head_table(ranked))
+    page.add(head_heatmap(ranked, ABLATION, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
     page.section(
@@ -110,31 +109,6 @@ def build_page(report: Report) -> Page:
     return page.footer(f"Made {summary['created']} with {versions}. The numbers are in the Parquet files next to this page.")
 
 
-def _add_flow(page: Page, report: Report) -> None:
-    found, by = report.explained, report.summary["answer"]["by"]
-    assert found is not None
-    page.section("From the prompt to the answer")
-    page.add(flow_view(report.tables["answer_flow"], found, by=by))
-
-
-def _about_heads(report: Report) -> str:
-    ablation = (
-        f"{ABLATION}: KL divergence of the predictions on the text when the head reads nothing of the prompt but BOS; effects "
-        "of several heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
-    )
-    found = report.explained
-    if found is None or not found.cause:
-        return ablation
-    by = report.summary["answer"]["by"]
-    texts = " and ".join(repr(_short(found.units["unit_text"][unit].strip())) for unit in found.cause)
-    own, alone = ON_ANSWER["p_exchanged"], ON_ANSWER["p_alone"]
-    return (
-        f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when only this head reads the prompt without the "
-        f"{by}{'s' if found.cause[1:] else ''} {texts}, and everything else reads all of it. {alone[0].upper()}{alone[1:]}: "
-        f"its probability when only this head reads the whole prompt. In a set: breaking or keeping. –: not run. {ablation}"
-    )
-
-
 def _not_explained(summary: dict[str, Any]) -> str:
     n_tokens = summary["prompt"]["n_tokens"]
     if n_tokens > MOST_EXPLAINED:
@@ -145,25 +119,16 @@ def _not_explained(summary: dict[str, Any]) -> str:
     return "Which part of the prompt led to the answer was not computed for this report; kvlens explain computes it."
 
 
-def _head_table(report: Report, ranked: pd.DataFrame, by: str) -> Piece:
-    """The heads, and the shift states and convolutions of the sets."""
-    names = [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]
-    if report.explained is not None and report.explained.cause:
-        parts = parts_on_answer(report.explained)
-        others = parts[(parts["part"] != HEAD_PART) & (parts[ON_ANSWER["sets"]] != "")]
-        names += [Part.of_code(code).name for code in others["code"]]
-        ranked = pd.concat([ranked, others[[*ON_ANSWER.values()]]])
-        order = ranked[ON_ANSWER["sets"]].str[:1].map({"b": 0, "k": 1}).fillna(2).to_numpy().argsort(kind="stable")
-        ranked, names = ranked.iloc[order], [names[place] for place in order]
-    columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
-    shown = pd.DataFrame({"head": names})
-    for name in columns:
-        if name == ON_ANSWER["sets"]:
-            shown[name] = ranked[name].tolist()
-            continue
-        in_percent = name in (MEASURES["bias_share"], *ON_ANSWER.values())
-        shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
-    return error_table(shown, title=f"heads, in descending order of: {by}", max_rows=TOP_HEADS)
+def _head_table(ranked: pd.DataFrame) -> Piece:
+    share = MEASURES["bias_share"]
+    shown = pd.DataFrame(
+        {
+            "head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()],
+            ABLATION: [_small(x) for x in ranked[ABLATION]],
+            share: [percent(x).replace(" ", "\u00a0") for x in ranked[share]],
+        }
+    )
+    return error_table(shown, title=f"heads, the largest first: {ABLATION}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:
@@ -317,3 +282,14 @@ def _attention(report: Report, ranked: pd.DataFrame) -> Piece:
 def _generated(summary: dict[str, Any]) -> Piece:
     texts = {TITLES[condition]: summary["generation"][condition] for condition in CONDITIONS}
     return generated_text(texts, start=summary["text"]["text"].split("\n")[-1], title="three conditions")
+
+
+def _exactness(figures: dict[str, Any], n_text: int) -> str:
+    """One line on how exact the conversion is, from the summary's ``conversion``."""
+    agreeing = f"the same most probable next token at {round(figures['argmax_agreement'] * n_text)} of {n_text} positions"
+    error = f"relative error of the logits {number(figures['relative_error'])}"
+    if figures["approximation"] is not None:
+        return f"{CONVERTED} approximate ({figures['approximation']}): {error}; {agreeing}."
+    if figures["exact_to_rounding"]:
+        return f"{CONVERTED} exact to rounding: {error}; {agreeing}."
+    return f"{CONVERTED} NOT EXACT: {error}, rounding alone gives {number(figures['rounding_error'])}; {agreeing}."

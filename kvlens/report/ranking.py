@@ -2,8 +2,6 @@
 
 import pandas as pd
 
-from kvlens.analyses.attribution.explain import Explained
-from kvlens.analyses.bias.parts import HEAD_PART
 from kvlens.report.build import ABLATION, Report
 
 MEASURES = {
@@ -16,34 +14,8 @@ MEASURES = {
     "b_d_norm": "norm of b_D",
 }
 """The measures of ``bias_by_head`` in words, with their units."""
-ON_ANSWER = {
-    "sets": "in a set",
-    "p_exchanged": "answer, only this exchanged",
-    "p_alone": "answer, all but this exchanged",
-}
-"""Those of the explanation's heads; exchanged: they read the prompt without the units that lose the answer."""
 
 
-def ranked_heads(report: Report) -> tuple[pd.DataFrame, str]:
-    """The report's one ranking of heads, its columns in words, and the column that it goes by.
-
-    Heads of the explanation's breaking sets first, then those of its keeping sets, then the others; among these by the answer's
-    probability when only this head reads the prompt without the units, as far as it was run. Where no units lose the answer, by
-    the KL divergence of the predictions when the head has BOS's part alone.
-    """
-    heads = report.tables["bias_by_head"]
-    found = report.explained
-    if found is None or not found.cause:
-        return heads.rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable"), ABLATION
-    on_answer = parts_on_answer(found)
-    ranked = on_answer.loc[on_answer["part"] == HEAD_PART, ["layer", "head", *ON_ANSWER.values()]]
-    ranked = ranked.merge(heads.rename(columns=MEASURES), on=["layer", "head"], how="left", validate="1:1")
-    return ranked, ON_ANSWER["p_exchanged"]
-
-
-def parts_on_answer(found: Explained) -> pd.DataFrame:
-    """The explanation's heads, shift states and convolutions in the same order, with the columns `ON_ANSWER` in words."""
-    kinds = [("breaking" * b, "keeping" * k) for b, k in zip(found.heads["breaking"], found.heads["keeping"], strict=True)]
-    parts = found.heads.assign(sets=[", ".join(filter(None, each)) for each in kinds])
-    parts = parts.sort_values(["breaking", "keeping", "p_exchanged"], ascending=[False, False, True], kind="stable")
-    return parts.rename(columns=ON_ANSWER)
+def ranked_heads(report: Report) -> pd.DataFrame:
+    """The heads, by the KL divergence of the predictions when a head has BOS's part of the bias alone."""
+    return report.tables["bias_by_head"].rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable")

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.analyses.attribution.explain import Explained
 from kvlens.analyses.texts import stripped, token_texts
+from kvlens.explanation import Explained, in_words
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
-from kvlens.report.explanation import in_a_paragraph
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 
@@ -43,22 +42,9 @@ def _approximation(fit: BiasFit) -> str:
     return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
 
 
-def answer_figures(explained: Explained, by: str) -> dict[str, Any]:
-    """The explanation of an answer, in words and in its statements; probabilities with the prompt and without the units."""
-    return {
-        "explanation": in_a_paragraph(explained, by),
-        "by": by,
-        "answer": explained.answer,
-        "rival": explained.rival,
-        "cause": list(explained.cause),
-        "p_answer": list(explained.p_answer),
-        "p_rival": list(explained.p_rival),
-        "unprompted": explained.unprompted,
-        "p_unprompted": None if explained.p_unprompted is None else list(explained.p_unprompted),
-        "searched_to_the_end": sorted(explained.searched),
-        "statements": json.loads(explained.statements.to_json(orient="records")),
-        "n_passes": float(explained.n_passes),
-    }
+def answer_figures(explained: Explained) -> dict[str, Any]:
+    """The explanation of an answer: in words, and everything that it found."""
+    return {"explanation": in_words(explained), **json.loads(explained.to_json())}
 
 
 def continuation_figures(
@@ -76,6 +62,18 @@ def continuation_figures(
         }
         for token in tokens
     ]
+
+
+def continuation_in_a_sentence(figures: list[dict[str, Any]]) -> str:
+    """What the model continues with, from `kvlens.report.summary.continuation_figures`, where nothing is explained."""
+    first, *other = figures
+    p, p_without = percent(first["p_with_prompt"]), percent(first["p_without_prompt"])
+    if not other:
+        return f"After the text the model continues with {first['token']!r}: {p} with the prompt, {p_without} without it."
+    return (
+        f"After the text the model continues with {first['token']!r} ({p}; {p_without} without the prompt); without the prompt "
+        f"it would continue with {other[0]['token']!r} ({percent(other[0]['p_without_prompt'])})."
+    )
 
 
 def effect_figures(effect: pd.DataFrame) -> dict[str, Any]:

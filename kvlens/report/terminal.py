@@ -13,9 +13,8 @@ from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.checks import checked
 from kvlens.report.build import Report
 from kvlens.report.console import WIDTH, make_console
-from kvlens.report.explanation import continuation_in_a_sentence
 from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
-from kvlens.report.summary import CONDITIONS, heads_in_words
+from kvlens.report.summary import CONDITIONS, continuation_in_a_sentence, heads_in_words
 from kvlens.terminal import visible
 from kvlens.viz._text import percent
 
@@ -45,8 +44,9 @@ def _show(console: Console, report: Report) -> None:
     _print_head(console, summary)
     answer = summary["answer"]
     said = continuation_in_a_sentence(summary["continuation"]) if answer is None else answer["explanation"]
-    console.print()
-    console.print(Text(_printable(said), style="bold"))
+    for paragraph in said.split("\n\n"):
+        console.print()
+        console.print(Text(_printable(paragraph), style="bold"))
     for note in summary["notes"]:
         console.print()
         console.print(Text(f"Note: {_printable(note)}", style="yellow"))
@@ -146,24 +146,11 @@ def _print_heads(console: Console, report: Report) -> None:
         f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "
         f"loss {_signed(bias['loss_change_without_any_head'])} nats per token (effects do not add up)"
     )
-    ranked, by = ranked_heads(report)
-    on_answer = by != ABLATION
-    if on_answer:
-        console.print(f"  ranked by: {by}")
-    table = _table(
-        (
-            "head",
-            *(["answer"] if on_answer else []),
-            "KL without",
-            "loss change",
-            "share of output",
-            "norm of b_KV",
-        )
-    )
+    ranked = ranked_heads(report)
+    table = _table(("head", "KL without", "loss change", "share of output", "norm of b_KV"))
     for row in ranked.head(TOP).to_dict("records"):
         table.add_row(
             f"L{row['layer']}H{row['head']}",
-            *([percent(row[by])] if on_answer else []),
             _nats(row[ABLATION]),
             _signed(row[MEASURES["loss_change"]]),
             percent(row[MEASURES["bias_share"]]),

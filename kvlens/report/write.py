@@ -1,6 +1,6 @@
 """A report on disk: a page to open, one Parquet file a table, the bias, and ``summary.json`` with every headline figure.
 
-An explanation alone (``kvlens explain --out``) is its tables, and ``summary.json`` with the question.
+An explanation alone (``kvlens explain --out``) is its page, its tables, and ``summary.json``.
 """
 
 import json
@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvlens.analyses.attribution.explain import Explained
 from kvlens.checks import checked
+from kvlens.explanation import Explained, explanation_view
 from kvlens.files import plain, write_folder
 from kvlens.model import KVModel
 from kvlens.report.build import Report
@@ -19,7 +19,7 @@ from kvlens.report.page import build_page
 from kvlens.report.summary import answer_figures, model_facts, versions
 
 BIAS = "bias.safetensors"
-PAGE = "report.html"
+PAGE, EXPLANATION_PAGE = "report.html", "explanation.html"
 
 
 @checked
@@ -59,38 +59,33 @@ def write_explanation(
     *,
     model: KVModel,
     model_name: str,
-    prompt: str,
-    text: str,
-    by: str,
     overwrite: bool = False,
 ) -> list[str]:
-    """Write the tables of an explanation that have rows to ``folder``, whole or not at all; return the names of the files.
+    """Write an explanation's page and tables to ``folder``, whole or not at all; return the names of the files.
 
     Args:
-        found: from :func:`kvlens.analyses.attribution.explain.explain`.
+        found: from :func:`kvlens.explain`.
         folder: its path; parents are made.
-        model, model_name, prompt, text, by: the question, for ``summary.json``.
+        model, model_name: who answered, for ``summary.json``.
         overwrite: replace an explanation that stands there; anything else is never replaced.
 
     Raises:
         KVLensError: the place is taken or not writable.
     """
-    tables = {"statements": found.statements, "units": found.units, "heads": found.heads, "positions": found.positions}
-    tables = {f"{name}.parquet": table for name, table in tables.items() if len(table.columns)}
+    tables = {f"{name}.parquet": table for name, table in found.tables().items()}
     summary = {
         "format": FORMAT_OF_EXPLANATION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "model": model_facts(model, model_name),
-        "prompt": prompt,
-        "text": text,
-        "answer": answer_figures(found, by),
-        "files": (names := [SUMMARY, *tables]),
+        "answer": answer_figures(found),
+        "files": (names := [SUMMARY, *tables, EXPLANATION_PAGE]),
     }
 
     def fill(temporary: Path) -> None:
         for name, table in tables.items():
             table.to_parquet(temporary / name, index=False, write_page_checksum=True)
+        explanation_view(found).save_html(temporary / EXPLANATION_PAGE)
         _write_summary(summary, temporary)
 
     write_folder(folder, fill, EXPLANATION_FOLDER, overwrite=overwrite)

@@ -17,7 +17,6 @@ from kvlens.viz.attention import attention_view
 from kvlens.viz.bars import contribution_bars
 from kvlens.viz.depth import depth_map
 from kvlens.viz.dual import dual_view
-from kvlens.viz.flow import flow_view
 from kvlens.viz.generated import generated_text
 from kvlens.viz.heat_map import head_heatmap
 from kvlens.viz.linked import linked_view
@@ -35,7 +34,6 @@ __all__ = [
     "depth_map",
     "dual_view",
     "error_table",
-    "flow_view",
     "generated_text",
     "head_heatmap",
     "induction_arcs",

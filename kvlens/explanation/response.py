@@ -9,8 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-
-from ..texts import joined, token_texts
+from kvlens.analyses.texts import joined, token_texts
 
 WORD = re.compile(r"[^\W_]+(?:['\u2019.,:/@&+\u2013-][^\W_]+|_+[^\W_]+)*|[^\s]", re.UNICODE)
 """A word, with the marks inside it (``3.5``, ``1,000``, ``half-time``, ``O'Brien``, ``snake_case``), or a mark by itself."""
@@ -47,9 +46,11 @@ class Response:
 
     @classmethod
     def of(cls, model: KVModel, before: Int[Tensor, " before_pos"], tokens: Int[Tensor, " pos"]) -> "Response":
-        """Read behind other tokens."""
+        """Read behind other tokens; without a tokenizer every token is a word."""
         texts = token_texts(model, torch.cat([before, tokens]))[len(before) :]
         special = set(getattr(model.tokenizer, "all_special_ids", ()) or ())
+        if model.tokenizer is None:
+            texts = [f" {text}" for text in texts]  # a word each
         shown = ["" if int(token) in special else text for token, text in zip(tokens, texts, strict=True)]
         words = _words(shown)
         words += [Word(texts[i], i, i + 1, False) for i, token in enumerate(tokens.tolist()) if token in special]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .verdicts import LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
+from kvlens.explanation.verdicts import LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MOST_NAMED = 3

@@ -12,17 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel, weights_unchanged
+from kvlens.analyses.sequences import one_sequence
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
+from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
+from kvlens.explanation.claims import Claim, claims_of, content_words, whole_response
+from kvlens.explanation.explained import CLAIMS, EFFECTS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
+from kvlens.explanation.response import Response
+from kvlens.explanation.runs import MORE_TOKENS, Outcome, Runs
+from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
 from kvlens.units import Unit, prompt_tokens, prompt_units
-
-from ..sequences import one_sequence
-from .by_layer import MOST_LAYERS, exchange_layers
-from .claims import Claim, claims_of, content_words, whole_response
-from .explained import CLAIMS, EFFECTS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
-from .response import Response
-from .runs import MORE_TOKENS, Outcome, Runs
-from .verdicts import GONE, SAID, Verdict, verdict
 
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
@@ -62,7 +61,7 @@ def explain(
         about: words of the response; the claim that has them heads the explanation. None: the claim that depends most on the
             prompt.
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
-            ends its response or `MOST_TOKENS` tokens.
+            ends its response, or `MOST_TOKENS` tokens; behind a ``text``, which it continues, up to the end of a sentence.
         by: what a unit is, as :func:`kvlens.units.prompt_units` takes it.
         depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim.
         budget: tokens that may be read; what is left out then is named in ``left_out``.
@@ -74,13 +73,11 @@ def explain(
     """
     tokens, units = _prompt_and_units(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
-    explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None))
+    explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None), text is not None)
     return explaining.explained(about, given)
 
 
 def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: Any) -> tuple[Tensor, list[Unit]]:
-    if model.tokenizer is None:
-        raise KVLensError("explain: this model has no tokenizer, so that its answers have no words; give one to load(tokenizer=)")
     tokens, units = prompt_tokens(model, prompt), prompt_units(model, prompt, by)
     is_chat = not isinstance(prompt, str | Tensor)
     if is_chat and text is not None:
@@ -104,6 +101,7 @@ class _Explaining:
     depth: str
     budget: int | None
     tell: Callable[[str, float], None]
+    is_continuation: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -122,7 +120,7 @@ class _Explaining:
                 "allowed; give more, or larger units (by='paragraph')"
             )
         self.tell("the model answers", 0.0)
-        tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
+        tokens = self.runs.answer(MOST_TOKENS, self.is_continuation) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.log_p = self.runs.begin(response)
         self._claims()

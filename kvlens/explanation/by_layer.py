@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attribution.by_head import HeadExchange
-from ..bias.parts import HEAD_PART, Part
-from .explained import SEPARATOR
-from .runs import Outcome
-from .verdicts import FIRM
+from kvlens.analyses.attribution.by_head import HeadExchange
+from kvlens.analyses.bias.parts import HEAD_PART, Part
+from kvlens.explanation.explained import SEPARATOR
+from kvlens.explanation.runs import Outcome
+from kvlens.explanation.verdicts import FIRM
 
 MOST_PAIRED, MOST_LAYERS = 5, 8
 """Pairs of so many of the strongest layers, and sets of up to so many."""

@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .claims import Claim, normal
-from .response import Word
+from kvlens.explanation.claims import Claim, normal
+from kvlens.explanation.response import Word
 
 FIRM = math.log(4)
 """Nats: four times the odds."""

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from kvlens.analyses.explanation.claims import claims_of, content_words, normal
-from kvlens.analyses.explanation.response import Response, _words
-from kvlens.analyses.explanation.verdicts import FIRM, verdict, walk
+from kvlens.explanation.claims import claims_of, content_words, normal
+from kvlens.explanation.response import Response, _words
+from kvlens.explanation.verdicts import FIRM, verdict, walk
 
 
 def response(*tokens: str) -> Response:

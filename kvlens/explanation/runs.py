@@ -15,11 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
-from kvlens.conversion import converted_rows  # noqa
+from kvlens.conversion import converted_rows
+from kvlens.explanation.response import Response, Word, greedy, stop_tokens
+from kvlens.explanation.verdicts import walk
 from kvlens.memory import NUMBERS_PER_PASS
-
-from .response import Response, Word, greedy, stop_tokens
-from .verdicts import walk
 
 Positions = Literal["kept", "closed"]
 Key = tuple[object, ...]
@@ -73,8 +72,8 @@ class Runs:
         self._stops = stop_tokens(self.model)
         self._count(len(self.prompt))
 
-    def answer(self, n_most: int) -> Int[Tensor, " pos"]:
-        """The greedy response, with the token that ends it, of at most so many tokens."""
+    def answer(self, n_most: int, one_sentence: bool) -> Int[Tensor, " pos"]:
+        """The greedy response, with the token that ends it, of at most so many tokens, or up to the end of a sentence."""
         tokens = greedy(
             self.model,
             self.bias.repeat(1),
@@ -82,7 +81,7 @@ class Runs:
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
             n_most,
-            lambda text: text[-1] in self._stops,
+            lambda text: text[-1] in self._stops or (one_sentence and self._piece(text[-1]).endswith(ENDS)),
         )[0]
         self._count(1 + len(tokens))
         return torch.tensor(tokens, device=self.last.device)
@@ -195,9 +194,7 @@ class Runs:
         enough, whole = n + MORE_TOKENS, torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
-            return text[-1] in self._stops or (
-                len(text) >= enough and self.model.tokenizer is not None and self._piece(text[-1]).endswith(ENDS)
-            )
+            return text[-1] in self._stops or (len(text) >= enough and self._piece(text[-1]).endswith(ENDS))
 
         firm = torch.tensor([found[key].firm for key in keys])
         forced = self.response.tokens.expand(len(keys), -1)
@@ -209,4 +206,4 @@ class Runs:
             found[key] = replace(found[key], text=said.text, words=said.words)
 
     def _piece(self, token: int) -> str:
-        return str(self.model.tokenizer.decode([token]))
+        return "" if self.model.tokenizer is None else str(self.model.tokenizer.decode([token]))

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from ..declaration import Columns
-from .page import page_part
-from .sentences import in_words
+from kvlens.analyses.declaration import Columns
+from kvlens.explanation.sentences import in_words
+from kvlens.explanation.view import explanation_view
 
 CLAIMS = Columns(
     claim=("int64", "from 0, in the response's order"),
@@ -53,7 +53,7 @@ STATEMENTS = Columns(
     others=("bool", "everything but the set is exchanged"),
     positions=("str", "``kept``: what follows removed units stays where it stood; ``closed``: it moves up"),
     removed=("str", "units missing in the prompt that layers are exchanged with; empty for units"),
-    verdict=("str", "what becomes of the claim (:mod:`~kvlens.analyses.explanation.verdicts`)"),
+    verdict=("str", "what becomes of the claim (:mod:`~kvlens.explanation.verdicts`)"),
     kept_words=("str", "its content words that are still said, where it is ``partly``"),
     nats=("float64", "by which the claim falls"),
     p_before=("float64", "its probability with the whole prompt, what stands before it given"),
@@ -113,10 +113,14 @@ class Explained:
         table = self.statements
         return table[(table["claim"] == self.about) & (table["about"] == about) & table["role"].isin(roles)]
 
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables by name."""
+        return {name: getattr(self, name) for name in TABLES}
+
     def to_json(self) -> str:
         """Everything, as JSON."""
         plain = {name: getattr(self, name) for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")}
-        tables = {name: json.loads(getattr(self, name).to_json(orient="records")) for name in TABLES}
+        tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
         return json.dumps(plain | {"cause": list(self.cause)} | tables, ensure_ascii=False, indent=1)
 
     def __str__(self) -> str:
@@ -125,4 +129,4 @@ class Explained:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return page_part(self)
+        return explanation_view(self)._repr_html_()

@@ -1,0 +1,114 @@
+"""An explanation as a part of a page, for notebooks and reports.
+
+The response is shown with its words shaded by how much they depend on the prompt. Choosing a claim shades the prompt's parts by
+what the claim loses without each; choosing a part shows what the model says without it. Below is a strip of layers.
+"""
+
+from typing import Any
+
+from kvlens.explanation.sentences import paragraphs, percent, quoted
+from kvlens.explanation.verdicts import GONE
+from kvlens.viz import Piece
+from kvlens.viz._text import html_text, script_json
+
+FULL_SHADE = 8.0
+"""Nats from which on a word or a part has the full color."""
+
+
+def explanation_view(found: Any, title: str = "why the model said that") -> Piece:
+    """Draw an explanation.
+
+    Args:
+        found: a :class:`kvlens.explanation.Explained`.
+        title: of its own file.
+    """
+    told = "".join(
+        f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>' for paragraph in paragraphs(found)
+    )
+    body = (
+        f'<figure class="piece explained" data-kvlens="explained"><figcaption>The model answers</figcaption>'
+        f'<div class="tokens response">{_response(found)}</div>'
+        '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. Underlined: '
+        f"words that depend on them; choose one.</p>{told}"
+        f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
+        f'<p class="says" role="status"></p>{_strip(found)}'
+        f'<script type="application/json">{script_json(_data(found))}</script></figure>'
+    )
+    return Piece(title, body)
+
+
+def _shade(nats: float) -> str:
+    share = max(0.0, min(1.0, nats / FULL_SHADE))
+    return f"background:color-mix(in srgb, var(--positive-fill) {round(100 * share)}%, transparent)"
+
+
+def _response(found: Any) -> str:
+    """The words as they stand in the response, shaded; those of a claim are buttons."""
+    text, at, parts = found.response, 0, []
+    for word in found.words.itertuples():
+        place = text.find(word.text, at)
+        if place < 0:
+            continue
+        parts.append(html_text(text[at:place]))
+        at = place + len(word.text)
+        of_claim = f' data-claim="{word.claim}" class="in-claim"' if word.claim >= 0 and not found.is_whole else ""
+        tag = "button" if of_claim else "span"
+        title = f"falls by {word.nats:.1f} nats without all parts"
+        parts.append(f'<{tag}{of_claim} style="{_shade(word.nats)}" title="{title}">{html_text(word.text)}</{tag}>')
+    return "".join(parts) + html_text(text[at:])
+
+
+def _units(found: Any) -> str:
+    names = zip(found.units["name"], found.units["unit_text"], strict=True)
+    return "".join(
+        f'<button class="source"><span class="unit">{html_text(name)}</span> {html_text(" ".join(text.split()))} '
+        '<b class="effect"></b></button>'
+        for name, text in names
+    )
+
+
+def _data(found: Any) -> dict[str, Any]:
+    """Of each claim and unit the fall, what it is labelled with, and what is said without the unit."""
+    each = found.statements.query("about == 'units' and role == 'each' and positions == 'kept'")
+    causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
+    claims = []
+    for claim, rows in each.groupby("claim"):
+        named = found.claims["text"][claim]
+        claims.append(
+            [
+                {
+                    "nats": round(float(row.nats), 3),
+                    "label": f"{row.nats:+.1f} nats, {row.verdict}",
+                    "says": _says(found.units["name"][int(row.parts)], named, row, int(row.parts) in causes[claim]),
+                }
+                for row in rows.itertuples()
+            ]
+        )
+    return {"about": found.about, "full": FULL_SHADE, "claims": claims}
+
+
+def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
+    said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
+    cause = " It is a cause: the claim is lost as well when what follows moves up." if is_cause else ""
+    return f"Without {unit}, {said}. {claim!r}: {row.verdict}, {percent(row.p_before)} to {percent(row.p_after)}.{cause}"
+
+
+def _strip(found: Any) -> str:
+    """A bar for each layer: what the claim loses when that layer alone reads the prompt without the cause."""
+    singles = found.rows("layers", "each")
+    if not len(singles):
+        return ""
+    top = max(0.5, float(singles["nats"].max()))
+    bars = "".join(
+        f'<div class="bar{" lost" if row.verdict in GONE else ""}" style="height:{100 * max(0.0, row.nats) / top:.1f}%" '
+        f'title="layer {row.parts}: {row.nats:+.2f} nats, {row.verdict}"></div>'
+        for row in singles.itertuples()
+    )
+    last = len(singles) - 1
+    axis = "".join(f"<span>{i if i % 5 == 0 or i == last else ''}</span>" for i in range(len(singles)))
+    return (
+        f"<h3>Layers: what {html_text(repr(found.claim))} loses when that layer alone reads the prompt without the cause</h3>"
+        f'<div class="layers" role="img" aria-label="falls by layer, the highest {top:.1f} nats">{bars}</div>'
+        f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: {top:.1f} '
+        "nats. In the darker ones the claim is lost.</p>"
+    )
