@@ -306,6 +306,7 @@ class _Explaining:
         return Explained(
             asked=Response.of(self.model, self.prompt[:behind], self.prompt[behind:]).text,
             response=self.response.text,
+            response_tokens=self.response.tokens,
             claims=CLAIMS.frame(
                 {
                     "claim": range(len(claims)),

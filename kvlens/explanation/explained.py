@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 
 import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
 
 from kvlens.analyses.declaration import Columns
 from kvlens.explanation.sentences import in_words
@@ -74,6 +76,7 @@ class Explained:
     Attributes:
         asked: the text that is in no unit and follows them: the question, with a chat's marks.
         response: what the model answers.
+        response_tokens: its tokens, [pos].
         claims: its claims, `CLAIMS`; the whole response as one where no word depends on the units.
         about: the number of the claim that heads the page.
         is_whole: whether that claim is the whole response.
@@ -90,6 +93,7 @@ class Explained:
 
     asked: str
     response: str
+    response_tokens: Int[Tensor, " pos"]
     claims: pd.DataFrame
     about: int
     is_whole: bool
@@ -121,7 +125,7 @@ class Explained:
         """Everything, as JSON."""
         plain = {name: getattr(self, name) for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")}
         tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
-        return json.dumps(plain | {"cause": list(self.cause)} | tables, ensure_ascii=False, indent=1)
+        return json.dumps(plain | {"response_tokens": self.response_tokens.tolist()} | {"cause": list(self.cause)} | tables, ensure_ascii=False, indent=1)
 
     def __str__(self) -> str:
         return in_words(self)

@@ -1,0 +1,207 @@
+"""Explanations of a real model's right answers: is the sentence that states the answer a cause, and is every statement true?
+
+    python tests/benchmarks/bench_explanation.py MODEL --data nq-oracle-half.jsonl.gz --out FILE [--right 60] [--again 12]
+
+MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. Each case is
+a question about two documents: the passage that answers it, and other rows' passages that do not have the answer, 8 to 16
+sentences together, in an order that depends on the seed. Cases whose answer does not contain a short answer of the data are
+counted, and explained as well while fewer than ``--wrong`` of them were, for reading. Statements are run again by plain
+Transformers (``tests/real/plain_transformers.py``), ``--again`` of each case at random and those that are printed. A run is resumed where it stopped:
+one JSON line a case. Printed: cases tried and right; the share of right answers of which a cause contains the short answer's
+sentence; causes beside it for each question; statements run again and false ones; seconds and tokens; layers that lose the
+claim alone.
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import random
+import re
+import statistics
+import sys
+import time
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_transformers import Plain, again
+from transformers import AutoModelForCausalLM
+
+import kvlens
+from kvlens.explanation import paragraphs
+from kvlens.explanation.runs import ENDS, MORE_TOKENS
+from kvlens.explanation.response import stop_tokens
+
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
+LEAST, MOST = 8, 16
+
+
+def plain_words(text: str) -> str:
+    """Words without case, accents and marks, between single blanks."""
+    letters = (c for c in unicodedata.normalize("NFKD", text.casefold()) if not unicodedata.combining(c))
+    return f" {re.sub(r'[^a-z0-9]+', ' ', ''.join(letters)).strip()} "
+
+
+def has_answer(text: str, answers: list[str]) -> bool:
+    """Whether it has one of the short answers."""
+    return any(plain_words(answer) in plain_words(text) for answer in answers)
+
+
+def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | None:
+    """The documents of a case; None where no sentence states the answer."""
+    draw, gold = random.Random(f"{seed} {i}"), rows[i]
+    if not any(has_answer(sentence, gold["answers"]) for sentence in SENTENCE.split(gold["text"])):
+        return None
+    chosen, n = [gold], len(SENTENCE.split(gold["text"]))
+    while n < LEAST or len(chosen) < 2:
+        other = draw.choice(rows)
+        m = len(SENTENCE.split(other["text"]))
+        if other["title"] in {row["title"] for row in chosen} or has_answer(other["text"], gold["answers"]) or n + m > MOST + 4:
+            continue
+        chosen.append(other)
+        n += m
+    draw.shuffle(chosen)
+    return {row["title"]: row["text"] for row in chosen}
+
+
+def explained(model: Any, plain: Plain, row: dict[str, Any], documents: dict[str, str], n_again: int, draw: random.Random) -> dict:
+    """One case: what was found, and its statements run again."""
+    question = row["question"].rstrip("?").capitalize() + "?"
+    chat = kvlens.Chat.ask(question, documents)
+    began, worked = time.perf_counter(), time.process_time()
+    found = kvlens.explain(model, chat)
+    seconds, processor = time.perf_counter() - began, time.process_time() - worked
+    units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
+    stating = [i for i, text in enumerate(found.units["unit_text"]) if has_answer(text, row["answers"])]
+    breaking = found.rows("units", "breaking").query("positions == 'kept'")["parts"]
+    causes = [list(map(int, parts.split("+"))) for parts in breaking]
+    printed = sorted({i for paragraph in paragraphs(found) for sentence in paragraph for i in sentence.rows})
+    printed = [i for i in printed if found.statements.loc[i, "about"] in ("units", "layers")]
+    said = [i for i in printed if isinstance(found.statements.loc[i, "says"], str)]
+    others = [i for i in found.statements.index if i not in said and found.statements.loc[i, "about"] in ("units", "layers")]
+    chosen = said + draw.sample(others, min(n_again, len(others)))
+    prompt = chat.tokens(model)
+    response = found.response_tokens
+    stops, tokenizer = stop_tokens(model), model.tokenizer
+
+    def ends(text: list[int]) -> bool:
+        return text[-1] in stops or (len(text) >= len(response) + MORE_TOKENS and tokenizer.decode(text[-1:]).endswith(ENDS))
+
+    false = []
+    for i in chosen:
+        statement, claim = found.statements.loc[i], found.claims.iloc[int(found.statements.loc[i, "claim"])]
+        second = again(plain, prompt, units, response, statement, (int(claim.start), int(claim.stop)), ends)
+        says = None if second.text is None else tokenizer.decode(second.text, skip_special_tokens=True)
+        same = says is None or says.split() == statement.says.split()
+        if abs(second.fall - statement.nats) > 0.01 or not same:
+            false.append([int(i), statement.about, statement.parts, statement.nats, second.fall, statement.says, says])
+    return {
+        "question": question,
+        "answers": row["answers"],
+        "response": found.response,
+        "right": has_answer(found.response, row["answers"]),
+        "stating": stating,
+        "causes": causes,
+        "claims": found.claims[["text", "nats", "cause"]].to_dict("records"),
+        "about": found.about,
+        "is_whole": found.is_whole,
+        "n_units": len(units),
+        "n_prompt": len(prompt),
+        "layers": [row.parts for row in found.rows("layers", "breaking").itertuples()],
+        "keeping": [row.parts for row in found.rows("layers", "keeping").itertuples()],
+        "n_tokens": found.n_tokens,
+        "seconds": seconds,
+        "processor": processor,
+        "n_again": len(chosen),
+        "false": false,
+        "words": str(found),
+        "texts": found.statements[found.statements["says"].notna()][
+            ["claim", "about", "role", "parts", "verdict", "kept_words", "nats", "says"]
+        ].to_dict("records"),
+    }
+
+
+def summary(cases: list[dict[str, Any]]) -> str:
+    """What the cases show."""
+    right = [case for case in cases if case["right"]]
+    if not right:
+        return f"{len(cases)} cases, none right"
+    stated = [any(unit in cause for cause in case["causes"] for unit in case["stating"]) for case in right]
+    beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
+    n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
+    alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
+    sizes = collections.Counter(case["layers"][0].count("+") + 1 if case["layers"] else 0 for case in right if case["causes"])
+    lines = [
+        f"{len(cases)} cases explained, {len(right)} answers right",
+        f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
+        f"causes beside it: {statistics.fmean(beside):.2f} a question",
+        f"statements run again: {n_again}, false: {false}",
+        f"units with a cause {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
+        f"layers that lose the claim alone: {alone.most_common(8)}",
+        f"seconds: median {statistics.median(case['seconds'] for case in right):.1f}, largest {max(case['seconds'] for case in right):.1f}; "
+        f"tokens read: median {statistics.median(case['n_tokens'] for case in right):,.0f}",
+    ]
+    return "\n".join(lines)
+
+
+def main(words: list[str]) -> None:
+    """Run the cases that are missing, and print the summary."""
+    say = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    say.add_argument("model")
+    say.add_argument("--data", required=True, type=Path)
+    say.add_argument("--out", required=True, type=Path)
+    say.add_argument("--right", type=int, default=60)
+    say.add_argument("--wrong", type=int, default=10)
+    say.add_argument("--again", type=int, default=12)
+    say.add_argument("--seed", type=int, default=0)
+    say.add_argument("--first", type=int, default=0)
+    say.add_argument("--device", default="cpu")
+    say.add_argument("--seconds", type=float, default=float("inf"))
+    args = say.parse_args(words)
+    with gzip.open(args.data, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    cases = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = {case["i"] for case in cases}
+    model = kvlens.load(args.model, device=args.device)
+    folder = Path(args.model)
+    where = dict(gguf_file=folder.name) if folder.suffix == ".gguf" else {}
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder.parent if where else folder, dtype=torch.float32, attn_implementation="written_out", **where
+    )
+    plain = Plain(hf.eval().to(args.device))
+    began, tried = time.perf_counter(), len(done)
+    for i in range(args.first, len(rows)):
+        n_right = sum(case["right"] for case in cases)
+        if n_right >= args.right or time.perf_counter() - began > args.seconds:
+            break
+        documents = None if i in done else case_of(rows, i, args.seed)
+        if documents is None:
+            continue
+        tried += 1
+        chat = kvlens.Chat.ask(rows[i]["question"].rstrip("?").capitalize() + "?", documents)
+        with torch.no_grad():
+            out = plain_answer(model, chat)
+        if not has_answer(out, rows[i]["answers"]) and len(cases) - n_right >= args.wrong:
+            continue
+        case = explained(model, plain, rows[i], documents, args.again, random.Random(i))
+        cases.append({"i": i, **case})
+        with args.out.open("a") as out_file:
+            out_file.write(json.dumps(cases[-1]) + "\n")
+        print(i, "right" if case["right"] else "wrong", f"{case['seconds']:.1f} s", f"{case['n_again']} again, {len(case['false'])} false", flush=True)
+    print(f"{tried} questions tried\n{summary(cases)}")
+
+
+def plain_answer(model: Any, chat: Any) -> str:
+    """The greedy answer, up to 64 tokens."""
+    tokens = chat.tokens(model)[None]
+    stops = stop_tokens(model)
+    new = model.generate(tokens, max_new_tokens=64, do_sample=False, verbose=False, return_type="tokens", stop_at_eos=True)
+    text = new[0, tokens.shape[1] :].tolist()
+    text = text[: next((i for i, token in enumerate(text) if token in stops), len(text))]
+    return str(model.tokenizer.decode(text, skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
