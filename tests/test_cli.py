@@ -22,7 +22,7 @@ TABLES = (
 )
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
-ANSWER = {f"answer_{name}.parquet" for name in ("statements", "units", "heads", "positions", "flow", "tokens")}
+ANSWER = {f"answer_{name}.parquet" for name in ("claims", "units", "effects", "words", "statements")}
 """Those of them that have rows."""
 BARE = ("--by", "none")  # without the explanation, which takes most of the time
 
@@ -179,17 +179,6 @@ def test_models_that_have_no_report(capsys, tmp_path):
     assert sorted(os.listdir(".")) == [f"m{i}" for i in range(len(models))]
 
 
-def test_a_file_next_to_the_output_is_deleted_only_by_who_read_it(folder, capsys):
-    beside = Path("report.unfinished")
-    beside.write_text("mine")
-    assert "is no file of unfinished results, so it is left alone" in refused(capsys, report(folder))
-    assert beside.read_text() == "mine" and os.listdir(".") == ["report.unfinished"]
-    beside.write_text('{"format": "kvlens.unfinished", "of": {"prompt": "that of another explanation"}}\n{}\n')
-    before = beside.read_bytes()
-    assert report(folder, *BARE) == 0  # which reads no such file
-    assert beside.read_bytes() == before and sorted(os.listdir(".")) == ["report", "report.unfinished"]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full: not Linux")
 def test_an_output_that_cannot_be_written_is_one_line():
     run = [sys.executable, "-m", "kvlens", "zoo"]
@@ -200,25 +189,19 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert (closed.returncode, closed.stderr) == (0, "")
 
 
-KEPT = "What was measured is kept in report.unfinished: the same command resumes there."
-
-
-@pytest.mark.parametrize(
-    ("where", "left"),
-    [("kvlens.model.HookedKVTransformer.generate", []), ("kvlens.kv_bias.KVBias.save", ["report.unfinished"])],
-)
-def test_ctrl_c_leaves_what_was_measured(folder, capsys, monkeypatch, where, left):
+@pytest.mark.parametrize("where", ["kvlens.model.HookedKVTransformer.generate", "kvlens.kv_bias.KVBias.save"])
+def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupt)
     assert report(folder) == 130
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"{KEPT}\n" * len(left) + "kvlens: interrupted\n")
-    assert os.listdir(".") == left
+    assert (captured.out, captured.err) == ("", "kvlens: interrupted\n")
+    assert os.listdir(".") == []
 
 
-def test_a_full_disk_leaves_what_was_measured(folder, capsys, monkeypatch):
+def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -226,9 +209,9 @@ def test_a_full_disk_leaves_what_was_measured(folder, capsys, monkeypatch):
         patch.setattr("pandas.DataFrame.to_parquet", full)
         assert report(folder) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith(f"{KEPT}\nkvlens: error: ")
+    assert captured.out == "" and captured.err.startswith("kvlens: error: ")
     assert captured.err.endswith("report: No space left on device\n")
-    assert os.listdir(".") == ["report.unfinished"]
+    assert os.listdir(".") == []
     assert report(folder) == 0 and os.listdir(".") == ["report"]
 
 

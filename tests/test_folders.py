@@ -8,13 +8,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from kvlens.analyses.attribution.explain import explain
-from kvlens.analyses.attribution.null import Null
 from matplotlib.figure import Figure
 from tiny_runs import run
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from kvlens import KVLensError
+from kvlens import KVLensError, explain
 from kvlens.experiments import find_experiment
 from kvlens.experiments.shared.outcome import Outcome, write_outcome
 from kvlens.files import FolderKind, check_folder, list_files, listed_in, write_folder
@@ -36,12 +34,11 @@ def outcome(folder: Path, overwrite: bool) -> None:
 
 @cache
 def explained():
-    return explain(tiny_text_model(), PROMPT, TEXT, by="sentence", null=Null(60))
+    return explain(tiny_text_model(), PROMPT, TEXT)
 
 
 def explanation(folder: Path, overwrite: bool, found=None) -> None:
-    question = dict(model=tiny_text_model(), model_name="t", prompt=PROMPT, text=TEXT, by="sentence")
-    write_explanation(found or explained(), folder, overwrite=overwrite, **question)
+    write_explanation(found or explained(), folder, model=tiny_text_model(), model_name="t", overwrite=overwrite)
 
 
 REPLACED = {
@@ -149,12 +146,11 @@ def test_of_many_writers_that_may_not_replace_each_other_one_succeeds(tmp_path):
     assert len(os.listdir(tmp_path / "x")) == 2 and os.listdir(tmp_path) == ["x"]
 
 
-def test_an_explanation_leaves_no_table_of_an_earlier_prompt_and_nothing_half_written(tmp_path, monkeypatch):
+def test_an_explanation_leaves_nothing_half_written(tmp_path, monkeypatch):
     folder = tmp_path / "x"
     whole = explained()
-    assert len(whole.heads) and len(whole.positions)
     explanation(folder, False, whole)
-    assert {"heads.parquet", "positions.parquet"} < set(os.listdir(folder))
+    assert {"claims.parquet", "statements.parquet", "explanation.html"} < set(os.listdir(folder))
     before = contents(folder)
 
     def full(*args, **kwargs):

@@ -28,8 +28,6 @@ PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "
 is held at once, what is read of a pass."""
 FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
-IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
-"""And what else keeps its work in a file."""
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""
 
@@ -170,7 +168,7 @@ def test_analyses_use_public_names_only():
     all_sources = sources()
     for module in all_sources:
         if package_of(module) == "analyses":
-            allowed = PUBLIC | (FOUNDATIONS if module.startswith("kvlens.analyses.batch.") else IN_FILES.get(module, set()))
+            allowed = PUBLIC | (FOUNDATIONS if module.startswith("kvlens.analyses.batch.") else set())
             others = {name for name in imported(module, all_sources) if package_of(name) not in (None, "analyses")}
             assert not others - allowed, module
             assert not [n for n in named_imports(module, *all_sources[module]) if n.startswith("transformer_lens")], module

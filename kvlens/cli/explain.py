@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,19 +54,24 @@ def _explain(args: argparse.Namespace) -> int:
     name, prompt, text = (args.model or TEXT_MODEL, chat, None) if chat is not None else model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from kvlens.files import check_folder
+    from kvlens.files import work_on
     from kvlens.report.console import make_console, progress_bar
     from kvlens.report.folder import EXPLANATION_FOLDER
 
-    if args.out is not None:
-        check_folder(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
-    with progress_bar("loading the model") as tell:
+    held = nullcontext() if args.out is None else work_on(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
+    with held, progress_bar("loading the model") as tell:
         from kvlens import explain, load
 
         check_device("--device", args.device)
         model = load(name, tokenizer=args.tokenizer, device=args.device)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, **options)
+        if args.out is not None:
+            from kvlens.report.write import EXPLANATION_PAGE, write_explanation
+
+            files = write_explanation(
+                found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite
+            )
 
     from kvlens.report.explanation import print_explanation
 
@@ -73,9 +79,6 @@ def _explain(args: argparse.Namespace) -> int:
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")
     print_explanation(found)
     if args.out is not None:
-        from kvlens.report.write import EXPLANATION_PAGE, write_explanation
-
-        files = write_explanation(found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite)
         folder = visible(f"{Path(args.out)}{os.sep}")
         print(f"\nWritten to {folder}: {', '.join(files)}\nOpen {folder}{EXPLANATION_PAGE} in a browser; it works offline.")
     return 0

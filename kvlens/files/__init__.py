@@ -4,7 +4,7 @@
     reading     read only regular files, inside the expected folder, and valid JSON
     manifest    checksums, and the JSON file that lists a folder's own files with their checksums
     folders     whether a folder may be written to, and writing it
-    unfinished  results of an interrupted computation, and one command at a time for an output folder
+    work        one command at a time for an output folder
     tensors     safetensors files with a checksum
 
 All but ``tensors``, which needs torch, can be imported from here.
@@ -34,13 +34,12 @@ from kvlens.files.manifest import (
     read_listed,
 )
 from kvlens.files.reading import check_regular, check_regular_files, check_version, file_in, parsed_json, read_json
-from kvlens.files.unfinished import Unfinished, hold_unfinished, work_on
+from kvlens.files.work import work_on
 
 __all__ = [
     "CARD",
     "LIST",
     "FolderKind",
-    "Unfinished",
     "check_folder",
     "check_listed",
     "check_regular",
@@ -53,7 +52,6 @@ __all__ = [
     "clear_leftovers_in",
     "file_in",
     "files_in",
-    "hold_unfinished",
     "is_temporary",
     "list_files",
     "listed_in",

@@ -6,19 +6,18 @@ import pytest
 import torch
 from bridge_models import place_of, rounding_in_nats, rounding_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.by_head import HeadExchange, swapped_heads
-from kvlens.analyses.attribution.explain import explain
+from kvlens.analyses.attribution.by_head import swapped_heads
 from kvlens.analyses.attribution.null import Null
-from kvlens.analyses.attribution.order import first_order, head_orders
 from kvlens.analyses.attribution.terms import hidden_from_text, state_terms
-from kvlens.analyses.attribution.verdicts import Outcomes
 from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
 from tiny_hf import tiny_hf_model
 
-from kvlens import KVLensError, convert_prompt, counterfactuals
+from kvlens import KVLensError, convert_prompt, counterfactuals, explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens.explanation.response import Response
+from kvlens.explanation.runs import Runs
 from kvlens.model import heads_per_layer
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -76,27 +75,28 @@ def test_latent_attention_has_no_edges(bridge_of):
 
 
 def test_explanations_are_those_of_the_hooked_model(both_of):
-    both = both_of("gpt2")
-    answer = int(log_p(both[0], torch.cat([PROMPT, TEXT]), slice(None)).argmin())  # gained where it is least likely
-    for asked in (None, answer):
-        found = [explain(m, PROMPT, TEXT, by=UNITS, answer=asked) for m in both]
-        for name in ("units", "statements", "heads", "positions"):
-            assert_frame_equal(
-                *(getattr(each, name).drop(columns="says", errors="ignore") for each in found), rtol=0, atol=1e-9
-            )
-        assert found[0].cause == found[1].cause and found[0].answer == found[1].answer
+    found = [explain(model, PROMPT, TEXT, by=UNITS, depth="heads") for model in both_of("gpt2")]
+    for name, table in found[0].tables().items():
+        assert_frame_equal(table, found[1].tables()[name], rtol=0, atol=1e-9)
+    assert found[0].cause == found[1].cause and found[0].response == found[1].response
 
 
 def test_recurrent_layers_are_explained_too(model):
-    """Within the cap; and parts of every kind have a place in the order, convolutions included."""
-    lost = explain(model, PROMPT, TEXT, by=UNITS, answer=5, rival=6)
-    assert len(lost.statements) >= len(UNITS) + 1 and lost.n_passes <= len(UNITS) + 62
-    question = Question.of(model, PROMPT, TEXT, 5)
-    bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[1]]]))
-    exchange, outcomes = HeadExchange(question, bias, other), Outcomes(question)
-    orders = head_orders(outcomes, exchange)
-    assert all(sorted(order) == list(range(len(exchange.parts))) for order in orders)
-    assert float(first_order(outcomes, exchange, at_other=False).abs().max()) > 0
+    """All layers exchanged are the prompt without the cause, and none is the whole prompt, states and convolutions included."""
+    runs = Runs(model, torch.cat([PROMPT, TEXT[:-1]]), TEXT[-1:], positions_of_spans(UNITS, len(PROMPT) + len(TEXT) - 1))
+    runs.begin(Response.of(model, PROMPT, some_tokens(3, seed=5)))
+    donor, every = runs.donor([1]), range(model.cfg.n_layers)
+    all_of_them, none = runs.layers(donor, [every, []])
+    (without,) = runs.without([[1]])
+    assert (all_of_them.falls - without.falls).abs().max() < 1e-4 and none.falls.abs().max() < 1e-4
+    assert without.falls.abs().max() > 1e-3
+
+
+def positions_of_spans(spans, n):
+    own = torch.zeros(len(spans), n, dtype=torch.bool)
+    for row, (start, stop) in enumerate(spans):
+        own[row, start:stop] = True
+    return own
 
 
 def log_p(model, tokens, answer):

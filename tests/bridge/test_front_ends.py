@@ -77,8 +77,7 @@ def family(request):
 
 
 @pytest.mark.parametrize("name", front_ends.analyses())
-def test_an_analysis_runs_or_says_why_not(model, name, monkeypatch):
-    monkeypatch.setattr("kvlens.analyses.attribution.explain.CAP", 12)  # the sets themselves: tests/analyses/attribution
+def test_an_analysis_runs_or_says_why_not(model, name):
     reason, options = front_ends.reason_against(name, model), OPTIONS.get(name, [{}])[0]
     if name == "layer_contributions" and 0 in heads_per_layer(model):
         with pytest.raises(IndirectHeads, match="layers have no heads"):

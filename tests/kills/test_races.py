@@ -11,7 +11,6 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from typing import NamedTuple
 
-import pandas as pd
 import pytest
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -22,7 +21,7 @@ from kvlens.report.folder import EXPLANATION_FOLDER, REPORT_FOLDER
 
 pytestmark = pytest.mark.slow
 STORY, QUESTION = "Mira keeps a goat. Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
-EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--null", "20", "--out", "d")
+EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--out", "d")
 
 
 class Started(NamedTuple):
@@ -71,37 +70,16 @@ def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tm
     assert all(re.search("is at work on|already holds", error) for error in failed), ended
 
 
-def test_an_explanation_that_is_killed_resumes_and_nobody_else_works_on_it_meanwhile(tmp_path):
-    kept = tmp_path / "d.unfinished"
-
-    def n_kept():
-        return kept.read_bytes().count(b"\n") if kept.exists() else 0
-
-    seen = [0]
-    for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        first = started(tmp_path, *EXPLAIN)
-        while n_kept() < seen[-1] + 8 and first.process.is_alive():
-            time.sleep(0.01)
-        os.kill(first.process.pid, signal.SIGSTOP)
-        if len(seen) == 1:
-            held = kept.read_bytes()
-            status, error = started(tmp_path, *EXPLAIN, "--overwrite").end()
-            assert status == 2 and "another process is at work on" in error, error
-            assert kept.read_bytes() == held
-        os.kill(first.process.pid, kill)
-        os.kill(first.process.pid, signal.SIGCONT)
-        status, error = first.end()
-        assert status == (143 if kill == signal.SIGTERM else -kill), error
-        assert ("What was measured is kept in d.unfinished" in error) == (kill == signal.SIGTERM)
-        seen.append(n_kept())
-        assert not (tmp_path / "d").exists()
-    assert seen == sorted(set(seen)), seen  # each went on where the one before it stopped
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    for folder in (tmp_path, whole):
-        assert started(folder, *EXPLAIN).end()[0] == 0
-        check_folder(folder / "d", EXPLANATION_FOLDER, overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["d", "whole"] and os.listdir(whole) == ["d"]
-    for name in ("units", "heads", "positions"):
-        read = [pd.read_parquet(folder / "d" / f"{name}.parquet") for folder in (tmp_path, whole)]
-        pd.testing.assert_frame_equal(*read, check_exact=True)
+def test_an_explanation_that_is_killed_leaves_nothing_and_nobody_else_works_on_it_meanwhile(tmp_path):
+    first = started(tmp_path, *EXPLAIN)
+    while not list(tmp_path.iterdir()) and first.process.is_alive():
+        time.sleep(0.01)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    status, error = started(tmp_path, *EXPLAIN, "--overwrite").end()
+    assert status == 2 and "another process is at work on" in error, error
+    os.kill(first.process.pid, signal.SIGTERM)
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.end()[0] == 143 and not (tmp_path / "d").exists()
+    assert started(tmp_path, *EXPLAIN).end()[0] == 0
+    check_folder(tmp_path / "d", EXPLANATION_FOLDER, overwrite=True)
+    assert os.listdir(tmp_path) == ["d"]

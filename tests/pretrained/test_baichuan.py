@@ -139,8 +139,7 @@ def test_decoding_token_by_token_and_a_saved_copy_give_the_same(tmp_path, folder
 
 
 @torch.no_grad()
-def test_a_prompt_becomes_a_bias_exactly_and_is_explained(folder, monkeypatch):
-    monkeypatch.setattr("kvlens.analyses.attribution.explain.CAP", 12)  # the sets themselves: tests/analyses/attribution
+def test_a_prompt_becomes_a_bias_exactly_and_is_explained(folder):
     model = exact_model(folder)
     prompt, text = TOKENS[0, :11], TOKENS[:1, 11:]
     bias = convert_prompt(model, prompt)

@@ -52,10 +52,10 @@ def test_the_checker_sees_what_is_wrong(tmp_path):
 
 
 def test_the_report_has_no_finding(tmp_path):
-    """Of a model that has every figure, the flow included."""
+    """Of a model that has every figure, the explanation included."""
     model, example = HookedKVTransformer.from_zoo("facts-linear"), example_for("facts-linear")
     report = build_report(model, *example, model_name="facts-linear", new_tokens=3, dual=True)
-    assert "answer_flow" in report.tables
+    assert report.explained is not None
     assert findings(build_page(report).to_html(), tmp_path) == []
 
 

@@ -122,19 +122,13 @@ def test_circuitsvis_waits_until_it_is_asked_for(opened, tmp_path):
     assert "Head Selector" in visible_text(visit(alone, tmp_path).dom)
 
 
-def test_the_switch_of_the_opening_shows_another_effect_and_numbers_are_written_as_in_python(page, tmp_path):
+def test_choosing_a_part_says_what_is_said_without_it_and_numbers_are_written_as_in_python(page, report, tmp_path):
     values = [0, 7.0, 7.02, -0.5, 12.34, 1234.4, 1e-7, -2.5e6, 0.00123, 0.0009]
-    switch = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
-    switch += """
-        const figure = document.querySelector('[data-kvlens="opening"]'), select = figure.querySelector("select");
-        select.value = "knockout";
-        select.dispatchEvent(new Event("change"));
-        const shown = [...figure.querySelectorAll("[data-column]")].filter((text) => !text.hidden);
-        document.body.dataset.shown = shown.map((text) => text.dataset.column);
-    """
-    dom = visit(page, tmp_path, script=switch).dom
-    assert 'data-shown="knockout"' in dom
+    click = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
+    click += "document.querySelectorAll('.source')[0].click();"
+    dom = visit(page, tmp_path, script=click).dom
     assert f'data-numbers="{"|".join(map(number, values))}"' in dom
+    assert f"Without {report.explained.units['name'][0]}, the model says" in visible_text(dom)
 
 
 def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(page, opened, tmp_path):

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from kvlens.analyses.attribution.explain import explain
 
+from kvlens import explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
 
@@ -103,18 +103,15 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
         assert inner.set_index("prompt_position")["swap"].drop(NOTE).abs().max() < EXACT
 
 
-def test_an_explanation_of_the_circuit_is_its_sentences_its_head_and_its_note(circuit):
-    """Either sentence loses the answer, and no other; the head that reads the note, and the note, are sets of both kinds."""
-    found = explain(circuit, PROMPT, TEXT, by=SPANS, answer=CELLAR)
-    lost = {int(parts) for (parts,) in found.sets("units", "breaking")[:2]}
-    assert lost == {OUTER, INNER} and len(found.sets("units", "each")) == len(SPANS)
-    assert found.cause[0] in lost and found.searched == {"units", "heads", "positions"}
-    # With softmax and without the inner sentence the text's own note counts like any other: see above.
+def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(circuit):
+    """Either sentence loses the answer, and no other; the layer and the head that read the note do, too."""
+    found = explain(circuit, PROMPT, torch.tensor([KEY]), by=SPANS, answer=torch.tensor([CELLAR]), depth="heads")
+    lost = {int(parts) for parts in found.rows("units", "breaking")["parts"]}
+    assert lost == {OUTER, INNER} and found.cause[0] in lost
     if circuit.cfg.attention == "linear" or found.cause == (OUTER,):
-        for role in ("breaking", "keeping"):
-            assert found.sets("heads", role) == [["1.0"]] and found.sets("positions", role) == [[str(NOTE)]]
-    smallest = found.statements.query("role == 'breaking' and positions == 'kept'")["smallest"]
-    assert smallest.all()
+        assert found.rows("layers", "breaking")["parts"].tolist() == ["1"]
+        heads = found.rows("heads", "each")
+        assert heads.loc[heads["verdict"].isin(["lost", "partly"]), "parts"].tolist() == ["1.0"]
 
 
 def test_nothing_is_lost_where_the_prompt_is_ignored(sigma):
@@ -123,7 +120,7 @@ def test_nothing_is_lost_where_the_prompt_is_ignored(sigma):
     for block in model.blocks:
         block.attn.W_O.zero_()
     found = explain(model, PROMPT, TEXT, by=SPANS)
-    assert set(found.statements["verdict"]) == {"kept"} and found.cause == ()
+    assert set(found.statements["verdict"]) == {"same words"} and found.cause == ()
 
 
 def reads_the_note_by(input_: str, sigma: float | None):
