@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.bridge import KVTransformerBridge
+    from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvlens.model.fingerprint import weights_unchanged
 
 _HOMES = {
+    "Chat": "kvlens.chat",
     "Counterfactuals": "kvlens.conversion",
     "HookedKVTransformer": "kvlens.model",
     "HookedKVTransformerConfig": "kvlens.model",
@@ -48,6 +50,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Chat",
     "Counterfactuals",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",
