@@ -30,14 +30,20 @@ def add_command(commands: Any) -> None:
     add_chat(explain)
     add_texts_and_model(explain, "the text after the prompt, up to where the answer begins")
     explain.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model answers)")
-    explain.add_argument("--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)")
-    explain.add_argument("--by", choices=UNITS, default="sentence", help="the part that is removed at a time (default: %(default)s)")
+    explain.add_argument(
+        "--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)"
+    )
+    explain.add_argument(
+        "--by", choices=UNITS, default="sentence", help="the part that is removed at a time (default: %(default)s)"
+    )
     explain.add_argument(
         "--depth", choices=("units", "layers", "heads"), default="layers", help="how far it goes (default: %(default)s)"
     )
     explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")
     explain.add_argument(
-        "--out", metavar="DIR", help="write a page, the tables as Parquet, and summary.json to this folder (default: print only)"
+        "--out",
+        metavar="DIR",
+        help="write a page, the tables as Parquet, and summary.json to this folder (default: print only)",
     )
     explain.add_argument(
         "--overwrite", action="store_true", help="replace an existing explanation in DIR; no other files are touched"

@@ -3,10 +3,15 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvlens.errors import KVLensError
+from kvlens.files import parsed_json
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.zoo import source_of
+
+if TYPE_CHECKING:
+    from kvlens.chat import Chat
 
 
 def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> None:
@@ -73,3 +78,39 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
         raise KVLensError(f"--{what}-file: cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise KVLensError(f"--{what}-file: {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def add_chat(command: argparse.ArgumentParser) -> None:
+    """Add ``--question``, ``--document``, ``--system`` and ``--messages``."""
+    command.add_argument("--question", metavar="TEXT", help="ask the model this, as its users do, with its chat template")
+    command.add_argument(
+        "--document", metavar="FILE", action="append", help="a UTF-8 text file that the question is about; may be repeated"
+    )
+    command.add_argument("--system", metavar="TEXT", help="the system's message in front of the question")
+    command.add_argument(
+        "--messages", metavar="FILE", help='a JSON file with a list of messages: [{"role": "user", "content": "..."}, ...]'
+    )
+
+
+def given_chat(args: argparse.Namespace) -> "Chat | None":
+    """The chat that was asked for; None without a question and messages.
+
+    Raises:
+        KVLensError: options that do not go together, a file that cannot be read, messages that are no chat.
+    """
+    raw = [f"--{name.replace('_', '-')}" for name in ("prompt", "prompt_file", "text", "text_file") if getattr(args, name)]
+    asked = [f"--{name}" for name in ("question", "document", "system", "messages") if getattr(args, name)]
+    if not asked:
+        return None
+    if raw:
+        raise KVLensError(f"{asked[0]} and {raw[0]} are both given: ask a question, or give a prompt and a text")
+    if args.messages is not None and len(asked) > 1:
+        raise KVLensError(f"--messages and {asked[0]} are both given; the messages are the whole chat")
+    if args.messages is None and args.question is None:
+        raise KVLensError(f"{asked[0]} needs --question, what the model is asked")
+    from kvlens.chat import Chat
+
+    if args.messages is not None:
+        return Chat(parsed_json("--messages", Path(args.messages), _given(None, args.messages, "messages") or ""))
+    documents = {Path(file).name: _given(None, file, "document") or "" for file in args.document or ()}
+    return Chat.ask(args.question, documents or None, args.system)

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import check_device
+from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_texts_and_model, model_and_texts
 from kvlens.conversion_methods import CONVERSION_METHODS
@@ -88,12 +88,14 @@ def add_command(commands: Any) -> None:
     )
     opening.add_argument(
         "--by",
-        choices=("sentence", "paragraph", "word", "token", "none"),
+        choices=(*UNITS, "none"),
         default="sentence",
         help="the unit that is removed at a time; none skips the explanation (default: %(default)s)",
     )
     opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model writes)")
-    opening.add_argument("--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)")
+    opening.add_argument(
+        "--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)"
+    )
     report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
     report.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"

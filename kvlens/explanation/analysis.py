@@ -2,12 +2,12 @@
 
 import pandas as pd
 
+from kvlens.analyses.attribution.units import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.explanation.explain import Depth, explain
 from kvlens.explanation.explained import STATEMENTS
 from kvlens.model import KVModel
-from kvlens.units import BY
 
 
 @analysis(
@@ -16,7 +16,13 @@ from kvlens.units import BY
     options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads"))},
 )
 def explanation(
-    model: KVModel, prompt: PromptTokens, text: TextTokens, *, answer: str | None = None, by: str = "sentence", depth: Depth = "layers"
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    answer: str | None = None,
+    by: str = "sentence",
+    depth: Depth = "layers",
 ) -> pd.DataFrame:
     """The statements of :func:`kvlens.explain`, for many prompts.
 

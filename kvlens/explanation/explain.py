@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel, weights_unchanged
-from kvlens.analyses.sequences import one_sequence
+from kvlens.chat import one_sequence, prompt_tokens, prompt_units
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
 from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
@@ -21,7 +21,7 @@ from kvlens.explanation.explained import CLAIMS, EFFECTS, SEPARATOR, STATEMENTS,
 from kvlens.explanation.response import Response
 from kvlens.explanation.runs import MORE_TOKENS, Outcome, Runs
 from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
-from kvlens.units import Unit, prompt_tokens, prompt_units
+from kvlens.units import By, Unit
 
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
@@ -40,7 +40,7 @@ def explain(
     *,
     about: str | None = None,
     answer: str | Tensor | None = None,
-    by: Any = "sentence",
+    by: By = "sentence",
     depth: Depth = "layers",
     budget: Count | None = None,
     on_progress: Callable[[str, float], None] | None = None,
@@ -62,7 +62,7 @@ def explain(
             prompt.
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
             ends its response, or `MOST_TOKENS` tokens; behind a ``text``, which it continues, up to the end of a sentence.
-        by: what a unit is, as :func:`kvlens.units.prompt_units` takes it.
+        by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
         depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim.
         budget: tokens that may be read; what is left out then is named in ``left_out``.
         on_progress: called with a description and the fraction done, in 0..1.
@@ -77,7 +77,7 @@ def explain(
     return explaining.explained(about, given)
 
 
-def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: Any) -> tuple[Tensor, list[Unit]]:
+def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: By) -> tuple[Tensor, list[Unit]]:
     tokens, units = prompt_tokens(model, prompt), prompt_units(model, prompt, by)
     is_chat = not isinstance(prompt, str | Tensor)
     if is_chat and text is not None:
@@ -87,7 +87,9 @@ def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: Any) -> tuple[
     if not units:
         raise KVLensError("prompt: it has nothing but what is always there, and no unit to remove; give documents or a text")
     if max(unit.stop for unit in units) >= len(tokens):
-        raise KVLensError("text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text=")
+        raise KVLensError(
+            "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
+        )
     return tokens, units
 
 
@@ -191,9 +193,7 @@ class _Explaining:
                 self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
                 return len(self.claims) - 1
         said = [word.text for word in self.response.words if word.is_word]
-        raise KVLensError(
-            f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}"
-        )
+        raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
 
     # --- units --------------------------------------------------------------------------------------------------------
 
@@ -347,7 +347,8 @@ class _Explaining:
                     "text": [word.text for word in self.response.words],
                     "nats": self._of_words(self.nothing.falls),
                     "claim": [
-                        next((i for i, c in enumerate(claims) if c.start <= word.start < c.stop), -1) for word in self.response.words
+                        next((i for i, c in enumerate(claims) if c.start <= word.start < c.stop), -1)
+                        for word in self.response.words
                     ],
                 }
             ),

@@ -123,9 +123,16 @@ class Explained:
 
     def to_json(self) -> str:
         """Everything, as JSON."""
-        plain = {name: getattr(self, name) for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")
+        }
         tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
-        return json.dumps(plain | {"response_tokens": self.response_tokens.tolist()} | {"cause": list(self.cause)} | tables, ensure_ascii=False, indent=1)
+        return json.dumps(
+            plain | {"response_tokens": self.response_tokens.tolist()} | {"cause": list(self.cause)} | tables,
+            ensure_ascii=False,
+            indent=1,
+        )
 
     def __str__(self) -> str:
         return in_words(self)

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.analyses.texts import joined, token_texts
+from kvlens.texts import joined, token_texts
 
 WORD = re.compile(r"[^\W_]+(?:['\u2019.,:/@&+\u2013-][^\W_]+|_+[^\W_]+)*|[^\s]", re.UNICODE)
 """A word, with the marks inside it (``3.5``, ``1,000``, ``half-time``, ``O'Brien``, ``snake_case``), or a mark by itself."""

@@ -130,7 +130,8 @@ class Runs:
             chosen[row, sorted(key[-1])] = True  # type: ignore[call-overload]
         starts = range(0, len(new), at_once := self._rows_at_once())
         readings = (
-            (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once])) for start in starts
+            (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once]))
+            for start in starts
         )
         self._found.update(self._under(readings, asks))
         return [self._found[key] for key in keys]

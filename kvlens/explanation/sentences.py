@@ -164,4 +164,3 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
             f"When only {named} the whole prompt, and the others read it without {those}, {outcome(claim, row)}.",
             (int(row.Index),),
         )
-

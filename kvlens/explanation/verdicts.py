@@ -56,9 +56,7 @@ class Walk(NamedTuple):
     firm: Int[Tensor, " row"]
 
 
-def walk(
-    whole: Float[Tensor, "pos d_vocab"], now: Float[Tensor, "row pos d_vocab"], tokens: Int[Tensor, " pos"]
-) -> Walk:
+def walk(whole: Float[Tensor, "pos d_vocab"], now: Float[Tensor, "row pos d_vocab"], tokens: Int[Tensor, " pos"]) -> Walk:
     """Compare log-probabilities along a response with those under interventions.
 
     Args:
@@ -92,9 +90,7 @@ class Verdict(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-def verdict(
-    claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int | None, new: Sequence[Word] | None
-) -> Verdict:
+def verdict(claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int | None, new: Sequence[Word] | None) -> Verdict:
     """The verdict on a claim under one intervention.
 
     Args:

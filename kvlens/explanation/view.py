@@ -23,7 +23,8 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         title: of its own file.
     """
     told = "".join(
-        f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>' for paragraph in paragraphs(found)
+        f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>'
+        for paragraph in paragraphs(found)
     )
     body = (
         f'<figure class="piece explained" data-kvlens="explained"><figcaption>The model answers</figcaption>'

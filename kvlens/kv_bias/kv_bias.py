@@ -318,11 +318,15 @@ class KVBias:
         """
         first = biases[0]
         if any(bias.batch_size is None or bias.d_phi != first.d_phi for bias in biases):
-            raise KVLensError("KVBias.batch: expected batches of biases with as many keys; repeat(1) makes a batch of one prompt")
+            raise KVLensError(
+                "KVBias.batch: expected batches of biases with as many keys; repeat(1) makes a batch of one prompt"
+            )
         if len(biases) == 1:
             return first
         tensors = [bias.tensors() for bias in biases]
-        counts = {name: torch.cat([torch.as_tensor(getattr(b, name)).expand(b.batch_size or 1) for b in biases]) for name in COUNTS}
+        counts = {
+            name: torch.cat([torch.as_tensor(getattr(b, name)).expand(b.batch_size or 1) for b in biases]) for name in COUNTS
+        }
         return first._with_tensors({name: torch.cat([x[name] for x in tensors], dim=1) for name in tensors[0]}, **counts)
 
     @checked

@@ -30,7 +30,6 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
@@ -49,6 +48,7 @@ from kvlens.report.summary import (
     model_facts,
     versions,
 )
+from kvlens.texts import joined, token_texts
 
 FORMAT_VERSION = 3
 NEW_TOKENS = 40
@@ -221,7 +221,13 @@ def build_report(
     explained = None
     if by is not None:
         explained = explain(
-            model, prompt_tokens, text_tokens, about=about, answer=answer, by=by, on_progress=lambda what, done: tell(what, 0.4 + done / 2)
+            model,
+            prompt_tokens,
+            text_tokens,
+            about=about,
+            answer=answer,
+            by=by,
+            on_progress=lambda what, done: tell(what, 0.4 + done / 2),
         )
         tables |= {f"answer_{name}": table for name, table in explained.tables().items()}
         summary["answer"] = answer_figures(explained)

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.analyses.texts import stripped, token_texts
 from kvlens.explanation import Explained, in_words
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
+from kvlens.texts import stripped, token_texts
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 

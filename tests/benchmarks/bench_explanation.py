@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 
 import kvlens
 from kvlens.explanation import paragraphs
-from kvlens.explanation.runs import ENDS, MORE_TOKENS
 from kvlens.explanation.response import stop_tokens
+from kvlens.explanation.runs import ENDS, MORE_TOKENS
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
 LEAST, MOST = 8, 16
@@ -66,7 +66,9 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
     return {row["title"]: row["text"] for row in chosen}
 
 
-def explained(model: Any, plain: Plain, row: dict[str, Any], documents: dict[str, str], n_again: int, draw: random.Random) -> dict:
+def explained(
+    model: Any, plain: Plain, row: dict[str, Any], documents: dict[str, str], n_again: int, draw: random.Random
+) -> dict:
     """One case: what was found, and its statements run again."""
     question = row["question"].rstrip("?").capitalize() + "?"
     chat = kvlens.Chat.ask(question, documents)
@@ -189,7 +191,13 @@ def main(words: list[str]) -> None:
         cases.append({"i": i, **case})
         with args.out.open("a") as out_file:
             out_file.write(json.dumps(cases[-1]) + "\n")
-        print(i, "right" if case["right"] else "wrong", f"{case['seconds']:.1f} s", f"{case['n_again']} again, {len(case['false'])} false", flush=True)
+        print(
+            i,
+            "right" if case["right"] else "wrong",
+            f"{case['seconds']:.1f} s",
+            f"{case['n_again']} again, {len(case['false'])} false",
+            flush=True,
+        )
     print(f"{tried} questions tried\n{summary(cases)}")
 
 

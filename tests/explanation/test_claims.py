@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from kvlens.explanation.claims import claims_of, content_words, normal
 from kvlens.explanation.response import Response, _words
 from kvlens.explanation.verdicts import FIRM, verdict, walk
@@ -85,7 +86,9 @@ def test_verdicts_on_a_claim():
     old = response("held", " in", " New", " York")
     claim = claims_of(old, [0.0, 0.0, 5.0, 5.0], frozenset())[0]
     fell, stayed = torch.tensor([0.0, 0.0, 1.0, 2.0]), torch.zeros(4)
-    words = {text: response(*text).words for text in (("in", " new", " york"), ("in", " New", " Jersey"), ("in", " York"), ("x",))}
+    words = {
+        text: response(*text).words for text in (("in", " new", " york"), ("in", " New", " Jersey"), ("in", " York"), ("x",))
+    }
     assert verdict(claim, stayed, 0, None, None).name == "same words"
     assert verdict(claim, stayed, 1, None, None).name == "same but for near ties"
     assert verdict(claim, fell, 1, 2, words["in", " new", " york"]).name == "other words"

@@ -51,7 +51,12 @@ class Plain(NamedTuple):
         """The cache of a prompt without the tokens at ``gone``, which keep their positions."""
         _GONE.update(dict.fromkeys(range(self.n_layers), gone))
         cache = DynamicCache()
-        self.hf(tokens[None], past_key_values=cache, use_cache=True, position_ids=torch.arange(len(tokens), device=tokens.device)[None])
+        self.hf(
+            tokens[None],
+            past_key_values=cache,
+            use_cache=True,
+            position_ids=torch.arange(len(tokens), device=tokens.device)[None],
+        )
         return cache
 
     @torch.no_grad()
