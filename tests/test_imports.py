@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "_tl", "kv_bias",
     "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "chat", "bridge", "loading", "conversion_methods",
-    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "report", "papers", "reference",
+    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "explanation", "report", "papers", "reference",
     "cli",
 ]
 PURE = {

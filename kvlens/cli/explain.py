@@ -19,12 +19,12 @@ def add_command(commands: Any) -> None:
     explain = commands.add_parser(
         "explain",
         help="what the model answers, which parts of the prompt the answer rests on, and which layers read those",
-        description="The model answers, and every part of the prompt (sentence, document, ...) is removed in turn: which words of "
-        "the answer are then lost, and what does the model say instead? Then layers read the prompt without these parts. Every "
-        "sentence that is printed is about a run that was made. Without a question or a prompt, a built-in example is explained.",
+        description="The model answers, and every part of the prompt (sentence, document, ...) is removed in turn: which words "
+        "of the answer are lost, and what does the model say instead? Then layers read the prompt without these parts. "
+        "Every sentence that is printed is about a run that was made. Without a question or a prompt, an example is explained.",
         epilog="  kvlens explain --model DIR --question 'In which city will the office be?' --document minutes.txt\n"
         "  kvlens explain --model DIR --messages chat.json --about Rotterdam\n"
-        "  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' --text ' Which animal does Kaya keep? Kaya keeps a'",
+        "  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' --text ' Kaya keeps a'",
         allow_abbrev=False,
     )
     add_chat(explain)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel, weights_unchanged
+from kvlens import KVLensError, KVModel
 from kvlens.chat import one_sequence, prompt_tokens, prompt_units
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
@@ -32,7 +32,6 @@ Depth = Literal["units", "layers", "heads"]
 
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def explain(
     model: KVModel,
     prompt: Any,
@@ -118,8 +117,8 @@ class _Explaining:
         least = (len(self.units) + 2) * len(self.prompt)
         if self.budget is not None and self.budget < least:
             raise KVLensError(
-                f"budget: removing each of the {len(self.units)} units once reads up to {least:,} tokens, and {self.budget:,} are "
-                "allowed; give more, or larger units (by='paragraph')"
+                f"budget: removing each of the {len(self.units)} units once reads up to {least:,} tokens, and {self.budget:,} "
+                "are allowed; give more, or larger units (by='paragraph')"
             )
         self.tell("the model answers", 0.0)
         tokens = self.runs.answer(MOST_TOKENS, self.is_continuation) if answer is None else answer

@@ -48,8 +48,8 @@ STATEMENTS = Columns(
     about=("str", "``units``, ``layers``, ``groups`` (key-value groups) or ``heads``: what the set consists of"),
     role=(
         "str",
-        "``none``: no unit is left; ``each``: one unit or layer; ``together``: a set; ``breaking``: the set loses the claim (of "
-        "units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim",
+        "``none``: no unit is left; ``each``: one unit or layer; ``together``: a set; ``breaking``: the set loses the claim "
+        "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim",
     ),
     parts=("str", "the set: units or layers by number, heads such as ``23.4``, joined by ``+``"),
     others=("bool", "everything but the set is exchanged"),

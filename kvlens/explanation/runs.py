@@ -1,8 +1,8 @@
 """Interventions on a prompt and what the model says under them, each run once.
 
 Everything up to the prompt's last token is a bias; the last token and the response are the text that reads it. An intervention
-is the bias of a prompt without some units, or a mixture of two biases: in some layers what the whole prompt leaves there, in the
-others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
+is the bias of a prompt without some units, or a mixture of two biases: in some layers what the whole prompt leaves there, in
+the others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
 """
 
 import itertools

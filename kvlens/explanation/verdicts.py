@@ -1,18 +1,18 @@
 """What becomes of a claim under an intervention: a verdict on what the model says then.
 
-Along the old response, its tokens given, the *firm difference* is the first token in whose place the model would say another and
-whose log-odds against that other one moved by at least `FIRM` nats. What moved less is style, and the old token stays. From the
-firm difference on the text is generated anew. Verdicts on a claim:
+Along the old response, its tokens given, the *firm difference* is the first token in whose place the model would say another
+and whose log-odds against that other one moved by at least `FIRM` nats. What moved less is style, and the old token stays. From
+the firm difference on the text is generated anew. Verdicts on a claim:
 
 - *same words*: no token differs. *same but for near ties*: some do, none firmly.
 - *lost*: there is a firm difference, the claim's own tokens fall by more than `FIRM` nats, and the new text does not have it.
 - *partly*: likewise, but the new text has some of its content words, not only the last.
 - *other words*: there is a firm difference, and the new text has the claim.
 - *not reached*: the new text does not have the claim, although the claim's tokens do not fall: it goes another way before.
-- *not lost*: there is a firm difference, but the claim's tokens do not fall, and no text was generated; *unknown*: they fall, and
-  none was (only of layers that alone read the prompt).
+- *not lost*: there is a firm difference, but the claim's tokens do not fall, and no text was generated. *unknown*: they fall,
+  and none was (only where a few layers alone read the prompt).
 
-Content words are compared without case, accents, articles and other function words.
+Words are compared without case, accents and possessive endings.
 """
 
 import math

@@ -29,8 +29,8 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
     body = (
         f'<figure class="piece explained" data-kvlens="explained"><figcaption>The model answers</figcaption>'
         f'<div class="tokens response">{_response(found)}</div>'
-        '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. Underlined: '
-        f"words that depend on them; choose one.</p>{told}"
+        '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
+        f"Underlined: words that depend on them; choose one.</p>{told}"
         f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}'
         f'<script type="application/json">{script_json(_data(found))}</script></figure>'
@@ -110,6 +110,6 @@ def _strip(found: Any) -> str:
     return (
         f"<h3>Layers: what {html_text(repr(found.claim))} loses when that layer alone reads the prompt without the cause</h3>"
         f'<div class="layers" role="img" aria-label="falls by layer, the highest {top:.1f} nats">{bars}</div>'
-        f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: {top:.1f} '
-        "nats. In the darker ones the claim is lost.</p>"
+        f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: '
+        f"{top:.1f} nats. In the darker ones the claim is lost.</p>"
     )

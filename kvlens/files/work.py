@@ -11,7 +11,7 @@ from kvlens.files.folders import FolderKind, check_folder
 
 @contextmanager
 def work_on(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Iterator[None]:
-    """Inside the block, no other command works on the output ``folder``; missing parents are created, and removed if left empty.
+    """Inside the block, no other command works on the output ``folder``. Missing parents are made, and removed if left empty.
 
     Raises:
         KVLensError: as :func:`check_folder`, or another process works on it.

@@ -128,7 +128,7 @@ def build_report(
         method: for softmax attention, how the prompt is converted, as in :func:`kvlens.convert_prompt`:
             ``Landmark(n_keys=32)``; by default every key is kept, which is exact.
         by: which units of the prompt are removed one at a time to explain the answer; None leaves the explanation out.
-        about, answer: which words and which answer are explained, as in :func:`kvlens.explain`; by default what the model writes.
+        about, answer: which words and which answer are explained, as in :func:`kvlens.explain`.
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:

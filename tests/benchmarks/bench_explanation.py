@@ -2,14 +2,14 @@
 
     python tests/benchmarks/bench_explanation.py MODEL --data nq-oracle-half.jsonl.gz --out FILE [--right 60] [--again 12]
 
-MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. Each case is
-a question about two documents: the passage that answers it, and other rows' passages that do not have the answer, 8 to 16
-sentences together, in an order that depends on the seed. Cases whose answer does not contain a short answer of the data are
-counted, and explained as well while fewer than ``--wrong`` of them were, for reading. Statements are run again by plain
-Transformers (``tests/real/plain_transformers.py``), ``--again`` of each case at random and those that are printed. A run is resumed where it stopped:
-one JSON line a case. Printed: cases tried and right; the share of right answers of which a cause contains the short answer's
-sentence; causes beside it for each question; statements run again and false ones; seconds and tokens; layers that lose the
-claim alone.
+MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. A case is a
+question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer, 8 to 20
+sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are counted,
+and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
+(``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others of each case. A run is resumed where it
+stopped: one JSON line a case. Printed: cases tried and right; the share of right answers of which a cause contains the short
+answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the claim
+alone.
 """
 
 import argparse
@@ -140,10 +140,10 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
-        f"units with a cause {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
+        f"with a cause: {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
         f"layers that lose the claim alone: {alone.most_common(8)}",
-        f"seconds: median {statistics.median(case['seconds'] for case in right):.1f}, largest {max(case['seconds'] for case in right):.1f}; "
-        f"tokens read: median {statistics.median(case['n_tokens'] for case in right):,.0f}",
+        f"seconds: median {statistics.median(case['seconds'] for case in right):.1f}, "
+        f"largest {max(case['seconds'] for case in right):.1f}",
     ]
     return "\n".join(lines)
 

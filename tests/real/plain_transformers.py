@@ -1,7 +1,7 @@
 """A second program for the statements of an explanation: plain Transformers, with an attention that is written out here.
 
-It knows tokens, units and responses, and nothing of kvlens' biases: what a layer reads is Transformers' own cache, in which each
-layer has its own set of keys that are not there.
+It knows tokens, units and responses, and nothing of kvlens' biases: what a layer reads is Transformers' own cache, in which
+each layer has its own set of keys that are not there.
 """
 
 import math
