@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "_tl", "kv_bias",
     "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "chat", "bridge", "loading", "conversion_methods",
-    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "explanation", "report", "papers", "reference",
-    "cli",
+    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "explanation",
+    "report", "papers", "reference", "cli",
 ]
 PURE = {
     "torch", "einops", "jaxtyping", "kvlens",

@@ -15,9 +15,9 @@
    (:mod:`~kvlens.explanation.sentences`).
 """
 
-from kvlens.explanation.explain import explain
 from kvlens.explanation.explained import Explained
 from kvlens.explanation.sentences import in_words, paragraphs
+from kvlens.explanation.steps import explain
 from kvlens.explanation.view import explanation_view
 
 __all__ = ["Explained", "explain", "explanation_view", "in_words", "paragraphs"]

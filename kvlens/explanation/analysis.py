@@ -5,8 +5,8 @@ import pandas as pd
 from kvlens.analyses.attribution.units import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
-from kvlens.explanation.explain import Depth, explain
 from kvlens.explanation.explained import STATEMENTS
+from kvlens.explanation.steps import Depth, explain
 from kvlens.model import KVModel
 
 

@@ -15,16 +15,16 @@ from kvlens.explanation.response import Response, Word
 DEPENDS = 2.0
 """Nats by which a word falls that depends on the units."""
 FUNCTION_WORDS = frozenset(
-    (
-        "a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out over "
-        "to up with within without about above after again against all also am any are aren't be been before being below "
-        "between both can can't cannot could couldn't did didn't do does doesn't doing don't down during each few further had "
-        "hadn't has hasn't have haven't having he her here hers herself him himself his how i i'm it its it's itself just me "
-        "more most my myself no not now once only other our ours ourselves own same she should some such their theirs them "
-        "themselves there they through too under until very was wasn't we were weren't what when where which while who whom "
-        "whose why will won't would you your yours yourself yourselves is isn't called named known located according based "
-        "there's that's upon per via since because however therefore thus hence may might must shall"
-    ).split()  # noqa: SIM905
+    """
+    a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out over to
+    up with within without about above after again against all also am any are aren't be been before being below between
+    both can can't cannot could couldn't did didn't do does doesn't doing don't down during each few further had hadn't
+    has hasn't have haven't having he her here hers herself him himself his how i i'm it its it's itself just me more most
+    my myself no not now once only other our ours ourselves own same she should some such their theirs them themselves
+    there they through too under until very was wasn't we were weren't what when where which while who whom whose why will
+    won't would you your yours yourself yourselves is isn't called named known located according based there's that's upon
+    per via since because however therefore thus hence may might must shall
+    """.split()  # noqa: SIM905
 )
 """Words that carry no content of their own (English)."""
 ARTICLES = frozenset({"a", "an", "the"})

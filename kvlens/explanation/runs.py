@@ -139,7 +139,11 @@ class Runs:
     def under(self, biases: Iterable[KVBias], asks: Callable[[Tensor], bool]) -> list[Outcome]:
         """What the model says under other biases, batch by batch."""
         numbers = itertools.count()
-        readings = (([("other", next(numbers)) for _ in range(each.batch_size or 1)], each) for each in biases)
+
+        def keys(n: int) -> list[Key]:
+            return [("other", next(numbers)) for _ in range(n)]
+
+        readings = ((keys(each.batch_size or 1), each) for each in biases)
         return list(self._under(readings, asks).values())
 
     def _lacks_text(self, now: Outcome, asks: Callable[[Tensor], bool]) -> bool:

@@ -2,14 +2,14 @@
 
     python tests/benchmarks/bench_explanation.py MODEL --data nq-oracle-half.jsonl.gz --out FILE [--right 60] [--again 12]
 
-MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. A case is a
-question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer, 8 to 20
-sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are counted,
-and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
+MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. A case
+is a question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer,
+8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
+counted, and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
 (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others of each case. A run is resumed where it
 stopped: one JSON line a case. Printed: cases tried and right; the share of right answers of which a cause contains the short
-answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the claim
-alone.
+answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
+claim alone.
 """
 
 import argparse

@@ -214,7 +214,7 @@ class _Explaining:
         return [unit for unit in order if self.lost(number, each[unit])]
 
     def _cause(self, number: int, each: list[Outcome], single: list[int]) -> tuple[int, ...]:
-        breaking = [(unit,) for unit in single if self._closed(number, (unit,), each[unit])]
+        breaking: list[tuple[int, ...]] = [(unit,) for unit in single if self._closed(number, (unit,), each[unit])]
         several = len(self.units) > 1 and self.lost(number, self.nothing)
         if not breaking and several and self._room("sets of units", 2 * len(self.units) * len(self.prompt)):
             breaking = self._together(number, each)
