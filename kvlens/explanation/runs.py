@@ -6,7 +6,7 @@ the others what the prompt without the cause leaves. Exchanging a set and keepin
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -22,7 +22,7 @@ from kvlens.memory import NUMBERS_PER_PASS
 
 Positions = Literal["kept", "closed"]
 Key = tuple[object, ...]
-MORE_TOKENS, MOST_TOKENS = 16, 48
+MORE_TOKENS, MOST_TOKENS = 16, 32
 """A text that is said instead has at least so many tokens more than the response, and ends with a sentence; at most so many."""
 ENDS = (".", "!", "?", "\n", "\u3002")
 
@@ -95,17 +95,23 @@ class Runs:
 
     def without(self, sets: Iterable[Iterable[int]], positions: Positions = "kept") -> list[Outcome]:
         """What the model says without each set of units, with what it says in their place."""
-        keys = [("units", positions, frozenset(units)) for units in sets]
+        return self.without_these([(units, positions) for units in sets])
+
+    def without_these(self, sets: Iterable[tuple[Iterable[int], Positions]]) -> list[Outcome]:
+        """The same for sets whose gaps are kept or closed; texts of all are generated together."""
+        keys = [(positions, frozenset(units)) for units, positions in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
-        if new:
-            gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, _, units in new])
-            rows = counterfactuals(self.model, self.prompt, gone, positions=positions)
-            readings = (
-                ([new[i] for i in some.tolist()], biases)
-                for some, biases in converted_rows(self.model, rows, on_tokens=self._count)
-            )
-            self._found.update(self._under(readings))
+        self._found.update(self._under(self._without(new)))
         return [self._found[key] for key in keys]
+
+    def _without(self, keys: list[tuple[Positions, frozenset[int]]]) -> Iterator[tuple[list[Key], KVBias]]:
+        for positions in ("kept", "closed"):
+            some = [key for key in keys if key[0] == positions]
+            if some:
+                gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, units in some])
+                rows = counterfactuals(self.model, self.prompt, gone, positions=positions)
+                for which, biases in converted_rows(self.model, rows, on_tokens=self._count):
+                    yield [some[i] for i in which.tolist()], biases
 
     def donor(self, units: Sequence[int]) -> KVBias:
         """The bias of the prompt without units, their gap kept."""
@@ -175,10 +181,7 @@ class Runs:
             said = [i for i, now in enumerate(here) if now.firm is not None and asks(now.falls)]
             if said:
                 of_these = biases if len(said) == len(here) else biases.select_prompts(torch.tensor(said))
-                if waiting and (
-                    waiting[0][1].d_phi != of_these.d_phi
-                    or sum(len(keys) for keys, _ in waiting) + len(said) > 2 * self._rows_at_once()
-                ):
+                if waiting and sum(len(keys) for keys, _ in waiting) + len(said) > 2 * self._rows_at_once():
                     self._say(waiting, found)
                     waiting = []
                 waiting.append(([keys[i] for i in said], of_these))

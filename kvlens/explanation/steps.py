@@ -124,9 +124,10 @@ class _Explaining:
         tokens = self.runs.answer(MOST_TOKENS, self.is_continuation) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.log_p = self.runs.begin(response)
-        self._claims()
         self.tell("removing units", 0.1)
-        each = self._each_unit()
+        units = range(len(self.units))
+        self.nothing, *each = self.runs.without([units, *([unit] for unit in units)])
+        self._claims()
         heading = self._heading(about)
         causes = self._causes(each)
         n_layers = 0
@@ -150,11 +151,8 @@ class _Explaining:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def _claims(self) -> None:
-        everything = range(len(self.units))
-        self.nothing = self.runs.without([everything])[0]
-        asked = self._asked()
-        falls = self._of_words(self.nothing.falls)
-        self.claims = claims_of(self.response, falls, frozenset(asked))
+        everything, falls = range(len(self.units)), self._of_words(self.nothing.falls)
+        self.claims = claims_of(self.response, falls, frozenset(self._asked()))
         self.is_whole = not self.claims
         if self.is_whole:
             self.claims = [whole_response(self.response, sum(falls))]
@@ -196,13 +194,15 @@ class _Explaining:
 
     # --- units --------------------------------------------------------------------------------------------------------
 
-    def _each_unit(self) -> list[Outcome]:
-        return self.runs.without([[unit] for unit in range(len(self.units))])
-
     def _causes(self, each: list[Outcome]) -> list[tuple[int, ...]]:
         """The statements on units; of each claim the first set that loses it."""
         single = [self._losing(number, each) for number in range(len(self.claims))]
-        self.runs.without(dict.fromkeys((unit,) for units in single for unit in units), "closed")  # all in one batch
+        units = set(range(len(self.units)))
+        lost = dict.fromkeys(unit for of_claim in single for unit in of_claim)
+        strongest = dict.fromkeys(of_claim[0] for of_claim in single if of_claim and len(units) > 1)
+        self.runs.without_these(  # all in one batch
+            [*(([unit], "closed") for unit in lost), *((units - {unit}, "kept") for unit in strongest)]
+        )
         return [self._cause(number, each, units) for number, units in enumerate(single)]
 
     def _losing(self, number: int, each: list[Outcome]) -> list[int]:

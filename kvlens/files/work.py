@@ -21,7 +21,8 @@ def work_on(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) ->
         try:
             stack.callback(_remove_empty, [parent for parent in path.parents if not parent.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(beside(path, LOCK), patience=0))
+            work = path.with_name(f"{path.name}.work")  # writing the folder holds the lock of its own name
+            stack.enter_context(lock(beside(work, LOCK), patience=0))
         except TimeoutError as error:
             raise KVLensError(f"another process is at work on {path}; wait for it, or choose another output") from error
         except OSError as error:

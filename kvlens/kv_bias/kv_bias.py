@@ -309,21 +309,32 @@ class KVBias:
         counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
         return self._with_tensors({name: x[:, rows.to(x.device)] for name, x in self.tensors().items()}, **counts)
 
+    def with_keys(self, n: int) -> "KVBias":
+        """An exact bias of a softmax model with ``n`` keys per head: those that are added have weight 0."""
+        more = n - self.d_phi
+        if not isinstance(self.features, VirtualKeys) or not more:
+            return self
+        tensors = self.tensors()
+        for name, axis in {"b_KV": -2, "b_D": -1, "features.keys": -2, "features.distance": -1}.items():
+            x = tensors[name]
+            shape = list(x.shape)
+            shape[axis] = more
+            tensors[name] = torch.cat([x, x.new_ones(shape) if name == "features.distance" else x.new_zeros(shape)], dim=axis)
+        return self._with_tensors(tensors)
+
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
-        """Batches of exact biases with as many keys as one batch.
+        """Batches of exact biases as one batch; those with fewer keys get keys of weight 0.
 
         Raises:
-            KVLensError: single prompts, or different numbers of keys.
+            KVLensError: single prompts.
         """
         first = biases[0]
-        if any(bias.batch_size is None or bias.d_phi != first.d_phi for bias in biases):
-            raise KVLensError(
-                "KVBias.batch: expected batches of biases with as many keys; repeat(1) makes a batch of one prompt"
-            )
+        if any(bias.batch_size is None for bias in biases):
+            raise KVLensError("KVBias.batch: expected batches of biases; repeat(1) makes a batch of one prompt")
         if len(biases) == 1:
             return first
-        tensors = [bias.tensors() for bias in biases]
+        tensors = [bias.with_keys(max(bias.d_phi for bias in biases)).tensors() for bias in biases]
         counts = {
             name: torch.cat([torch.as_tensor(getattr(b, name)).expand(b.batch_size or 1) for b in biases]) for name in COUNTS
         }

@@ -49,6 +49,9 @@ def test_batches_and_rows(model):
     joined = KVBias.batch([convert_prompt(model, prompts[:1]), convert_prompt(model, prompts[1:])])
     text = torch.tensor([[5, 2]])
     close(logits(model, joined, text), logits(model, together, text))
+    short, long = convert_prompt(model, torch.arange(4)[None]), convert_prompt(model, torch.arange(7)[None])
+    padded = logits(model, KVBias.batch([short, long]), text)
+    close(padded, torch.cat([logits(model, short, text), logits(model, long, text)]))
     close(logits(model, together.select_prompts(torch.tensor([2, 0])), text), logits(model, together, text)[[2, 0]])
 
 
