@@ -34,7 +34,11 @@ def add_command(commands: Any) -> None:
         "--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)"
     )
     explain.add_argument(
-        "--by", choices=UNITS, default="sentence", help="the part that is removed at a time (default: %(default)s)"
+        "--by",
+        choices=UNITS,
+        metavar="UNIT",
+        default="sentence",
+        help="what is removed at a time: %(choices)s (default: %(default)s)",
     )
     explain.add_argument(
         "--depth", choices=("units", "layers", "heads"), default="layers", help="how far it goes (default: %(default)s)"

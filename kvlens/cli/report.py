@@ -89,8 +89,9 @@ def add_command(commands: Any) -> None:
     opening.add_argument(
         "--by",
         choices=(*UNITS, "none"),
+        metavar="UNIT",
         default="sentence",
-        help="the unit that is removed at a time; none skips the explanation (default: %(default)s)",
+        help="the unit that is removed at a time: %(choices)s; none skips the explanation (default: %(default)s)",
     )
     opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model writes)")
     opening.add_argument(

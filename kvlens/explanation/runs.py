@@ -55,6 +55,7 @@ class Runs:
         prompt: [pos], without its last token.
         last: the last token, [1].
         own: True at the positions of each unit, [unit, pos].
+        one_sentence: whether a response ends with a sentence, and what is said instead ends there, too.
         on_tokens: called with the number of tokens that a pass read.
         n_tokens: how many were read so far.
     """
@@ -63,6 +64,7 @@ class Runs:
     prompt: Int[Tensor, " pos"]
     last: Int[Tensor, " 1"]
     own: Bool[Tensor, "unit pos"]
+    one_sentence: bool = False
     on_tokens: Callable[[int], None] = lambda n: None
     n_tokens: int = 0
     _found: dict[Key, Outcome] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Runs:
         self._stops = stop_tokens(self.model)
         self._count(len(self.prompt))
 
-    def answer(self, n_most: int, one_sentence: bool) -> Int[Tensor, " pos"]:
+    def answer(self, n_most: int) -> Int[Tensor, " pos"]:
         """The greedy response, with the token that ends it, of at most so many tokens, or up to the end of a sentence."""
         tokens = greedy(
             self.model,
@@ -81,7 +83,7 @@ class Runs:
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
             n_most,
-            lambda text: text[-1] in self._stops or (one_sentence and self._piece(text[-1]).endswith(ENDS)),
+            lambda text: text[-1] in self._stops or (self.one_sentence and self._piece(text[-1]).endswith(ENDS)),
         )[0]
         self._count(1 + len(tokens))
         return torch.tensor(tokens, device=self.last.device)
@@ -199,7 +201,8 @@ class Runs:
     def _say(self, waiting: list[tuple[list[Key], KVBias]], found: dict[Key, Outcome]) -> None:
         """Add the texts that are said from the firm difference on, what stands before it given."""
         keys, n = [key for some, _ in waiting for key in some], len(self.response.tokens)
-        enough, whole = n + MORE_TOKENS, torch.cat([self.prompt, self.last])
+        enough = n if self.one_sentence else n + MORE_TOKENS
+        whole = torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
             return text[-1] in self._stops or (len(text) >= enough and self._piece(text[-1]).endswith(ENDS))

@@ -111,7 +111,7 @@ class _Explaining:
         for row, unit in enumerate(self.units):
             own[row, unit.start : unit.stop] = True
         self.own = own
-        self.runs = Runs(self.model, self.prompt[:-1], self.prompt[-1:], own[:, :-1])
+        self.runs = Runs(self.model, self.prompt[:-1], self.prompt[-1:], own[:, :-1], self.is_continuation)
 
     def explained(self, about: str | None, answer: Tensor | None) -> Explained:
         least = (len(self.units) + 2) * len(self.prompt)
@@ -121,7 +121,7 @@ class _Explaining:
                 "are allowed; give more, or larger units (by='paragraph')"
             )
         self.tell("the model answers", 0.0)
-        tokens = self.runs.answer(MOST_TOKENS, self.is_continuation) if answer is None else answer
+        tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.log_p = self.runs.begin(response)
         self.tell("removing units", 0.1)

@@ -65,7 +65,7 @@ def _units(found: Explained) -> Any:
     for row in shown.to_dict("records"):
         bar = "█" * round(BAR * max(0.0, row["effect"]) / top)
         name = f"{row['name']}: {' '.join(row['unit_text'].split())}"
-        table.add_row(visible(name), f"{row['effect']:.2f}", bar, row["verdict"])
+        table.add_row(visible(name), f"{round(row['effect'], 2) + 0.0:.2f}", bar, row["verdict"])
     return table
 
 

@@ -15,6 +15,7 @@ from kvlens.explanation import Explained, in_words
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
 from kvlens.texts import stripped, token_texts
+from kvlens.viz._text import percent
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 

@@ -77,8 +77,12 @@ def explained(
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
     stating = [i for i, text in enumerate(found.units["unit_text"]) if has_answer(text, row["answers"])]
-    breaking = found.rows("units", "breaking").query("positions == 'kept'")["parts"]
-    causes = [list(map(int, parts.split("+"))) for parts in breaking]
+    table = found.statements.query("about == 'units' and role == 'breaking' and positions == 'kept'")
+    of_claims = [
+        [list(map(int, parts.split("+"))) for parts in table.loc[table["claim"] == i, "parts"]] for i in found.claims["claim"]
+    ]
+    short = [i for i, text in enumerate(found.claims["text"]) if has_answer(text, row["answers"])]
+    causes = of_claims[short[0] if short else found.about]
     printed = sorted({i for paragraph in paragraphs(found) for sentence in paragraph for i in sentence.rows})
     printed = [i for i in printed if found.statements.loc[i, "about"] in ("units", "layers")]
     said = [i for i in printed if isinstance(found.statements.loc[i, "says"], str)]
@@ -106,6 +110,9 @@ def explained(
         "right": has_answer(found.response, row["answers"]),
         "stating": stating,
         "causes": causes,
+        "heading_causes": of_claims[found.about],
+        "all_causes": of_claims,
+        "short_in_claims": bool(short),
         "claims": found.claims[["text", "nats", "cause"]].to_dict("records"),
         "about": found.about,
         "is_whole": found.is_whole,
@@ -131,6 +138,9 @@ def summary(cases: list[dict[str, Any]]) -> str:
     if not right:
         return f"{len(cases)} cases, none right"
     stated = [any(unit in cause for cause in case["causes"] for unit in case["stating"]) for case in right]
+    of_any = [[unit for of in case["all_causes"] for cause in of for unit in cause] for case in right]
+    any_claim = [bool(set(units) & set(case["stating"])) for units, case in zip(of_any, right, strict=True)]
+    heading = [any(unit in cause for cause in case["heading_causes"] for unit in case["stating"]) for case in right]
     beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
     n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
     alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
@@ -138,6 +148,8 @@ def summary(cases: list[dict[str, Any]]) -> str:
     lines = [
         f"{len(cases)} cases explained, {len(right)} answers right",
         f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
+        f"short answer in a claim: {sum(case['short_in_claims'] for case in right)}; of any claim: {sum(any_claim)}; of the "
+        f"heading claim: {sum(heading)}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
         f"with a cause: {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
@@ -161,6 +173,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--first", type=int, default=0)
     say.add_argument("--device", default="cpu")
     say.add_argument("--seconds", type=float, default=float("inf"))
+    say.add_argument("--shard", default="0/1", help="every n-th row from the i-th on, as i/n")
     args = say.parse_args(words)
     with gzip.open(args.data, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
@@ -174,7 +187,8 @@ def main(words: list[str]) -> None:
     )
     plain = Plain(hf.eval().to(args.device))
     began, tried = time.perf_counter(), len(done)
-    for i in range(args.first, len(rows)):
+    shard, n_shards = map(int, args.shard.split("/"))
+    for i in range(args.first + shard, len(rows), n_shards):
         n_right = sum(case["right"] for case in cases)
         if n_right >= args.right or time.perf_counter() - began > args.seconds:
             break
