@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
-    from kvlens.explanation import explain
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments

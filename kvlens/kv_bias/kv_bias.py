@@ -336,7 +336,8 @@ class KVBias:
             return first
         tensors = [bias.with_keys(max(bias.d_phi for bias in biases)).tensors() for bias in biases]
         counts = {
-            name: torch.cat([torch.as_tensor(getattr(b, name)).expand(b.batch_size or 1) for b in biases]) for name in COUNTS
+            name: torch.cat([torch.as_tensor(getattr(b, name), device=b.b_KV.device).expand(b.batch_size or 1) for b in biases])
+            for name in COUNTS
         }
         return first._with_tensors({name: torch.cat([x[name] for x in tensors], dim=1) for name in tensors[0]}, **counts)
 
