@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer
-from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_variants, random_features
+from kvlens.dual import layer
+from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.experiments.dual.dual_equivalence import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
@@ -104,6 +105,19 @@ def test_equivalence_fails_where_it_should():
     errors = pd.DataFrame(dict(task="linear", seed=0, sequence=0, kernel="exact", error=[1e-15, 1e-3], shuffled_error=0.5))
     assert verdict(dual_equivalence.compare(errors), "largest") is False
     assert verdict(dual_equivalence.compare(errors.head(1)), "largest") is True
+
+
+def test_a_trained_block_with_a_wrong_tangent_does_not_hold(monkeypatch):
+    """The tangent of the MLP or the matrix of the norm, a half or a third too large, in heads of a shipped model."""
+
+    def holds():
+        return next(iter(dual_layer.compare_blocks(dual_layer.trained_blocks("facts-gpt2", 1)))).holds
+
+    assert holds() is True
+    for part, factor in (("_tangent", 1.5), ("_norm_map", 1.3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, part, lambda *args, f=getattr(layer, part), c=factor: (c * f(*args)[0], *f(*args)[1:]))
+            assert holds() is False
 
 
 def test_variants_are_tested_in_both_directions_or_not_at_all():
