@@ -71,7 +71,7 @@ def test_a_wrong_map_or_bias_of_the_head_is_noticed(changed):
 
 @pytest.mark.parametrize("act", ["relu", "gelu"])
 def test_the_bias_is_that_of_the_mask(act):
-    """b from the theorem: W_2 diag(mask) b_1 + b_2, with the rest of the stream through the same map; for GELU the remainder."""
+    """b from the theorem: W_2 diag(mask) b_1 + b_2, the rest of the stream through the same map; for GELU the remainder."""
     model = relu_model(normalization_type=None, act_fn=act)
     tokens, block = text_for(model, 9), model.blocks[0]
     dual = DualLayer.from_layer(model, tokens, 0, 1, residual=False)

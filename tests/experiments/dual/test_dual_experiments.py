@@ -115,8 +115,9 @@ def test_a_trained_block_with_a_wrong_tangent_does_not_hold(monkeypatch):
 
     assert holds() is True
     for part, factor in (("_tangent", 1.5), ("_norm_map", 1.3)):
+        right = getattr(layer, part)
         with monkeypatch.context() as patch:
-            patch.setattr(layer, part, lambda *args, f=getattr(layer, part), c=factor: (c * f(*args)[0], *f(*args)[1:]))
+            patch.setattr(layer, part, lambda *args, right=right, by=factor: (by * right(*args)[0], *right(*args)[1:]))
             assert holds() is False
 
 
