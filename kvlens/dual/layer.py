@@ -6,9 +6,9 @@ affine function of a head's output:
     x_out = z_h G + b        G = W_O M        b = x M + c W_FFN + b_FFN + r        M = I + N W_FFN
 
 so the labels become v_j G and the initial weight G^T W_0 (without the residual, M = N W_FFN). x is the rest of the stream: the
-residual, the other heads and b_O; N and c are the norm's matrix and shift, W_FFN = W_1 diag(mask) W_2 and b_FFN = b_1 diag(mask)
-W_2 + b_2 the MLP under the query's mask. An activation that is not piecewise linear has its slopes in place of the mask, and a
-remainder r, which belongs to b.
+residual, the other heads and b_O; N and c are the norm's matrix and shift, and the MLP under the query's mask has W_FFN = W_1
+diag(mask) W_2 and b_FFN = b_1 diag(mask) W_2 + b_2. An activation that is not piecewise linear has its slopes in place of the
+mask, and a remainder r, which belongs to b.
 
 None of it is read off the block's output, so that :meth:`DualLayer.equivalence_error` compares two numbers.
 """
