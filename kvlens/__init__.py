@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
-    from kvlens.model.fingerprint import weights_unchanged
 
 _HOMES = {
     "Chat": "kvlens.chat",
@@ -46,7 +45,6 @@ _HOMES = {
     "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
-    "weights_unchanged": "kvlens.model.fingerprint",
 }
 
 __all__ = [
@@ -67,7 +65,6 @@ __all__ = [
     "load",
     "logits_after",
     "run_in_segments",
-    "weights_unchanged",
 ]
 __version__ = "0.1.0"
 

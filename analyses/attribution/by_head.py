@@ -15,7 +15,7 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import KVBias, KVModel, convert_prompt, weights_unchanged
+from kvlens import KVBias, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.texts import joined
@@ -56,7 +56,6 @@ WHOLE_PROMPT = -1
 )
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def attribution_by_head(
     model: KVModel,
     prompt: PromptTokens,

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, weights_unchanged
+from kvlens import Counterfactuals, KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 from kvlens.texts import token_texts
 
@@ -55,7 +55,6 @@ COLUMNS = Columns(
 )
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def attribution_by_position(
     model: KVModel,
     prompt: PromptTokens,

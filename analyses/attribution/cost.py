@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvlens import KVModel, convert_prompt, weights_unchanged
+from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 
 from ..sequences import PromptTokens, TextTokens
@@ -39,7 +39,6 @@ class Estimate(NamedTuple):
 
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def expected_cost(
     model: KVModel,
     prompt: PromptTokens,

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kvlens import KVModel, convert_prompt, weights_unchanged
+from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.texts import token_texts
 
@@ -122,7 +122,6 @@ class Explained:
 
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def explain(
     model: KVModel,
     prompt: PromptTokens,

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVModel, weights_unchanged
+from kvlens import KVBias, KVModel
 from kvlens.checks import checked
 
 from ..declaration import Columns
@@ -67,7 +67,6 @@ class State(NamedTuple):
 @COLUMNS.document
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def answer_flow(
     model: KVModel, prompt: PromptTokens, text: TextTokens, found: Explained, *, rival: Rival = None
 ) -> pd.DataFrame:

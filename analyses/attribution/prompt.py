@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import KVModel, weights_unchanged
+from kvlens import KVModel
 from kvlens.checks import checked
 
 from ..declaration import Columns, Option, analysis
@@ -50,7 +50,6 @@ COLUMNS = Columns(
 @COLUMNS.document
 @checked
 @torch.no_grad()
-@weights_unchanged()
 def prompt_attribution(
     model: KVModel,
     prompt: PromptTokens,

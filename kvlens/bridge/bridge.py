@@ -32,7 +32,7 @@ from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
-from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
+from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.parts import Ends, Layer
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
@@ -147,8 +147,7 @@ class KVTransformerBridge(TransformerBridge):
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
-        found: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self))
-        return found
+        return fingerprint_of(self)
 
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
@@ -192,7 +191,7 @@ class KVTransformerBridge(TransformerBridge):
         for handle in state["_handles"]:
             handle.remove()
         state["_attached"], state["_handles"] = bias, []
-        state["_weights_then"] = None if bias is None else of_weights(self, "weights then", lambda: WeightsThen(self))
+        state["_weights_then"] = None if bias is None else WeightsThen(self)
         normalizers = state["_normalizers"] = None if bias is None else Normalizers()
         for part in state["_parts"]:
             if isinstance(part, SoftmaxLayer):

@@ -40,7 +40,6 @@ from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.fingerprint import weights_unchanged
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
@@ -105,7 +104,6 @@ class Report:
 
 
 @checked
-@weights_unchanged()
 def build_report(
     model: KVModel,
     prompt: str,
