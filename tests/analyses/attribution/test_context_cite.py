@@ -8,7 +8,8 @@ import torch
 from analysis_models import random_model, tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import ContextCite, lasso, logit_of, subset_scores
-from kvlens.analyses.attribution.units import units_of
+
+from kvlens.units import Unit
 
 PROMPT, TEXT, ANSWER = tokens(15, 1), tokens(4, 2), tokens(3, 3)
 SPANS = [(first, first + 3) for first in range(0, 15, 3)]
@@ -51,7 +52,7 @@ def test_the_fit_is_that_of_the_authors_package(answer, penalty):
     solver = package_solver(penalty)
     model = random_model(attention="softmax", kv_shift=None)
     question = Question.of(model, PROMPT, TEXT, answer)
-    units = units_of(model, PROMPT, SPANS)
+    units = [Unit("", "", *span) for span in SPANS]
     found = ContextCite(n_subsets=24, penalty=penalty).explain(question, units)
     kept = torch.rand(24, len(units), generator=torch.Generator().manual_seed(0)) < 0.5
     logits = logit_of(subset_scores(question, units, kept))
