@@ -23,6 +23,8 @@ from kvlens.bridge.comparison import logits_of_transformers
 from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
+from kvlens.pretrained.architectures import check_finite
+from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, check_positions
 from kvlens.pretrained.folder import check_loaded, without_progress_bars
 from kvlens.tokenizer import check_vocabulary
 
@@ -59,6 +61,7 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     kind = type(model).__name__
     refuse_encoders(kind, model.config)
     _refuse_quantized(kind, model.config)
+    check_positions("KVTransformerBridge", model.config.to_dict())
     _check_weights(model)
     model = _language_model(model)
     kind = type(model).__name__
@@ -96,19 +99,18 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
     if given.get("hf_model") is not None:
         return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"))
     folder = Path(source).expanduser()
-    if isinstance(source, Path) and not folder.is_dir():
-        raise KVLensError(f"KVTransformerBridge: there is no folder {folder}; expected one with config.json and weights")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
-    if folder.is_dir():
-        check_listed(folder)
     official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
-    name = str(folder) if folder.is_dir() else official
+    is_folder = isinstance(source, Path) or folder.is_dir()
+    files = folder if is_folder else cached_folder(official, given.get("revision"))
+    if files is not None:
+        check_checkpoint("KVTransformerBridge", files)
+        check_listed(files)
+    name = str(folder) if is_folder else official
     try:
         with without_progress_bars():
             model = _from_files(name, given)
             tokenizer = given.get("tokenizer")
-            if tokenizer is None and (not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)):
+            if tokenizer is None and (not is_folder or any((folder / name).is_file() for name in TOKENIZER_FILES)):
                 tokenizer = _tokenizer(name, given.get("revision"))
     except KVLensError:
         raise
@@ -128,6 +130,7 @@ def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
     changes = dict(given.get("hf_config_overrides") or {})
     if given.get("n_ctx") is not None:
         changes[next((field for field in N_CTX if hasattr(config, field)), N_CTX[-1])] = given["n_ctx"]
+    check_positions("KVTransformerBridge", changes)
     for field, value in changes.items():
         setattr(config, field, value)
     where = {option: given[option] for option in ("device_map", "max_memory") if given.get(option) is not None}
@@ -178,16 +181,7 @@ def _check_weights(model: PreTrainedModel) -> None:
             "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
             "the model with a device_map that leaves every layer on a device"
         )
-    broken = [name for name, weight in model.named_parameters() if weight.numel() and not _is_finite(weight)]
-    if broken:
-        raise KVLensError(
-            f"KVTransformerBridge: {len(broken)} weights of {kind} hold NaN or infinity: {broken[:5]}; use an intact copy of "
-            "the model"
-        )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    return all(bool(end.isfinite()) for end in weight.aminmax())
+    check_finite("KVTransformerBridge", model)
 
 
 def _language_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import torch
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
-from kvlens.base.loading import allowed_steps
+from kvlens.base.loading import OWN_FORMAT, allowed_steps
 from kvlens.checks import checked, ensure, one_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
@@ -19,6 +19,8 @@ from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
 from kvlens.pretrained import (
+    cached_folder,
+    check_checkpoint,
     check_trial,
     is_local_folder,
     load_llama2c_parts,
@@ -269,6 +271,9 @@ def _by_name(
 ) -> M:
     """Load by official name, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
     refuse_names_with_code(name)
+    cached = None if name.startswith(OWN_FORMAT) else cached_folder(name, kwargs.get("revision"))
+    if cached is not None:
+        check_checkpoint("from_pretrained", cached)
     check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)

@@ -12,7 +12,7 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 """
 
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
-from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, read_tensors
 from kvlens.pretrained.code import nothing_asked, nothing_fetched, refuse_names_with_code, refuse_to_run_code
 from kvlens.pretrained.folder import without_progress_bars
 from kvlens.pretrained.llama2c import load_llama2c_parts
@@ -25,6 +25,8 @@ from kvlens.pretrained.trial import check_trial
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "PretrainedParts",
+    "cached_folder",
+    "check_checkpoint",
     "check_trial",
     "import_shift_coefficients",
     "is_local_folder",

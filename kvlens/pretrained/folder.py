@@ -1,7 +1,6 @@
 """A folder in Hugging Face's format: is all there, and what transformers makes of it."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,40 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular_files
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
-from kvlens.pretrained.checkpoint_files import INDEX_SUFFIX, indexed_files, read_tensors
+from kvlens.pretrained.checkpoint_files import BUFFER, read_tensors
 from kvlens.pretrained.shift_import import is_shift_coefficient
-
-_BUFFER = re.compile(
-    r"\.(inv_freq|attn\.(attention\.)?(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
-    r"|causal_mask)$"
-)
-"""Tensors that some files hold although they follow from the configuration: masks, rotary frequencies."""
-
-WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
-
-
-def check_folder_files(folder: Path) -> None:
-    """Raise unless ``folder`` has a config and full weights; say what was expected and what is there."""
-    expected = "a folder written by save_pretrained, with config.json and model.safetensors"
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise KVLensError(f"from_pretrained: {folder} {what}; expected {expected}")
-    check_regular_files("from_pretrained", folder)
-    names = sorted(entry.name for entry in folder.iterdir())
-    found = f"found {names[:12]}{' ...' if len(names) > 12 else ''}" if names else "the folder is empty"
-    if "adapter_config.json" in names:
-        raise KVLensError(
-            f"from_pretrained: {folder} holds an adapter, not a full model ({found}). Merge it into its base "
-            "(merge_and_unload), save that, and pass that folder."
-        )
-    if "config.json" not in names:
-        raise KVLensError(f"from_pretrained: no config.json in {folder}: expected {expected}; {found}")
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise KVLensError(f"from_pretrained: no weights in {folder}: expected {expected}; {found}")
-    for index in folder.glob(f"*{INDEX_SUFFIX}"):
-        indexed_files(index)
 
 
 @contextlib.contextmanager
@@ -85,7 +53,12 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=hf_config, dtype=dtype, output_loading_info=True, **kwargs
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded says which
+                **kwargs,
             )
     except Exception as error:
         raise KVLensError(
@@ -119,7 +92,7 @@ def check_loaded(
             f"{door}{len(other_shapes)} weights in {source} have other shapes than its configuration says: {other_shapes[:5]}; "
             "put config.json right"
         )
-    unknown = sorted(name for name in report["unexpected_keys"] if not known(name) and not _BUFFER.search(name))
+    unknown = sorted(name for name in report["unexpected_keys"] if not known(name) and not BUFFER.search(name))
     if unknown:
         raise KVLensError(
             f"{door}the weights in {source} hold {len(unknown)} tensors that its configuration has no place for: "

@@ -25,6 +25,7 @@ from kvlens.base.loading import official_names
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, brief
+from kvlens.files import read_json
 from kvlens.pretrained.architectures import architecture_of, check_readable
 from kvlens.pretrained.baichuan import (
     baichuan_m1_config,
@@ -33,9 +34,9 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1,
     is_baichuan_m1_weight,
 )
-from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
+from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions, read_tensors
 from kvlens.pretrained.code import refuse_to_run_code
-from kvlens.pretrained.folder import check_folder_files, check_tied, load_folder
+from kvlens.pretrained.folder import check_tied, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
@@ -153,9 +154,11 @@ def load_pretrained_parts(
 def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
     """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, as a dict."""
     if isinstance(source, PreTrainedModel):
+        check_positions("from_pretrained", source.config.to_dict())
         return source.config.to_dict()
-    check_folder_files(source)
-    return read_json_config(source)
+    check_checkpoint("from_pretrained", source)
+    config: dict[str, Any] = read_json("from_pretrained", source / "config.json")
+    return config
 
 
 def _convert_by_family(
