@@ -45,14 +45,14 @@ NOT_HERE = {
 
 
 class Loaded(NamedTuple):
-    """A bridge, and what it is compared with: see :mod:`kvlens.bridge.comparison`."""
+    """A bridge, and what it is compared with, if it is: see :mod:`kvlens.bridge.comparison`."""
 
     bridge: TransformerBridge
-    logits: Float[Tensor, "1 pos d_vocab"]
+    logits: Float[Tensor, "text pos d_vocab"] | None
 
 
-def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
-    """A bridge around ``model``, which keeps its device and dtype.
+def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> Loaded:
+    """A bridge around ``model``, which keeps its device and dtype; with ``verify``, the logits that it is to be compared with.
 
     Raises:
         KVLensError: no stack of decoder blocks, or no architecture that TransformerLens knows; weights that were offloaded,
@@ -68,7 +68,7 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     if tokenizer is not None:
         d_vocab = int(model.config.get_text_config().vocab_size)
         check_vocabulary(tokenizer, d_vocab, "KVTransformerBridge", f"the vocabulary of this {kind}")
-    logits = logits_of_transformers(model)
+    logits = logits_of_transformers(model) if verify else None
     config = copy.copy(model.config)
     if getattr(config, "position_embedding_type", "") is None:
         config.position_embedding_type = "nope"  # Granite 4: TransformerLens takes None for rotary positions
@@ -80,12 +80,13 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     return Loaded(bridge, logits)
 
 
-def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
+def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) -> Loaded:
     """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
 
     Args:
         source: the folder or the name.
         args, options: as ``TransformerBridge.boot_transformers`` takes them.
+        verify: as for :func:`wrapped`.
 
     Raises:
         KVLensError: nothing that Transformers and TransformerLens can load; weights that the model has and the files lack, or
@@ -97,7 +98,7 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
         if option in given and given[option] != signature.parameters[option].default:
             raise KVLensError(f"KVTransformerBridge: {option}={given[option]!r} is not supported: {instead}")
     if given.get("hf_model") is not None:
-        return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"))
+        return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"), verify=verify)
     folder = Path(source).expanduser()
     official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
     is_folder = isinstance(source, Path) or folder.is_dir()
@@ -116,7 +117,7 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
         raise
     except Exception as error:
         raise _unreadable(str(source), error) from error
-    return wrapped(model, tokenizer=tokenizer)
+    return wrapped(model, tokenizer=tokenizer, verify=verify)
 
 
 def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:

@@ -142,8 +142,7 @@ def from_pretrained(
 ) -> M:
     """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
 
-    Peak memory on a CPU in float32, excluding the memory-mapped pages of the file: 1.5 to 2 times the model's weights with
-    weight processing (more for a larger share of vocabulary weights), 1.3 times without, and 1.0 times if ``verify=False`` too.
+    Peak memory on a CPU: PEAK
 
     Args:
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.
@@ -210,12 +209,7 @@ def from_pretrained(
     if parts.tokenizer is not None:
         model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
     model.init_kv_parameters()
-    model.load_and_process_state_dict(
-        parts.state_dict,
-        **steps,
-        fold_value_biases=fold_value_biases,  # type: ignore[arg-type]
-        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-    )
+    model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
     if parts.shift_coefficients:
         place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:

@@ -182,7 +182,11 @@ def _convert_by_family(
         raise KVLensError(f"from_pretrained: verify=True: {why_not}; leave verify out")
     if verify or (verify is None and not why_not and _is_small(hf_model)):
         trial = run_trial(hf_model, cfg.n_ctx, cfg.dtype)
-    return cfg, convert_weights(hf_model, cfg), checkpoint, trial
+    weights = convert_weights(hf_model, cfg)
+    if hf_model is not source:
+        for weight in hf_model.parameters():  # of nobody but these weights, which are freed as they are taken
+            weight.data = weight.new_empty(0)
+    return cfg, weights, checkpoint, trial
 
 
 def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tensor], hf_model: PreTrainedModel) -> str | None:
