@@ -91,7 +91,8 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             f"load: {path} holds {stored:,} numbers, of which Transformers' model has {taken:,}: its reader leaves some out "
             "(rope_freqs.weight, for example), so that other programs may compute something else from this file"
         )
-    model.hf_quantizer, model.config.name_or_path, tokenizer.init_kwargs["name_or_path"] = None, path.stem, path.stem
+    model.hf_quantizer = None
+    model.config.name_or_path = tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = path.stem
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # of the file: the weights are numbers now
     return model, tokenizer
