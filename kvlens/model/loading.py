@@ -142,8 +142,8 @@ def from_pretrained(
 ) -> M:
     """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
 
-    Peak memory on a CPU, with the pages of the file that are in memory: about twice the float32 weights (more for a larger share
-    of vocabulary weights).
+    Peak memory on a CPU, with the pages of the file that are in memory: about twice the float32 weights, more where a larger
+    share of them belongs to the vocabulary.
 
     Args:
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.

@@ -20,6 +20,7 @@ from kvlens.errors import KVLensError, first_line, warn
 from kvlens.files import check_regular
 from kvlens.pretrained.checkpoint_files import check_counts, check_positions
 from kvlens.pretrained.folder import check_loaded, without_progress_bars
+from kvlens.pretrained.tokenizer import with_bos_in_front
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -72,6 +73,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
                 dtype=dtype,
                 attn_implementation="eager",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded says which
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -81,7 +83,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     except Exception as error:  # it raises whatever its parts raise
         raise KVLensError(
             f"load: Transformers cannot read the GGUF file {path} of the architecture {name!r} ({first_line(error)}); it reads "
-            f"{', '.join(GGUF_SUPPORTED_ARCHITECTURES)}"
+            f"{', '.join(name for name in GGUF_SUPPORTED_ARCHITECTURES if name != 'general')}"
         ) from error
     model, report = loaded
     check_loaded(report, "load: ", str(path))
@@ -91,10 +93,12 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             f"load: {path} holds {stored:,} numbers, of which Transformers' model has {taken:,}: its reader leaves some out "
             "(rope_freqs.weight, for example), so that other programs may compute something else from this file"
         )
-    model.hf_quantizer = None
-    model.config.name_or_path = tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = path.stem
+    model.hf_quantizer, model.config.name_or_path = None, path.stem
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # of the file: the weights are numbers now
+    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = path.stem
+    tokenizer = with_bos_in_front(tokenizer, path.stem, type(model).__name__)
+    tokenizer.init_kwargs["add_bos_token"] = True  # TransformerLens loads any other again by its name
     return model, tokenizer
 
 

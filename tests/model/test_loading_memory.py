@@ -49,10 +49,10 @@ def test_piece_by_piece_equals_all_at_once(kind, left_out):
 @pytest.mark.parametrize("final_rms", [True, False])
 def test_the_processed_unembedding_gives_the_same_log_probabilities_in_float64(kind, final_rms):
     cfg = HookedKVTransformerConfig(
-        n_layers=1, d_model=7, d_head=3, n_ctx=5, d_vocab=11, act_fn="relu", normalization_type=kind, final_rms=final_rms
+        n_layers=1, d_model=6, d_head=3, n_ctx=5, d_vocab=11, act_fn="relu", normalization_type=kind, final_rms=final_rms
     )
     draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, w_u, b_u, w, b = draw(5, 7), draw(7, 11), draw(11), draw(7), draw(7)
+    x, w_u, b_u, w, b = draw(5, 6), draw(6, 11), draw(11), draw(6), draw(6)
     b = 0.0 * b if kind == "RMS" or final_rms else b
     centered = x if kind == "RMS" or final_rms else x - x.mean(-1, keepdim=True)
     normal = centered / (centered.square().mean(-1, keepdim=True) + cfg.eps).sqrt()
