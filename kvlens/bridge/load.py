@@ -25,7 +25,7 @@ from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
 from kvlens.pretrained.architectures import check_finite
 from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, check_positions
-from kvlens.pretrained.folder import check_loaded, without_progress_bars
+from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
 from kvlens.tokenizer import check_vocabulary
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -103,13 +103,14 @@ def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) 
     official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
     is_folder = isinstance(source, Path) or folder.is_dir()
     files = folder if is_folder else cached_folder(official, given.get("revision"))
+    n_stored = None
     if files is not None:
-        check_checkpoint("KVTransformerBridge", files)
+        n_stored = check_checkpoint("KVTransformerBridge", files)
         check_listed(files)
     name = str(folder) if is_folder else official
     try:
         with without_progress_bars():
-            model = _from_files(name, given)
+            model = _from_files(name, n_stored, given)
             tokenizer = given.get("tokenizer")
             if tokenizer is None and (not is_folder or any((folder / name).is_file() for name in TOKENIZER_FILES)):
                 tokenizer = _tokenizer(name, given.get("revision"))
@@ -120,8 +121,14 @@ def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) 
     return wrapped(model, tokenizer=tokenizer, verify=verify)
 
 
-def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
-    """The model, every weight of which was in its files; ``given`` as of ``TransformerBridge.boot_transformers``."""
+def _from_files(name: str, n_stored: int | None, given: dict[str, Any]) -> PreTrainedModel:
+    """The model, every weight of which was in its files.
+
+    Args:
+        name: a folder or a name on the hub.
+        n_stored: how many numbers its weights are, None if they are still to be fetched.
+        given: as of ``TransformerBridge.boot_transformers``.
+    """
     own: dict[str, Any] = {"trust_remote_code": False}
     if given.get("revision") is not None:
         own["revision"] = given["revision"]
@@ -134,6 +141,8 @@ def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
     check_positions("KVTransformerBridge", changes)
     for field, value in changes.items():
         setattr(config, field, value)
+    if n_stored is not None:
+        check_size("KVTransformerBridge: ", name, config, n_stored)
     where = {option: given[option] for option in ("device_map", "max_memory") if given.get(option) is not None}
     device = given.get("device")
     if where and device is not None:

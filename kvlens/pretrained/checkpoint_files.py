@@ -6,11 +6,12 @@ read, so that a few coefficients of a large model cost no more than its file hea
 Transformers may be given a folder at all.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -34,7 +35,15 @@ BUFFER = re.compile(
 """Tensors that some files hold although they follow from the configuration: masks, positions, rotary frequencies."""
 
 
-def check_checkpoint(door: str, folder: Path) -> None:
+class Stored(NamedTuple):
+    """What the header of a file says of a tensor."""
+
+    name: str
+    is_integer: bool
+    size: int
+
+
+def check_checkpoint(door: str, folder: Path) -> int:
     """Raise KVLensError unless Transformers may be given a folder in Hugging Face's format.
 
     Transformers opens whatever file an index names, wherever it is; it builds all layers that a configuration counts before it
@@ -43,6 +52,9 @@ def check_checkpoint(door: str, folder: Path) -> None:
     Args:
         door: what an error starts with.
         folder: the folder. Names in its files are checked, not where links lead: Hugging Face's cache is made of links.
+
+    Returns:
+        How many numbers the weights are, for :func:`kvlens.pretrained.folder.check_size`.
     """
     expected = "a folder written by save_pretrained, with config.json and model.safetensors"
     if not folder.is_dir():
@@ -69,15 +81,16 @@ def check_checkpoint(door: str, folder: Path) -> None:
         files: Iterable[Path] = indexed_files(named) if named.name.endswith(INDEX_SUFFIX) else [named]
     else:
         files = _weight_files(folder, lambda name: True)
-    is_integer = {name: integer for path in files for name, integer in _headers(path)}
+    stored = [tensor for path in files for tensor in _headers(path)]
     check_positions(door, config)
-    check_counts(door, folder, config, is_integer)
-    integers = sorted(name for name, integer in is_integer.items() if integer and not BUFFER.search(name))
+    check_counts(door, folder, config, [tensor.name for tensor in stored])
+    integers = sorted(tensor.name for tensor in stored if tensor.is_integer and not BUFFER.search(tensor.name))
     if integers and not config.get("quantization_config"):
         raise KVLensError(
             f"{door}: the weights in {folder} hold integers ({integers[:3]}), and its configuration has no quantization_config "
             "that says what they stand for; use a copy of the model that is not quantized"
         )
+    return sum(tensor.size for tensor in stored)
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
@@ -190,16 +203,19 @@ def indexed_files(index: Path, wanted: Callable[[str], bool] = lambda name: True
     return paths
 
 
-def _headers(path: Path) -> Iterator[tuple[str, bool]]:
-    """The name of each tensor of a file, and whether it holds integers."""
+def _headers(path: Path) -> Iterator[Stored]:
+    """What a file says of its tensors."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_slice(name).get_dtype().startswith(("I", "U", "BOOL"))) for name in file.keys())  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118 (it has no __iter__)
+                    tensor = file.get_slice(name)
+                    yield Stored(name, tensor.get_dtype().startswith(("I", "U", "BOOL")), math.prod(tensor.get_shape()))
         except (SafetensorError, OSError) as error:
             raise KVLensError(f"{path} is truncated or no safetensors file ({error})") from error
     else:
-        yield from ((name, not tensor.is_floating_point()) for name, tensor in _read_torch(path, lambda name: True).items())
+        for name, tensor in _read_torch(path, lambda name: True).items():
+            yield Stored(name, not tensor.is_floating_point(), tensor.numel())
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -29,8 +29,16 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+def load_folder(
+    folder: Path, n_stored: int, dtype: torch.dtype, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
     """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
+
+    Args:
+        folder: one that ``check_checkpoint`` let pass.
+        n_stored: what it returned.
+        dtype: of the weights.
+        kwargs: for Transformers' ``from_pretrained``.
 
     Returns:
         The model, and the shift coefficients that the checkpoint holds in addition to its weights: transformers drops them.
@@ -51,6 +59,7 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             "be converted. Load it dequantized with transformers and pass it as hf_model=."
         )
     try:
+        check_size("from_pretrained: ", str(folder), hf_config, n_stored)
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -60,6 +69,8 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
                 ignore_mismatched_sizes=True,  # check_loaded says which
                 **kwargs,
             )
+    except KVLensError:
+        raise
     except Exception as error:
         raise KVLensError(
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
@@ -75,6 +86,25 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
     if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
         return hf_model, {}
     return hf_model, read_tensors(folder, is_shift_coefficient)
+
+
+def check_size(door: str, source: str, config: Any, n_stored: int) -> None:
+    """Raise KVLensError where a configuration describes far more weights than are stored: Transformers makes room for them.
+
+    Args:
+        door: what an error starts with.
+        source: where the weights are.
+        config: Transformers' configuration, of no more layers than there are (``check_counts``).
+        n_stored: how many numbers the weights are; a tied unembedding may be described and not stored.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > 2 * n_stored:
+        raise KVLensError(
+            f"{door}the configuration describes {described:,} weights, and {source} holds {n_stored:,} numbers: they have "
+            "other shapes; put config.json right"
+        )
 
 
 def check_loaded(

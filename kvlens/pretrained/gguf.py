@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.utils import is_gguf_available
 
 from kvlens.errors import KVLensError, first_line, warn
 from kvlens.files import check_regular
 from kvlens.pretrained.checkpoint_files import check_counts, check_positions
-from kvlens.pretrained.folder import check_loaded, without_progress_bars
+from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
 from kvlens.pretrained.tokenizer import with_bos_in_front
 
 MAGIC = b"GGUF"
@@ -67,6 +67,8 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         with tempfile.TemporaryDirectory() as folder, without_progress_bars():
             # Transformers reads what else stands in a file's folder, so the file gets one of its own
             (Path(folder) / "model.gguf").symlink_to(path.resolve())
+            config = AutoConfig.from_pretrained(folder, gguf_file="model.gguf", local_files_only=True)
+            check_size("load: ", str(path), config, sum(header.sizes.values()))
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 gguf_file="model.gguf",
@@ -80,6 +82,8 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, gguf_file="model.gguf", trust_remote_code=False, local_files_only=True
             )
+    except KVLensError:
+        raise
     except Exception as error:  # it raises whatever its parts raise
         raise KVLensError(
             f"load: Transformers cannot read the GGUF file {path} of the architecture {name!r} ({first_line(error)}); it reads "

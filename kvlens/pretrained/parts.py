@@ -134,7 +134,7 @@ def load_pretrained_parts(
         "first_n_layers": first_n_layers,
         "n_ctx": n_ctx,
     }
-    config = _own_config(source)
+    config, n_stored = _own_config(source)
     if is_baichuan_m1(config):
         if verify:
             raise KVLensError(
@@ -142,7 +142,9 @@ def load_pretrained_parts(
             )
         cfg, state_dict, checkpoint, trial = *_convert_baichuan_m1(source, config, from_pretrained_kwargs, options), None
     else:
-        cfg, state_dict, checkpoint, trial = _convert_by_family(source, official, from_pretrained_kwargs, options, verify)
+        cfg, state_dict, checkpoint, trial = _convert_by_family(
+            source, n_stored, official, from_pretrained_kwargs, options, verify
+        )
     cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     shift = import_shift_coefficients(checkpoint)
     shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
@@ -151,18 +153,18 @@ def load_pretrained_parts(
     return PretrainedParts(cfg, state_dict, tokenizer, shift, {} if slopes is None else {"alibi_slopes": slopes}, trial)
 
 
-def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
-    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, as a dict."""
+def _own_config(source: Path | PreTrainedModel) -> tuple[dict[str, Any], int]:
+    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, and its size."""
     if isinstance(source, PreTrainedModel):
         check_positions("from_pretrained", source.config.to_dict())
-        return source.config.to_dict()
-    check_checkpoint("from_pretrained", source)
-    config: dict[str, Any] = read_json("from_pretrained", source / "config.json")
-    return config
+        return source.config.to_dict(), source.num_parameters()
+    n_stored = check_checkpoint("from_pretrained", source)
+    return read_json("from_pretrained", source / "config.json"), n_stored
 
 
 def _convert_by_family(
     source: Path | PreTrainedModel,
+    n_stored: int,
     official: str | None,
     kwargs: dict[str, Any],
     options: dict[str, Any],
@@ -172,7 +174,7 @@ def _convert_by_family(
     if isinstance(source, PreTrainedModel):
         hf_model, checkpoint = source, source.state_dict()
     else:
-        hf_model, checkpoint = load_folder(source, options["dtype"], kwargs)
+        hf_model, checkpoint = load_folder(source, n_stored, options["dtype"], kwargs)
     architecture = architecture_of(hf_model)
     check_readable(hf_model)
     cfg = translate_config(hf_model.config, architecture, official, **options)

@@ -81,6 +81,10 @@ def countless_layers(folder):
     change_config(folder, num_hidden_layers=10**8)
 
 
+def countless_tokens(folder):
+    change_config(folder, vocab_size=10**9)
+
+
 def an_adapter(folder):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder.parent / "other")}))
 
@@ -92,6 +96,7 @@ HOSTILE = {
     pipe: "a pipe, not a file",
     pipe_of_a_template: "a pipe, not a file",
     countless_layers: "num_hidden_layers of the configuration is 100000000, and the weights in .* have 3 layers",
+    countless_tokens: "the configuration describes .* weights, and .* other shapes",
     an_adapter: "holds an adapter",
 }
 SCRIPT = """

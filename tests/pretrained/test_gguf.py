@@ -137,6 +137,7 @@ def test_without_the_package_the_extra_is_named(file, monkeypatch):
         (dict(architecture="rwkv6"), "cannot read the GGUF file .* of the architecture 'rwkv6' .*; it reads llama, "),
         (dict(block_count=10**8), "num_hidden_layers of the configuration is 100000000, and the weights in .* have 3 layers"),
         (dict(block_count=4), "have 3 layers"),
+        (dict(embedding_length=24 * 10**6), "the configuration describes .* weights, and .* other shapes"),
         (dict(context_length=0), "max_position_embeddings of the configuration is 0"),
         (dict(feed_forward_length=38), r"9 weights in .* other shapes .*down_proj.weight \[24, 37\] for \[24, 38\]"),
     ],
