@@ -98,7 +98,8 @@ def check_size(door: str, source: str, config: Any, n_stored: int) -> None:
         n_stored: how many numbers the weights are; a tied unembedding may be described and not stored.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # eager: the configuration may name a kernel of the hub, which Transformers would fetch and run
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
     described = sum(weight.numel() for weight in model.parameters())
     if described > 2 * n_stored:
         raise KVLensError(
