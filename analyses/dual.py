@@ -23,13 +23,13 @@ import torch
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
+from kvlens.texts import token_texts
 
 from .declaration import Columns, Option, analysis
 from .front_ends import on_its_front_ends
 from .layers import heads_of_model
 from .predictions import OUTPUT_SHARE
 from .sequences import PromptTokens, prompt_sequence
-from .texts import token_texts
 
 
 def has_dual_model(model: HookedKVTransformer) -> None:

@@ -27,10 +27,10 @@ from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.errors import IndirectHeads
 from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
+from kvlens.texts import token_texts
 
 from ..declaration import Columns, Option, analysis
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
-from ..texts import token_texts
 from .logit_attribution import (
     Token,
     check_heads_write_directly,
