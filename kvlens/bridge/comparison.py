@@ -1,4 +1,4 @@
-"""Every load is compared with Transformers, since a bridge that leaves something out gives plausible but wrong numbers.
+"""Every load is compared with Transformers, unless ``verify=False``, since a bridge that leaves something out gives plausible but wrong numbers.
 
 The bridge reads a short text four times: plain; with every hook point hooked; and its second half under the converted first
 half, without and with hooks. The logits must be Transformers' own, from before the bridge took the model, up to the square root

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import small_model
 from tiny_hf import ROWS, tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load
+from kvlens.files import checksum, checksum_of_json
 from kvlens.pretrained.checkpoint_files import check_checkpoint
 from kvlens.pretrained.folder import check_size
 
@@ -221,6 +223,18 @@ def test_integers_in_memory_are_named(door):
     model.model.layers[1].self_attn.v_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(KVLensError, match=f"{VALUE}"):
         door(hf_model=model) if isinstance(door, partial) else door(model)
+
+
+def test_integers_in_a_folder_of_kvlens_are_named(tmp_path):
+    small_model().save(tmp_path)
+    name, weights = "blocks.1.attn.W_V", load_file(tmp_path / "model.safetensors")
+    save_file({**weights, name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["files"]["model.safetensors"] = checksum((tmp_path / "model.safetensors").read_bytes())
+    stored["checksum"] = checksum_of_json(stored)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(KVLensError, match=rf"hold integers \(\['{name}'\]\)"):
+        load(tmp_path)
 
 
 def test_masks_of_older_files_are_no_weights(tmp_path):
