@@ -45,7 +45,7 @@ def error(logits, expected):
 def test_a_gguf_file_computes_what_transformers_computes_of_it(smollm2, plain_smollm2, tokens, expected):
     both, start = torch.cat(tokens, dim=1), tokens[0].shape[1]
     assert error(smollm2(both)[:, start:], expected) <= 2 * error(plain_smollm2(both).logits[:, start:], expected)
-    assert smollm2.to_string(expected[0, -1].argmax()) == " Rotterdam"
+    assert smollm2.to_string(expected[0, -1].argmax()) == " Rot"  # terdam
 
 
 def test_a_converted_prompt_is_as_exact_as_transformers_own_cache(smollm2, plain_smollm2, tokens, expected):
