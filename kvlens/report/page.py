@@ -60,9 +60,7 @@ def build_page(report: Report) -> Page:
     ranked, column = ranked_heads(report)
     page.section("Heads", _about_heads(report))
     page.add(_head_table(report, ranked, column))
-    pale = {ON_ANSWER["p_exchanged"], ON_ANSWER["p_lost"]} - {
-        column
-    }  # what remains, or next to nothing
+    pale = {ON_ANSWER["p_exchanged"], ON_ANSWER["p_lost"]} - {column}  # what remains, or next to nothing
     page.add(head_heatmap(ranked.drop(columns=pale, errors="ignore"), column, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
