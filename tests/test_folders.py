@@ -160,9 +160,6 @@ def test_an_explanation_leaves_nothing_half_written(tmp_path, monkeypatch):
         patch.setattr("pandas.DataFrame.to_parquet", full)
         explanation(folder, True)
     assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
-    none, of_units = whole.heads.iloc[:0, :0], whole.statements[whole.statements["about"] == "units"]
-    explanation(folder, True, replace(whole, cause=(), statements=of_units, heads=none, positions=none))
-    assert sorted(os.listdir(folder)) == ["statements.parquet", "summary.json", "units.parquet"]
     (folder / "units.parquet").unlink()
     (folder / "units.parquet").symlink_to(tmp_path / "theirs")
     (tmp_path / "theirs").write_text("theirs")

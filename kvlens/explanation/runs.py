@@ -72,6 +72,8 @@ class Runs:
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
         self._stops = stop_tokens(self.model)
+        n_before, limited = len(self.prompt) + len(self.last), self.model.cfg.has_position_limit
+        self._room = self.model.cfg.n_ctx - n_before + 1 if limited else 2**20
         self._count(len(self.prompt))
 
     def answer(self, n_most: int) -> Int[Tensor, " pos"]:
@@ -82,7 +84,7 @@ class Runs:
             self.last,
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
-            n_most,
+            min(n_most, self._room),
             lambda text: text[-1] in self._stops or (self.one_sentence and self._piece(text[-1]).endswith(ENDS)),
         )[0]
         self._count(1 + len(tokens))
@@ -210,7 +212,7 @@ class Runs:
         firm = torch.tensor([found[key].firm for key in keys])
         forced = self.response.tokens.expand(len(keys), -1)
         biases = KVBias.batch([biases for _, biases in waiting])
-        texts = greedy(self.model, biases, self.last, forced, firm, n + MOST_TOKENS, ends)
+        texts = greedy(self.model, biases, self.last, forced, firm, min(n + MOST_TOKENS, self._room), ends)
         self._count(sum(len(text) for text in texts))
         for key, text in zip(keys, texts, strict=True):
             said = Response.of(self.model, whole, torch.tensor(text, device=whole.device))

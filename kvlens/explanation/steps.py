@@ -70,6 +70,8 @@ def explain(
         KVLensError: a prompt without units, a text behind a chat, ``about`` that the response does not have, a budget that is
             too small to remove each unit once, tokens beyond the model's context.
     """
+    if isinstance(answer, str) and not answer.strip():
+        raise KVLensError(f"answer: expected at least one token, got {answer!r}")
     tokens, units = _prompt_and_units(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
     explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None), text is not None)
@@ -85,6 +87,10 @@ def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: By) -> tuple[T
         tokens = torch.cat([tokens, one_sequence(model, "text", text)])
     if not units:
         raise KVLensError("prompt: it has nothing but what is always there, and no unit to remove; give documents or a text")
+    if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
+        raise KVLensError(
+            f"prompt: its {len(tokens):,} tokens leave no room for an answer in this model's n_ctx={model.cfg.n_ctx:,}; shorten it"
+        )
     if max(unit.stop for unit in units) >= len(tokens):
         raise KVLensError(
             "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="

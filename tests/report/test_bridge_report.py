@@ -42,7 +42,7 @@ def test_a_report_without_direct_logits(family, tmp_path, capsys):
     words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
     assert main(["report", "--model", str(tmp_path / "model"), *words, "--out", str(tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["conversion"]["relative_error"] < 1e-5 and summary["answer"]["p_answer"][0] > 0
+    assert summary["conversion"]["relative_error"] < 1e-5 and summary["answer"]["statements"]
     tables = {path.stem for path in (tmp_path / "out").glob("*.parquet")}
     assert {"bias_by_head", "prompt_by_depth", "prompt_effect", "answer_units"} <= tables
     assert "layer_contributions" not in tables
@@ -51,7 +51,7 @@ def test_a_report_without_direct_logits(family, tmp_path, capsys):
 
 
 def test_an_explanation(folder, capsys):
-    words = ["--prompt", PROMPT, "--text", TEXT, "--null", "40", "--by", "sentence", "--device", "cpu"]
+    words = ["--prompt", PROMPT, "--text", TEXT, "--by", "sentence", "--device", "cpu"]
     assert main(["explain", "--model", str(folder), *words]) == 0
     assert "nats" in capsys.readouterr().out
 

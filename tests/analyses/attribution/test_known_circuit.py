@@ -106,7 +106,8 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
 def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(circuit):
     """Either sentence loses the answer, and no other; the layer and the head that read the note do, too."""
     found = explain(circuit, PROMPT, torch.tensor([KEY]), by=SPANS, answer=torch.tensor([CELLAR]), depth="heads")
-    lost = {int(parts) for parts in found.rows("units", "breaking")["parts"]}
+    each = found.rows("units", "each").query("positions == 'kept'")
+    lost = {int(parts) for parts in each.loc[each["verdict"] == "lost", "parts"]}
     assert lost == {OUTER, INNER} and found.cause[0] in lost
     if circuit.cfg.attention == "linear" or found.cause == (OUTER,):
         assert found.rows("layers", "breaking")["parts"].tolist() == ["1"]
