@@ -136,7 +136,7 @@ class _Recording:
         self, question: Question, units: list[Unit], every: torch.Tensor, true: torch.Tensor, seen: list[torch.Tensor]
     ):
         self.question, self.units, self.every, self.true, self.seen = question, units, every, true, seen
-        self.prompt, self.rival = question.prompt, question.rival
+        self.prompt, self.answer, self.rival = question.prompt, question.answer, question.rival
 
     def rows(self, gone: torch.Tensor) -> torch.Tensor:
         return ~torch.stack([gone[:, unit.start] for unit in self.units], dim=1)
