@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Within, ensure
-from kvlens.cli.prompts import add_chat, add_texts_and_model, given_chat, model_and_texts
+from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, model_and_texts
 from kvlens.errors import KVLensError
 from kvlens.report.example import TEXT_MODEL
 from kvlens.terminal import visible
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
         "  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' --text ' Kaya keeps a'",
         allow_abbrev=False,
     )
-    add_chat(explain)
+    add_question(explain)
     add_texts_and_model(explain, "the text after the prompt, up to where the answer begins")
     explain.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model answers)")
     explain.add_argument(

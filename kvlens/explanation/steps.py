@@ -56,7 +56,8 @@ def explain(
     Args:
         model: with a tokenizer, of either front end.
         prompt: a :class:`kvlens.Chat`, a list of messages, a string, or tokens [pos].
-        text: what follows a prompt that is no chat, up to where the answer begins; it is always there.
+        text: what follows the prompt, up to where the answer begins (behind a chat, the beginning of the answer); it is always
+            there.
         about: words of the response; the claim that has them heads the explanation. None: the claim that depends most on the
             prompt.
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
@@ -67,22 +68,19 @@ def explain(
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
-        KVLensError: a prompt without units, a text behind a chat, ``about`` that the response does not have, a budget that is
+        KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is
             too small to remove each unit once, tokens beyond the model's context.
     """
     if isinstance(answer, str) and not answer.strip():
         raise KVLensError(f"answer: expected at least one token, got {answer!r}")
     tokens, units = _prompt_and_units(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
-    explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None), text is not None)
+    explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None), text is not None and not isinstance(as_prompt(prompt), Chat))
     return explaining.explained(about, given)
 
 
 def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: By) -> tuple[Tensor, list[Unit]]:
     tokens, units = prompt_tokens(model, prompt), prompt_units(model, prompt, by)
-    is_chat = not isinstance(prompt, str | Tensor)
-    if is_chat and text is not None:
-        raise KVLensError("text: a chat ends where the answer begins; put what follows into its last message")
     if text is not None:
         tokens = torch.cat([tokens, one_sequence(model, "text", text)])
     if not units:

@@ -30,6 +30,7 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
+from kvlens.chat import Chat, as_prompt
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
@@ -57,7 +58,7 @@ MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 MOST_EXPLAINED = 4096
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
-By = Literal["sentence", "paragraph", "word", "token"]
+By = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
 """Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"
@@ -99,7 +100,7 @@ class Report:
 @checked
 def build_report(
     model: KVModel,
-    prompt: str,
+    prompt: str | Chat | list[dict[str, str]],
     text: str,
     *,
     model_name: str | None = None,
@@ -118,7 +119,7 @@ def build_report(
     Args:
         model: with a tokenizer, of either front end; no bias may be attached to it. What does not run on KVTransformerBridge is
             left out of the page and the tables, and the page says why.
-        prompt: not empty; it gets a BOS by the model's default.
+        prompt: not empty; it gets a BOS by the model's default; or a chat, or its list of messages.
         text: not empty; tokenized separately, without BOS.
         model_name: the model's name in the report; None takes that of the configuration.
         new_tokens: how many tokens to generate in each condition; None generates 40, or as many as ``n_ctx`` has room for.
@@ -138,7 +139,10 @@ def build_report(
     """
     tell = on_progress or (lambda description, done: None)
     _check_model(model)
-    prompt_tokens = _tokens_of(model, "prompt", prompt, model.prepends_bos)
+    given = as_prompt(prompt)
+    is_chat = isinstance(given, Chat)
+    prompt_tokens = given.tokens(model) if is_chat else _tokens_of(model, "prompt", given, model.prepends_bos)
+    cut_from = given if is_chat else prompt_tokens
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     if dual:
@@ -180,7 +184,7 @@ def build_report(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "model": model_facts(model, model_name),
-        "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
+        "prompt": {"text": given.text(model) if is_chat else given, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "answer": None,
         "continuation": continuation_figures(model, text_tokens, {name: reading.logits for name, reading in readings.items()}),
@@ -222,7 +226,7 @@ def build_report(
     if by is not None:
         explained = explain(
             model,
-            prompt_tokens,
+            cut_from,
             text_tokens,
             about=about,
             answer=answer,
