@@ -1,6 +1,6 @@
 """From a recipe to a model with a card: train, save, measure the saved model, and write the card.
 
-The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`` (see :mod:`kvlens.training.checkpoint`), and
+The folder of a run then holds the files of :mod:`kvlens.training.checkpoint`, and
 ``model/``: weights, configuration, tokenizer, ``MODEL_CARD.md``, ``training.json`` and the metrics, which is what ships.
 """
 
@@ -67,7 +67,8 @@ def train_recipe(
         progress: show a progress bar.
 
     Returns:
-        The content of ``training.json``: recipe, sizes, and the held-out measurements of the saved model.
+        The content of ``training.json`` (recipe, sizes, and the held-out measurements of the saved model), which equal recipes
+        make equal, and ``seconds``, the time that training took.
 
     Raises:
         KVLensError: as for :func:`kvlens.training.train`.
@@ -108,7 +109,7 @@ def train_recipe(
 
     with only_run_in(folder):
         write_folder(folder / "model", fill, None if hybrid else MODEL_FOLDER, overwrite=True)
-    return facts
+    return {**facts, "seconds": result.seconds}
 
 
 def facts_of(
@@ -128,7 +129,6 @@ def facts_of(
             "steps": result.steps,
             "stopped_by": result.stopped_by,
             "best_step": result.best_step,
-            "minutes": round(result.seconds / 60, 1),
         },
         "heldout": heldout,
     }
