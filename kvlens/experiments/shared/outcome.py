@@ -230,7 +230,7 @@ def write_outcome(
     Raises:
         KVLensError: the folder is in use or not writable, or the figure cannot be drawn; tables and summary are kept then.
     """
-    summary = {
+    summary: dict[str, Any] = {
         "format": FORMAT,
         "name": experiment.name,
         "source": experiment.source,
