@@ -26,7 +26,7 @@ PURE = {
 PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.memory", "kvlens.model"}
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, how much
 is held at once, what is read of a pass."""
-FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}
+FOUNDATIONS = {"kvlens.files", "kvlens.files.tables", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 IN_FILES = {"kvlens.analyses.attribution.kept": {"kvlens.files"}}
 """And what else keeps its work in a file."""

@@ -12,6 +12,7 @@ from typing import Any
 from kvlens.analyses.attribution.explain import Explained
 from kvlens.checks import checked
 from kvlens.files import plain, write_folder
+from kvlens.files.tables import table_bytes
 from kvlens.model import KVModel
 from kvlens.report.build import Report
 from kvlens.report.folder import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, SUMMARY
@@ -37,7 +38,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 
     def fill(temporary: Path) -> None:
         for name, table in report.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+            (temporary / f"{name}.parquet").write_bytes(table_bytes(table))
         report.bias.save(temporary / BIAS)
         build_page(report).save_html(temporary / PAGE)
         bias = {**report.summary["bias"], "file_bytes": (temporary / BIAS).stat().st_size}
@@ -90,7 +91,7 @@ def write_explanation(
 
     def fill(temporary: Path) -> None:
         for name, table in tables.items():
-            table.to_parquet(temporary / name, index=False, write_page_checksum=True)
+            (temporary / name).write_bytes(table_bytes(table))
         _write_summary(summary, temporary)
 
     write_folder(folder, fill, EXPLANATION_FOLDER, overwrite=overwrite)

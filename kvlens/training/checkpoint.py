@@ -36,6 +36,7 @@ from kvlens.files import (
     reason,
     write_atomically,
 )
+from kvlens.files.tables import table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.model.fingerprint import is_weight
 from kvlens.training.run import Progress, Row, Run
@@ -92,8 +93,7 @@ class CheckpointFolder:
         header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
         write_atomically(self.path / SECONDS, f"{self.run.seconds}\n")
         write_atomically(self._file, checked_tensor_bytes(tensors_of(self.run), header))
-        metrics = metrics_frame(self.run.progress.rows).to_parquet(index=False, write_page_checksum=True)
-        write_atomically(self.path / METRICS, metrics)
+        write_atomically(self.path / METRICS, table_bytes(metrics_frame(self.run.progress.rows)))
 
     def resume(self) -> bool:
         """Restore the run from its checkpoint, unless it starts from scratch; return whether there was one.

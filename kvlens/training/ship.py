@@ -18,6 +18,7 @@ from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.files import CARD, LIST, check_folder, list_files, plain, read_json, write_folder
+from kvlens.files.tables import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task
 from kvlens.training.card import model_card
@@ -148,9 +149,9 @@ def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also:
     """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
     (folder / FACTS).write_text(json.dumps(plain(facts), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
-    result.metrics.to_parquet(folder / "metrics.parquet", index=False, write_page_checksum=True)
+    (folder / "metrics.parquet").write_bytes(table_bytes(result.metrics))
     names = [*also, FACTS, "metrics.parquet"]
     if len(result.watched):
-        result.watched.to_parquet(folder / WATCHED, index=False, write_page_checksum=True)
+        (folder / WATCHED).write_bytes(table_bytes(result.watched))
         names.append(WATCHED)
     list_files(folder, names)

@@ -23,6 +23,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.experiments.shared.significance import SIGNIFICANCE, Values, interval_of_mean
 from kvlens.files import FolderKind, listed_in, plain, write_folder
+from kvlens.files.tables import table_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -246,7 +247,7 @@ def write_outcome(
 
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+            (temporary / f"{name}.parquet").write_bytes(table_bytes(table))
         for name, content in images.items():
             (temporary / name).write_bytes(content)
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
