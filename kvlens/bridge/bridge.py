@@ -374,7 +374,7 @@ class KVTransformerBridge(TransformerBridge):
         if isinstance(text, Tensor) and not is_stream:
             self.check_tokens(text)
         ensure("forward: return_type", RETURNS, given.get("return_type"))
-        taken = _taken(type(self.original_model).forward)
+        taken = _taken(*(type(part).forward for part in (self.original_model, self.original_model.base_model)))
         unknown = next((name for name in given if name not in taken), None)
         if unknown is not None:
             raise unknown_argument(f"{type(self).__name__}.forward", unknown, taken)
@@ -469,10 +469,17 @@ class KVTransformerBridge(TransformerBridge):
 
 
 @functools.cache
-def _taken(forward: Callable[..., Any]) -> tuple[str, ...]:
+def _taken(*passes: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments of a pass: TransformerLens', the Transformers model's, and those that it takes without naming them."""
-    own = [*inspect.signature(TransformerBridge.forward).parameters, *inspect.signature(forward).parameters]
-    further = ["cache", *EARLIER, "use_past_kv_cache", "one_zero_attention_mask", *TransformersKwargs.__annotations__]
+    own = [name for one in (TransformerBridge.forward, *passes) for name in inspect.signature(one).parameters]
+    further = [
+        "use_cache",
+        "cache",
+        *EARLIER,
+        "use_past_kv_cache",
+        "one_zero_attention_mask",
+        *TransformersKwargs.__annotations__,
+    ]
     return tuple(name for name in dict.fromkeys([*own, *further]) if name not in ("self", "kwargs"))
 
 
