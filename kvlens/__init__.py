@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.bridge import KVTransformerBridge
+    from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.files.tables import read_table
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
-    from kvlens.model.fingerprint import weights_unchanged
 
 _HOMES = {
+    "Chat": "kvlens.chat",
     "Counterfactuals": "kvlens.conversion",
     "HookedKVTransformer": "kvlens.model",
     "HookedKVTransformerConfig": "kvlens.model",
@@ -47,10 +48,10 @@ _HOMES = {
     "logits_after": "kvlens.conversion",
     "read_table": "kvlens.files.tables",
     "run_in_segments": "kvlens.model",
-    "weights_unchanged": "kvlens.model.fingerprint",
 }
 
 __all__ = [
+    "Chat",
     "Counterfactuals",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",
@@ -68,7 +69,6 @@ __all__ = [
     "logits_after",
     "read_table",
     "run_in_segments",
-    "weights_unchanged",
 ]
 __version__ = "0.1.0"
 
