@@ -67,7 +67,7 @@ ATTRIBUTION_METHODS = {
 
 
 def locate(name: str) -> tuple[str, str]:
-    """Module and attribute of an analysis, given the name of one of kvlens, or MODULE:OBJECT for any other.
+    """Module and attribute of an analysis, given the name of one of kvlens, or MODULE:FUNCTION for any other.
 
     Raises:
         KVLensError: no such analysis (the nearest name is proposed).
@@ -75,9 +75,9 @@ def locate(name: str) -> tuple[str, str]:
     if name not in ANALYSES and ":" not in name:
         raise KVLensError(
             f"no analysis is called {name!r}; there are {', '.join(ANALYSES)}, and your own as "
-            f"my_package.my_module:MY_ANALYSIS{nearest(name, ANALYSES)}"
+            f"my_package.my_module:my_function{nearest(name, ANALYSES)}"
         )
     module, _, attribute = (f"{ANALYSES[name]}:{name}" if name in ANALYSES else name).partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise KVLensError(f"analysis: expected MODULE:OBJECT, such as my_package.my_module:MY_ANALYSIS, got {name!r}")
+        raise KVLensError(f"analysis: expected MODULE:FUNCTION, such as my_package.my_module:my_function, got {name!r}")
     return module, attribute

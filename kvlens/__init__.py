@@ -9,6 +9,7 @@ What most people need is named here: `load`, `HookedKVTransformer`, `convert_pro
 - **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`; **attention as a step of learning**: `kvlens.dual`;
 - **why did it say that**: `kvlens.explain`, `kvlens.explanation`;
 - **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
+- **tables**, as commands write them, read and checked: `read_table`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
 - **the papers' figures and tables** as commands: `kvlens.experiments`;
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
+    from kvlens.files.tables import read_table
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
@@ -46,6 +48,7 @@ _HOMES = {
     "explain": "kvlens.explanation",
     "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
+    "read_table": "kvlens.files.tables",
     "run_in_segments": "kvlens.model",
 }
 
@@ -67,6 +70,7 @@ __all__ = [
     "explain",
     "load",
     "logits_after",
+    "read_table",
     "run_in_segments",
 ]
 __version__ = "0.1.0"

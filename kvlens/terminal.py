@@ -1,12 +1,14 @@
 """Shared by all commands: parsing arguments, exit statuses after signals, and text that is safe to print."""
 
 import argparse
+import re
 import shutil
 import signal
 import sys
 import textwrap
 import threading
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -43,6 +45,28 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
         textwrap.fill(text, width, initial_indent=f"{name:<{column}}", subsequent_indent=" " * column, break_on_hyphens=False)
         for name, text in pairs
     )
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Inside, a warning is one line on stderr, once, without the line of code that caused it."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        if is_new(str(message), told):
+            print(f"warning: {visible(' '.join(str(message).split()))}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def is_new(message: str, told: set[str]) -> bool:
+    """Whether no message that differs at most in its numbers was ``told``; it then is."""
+    kind = re.sub(r"\d[\d.,]*", "0", message)
+    is_first = kind not in told
+    told.add(kind)
+    return is_first
 
 
 class Help(argparse.HelpFormatter):

@@ -24,9 +24,9 @@ import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import pandas as pd
 import torch
 
+import kvlens
 from kvlens.tasks import make_task
 
 LENGTHS, N_STORIES = (2, 10, 18), 40
@@ -60,7 +60,7 @@ print(done.stdout.splitlines()[-1])
 # Each row is one observation: a token of the text, a prompt and a condition. We put the other information into the prompt's id.
 
 # %%
-table = pd.read_parquet(folder / "effect.parquet")
+table = kvlens.read_table(folder / "effect.parquet")  # where a file is damaged, pandas.read_parquet may return other numbers
 table[["facts", "story", "sentence"]] = table["prompt_id"].str.split("-", expand=True).astype(int).to_numpy()
 assert table["prompt_id"].nunique() == len(LENGTHS) * N_STORIES
 table.head(3)

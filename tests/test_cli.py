@@ -150,7 +150,7 @@ def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "for 4 steps" in captured.out and "accuracy" in captured.out and "run/model" in captured.out
-    assert {"checkpoint.safetensors", "metrics.parquet", "model"} == set(os.listdir("run"))
+    assert {"checkpoint.safetensors", "metrics.parquet", "model", "seconds.json"} == set(os.listdir("run"))
     facts = json.loads(Path("run/model/training.json").read_text(), parse_constant=lambda word: pytest.fail(word))
     assert facts["recipe"]["training"]["seed"] == facts["config"]["seed"] == 7
     assert facts["recipe"]["training"]["max_grad_norm"] is None and "max_grad_norm=Infinity" in facts["command"]

@@ -23,7 +23,7 @@ from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.checks import checked
 from kvlens.files import reason, write_atomically
-from kvlens.terminal import visible
+from kvlens.terminal import is_new, visible
 
 from ..declaration import Analysis, Record
 from ..front_ends import check_front_end
@@ -156,10 +156,13 @@ def run_batch(
         jobs = _jobs(work, source, journal, resources.prompts_per_job)
         hidden = None if progress is None else not progress
         with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
-            reported = False
+            reported, told = False, set[str]()
             for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):
                 journal.add(results)
                 bar.update(len(results))
+                for text in (text for result in results for text in result.warnings):
+                    if is_new(text, told):
+                        tell(f"warning: {text}")
                 failed = next((result for result in results if result.kind is not None), None)
                 if failed is not None and not reported:
                     tell(f"{_described(failed)}; the batch continues with the others")

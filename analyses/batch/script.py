@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvlens import KVLensError
-from kvlens.terminal import paragraphs, terminal_width
+from kvlens.terminal import paragraphs, plain_warnings, terminal_width
 
 from ..registry import ANALYSES, locate
 from .arguments import check_early
@@ -17,8 +17,9 @@ EPILOG = """\
 PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, and optionally "text", "id" and fields of \
 the analysis), a .json file with the messages of one chat, any other \
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
-order of the prompts; FILE.errors.jsonl lists the lines and prompts without rows, and --retry-failed runs those prompts again. \
-Until the batch is complete, FILE.partial has the results so far: the same command resumes a run that was interrupted or killed.
+order of the prompts, and kvlens.read_table("FILE") reads and checks it; FILE.errors.jsonl lists the lines and prompts \
+without rows, and --retry-failed runs those prompts again. Until the batch is complete, FILE.partial has the results so far: \
+the same command resumes a run that was interrupted or killed.
 
   kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
 
@@ -26,7 +27,8 @@ Until the batch is complete, FILE.partial has the results so far: the same comma
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m analyses``: run the command and return its exit status; bad input is reported in one line."""
     try:
-        return analyse(sys.argv[1:] if argv is None else argv, prog="python -m analyses")
+        with plain_warnings():
+            return analyse(sys.argv[1:] if argv is None else argv, prog="python -m analyses")
     except KVLensError as error:
         print(f"analyses: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
@@ -62,7 +64,7 @@ def _help(prog: str) -> str:
         "Run an analysis over many prompts and models, into one Parquet file. Without NAME, list the analyses and their "
         f"summaries; `{prog} NAME --help` shows the columns and options of one.\n\n"
         f"{EPILOG}\n\n"
-        f"NAME is one of {', '.join(ANALYSES)}, or one of your own as MODULE:OBJECT, for instance "
-        "my_package.my_module:MY_ANALYSIS, where the module is found from here or is installed, and the object is a "
-        "kvlens.analyses.Analysis."
+        f"NAME is one of {', '.join(ANALYSES)}, or a function of your own as MODULE:FUNCTION, for instance "
+        "my_package.my_module:my_function. The module is found from here or is installed, and the function has the decorator "
+        "kvlens.analyses.analysis: the documentation of kvlens.analyses.declaration has an example to copy."
     )

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from kvlens import KVLensError
 from kvlens.checks import checked
 from kvlens.files import write_file
+from kvlens.files.tables import TableWriter, checked_bytes
 
 METADATA = b"kvlens.batch"
 
@@ -61,12 +62,12 @@ def write_parquet(path: Path, schema: pa.Schema, prompts: Iterable[bytes], facts
     """
 
     def fill(file: IO[bytes]) -> None:
-        with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
+        with TableWriter(file, schema) as writer:
             for rows in prompts:
                 table = pa.ipc.open_stream(rows).read_all()
                 if table.num_rows:
                     writer.write_table(table, row_group_size=table.num_rows)
-            writer.add_key_value_metadata({METADATA: json.dumps(facts)})
+            writer.seal({METADATA: json.dumps(facts)})
 
     write_file(path, fill)
 
@@ -78,7 +79,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> Iterator[tuple[str, str, int,
         KVLensError: it cannot be read, or has other columns.
     """
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
+        file = pq.ParquetFile(pa.BufferReader(checked_bytes(path)))
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).cast(schema)
             yield table["model"][0].as_py(), table["prompt_id"][0].as_py(), table.num_rows, stream(table, schema)

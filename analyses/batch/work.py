@@ -30,7 +30,7 @@ class Work:
     """Everything that the rows of the table depend on, except the prompts.
 
     Attributes:
-        analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:OBJECT of any `Analysis` that can be imported.
+        analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:FUNCTION of any `Analysis` that can be imported.
         models: names of shipped models, or folders.
         columns: columns of the analysis to keep, in order; empty keeps all.
         options: options of the analysis, by name; others have their defaults.
@@ -50,7 +50,7 @@ class Work:
 
 
 def load_analysis(name: str, folder: str | None = None) -> Analysis:
-    """Import an analysis by its name, or as MODULE:OBJECT.
+    """Import an analysis by its name, or as MODULE:FUNCTION.
 
     Raises:
         KVLensError: there is no such analysis (the nearest name is proposed).
@@ -70,7 +70,8 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     if analysis is None:
         held = [found for found, value in vars(module).items() if _declared(value) is not None]
         there = f"it has {', '.join(held)}" if held else "it has none"
-        raise KVLensError(f"analysis: {attribute!r} of {path!r} is not an Analysis; {there}{nearest(attribute, held)}")
+        what = f"{attribute!r} of {path!r} is no function with the decorator kvlens.analyses.analysis"
+        raise KVLensError(f"analysis: {what}; {there}{nearest(attribute, held)}")
     return analysis
 
 

@@ -7,8 +7,9 @@ loaded, the batch ends.
 import os
 import sys
 import traceback
+import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +51,7 @@ class PromptResult:
         kind: :data:`REFUSED`, :data:`FAILED` or :data:`DIED` if it failed, else None.
         error: the error, in one line.
         where: file and line of the code that raised it, and of the call in the analysis' module.
+        warnings: given while the prompt was run.
     """
 
     model: int
@@ -60,6 +62,7 @@ class PromptResult:
     kind: str | None = None
     error: str | None = None
     where: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
@@ -118,7 +121,12 @@ class Worker:
         model = self.models[job.model]
         form = model.using_softmax_form() if isinstance(model, HookedKVTransformer) else nullcontext()
         with form:  # fused where possible, in layers whose pattern is not hooked
-            return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
+            return [self._warned(model, job.model, number, record) for number, record in job.prompts]
+
+    def _warned(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:
+        with warnings.catch_warnings(record=True) as caught:
+            result = self._run_one(model, index, number, record)
+        return replace(result, warnings=tuple(dict.fromkeys(_one_line(str(one.message)) for one in caught)))
 
     def _run_one(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:
         try:

@@ -5,10 +5,12 @@ attention finds the bias's keys behind the text's (:mod:`kvlens.bridge.softmax`)
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,9 +18,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
+from transformers.utils import TransformersKwargs
 
 from kvlens.base.text import without_own_bos
-from kvlens.bridge.cache import cache_of, take_earlier_names, with_cache
+from kvlens.bridge.cache import EARLIER, cache_of, take_earlier_names, with_cache
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
@@ -28,19 +31,21 @@ from kvlens.bridge.positions import hidden, text_positions
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.weights import ends_of
-from kvlens.checks import ensure
+from kvlens.checks import ensure, unknown_argument
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again
-from kvlens.model.inputs import check_hook_names, check_tokens
+from kvlens.model.inputs import check_call, check_hook_names, check_input, check_tokens
 from kvlens.model.parts import Ends, Layer
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.reading import recurrent_layers
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
 
+RETURNS = Literal["logits", "loss", "both", "predictions", "logits_and_cache"] | None
+"""What a pass can return."""
 Seen = dict[tuple[int, str], Tensor]
 """What passed certain points, by layer and name."""
 
@@ -366,11 +371,27 @@ class KVTransformerBridge(TransformerBridge):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
+        given = check_call(self, TransformerBridge.forward, args, kwargs)
+        self._check_pass(given)
         with contextlib.ExitStack() as stack:
-            if kwargs.get("return_type", "") is None and not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
+            if given.get("return_type", "") is None and not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
                 cut = self.unembed.hook_in.register_forward_hook(lambda module, args, output: output[:, -1:])
                 stack.callback(cut.remove)
             return super().forward(*args, **kwargs)
+
+    def _check_pass(self, given: dict[str, Any]) -> None:
+        """Raise KVLensError unless a pass can start from these arguments, and Transformers' model knows each of them."""
+        text, mask = given["input"], given.get("attention_mask")
+        is_stream = given.get("start_at_layer") is not None or (isinstance(text, Tensor) and text.is_floating_point())
+        of_tokens = mask if not isinstance(mask, Tensor) or mask.dim() < 4 else None  # 4: of queries and keys
+        check_input(self, text, of_tokens, cache_of(given), is_stream=is_stream)
+        if isinstance(text, Tensor) and not is_stream:
+            self.check_tokens(text)
+        ensure("forward: return_type", RETURNS, given.get("return_type"))
+        taken = _taken(*(type(part).forward for part in (self.original_model, self.original_model.base_model)))
+        unknown = next((name for name in given if name not in taken), None)
+        if unknown is not None:
+            raise unknown_argument(f"{type(self).__name__}.forward", unknown, taken)
 
     def logits_on(
         self,
@@ -441,23 +462,40 @@ class KVTransformerBridge(TransformerBridge):
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        check_hook_names(kwargs.get("names_filter"), self.hook_dict)
-        return super().run_with_cache(*args, **kwargs)
+        given = check_call(self, TransformerBridge.run_with_cache, args, kwargs)
+        check_input(self, given["input"], None, None, is_stream=False)  # which TransformerLens reads before the pass
+        check_hook_names(given.get("names_filter"), self.hook_dict)
+        return super().run_with_cache(**given)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; hooks must name hook points that exist."""
-        self._check_hooks(kwargs)
+        self._check_hooks(check_call(self, TransformerBridge.run_with_hooks, args, kwargs))
         return super().run_with_hooks(*args, **kwargs)
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; hooks must name hook points that exist."""
-        self._check_hooks({**kwargs, **({"args": args[0]} if args else {})})
+        self._check_hooks(check_call(self, TransformerBridge.hooks, args, kwargs))
         return super().hooks(*args, **kwargs)
 
     def _check_hooks(self, given: dict[str, Any]) -> None:
-        for which in ("fwd_hooks", "bwd_hooks", "args"):
-            names = [name for name, _ in given.get(which) or () if isinstance(name, str)]
-            check_hook_names(names, self.hook_dict)
+        for which in ("fwd_hooks", "bwd_hooks"):
+            check_hook_names([name for name, _ in given.get(which, ()) if isinstance(name, str)], self.hook_dict)
+
+
+@functools.cache
+def _taken(*passes: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments of a pass: TransformerLens', the Transformers model's, and those that it takes without naming them."""
+    own = [name for one in (TransformerBridge.forward, *passes) for name in inspect.signature(one).parameters]
+    further = [
+        "use_cache",
+        "cache",
+        "cache_position",
+        *EARLIER,
+        "use_past_kv_cache",
+        "one_zero_attention_mask",
+        *TransformersKwargs.__annotations__,
+    ]
+    return tuple(name for name in dict.fromkeys([*own, *further]) if name not in ("self", "kwargs"))
 
 
 def _until_exit(stack: ExitStack, handles: Iterable[RemovableHandle]) -> None:

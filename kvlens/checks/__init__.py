@@ -19,7 +19,7 @@ Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that ha
 arguments takes a microsecond or two.
 """
 
-from kvlens.checks.signature import checked, doors, unknown_argument
+from kvlens.checks.signature import bound, checked, doors, unknown_argument
 from kvlens.checks.values import MOST, Count, Finite, Seed, Within, ensure, one_of
 
-__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "doors", "ensure", "one_of", "unknown_argument"]
+__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "bound", "checked", "doors", "ensure", "one_of", "unknown_argument"]

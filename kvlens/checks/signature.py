@@ -107,6 +107,18 @@ def _held(function: Callable[..., Any]) -> Callable[..., Any]:
     return held
 
 
+def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The arguments of a call of ``function``, by name; where it is a method, the object comes first.
+
+    Raises:
+        WrongArguments: an unknown argument (the nearest name is suggested), or a missing one.
+    """
+    return _bound(function, _signature(function), args, kwargs)
+
+
+_signature = functools.cache(inspect.signature)
+
+
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """The annotation itself where it is written as a string, as all are in a module that postpones them; a name that does not
     exist yet stays a string, which is not checked."""

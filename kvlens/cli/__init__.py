@@ -10,7 +10,7 @@ import sys
 import kvlens
 from kvlens.cli import analyse, explain, reference, report, reproduce, train, zoo
 from kvlens.errors import KVLensError, nearest
-from kvlens.terminal import Arguments, how_it_ended, sigterm_as_interrupt, visible
+from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, visible
 
 MODULES = (report, explain, analyse, train, zoo, reproduce, reference)
 COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" where it cannot show a character
     try:
-        with sigterm_as_interrupt():
+        with sigterm_as_interrupt(), plain_warnings():
             status = _run(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:  # None: the shell closed it
             sys.stdout.flush()  # here, so that a closed pipe is handled below and not when the interpreter exits

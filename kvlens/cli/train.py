@@ -100,8 +100,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _print_facts(facts: dict[str, Any], out: str) -> None:
-    held, run = facts["heldout"], facts["training"]
-    print(f"Trained {facts['n_parameters']:,} parameters for {run['steps']:,} steps in {run['minutes']:g} minutes.")
+    held, steps, minutes = facts["heldout"], facts["training"]["steps"], facts["seconds"] / 60
+    print(f"Trained {facts['n_parameters']:,} parameters for {steps:,} steps in {minutes:.1f} minutes.")
     print(f"On {held['sequences']:,} held-out sequences:")
     print(f"  loss                    {held['loss']:.4f}")
     if held["accuracy"] is not None:

@@ -14,6 +14,7 @@ keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or t
 | ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift state as read |
 | ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias, the logarithm of the normalizer |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |
+| ``hook_pattern`` (the base's), with a bias | [batch, head, pos, pos] | the text's columns alone, over the normalizer of text *and* bias: after a long prompt a row may sum to 0.002. For softmax, what it lacks to 1 is the share of the bias. The whole rows, with a column per prompt token, are ``hook_pattern`` in a pass over prompt and text without a bias |
 
 For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied scores and pattern, computed only when hooked.
 """  # noqa: E501

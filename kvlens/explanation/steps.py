@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.chat import one_sequence, prompt_tokens, prompt_units
+from kvlens.chat import Chat, as_prompt, one_sequence, prompt_tokens, prompt_units
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
 from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
@@ -68,14 +68,16 @@ def explain(
         on_progress: called with a description and the fraction done, in 0..1.
 
     Raises:
-        KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is
-            too small to remove each unit once, tokens beyond the model's context.
+        KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is too small to
+            remove each unit once, tokens beyond the model's context.
     """
     if isinstance(answer, str) and not answer.strip():
         raise KVLensError(f"answer: expected at least one token, got {answer!r}")
     tokens, units = _prompt_and_units(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
-    explaining = _Explaining(model, tokens, units, depth, budget, on_progress or (lambda what, done: None), text is not None and not isinstance(as_prompt(prompt), Chat))
+    tell = on_progress or (lambda what, done: None)
+    continues = text is not None and not isinstance(as_prompt(prompt), Chat)
+    explaining = _Explaining(model, tokens, units, depth, budget, tell, continues)
     return explaining.explained(about, given)
 
 

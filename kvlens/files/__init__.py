@@ -6,8 +6,9 @@
     folders     whether a folder may be written to, and writing it
     work        one command at a time for an output folder
     tensors     safetensors files with a checksum
+    tables      Parquet files with a checksum
 
-All but ``tensors``, which needs torch, can be imported from here.
+All but ``tensors`` and ``tables``, which need torch and pandas, can be imported from here.
 """
 
 from kvlens.files.atomic import (

@@ -47,7 +47,7 @@ def write_file(path: str | Path, fill: Callable[[IO[bytes]], object]) -> None:
     path = path_of("cannot write", path)
     try:
         with _neighbor(path) as new:
-            with open(new, "xb") as file:
+            with open(new, "x+b") as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Tensors in a safetensors file that contains a checksum of its metadata and tensors. Never pickle."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,9 +17,19 @@ CHECKSUM = "checksum"
 
 
 def checked_tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file with ``tensors`` and ``metadata``, and the checksum of both."""
+    """The bytes of a safetensors file with ``tensors`` and ``metadata``, and the checksum of both; equal for equal contents."""
     stored = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    return save(stored, {**metadata, CHECKSUM: _checksum(stored, metadata)})
+    return _in_order(save(stored, {**metadata, CHECKSUM: _checksum(stored, metadata)}))
+
+
+def _in_order(data: bytes) -> bytes:
+    """A safetensors file with its metadata in alphabetical order: safetensors' own order differs from call to call."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
+    return b"".join([len(text).to_bytes(8, "little"), text, memoryview(data)[8 + size :]])
 
 
 def read_checked_tensors(path: Path, what: str, file_format: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlens.base import HookedTransformer
 from kvlens.errors import warn
 from kvlens.model.caching import saves, saving_hooks
-from kvlens.model.inputs import check_hook_names
+from kvlens.model.inputs import check_call, check_hook_names
 
 
 class ChecksHookNames(HookedTransformer):
@@ -53,6 +53,21 @@ class ChecksHookNames(HookedTransformer):
     def _is_silent(self, name: str) -> bool:
         block, _, hook_point = name.rpartition(".attn.")
         return bool(block) and self.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)  # type: ignore[operator]
+
+    def run_with_cache(self, *model_args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        given = check_call(self, HookedTransformer.run_with_cache, model_args, kwargs)
+        return super().run_with_cache(*given.pop("model_args", ()), **given)
+
+    def run_with_hooks(self, *model_args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; hooks must name hook points that exist."""
+        check_call(self, HookedTransformer.run_with_hooks, model_args, kwargs)
+        return super().run_with_hooks(*model_args, **kwargs)
+
+    def hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """As TransformerLens'; hooks must name hook points that exist."""
+        check_call(self, HookedTransformer.hooks, args, kwargs)
+        return super().hooks(*args, **kwargs)
 
     def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
         """As TransformerLens'."""

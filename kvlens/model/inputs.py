@@ -1,20 +1,35 @@
-"""Checks of a model's inputs: configuration, tokens and their number, hook names. Errors say what was expected."""
+"""Checks of a model's inputs: calls, configuration, tokens and their number, hook names. Errors say what was expected."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformer_lens.utilities import Slice
 
-from kvlens._tl import TransformerLensKeyValueCache
-from kvlens.arguments import check_characters
+from kvlens.arguments import check_characters, check_device
 from kvlens.base import HookedTransformerConfig
+from kvlens.checks import bound, ensure
 from kvlens.errors import KVLensError, brief, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 
 NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
+_HOOKS = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
+ARGUMENTS: Mapping[str, Any] = {
+    **dict.fromkeys(("loss_per_token", "return_cache_object", "remove_batch_dim", "incl_bwd"), bool),
+    **dict.fromkeys(("reset_hooks_end", "clear_contexts"), bool),
+    **dict.fromkeys(("start_at_layer", "stop_at_layer"), int | None),
+    **dict.fromkeys(("fwd_hooks", "bwd_hooks"), _HOOKS),
+    "prepend_bos": bool | None,
+    "padding_side": Literal["left", "right"] | None,
+    "labels": Tensor | None,
+    "names_filter": str | Callable[..., Any] | Sequence[str] | None,
+    "pos_slice": int | slice | Sequence[int | None] | Slice | None,
+    "device": str | int | torch.device | None,
+}
+"""What arguments of ``forward``, ``run_with_cache``, ``run_with_hooks`` and ``hooks`` may be, on both front ends."""
 
 
 def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
@@ -34,17 +49,51 @@ def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
     )
 
 
-def check_input(given: Any, attention_mask: Any, past_kv_cache: Any) -> None:
-    """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions."""
+def check_call(model: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model's method, by name.
+
+    Raises:
+        KVLensError: one is missing, unknown, or not what :data:`ARGUMENTS` says.
+    """
+    call, what = bound(method, (model, *args), kwargs), f"{type(model).__name__}.{method.__name__}"
+    given = {name: value for name, value in call.arguments.items() if name not in ("self", "kwargs", "model_kwargs")}
+    given |= call.kwargs
+    for name, value in given.items():
+        if name in ARGUMENTS:
+            ensure(f"{what}: {name}", ARGUMENTS[name], value)
+    check_device(f"{what}: device", given.get("device"))
+    names = given.get("names_filter")
+    if names is not None and not isinstance(names, str) and not callable(names):
+        given["names_filter"] = list(names)  # of sequences, TransformerLens reads lists alone
+    returned = given.get("return_type", next(iter(given.get("model_args", ())[1:]), "logits"))
+    if given.get("incl_bwd") and (returned != "loss" or given.get("loss_per_token")):
+        raise KVLensError(f"{what}: incl_bwd takes the gradient of one number: pass return_type='loss'")
+    return given
+
+
+def check_input(model: Any, given: Any, attention_mask: Any, past: Any, *, is_stream: bool) -> None:
+    """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions.
+
+    Args:
+        model: of either front end.
+        given: text, tokens, or the stream where ``is_stream``.
+        attention_mask: 1 at real tokens, or None.
+        past: a cache of what came before, or None.
+        is_stream: whether the pass starts from the residual stream.
+    """
+    cfg = model.cfg
     if not isinstance(given, Tensor):
         check_text("forward", given)
+        if model.tokenizer is None:
+            raise KVLensError("forward: this model has no tokenizer: give token ids, a tensor [pos] or [batch, pos]")
     elif given.dim() == 0:
         raise KVLensError("forward: expected token ids [pos] or [batch, pos], got a single number; put it into a list")
-    if past_kv_cache is not None and not isinstance(past_kv_cache, TransformerLensKeyValueCache):
-        raise KVLensError(f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}")
+    elif is_stream and (given.dim() != 3 or given.shape[-1] != cfg.d_model or not given.is_floating_point()):
+        wanted = f"the stream, floating-point numbers [batch, pos, {cfg.d_model}]"
+        raise KVLensError(f"forward: expected {wanted}, got {brief(given)} of {given.dtype}")
     if attention_mask is None:
         return
-    known = isinstance(given, Tensor) and past_kv_cache is None  # with a cache, the mask covers the whole text
+    known = isinstance(given, Tensor) and past is None  # with a cache, the mask covers the whole text
     positions = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
     if not isinstance(attention_mask, Tensor) or (positions is not None and list(attention_mask.shape) != positions):
         wanted = "[batch, pos]" if positions is None else str(positions)

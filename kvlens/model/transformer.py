@@ -24,7 +24,7 @@ from kvlens.components import (
     softmax_form_block,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError, first_line
+from kvlens.errors import KVLensError, brief, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -110,19 +110,20 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         for block in self.blocks:
             block.attn.init_kv_parameters(generator)
 
+    @checked
     def forward(
         self,
         input: Any,  # noqa: A002
         return_type: str | None = "logits",
         loss_per_token: bool = False,
-        prepend_bos: Any = USE_DEFAULT_VALUE,
-        padding_side: Any = USE_DEFAULT_VALUE,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
         start_at_layer: int | None = None,
         tokens: Tensor | None = None,
         shortformer_pos_embed: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         stop_at_layer: int | None = None,
-        past_kv_cache: TransformerLensKeyValueCache | None = None,
+        past_kv_cache: Any = None,
     ):
         """As the base's, which it calls; an empty stock cache is converted to kvlens' own, in place.
 
@@ -133,7 +134,11 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         tokenizer pads on the left). Pass ``attention_mask=torch.ones_like(input)`` if they are text. Without a cache and with
         padding on the right they are always text.
         """
-        check_input(input, attention_mask, past_kv_cache)
+        if past_kv_cache is not None and not isinstance(past_kv_cache, TransformerLensKeyValueCache):
+            raise KVLensError(
+                f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}"
+            )
+        check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
         if self._may_be_silent:
             self.warn_of_silent_hooks()
         with self._thread.turn, self._thread.passes(self._has_bias), self._warns_of_the_bias():

@@ -12,6 +12,7 @@ from typing import Any
 from kvlens.checks import checked
 from kvlens.explanation import Explained, explanation_view
 from kvlens.files import plain, write_folder
+from kvlens.files.tables import table_bytes
 from kvlens.model import KVModel
 from kvlens.report.build import Report
 from kvlens.report.folder import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, SUMMARY
@@ -37,7 +38,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 
     def fill(temporary: Path) -> None:
         for name, table in report.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
+            (temporary / f"{name}.parquet").write_bytes(table_bytes(table))
         report.bias.save(temporary / BIAS)
         build_page(report).save_html(temporary / PAGE)
         bias = {**report.summary["bias"], "file_bytes": (temporary / BIAS).stat().st_size}
@@ -84,7 +85,7 @@ def write_explanation(
 
     def fill(temporary: Path) -> None:
         for name, table in tables.items():
-            table.to_parquet(temporary / name, index=False, write_page_checksum=True)
+            (temporary / name).write_bytes(table_bytes(table))
         explanation_view(found).save_html(temporary / EXPLANATION_PAGE)
         _write_summary(summary, temporary)
 

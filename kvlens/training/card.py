@@ -36,7 +36,7 @@ def _about(facts: dict[str, Any]) -> list[str]:
         f"- **Architecture**: {architecture(facts['config'])}; {facts['n_parameters']:,} parameters, stored in "
         f"{recipe['stored_dtype']}.",
         f"- **Task**: `{recipe['task']}` ({settings}); {data['source']}.",
-        f"- **Reproduce**: `{facts['command']}` (seed {training['seed']}; {run['minutes']:g} minutes).",
+        f"- **Reproduce**: `{facts['command']}` (seed {training['seed']}).",
         f"- **Training**: {run['steps']:,} steps of {training['batch_size']} sequences, AdamW, peak learning rate "
         f"{training['learning_rate']:g}, {training['schedule']}, forward pass in {training['precision']}; stopped by "
         f"{run['stopped_by']}. The weights are those of step {run['best_step']:,}, which had the lowest loss on "

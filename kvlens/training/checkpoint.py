@@ -2,6 +2,7 @@
 
     checkpoint.safetensors    weights, best weights, optimizer state, metrics so far, watched parameters; header: identity
     metrics.parquet           the metrics as a table, rewritten from the checkpoint's rows with every checkpoint
+    seconds.json              the time spent: the only file in which two runs of equal settings differ
 
 The checkpoint is authoritative; the table is derived from it. A run is identified by task, model and settings; a folder that
 holds another run is refused, with the first difference in the message.
@@ -14,13 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvlens.arguments import path_of
+from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
 from kvlens.files import (
     FolderKind,
@@ -30,15 +32,17 @@ from kvlens.files import (
     is_temporary,
     lock,
     parsed_json,
+    read_json,
     reason,
     write_atomically,
 )
+from kvlens.files.tables import table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.model.fingerprint import is_weight
 from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
-CHECKPOINT, METRICS, LOCK = "checkpoint.safetensors", "metrics.parquet", ".lock"
+CHECKPOINT, METRICS, SECONDS, LOCK = "checkpoint.safetensors", "metrics.parquet", "seconds.json", ".lock"
 ARITHMETIC = 1
 """Raised by one when equal model, task and settings train to other numbers than before, rounding aside; runs kept under an
 earlier number are then not found (`run_name`)."""
@@ -84,13 +88,12 @@ class CheckpointFolder:
         except OSError as error:
             raise KVLensError(f"train: cannot make {self.path}: {reason(error)}") from error
         header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "identity": json.dumps(self.identity)}
-        progress = {**asdict(self.run.progress), "seconds": self.run.seconds}
-        progress.pop("rows")
+        progress = {name: value for name, value in asdict(self.run.progress).items() if name not in ("rows", "seconds")}
         header["progress"] = json.dumps(progress)
         header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
+        write_atomically(self.path / SECONDS, f"{self.run.seconds}\n")
         write_atomically(self._file, checked_tensor_bytes(tensors_of(self.run), header))
-        metrics = metrics_frame(self.run.progress.rows).to_parquet(index=False, write_page_checksum=True)
-        write_atomically(self.path / METRICS, metrics)
+        write_atomically(self.path / METRICS, table_bytes(metrics_frame(self.run.progress.rows)))
 
     def resume(self) -> bool:
         """Restore the run from its checkpoint, unless it starts from scratch; return whether there was one.
@@ -107,8 +110,13 @@ class CheckpointFolder:
         except KVLensError as error:
             raise KVLensError(f"{error}; or delete it, or ask for a restart, to start from scratch") from error
         self._check_identity(identity)
-        restore(self.run, progress, steps, tensors)
+        restore(self.run, {**progress, "seconds": self._seconds()}, steps, tensors)
         return True
+
+    def _seconds(self) -> float:
+        """The time spent on the run so far; 0 if the file is missing."""
+        path = self.path / SECONDS
+        return float(ensure(f"train: {path}", Annotated[float, Within(0)], read_json("train", path))) if path.exists() else 0.0
 
     def _parsed(self, header: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any], list[int]]:
         """Identity, progress and the watched steps, from the header."""

@@ -1,6 +1,6 @@
 """From a recipe to a model with a card: train, save, measure the saved model, and write the card.
 
-The folder of a run then holds ``checkpoint.safetensors`` and ``metrics.parquet`` (see :mod:`kvlens.training.checkpoint`), and
+The folder of a run then holds the files of :mod:`kvlens.training.checkpoint`, and
 ``model/``: weights, configuration, tokenizer, ``MODEL_CARD.md``, ``training.json`` and the metrics, which is what ships.
 """
 
@@ -18,6 +18,7 @@ from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.files import CARD, LIST, check_folder, list_files, plain, read_json, write_folder
+from kvlens.files.tables import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task
 from kvlens.training.card import model_card
@@ -67,7 +68,8 @@ def train_recipe(
         progress: show a progress bar.
 
     Returns:
-        The content of ``training.json``: recipe, sizes, and the held-out measurements of the saved model.
+        The content of ``training.json`` (recipe, sizes, and the held-out measurements of the saved model), which equal recipes
+        make equal, and ``seconds``, the time that training took.
 
     Raises:
         KVLensError: as for :func:`kvlens.training.train`.
@@ -108,7 +110,7 @@ def train_recipe(
 
     with only_run_in(folder):
         write_folder(folder / "model", fill, None if hybrid else MODEL_FOLDER, overwrite=True)
-    return facts
+    return {**facts, "seconds": result.seconds}
 
 
 def facts_of(
@@ -128,7 +130,6 @@ def facts_of(
             "steps": result.steps,
             "stopped_by": result.stopped_by,
             "best_step": result.best_step,
-            "minutes": round(result.seconds / 60, 1),
         },
         "heldout": heldout,
     }
@@ -148,9 +149,9 @@ def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also:
     """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
     (folder / FACTS).write_text(json.dumps(plain(facts), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")
-    result.metrics.to_parquet(folder / "metrics.parquet", index=False, write_page_checksum=True)
+    (folder / "metrics.parquet").write_bytes(table_bytes(result.metrics))
     names = [*also, FACTS, "metrics.parquet"]
     if len(result.watched):
-        result.watched.to_parquet(folder / WATCHED, index=False, write_page_checksum=True)
+        (folder / WATCHED).write_bytes(table_bytes(result.watched))
         names.append(WATCHED)
     list_files(folder, names)

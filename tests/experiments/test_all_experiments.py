@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -52,7 +53,12 @@ BESIDES = {
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypatch, capsys):
     found, write = [], outcome.write_outcome
-    monkeypatch.setattr(outcome, "write_outcome", lambda it, *args, **kwargs: found.append(it) or write(it, *args, **kwargs))
+
+    def kept(it, *args, **kwargs):
+        found.append(replace(it, figure=cache(it.figure)))
+        return write(found[0], *args, **kwargs)
+
+    monkeypatch.setattr(outcome, "write_outcome", kept)
     monkeypatch.setattr(learned, "STEPS", 9)  # of learned features, which no setting of an experiment changes
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", name, "--scale", "tiny"]) == 0
@@ -61,11 +67,11 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     summary = json.loads((folder / "summary.json").read_text())
     assert set(os.listdir(folder)) == {"summary.json", *summary["files"]}
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (folder / "figure.svg").read_text()
-    texts = [text.get_text() for text in found[0].figure.texts]
+    texts = [text.get_text() for text in found[0].figure().texts]
     assert f"kvlens reproduce {name} --scale tiny" in texts[-1]
     if "seeds" in summary["settings"]:
         assert f"; {len(summary['settings']['seeds'])} seed" in texts[-1]
-    for axes in found[0].figure.axes:
+    for axes in found[0].figure().axes:
         lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_") and len(line.get_xdata())]
         looks = {(str(x.get_color()), x.get_marker(), x.get_linestyle(), x.get_alpha()) for x in lines}
         assert len(looks) == len(lines), f"{axes.get_title(loc='left')}: two lines of the legend look alike"

@@ -98,7 +98,7 @@ def outcome(place: Path) -> Case:
     turn = Turn()
 
     def write(folder: Path) -> None:
-        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, Figure(figsize=(0.1, 0.1)), [])
+        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, lambda: Figure(figsize=(0.1, 0.1)), [])
         write_outcome(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
 
     def read(folder: Path) -> object:

@@ -193,14 +193,15 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, uninterrupted, monkey
 
     def full(*args, original=os.fsync):
         writes.append(1)
-        if len(writes) > 2:  # the first checkpoint and its table
+        if len(writes) > 3:  # the first checkpoint, its seconds and its table
             raise OSError(28, "No space left on device")
         return original(*args)
 
     monkeypatch.setattr(atomic.os, "fsync", full)
     with pytest.raises(KVLensError, match="No space left on device"):
         run(folder=tmp_path / "r")
-    assert sorted(path.name for path in (tmp_path / "r").glob("[!.]*")) == ["checkpoint.safetensors", "metrics.parquet"]
+    files = ["checkpoint.safetensors", "metrics.parquet", "seconds.json"]
+    assert sorted(path.name for path in (tmp_path / "r").glob("[!.]*")) == files
     monkeypatch.undo()
     model = tiny_model()
     run(model, folder=tmp_path / "r")
@@ -214,7 +215,12 @@ def test_a_second_run_in_a_folder_is_refused_and_a_dead_ones_leftovers_are_clear
         (folder / name).write_bytes(b"half")
     (folder / ".model.kvlens-new" / "model").mkdir(parents=True)
     with only_run_in(folder):
-        assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.safetensors", "metrics.parquet"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            ".lock",
+            "checkpoint.safetensors",
+            "metrics.parquet",
+            "seconds.json",
+        ]
         with pytest.raises(KVLensError, match=r"another process is training in .*run; wait for it"):
             run(folder=folder)
     run(folder=folder)  # the lock went with its holder

@@ -59,7 +59,7 @@ def dual_equivalence(settings: Settings, tell: Tell) -> Outcome:
     errors = pd.DataFrame(rows)
     return Outcome(
         tables={"errors": errors},
-        figure=draw(errors),
+        figure=lambda: draw(errors),
         comparisons=[*compare(errors)],
         differences=[
             f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, seeds {settings['seeds']}, "

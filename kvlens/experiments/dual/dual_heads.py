@@ -79,7 +79,7 @@ def dual_heads(settings: Settings, tell: Tell) -> Outcome:
     found = correlations(by_sequence, settings["n_bootstrap"])
     return Outcome(
         tables={"heads": table, "correlations": found},
-        figure=draw(table),
+        figure=lambda: draw(table),
         comparisons=[*compare(found)],
         differences=[
             "The paper does not say which heads matter; the question is ours.",

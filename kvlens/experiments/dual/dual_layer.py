@@ -52,7 +52,7 @@ def dual_layer(settings: Settings, tell: Tell) -> Outcome:
     d = settings["d_model"]
     return Outcome(
         tables={"layers": layers, "trained_blocks": blocks},
-        figure=draw(layers, d),
+        figure=lambda: draw(layers, d),
         comparisons=[*compare(layers, d), *compare_blocks(blocks)],
         differences=[
             f"d_model {d}, {settings['n_tokens']} tokens, {settings['n_inputs']} inputs a width, random weights.",

@@ -135,7 +135,7 @@ def dual_variants(settings: Settings, tell: Tell) -> Outcome:
     ratios = differences(curves)
     return Outcome(
         tables={"curves": curves, "differences": ratios},
-        figure=draw(curves),
+        figure=lambda: draw(curves),
         comparisons=compare(ratios, untrained(curves)),
         differences=[
             f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, {len(seeds)} seeds, "

@@ -38,7 +38,7 @@ def gradient_descent(settings: Settings, tell: Tell) -> Outcome:
     tell(f"{len(tasks)} tasks")
     return Outcome(
         tables={"tasks": tasks},
-        figure=draw(tasks),
+        figure=lambda: draw(tasks),
         comparisons=[*compare(tasks)],
         differences=[f"d_x {settings['d_x']}, d_y {settings['d_y']}, {settings['n']} demonstrations, random W_0."],
     )

@@ -75,7 +75,7 @@ def random_features(settings: Settings, tell: Tell) -> Outcome:
     errors = pd.DataFrame(rows)
     return Outcome(
         tables={"errors": errors},
-        figure=draw(errors),
+        figure=lambda: draw(errors),
         comparisons=[*compare(errors)],
         differences=[
             f"{n} normal queries and keys of {d} dimensions and standard deviation {settings['size']} instead of a trained "

@@ -107,7 +107,7 @@ def compaction(settings: Settings, tell: Tell) -> Outcome:
         tables |= {"facts": kept(answers, []), "facts_by_sentence": kept(answers, ["sentence"]), "answers": answers}
     return Outcome(
         tables=tables,
-        figure=draw(tables["methods"], settings["model"], settings["n_contexts"]),
+        figure=lambda: draw(tables["methods"], settings["model"], settings["n_contexts"]),
         comparisons=[*compare(contexts), *compare_facts(tables.get("facts"))],
         differences=[
             f"The papers compress the caches of large models and score answers; here {settings['model']} continues its own "

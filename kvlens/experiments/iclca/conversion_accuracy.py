@@ -89,7 +89,7 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Outcome:
     own, guess = by_law[task.law], chance(task)
     return Outcome(
         tables={name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own},
-        figure=draw(own["accuracy"], own["predictions"], guess),
+        figure=lambda: draw(own["accuracy"], own["predictions"], guess),
         comparisons=[*compare(own["predictions"], own["errors"], guess), *compare_with_paper(by_law[MARKOV]["predictions"])],
         differences=[*_differences(model, task, settings)],
     )

@@ -76,7 +76,7 @@ def conversion_error(settings: Settings, tell: Tell) -> Outcome:
     summary = summarize(errors)
     return Outcome(
         tables={"error": summary, "pairs": errors},
-        figure=draw(summary),
+        figure=lambda: draw(summary),
         comparisons=[*compare(summary)],
         differences=[*_differences(summary)],
     )

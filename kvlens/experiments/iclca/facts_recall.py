@@ -79,7 +79,7 @@ def facts_recall(settings: Settings, tell: Tell) -> Outcome:
     kept = share_kept(answers)
     return Outcome(
         tables={"kept": kept, "answers": answers},
-        figure=draw(kept),
+        figure=lambda: draw(kept),
         comparisons=[*compare(answers, guess_in_story(stories))],
         differences=[*_differences(model, settings)],
     )

@@ -78,7 +78,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Outcome:
     table = texts.groupby("way", sort=False).mean(numeric_only=True).drop(columns="pair").reset_index()
     return Outcome(
         tables={"ways": table, "texts": texts},
-        figure=draw(texts),
+        figure=lambda: draw(texts),
         comparisons=[*compare(texts)],
         differences=[*_differences(model, settings["model"], kind)],
     )

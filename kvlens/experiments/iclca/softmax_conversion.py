@@ -90,7 +90,7 @@ def softmax_conversion(settings: Settings, tell: Tell) -> Outcome:
     table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Outcome(
         tables={"methods": table, "contexts": contexts},
-        figure=draw(table),
+        figure=lambda: draw(table),
         comparisons=[*compare(contexts, settings), *compare_with_distillation(contexts, settings)],
         differences=[
             f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "

@@ -50,7 +50,7 @@ def trainable_bias(settings: Settings, tell: Tell) -> Outcome:
         words = "b_KV is trained, and b_D, which would have no effect, is not."
         differences.append(f"This model's attention has no normalizer: {words}")
     tables = {"curves": runs.curves, "by_seed": by_seed}
-    return Outcome(tables, draw(runs.curves), compare(by_seed, untrained(runs)), differences)
+    return Outcome(tables, lambda: draw(runs.curves), compare(by_seed, untrained(runs)), differences)
 
 
 def measure(runs: Runs) -> pd.DataFrame:

@@ -78,7 +78,7 @@ def weights_to_prompt(settings: Settings, tell: Tell) -> Outcome:
     table = grouped.agg(["mean", "min", "max"]).reset_index()
     return Outcome(
         tables={"curve": table, "changes": changes},
-        figure=draw(table),
+        figure=lambda: draw(table),
         comparisons=[*compare(changes)],
         differences=[
             "The slides state the capacity as a hypothesis, for any change and without a number; here the changes are those "

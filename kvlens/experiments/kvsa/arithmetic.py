@@ -69,7 +69,7 @@ def arithmetic(settings: Settings, tell: Tell) -> Outcome:
     answers = runs.examined[COLUMNS]
     return Outcome(
         tables={"curves": runs.curves, "answers": answers},
-        figure=draw(answers),
+        figure=lambda: draw(answers),
         comparisons=compare(answers, untrained(runs)),
         differences=[
             f"Problems are bare equations modulo {settings['task']['modulus']}: none of iGSM's sentences, hierarchy and "

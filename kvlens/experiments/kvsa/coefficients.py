@@ -109,7 +109,7 @@ def coefficients(settings: Settings, tell: Tell) -> Outcome:
     tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Outcome(
         tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
-        figure=draw(preferences(coefficients), counts, course, shares),
+        figure=lambda: draw(preferences(coefficients), counts, course, shares),
         comparisons=[
             row
             for source in of_name

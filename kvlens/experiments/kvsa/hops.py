@@ -8,6 +8,7 @@ of exactly k hops.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -46,7 +47,8 @@ def hops(settings: Settings, tell: Tell) -> Outcome:
     runs = train_cells(cells(settings), settings, tell)
     final = last_heldout(runs.curves, by=("n_layers", "k", "model", "seed"))
     final = final.assign(chance=1 / settings["task"]["vocab_size"])
-    figure = draw_panels(
+    figure = partial(
+        draw_panels,
         final,
         "k",
         by="n_layers",

@@ -70,7 +70,7 @@ def induction_depth(settings: Settings, tell: Tell) -> Outcome:
     steps = steps_to(runs.curves, LEARNED, by=("compared", "law", "model", "seed"))
     return Outcome(
         tables={"curves": runs.curves, "steps": steps},
-        figure=draw(runs, steps),
+        figure=lambda: draw(runs, steps),
         comparisons=compare(runs, steps, untrained(runs)),
         differences=[
             f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "

@@ -59,7 +59,7 @@ def induction_exact(settings: Settings, tell: Tell) -> Outcome:
     bound = head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64)
     return Outcome(
         tables={"error": errors},
-        figure=draw(errors, shown, *example_pattern()),
+        figure=lambda: draw(errors, shown, *example_pattern()),
         comparisons=[*compare(errors, bound, shown)],
         differences=[
             "IH sums over every position that attention sees, including the first and the current one; the paper's definition "

@@ -6,6 +6,7 @@ paper's distribution of sequences (app. D) for the same number of steps, at seve
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -49,7 +50,8 @@ def induction_width(settings: Settings, tell: Tell) -> Outcome:
     """Train both models at every width, and compare them at each."""
     runs, task = train_cells(cells(settings), settings, tell), settings["task"]
     accuracy = last_heldout(runs.curves, by=("d_model", "model", "seed"))
-    figure = draw_panels(
+    figure = partial(
+        draw_panels,
         accuracy,
         "d_model",
         xlabel="width (d_model)",

@@ -65,7 +65,7 @@ def landscape(settings: Settings, tell: Tell) -> Outcome:
     plane, path = pd.concat(planes, ignore_index=True), pd.concat(paths, ignore_index=True)
     return Outcome(
         tables={"landscape": plane, "path": path},
-        figure=draw(plane, path, settings["arrows"]),
+        figure=lambda: draw(plane, path, settings["arrows"]),
         comparisons=[*compare(plane, path)],
         differences=[
             "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "

@@ -46,7 +46,7 @@ def learning_rate(settings: Settings, tell: Tell) -> Outcome:
     why, (plain, shifted) = untrained(runs, measured), (best_rate(measured, label) for label in MODELS)
     return Outcome(
         tables={"course": runs.curves, "runs": measured},
-        figure=draw(measured, no_context),
+        figure=lambda: draw(measured, no_context),
         comparisons=[*compare(measured, why), *compare_rates(measured, why)],
         differences=[
             f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "

@@ -6,6 +6,7 @@ learn the same table; at the paper's scale it has 14 x 14 pairs, for the paper's
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -52,7 +53,8 @@ def ngram(settings: Settings, tell: Tell) -> Outcome:
     """Train both models of every size, and compare them at each."""
     runs = train_cells(cells(settings), settings, tell)
     heldout, sizes = of_heldout(runs.curves), settings["sizes"]
-    figure = draw_panels(
+    figure = partial(
+        draw_panels,
         heldout,
         "step",
         by="size",

@@ -67,7 +67,7 @@ def scaling(settings: Settings, tell: Tell) -> Outcome:
     why = untrained(runs)
     return Outcome(
         tables={"course": runs.curves, "scaling": finals},
-        figure=draw(runs.curves, finals),
+        figure=lambda: draw(runs.curves, finals),
         comparisons=[*compare(finals, why), *compare_sizes(finals, why), compare_course(runs.curves, why)],
         differences=[
             "The paper's models have up to billions of parameters and tokens to match; here the largest has "

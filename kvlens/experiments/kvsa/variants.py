@@ -84,7 +84,7 @@ def variants(settings: Settings, tell: Tell) -> Outcome:
     finals = final_losses(runs.curves)
     return Outcome(
         tables={"course": runs.curves, "variants": summarize(finals)},
-        figure=draw(runs.curves, finals),
+        figure=lambda: draw(runs.curves, finals),
         comparisons=compare(finals, untrained(runs)),
         differences=[
             "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "

@@ -100,7 +100,7 @@ def function_classes(settings: Settings, tell: Tell) -> Outcome:
     }
     return Outcome(
         tables=tables,
-        figure=draw(tables, settings),
+        figure=lambda: draw(tables, settings),
         comparisons=compare(tables, settings),
         differences=differences(settings),
     )

@@ -1,8 +1,9 @@
 """The results of an experiment: tables, a figure, and our numbers next to the paper's, in one folder.
 
 An `experiment` is a function of its settings that returns an `Outcome`. `write_outcome` writes a folder with one Parquet file
-per table, ``figure.png`` and ``figure.svg``, and ``summary.json`` with the comparisons: what was measured, the paper's number
-(null if it prints none), our number, the paper's claim, and whether it held here.
+per table and ``summary.json`` with the comparisons: what was measured, the paper's number (null if it prints none), our number,
+the paper's claim, and whether it held here. ``figure.png`` and ``figure.svg`` come last, so that a figure that cannot be drawn
+costs no table.
 """
 
 import json
@@ -11,6 +12,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +20,10 @@ import numpy as np
 import pandas as pd
 
 from kvlens.checks import checked
+from kvlens.errors import KVLensError
 from kvlens.experiments.shared.significance import SIGNIFICANCE, Values, interval_of_mean
 from kvlens.files import FolderKind, listed_in, plain, write_folder
+from kvlens.files.tables import table_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,13 +152,13 @@ class Outcome:
 
     Attributes:
         tables: tidy frames by name; each becomes ``NAME.parquet``.
-        figure: a matplotlib figure, made without pyplot, so without windows or global state.
+        figure: draws a matplotlib figure, without pyplot, so without windows or global state.
         comparisons: the paper's numbers next to ours.
         differences: sentences that say how scale or setup differ from the paper's.
     """
 
     tables: Mapping[str, pd.DataFrame]
-    figure: "Figure"
+    figure: Callable[[], "Figure"]
     comparisons: list[Comparison]
     differences: list[str] = field(default_factory=list)
 
@@ -222,12 +226,12 @@ def how_made(experiment: Experiment, scale: str) -> str:
 def write_outcome(
     outcome: Outcome, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write tables, figure and summary to ``folder``, completely or not at all; return the summary.
+    """Write tables and summary to ``folder``, completely or not at all, then the same with the figure; return the summary.
 
     Raises:
-        KVLensError: the folder is in use or not writable.
+        KVLensError: the folder is in use or not writable, or the figure cannot be drawn; tables and summary are kept then.
     """
-    summary = {
+    summary: dict[str, Any] = {
         "format": FORMAT,
         "name": experiment.name,
         "source": experiment.source,
@@ -238,27 +242,43 @@ def write_outcome(
         "comparisons": [comparison.as_json() for comparison in outcome.comparisons],
         "seconds": round(seconds, 1),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("kvlens", "torch")}},
-        "files": [*(f"{name}.parquet" for name in outcome.tables), "figure.png", "figure.svg"],
+        "files": [f"{name}.parquet" for name in outcome.tables],
     }
-
-    from matplotlib import rc_context  # takes half a second, which the command line's first checks do not need
 
     def fill(temporary: Path) -> None:
         for name, table in outcome.tables.items():
-            table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-        figure = outcome.figure
-        figure.set_dpi(150)
-        if engine := figure.get_layout_engine():
-            engine.execute(figure)
-            figure.set_layout_engine(None)  # so that both files have the same layout and margins, and each is drawn once
-        drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-        look: dict[str, Any] = dict(fontsize=8, color="#555555", va="bottom", parse_math=False)
-        figure.text(drawn.x0 / width, (drawn.y1 + MARGIN) / height, how_made(experiment, scale), **look)
-        inches = figure.get_tightbbox().padded(MARGIN)
-        figure.savefig(temporary / "figure.png", dpi=figure.dpi, bbox_inches=inches)
-        with rc_context({"svg.hashsalt": "kvlens"}):  # ids that do not differ from run to run
-            figure.savefig(temporary / "figure.svg", bbox_inches=inches, metadata={"Date": None})
+            (temporary / f"{name}.parquet").write_bytes(table_bytes(table))
+        for name, content in images.items():
+            (temporary / name).write_bytes(content)
         (temporary / SUMMARY).write_text(json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    images: dict[str, bytes] = {}
     write_folder(folder, fill, OUTCOME_FOLDER, overwrite=overwrite)
+    try:
+        images = _drawn(outcome.figure(), how_made(experiment, scale))
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise KVLensError(
+            f"{experiment.name}: the figure cannot be drawn ({problem}); tables and {SUMMARY} are in {folder}"
+        ) from error
+    summary["files"] += images
+    write_folder(folder, fill, OUTCOME_FOLDER, overwrite=True)
     return summary
+
+
+def _drawn(figure: "Figure", line: str) -> dict[str, bytes]:
+    """The files of a figure, with a line over it that says how it was made."""
+    from matplotlib import rc_context  # takes half a second, which the command line's first checks do not need
+
+    figure.set_dpi(150)
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+        figure.set_layout_engine(None)  # so that both files have the same layout and margins, and each is drawn once
+    drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    look: dict[str, Any] = dict(fontsize=8, color="#555555", va="bottom", parse_math=False)
+    figure.text(drawn.x0 / width, (drawn.y1 + MARGIN) / height, line, **look)
+    inches, png, svg = figure.get_tightbbox().padded(MARGIN), BytesIO(), BytesIO()
+    figure.savefig(png, format="png", dpi=figure.dpi, bbox_inches=inches)
+    with rc_context({"svg.hashsalt": "kvlens"}):  # ids that do not differ from run to run
+        figure.savefig(svg, format="svg", bbox_inches=inches, metadata={"Date": None})
+    return {"figure.png": png.getvalue(), "figure.svg": svg.getvalue()}
