@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 

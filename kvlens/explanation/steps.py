@@ -89,7 +89,7 @@ def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: By) -> tuple[T
         raise KVLensError("prompt: it has nothing but what is always there, and no unit to remove; give documents or a text")
     if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
         raise KVLensError(
-            f"prompt: its {len(tokens):,} tokens leave no room for an answer in this model's n_ctx={model.cfg.n_ctx:,}; shorten it"
+            f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"
         )
     if max(unit.stop for unit in units) >= len(tokens):
         raise KVLensError(

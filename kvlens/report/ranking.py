@@ -1,6 +1,5 @@
 """A report's one ranking of heads, and its measures in words."""
 
-import numpy as np
 import pandas as pd
 
 from kvlens.report.build import ABLATION, Report
