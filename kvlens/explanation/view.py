@@ -79,7 +79,7 @@ def _data(found: Any) -> dict[str, Any]:
             [
                 {
                     "nats": round(float(row.nats), 3),
-                    "label": f"{row.nats:+.1f} nats, {row.verdict}",
+                    "label": f"{round(row.nats, 1) + 0.0:.1f} nats, {row.verdict}",
                     "says": _says(found.units["name"][int(row.parts)], named, row, int(row.parts) in causes[claim]),
                 }
                 for row in rows.itertuples()
@@ -101,7 +101,7 @@ def _strip(found: Any) -> str:
         return ""
     top = max(0.5, float(singles["nats"].max()))
     bars = "".join(
-        f'<div class="bar{" lost" if row.verdict in GONE else ""}" style="height:{100 * max(0.0, row.nats) / top:.1f}%" '
+        f'<div class="layer{" lost" if row.verdict in GONE else ""}" style="height:{100 * max(0.0, row.nats) / top:.1f}%" '
         f'title="layer {row.parts}: {row.nats:+.2f} nats, {row.verdict}"></div>'
         for row in singles.itertuples()
     )

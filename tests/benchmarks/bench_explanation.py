@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_attribution import right_questions
 from plain_transformers import Plain, again
 from transformers import AutoModelForCausalLM
 
@@ -160,12 +161,31 @@ def summary(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def on_stories(name: str, n: int) -> str:
+    """Of a model that ships, on questions of held-out stories that it answers right."""
+    model = kvlens.load(name)
+    named = exact = lost = 0
+    for story, question in right_questions(model, n, 6, 7):
+        tokens = torch.tensor(story.tokens)
+        spans = [(s.start, s.start + len(s.words)) for s in story.sentences]
+        prompt, text = tokens[: story.n_prompt_tokens], tokens[question.start : question.value_position]
+        answer = tokens[question.value_position : question.value_position + 1]
+        found = kvlens.explain(model, prompt, text, by=spans, answer=answer)
+        breaking = found.rows("units", "breaking").query("positions == 'kept'")["parts"]
+        causes = {int(part) for parts in breaking for part in parts.split("+")}
+        lost += bool(causes)
+        named += set(question.origins) <= causes
+        exact += set(question.origins) == causes
+    return f"{name}: {n} right answers, {lost} with a cause, {named} name every stating sentence, {exact} name no other"
+
+
 def main(words: list[str]) -> None:
     """Run the cases that are missing, and print the summary."""
     say = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     say.add_argument("model")
-    say.add_argument("--data", required=True, type=Path)
-    say.add_argument("--out", required=True, type=Path)
+    say.add_argument("--data", type=Path)
+    say.add_argument("--out", type=Path)
+    say.add_argument("--stories", type=int, help="explain so many answers of a model that ships, instead")
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
     say.add_argument("--again", type=int, default=12)
@@ -175,6 +195,9 @@ def main(words: list[str]) -> None:
     say.add_argument("--seconds", type=float, default=float("inf"))
     say.add_argument("--shard", default="0/1", help="every n-th row from the i-th on, as i/n")
     args = say.parse_args(words)
+    if args.stories:
+        print(on_stories(args.model, args.stories))
+        return
     with gzip.open(args.data, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     cases = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
