@@ -3,7 +3,7 @@
 A law says that two ways lead to the same number. It is tested in :func:`float64`, where :func:`relative_error` stays below
 :data:`LAW`: there the rounding of some ten thousand operations is far below it, and a mistake far above.
 
-float32 and half precision are the subject of these tests alone, whose bound is :func:`bound`:
+float32 and half precision are the subject of these tests alone, whose bound is that of :func:`share`:
 
 | test | of what | the reference |
 |---|---|---|
@@ -15,7 +15,7 @@ float32 and half precision are the subject of these tests alone, whose bound is 
 | components/test_zero_normalizer: large scores | logits and gradients | float64, with float32's queries and keys |
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,17 +40,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return off / float(expected.masked_fill(hidden, 0).norm()) if off else 0.0
 
 
-def bound(errors: Iterable[float]) -> float:
-    """What another way to the same numbers may be off: eight times the largest error of the reference implementation, on four
-    draws, on the processor that runs the test. Single errors scatter by a factor of 3; no test uses more than a third."""
-    found = list(errors)
-    assert len(found) == 4
-    return 8 * max(found)
-
-
-def share(error: float, of_bound: float) -> float:
-    """How much of its bound an error uses."""
-    return error / of_bound
+def share(error: float, theirs: Sequence[float]) -> float:
+    """How much of its bound an error uses: of eight times the largest error of the reference implementation, on four draws, on
+    the processor that runs the test. Single errors scatter by a factor of 3; no test uses more than a third."""
+    assert len(theirs) == 4
+    return error / (8 * max(theirs))
 
 
 class InFloat64(TorchFunctionMode):

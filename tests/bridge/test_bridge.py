@@ -100,8 +100,9 @@ def test_a_then_b_is_the_concatenation(model):
         assert model.attached_kv_bias is both  # an inner bias gives way to the outer one again
 
 
-def test_greedy_tokens_are_those_behind_the_prompt(model):
-    check_greedy(model, n=6, use_past_kv_cache=True)
+@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT])
+def test_greedy_tokens_are_those_behind_the_prompt(family, bridge_of):
+    check_greedy(bridge_of(family), n=6, use_past_kv_cache=True)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_5"])

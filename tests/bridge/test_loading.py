@@ -142,10 +142,12 @@ def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
         ("youtu", dict(num_key_value_heads=6, **LATENT, q_lora_rank=8)),
         ("deepseek_v2", {**ROWS["deepseek_v3"][1], "qk_nope_head_dim": 4}),  # its kernels want even sizes
         ("exaone4", WINDOWED),
+        ("qwen3_5_moe_text", ROWS["qwen3_next"][1]),
+        *(("granitemoehybrid", {**ROWS["granite_hybrid"][1], "position_embedding_type": kind}) for kind in ("nope", None)),
     ],
-    ids=["youtu", "deepseek_v2", "exaone4"],
+    ids=["youtu", "deepseek_v2", "exaone4", "qwen3_5_moe", "granite_nope", "granite_none"],
 )
-def test_untested_families_that_pass_the_comparison_are_exact(model_type, config, tmp_path):
+def test_families_and_configurations_without_a_row_of_their_own_are_exact(model_type, config, tmp_path):
     tiny_hf_model(model_type, **config).save_pretrained(tmp_path)
     assert error_of_conversion(KVTransformerBridge.boot_transformers(tmp_path, dtype=torch.float64)) < LAW
 
@@ -204,12 +206,6 @@ def test_a_keyword_that_attention_does_not_understand_is_refused(bridge_of):
     hooked_attention(module, q, q[:, :3], q[:, :3], None, 1.0, position_ids=torch.arange(2), softcap=None)
     with pytest.raises(KVLensError, match="NemotronHAttention calls its attention with s_aux, softcap"):
         hooked_attention(module, q, q[:, :3], q[:, :3], None, 1.0, softcap=30.0, s_aux=torch.zeros(6))
-
-
-@pytest.mark.parametrize("kind", ["nope", None])
-def test_granite_4_without_rotary_positions(kind):
-    plain = tiny_hf_model("granite_hybrid", position_embedding_type=kind)
-    assert error_of_conversion(KVTransformerBridge.boot_transformers(plain)) < LAW
 
 
 def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
