@@ -213,8 +213,7 @@ def with_drawn_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel
         center = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
         if name.endswith("dt_bias"):
             center = -3.0  # a trained state forgets a token after ten others or so, one around 0 at once
-        drawn = center + 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.copy_(torch.from_numpy(drawn.numpy().astype("float32")))
+        parameter.copy_(center + 0.2 * torch.FloatTensor(parameter.shape).normal_(generator=generator))
     return model
 
 
