@@ -133,7 +133,7 @@ def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
         KVTransformerBridge.boot_transformers(make().eval())
     make().save_pretrained(tmp_path)
     with pytest.raises(KVLensError, match=says):
-        KVTransformerBridge.boot_transformers(tmp_path)
+        KVTransformerBridge.boot_transformers(tmp_path, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -119,4 +119,4 @@ def test_no_option_leads_past_the_comparison(options, tmp_path):
     tiny_hf_model("stablelm").save_pretrained(tmp_path)
     says = r"does not compute what StableLmForCausalLM computes: on 16 tokens .* differ .* by \d"
     with pytest.raises(KVLensError, match=says):
-        KVTransformerBridge.boot_transformers(tmp_path, **options)
+        KVTransformerBridge.boot_transformers(tmp_path, dtype=torch.float64, **options)
