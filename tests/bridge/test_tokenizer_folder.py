@@ -81,8 +81,8 @@ def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
             if name.startswith(("model.language_model.", "lm_head.")):
                 same_shape = (x for x in held.values() if x.shape == stored.shape)
                 assert any(torch.equal(x, stored.to(dtype)) for x in same_shape), name
-        text = model.to_tokens(TEXT)
         if dtype == torch.float64:
+            text = model.to_tokens(TEXT)
             assert model.fingerprint() == in_memory.fingerprint() and model.cfg.architecture == "Qwen3_5ForCausalLM"
             assert torch.equal(model(text), in_memory(text))
-        assert relative_error(model(text), both.to(dtype)(text).logits) < LAW
+            assert relative_error(model(text), both(text).logits) < LAW
