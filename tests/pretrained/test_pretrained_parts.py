@@ -277,6 +277,7 @@ def test_a_file_with_tensors_that_the_configuration_does_not_name_is_refused(kin
         load_pretrained_parts(folder)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [
@@ -294,7 +295,8 @@ def test_masks_and_frequencies_that_older_files_hold_are_passed_over(kind, extra
     folder = save(hf_model, tmp_path / "run")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, extra: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_same_function(load_pretrained_parts(folder, fold_ln=False, device="cpu"), hf_model, processed=False)
+    parts = load_pretrained_parts(folder, fold_ln=False, device="cpu", dtype=torch.float64)
+    assert_same_function(parts, hf_model, processed=False)
 
 
 def test_folder_that_lacks_a_weight_is_refused(tmp_path):
