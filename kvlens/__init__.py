@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.bridge import KVTransformerBridge
+    from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
-    from kvlens.model.fingerprint import weights_unchanged
 
 _HOMES = {
+    "Chat": "kvlens.chat",
     "Counterfactuals": "kvlens.conversion",
     "HookedKVTransformer": "kvlens.model",
     "HookedKVTransformerConfig": "kvlens.model",
@@ -44,10 +45,10 @@ _HOMES = {
     "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
     "run_in_segments": "kvlens.model",
-    "weights_unchanged": "kvlens.model.fingerprint",
 }
 
 __all__ = [
+    "Chat",
     "Counterfactuals",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",
@@ -64,7 +65,6 @@ __all__ = [
     "load",
     "logits_after",
     "run_in_segments",
-    "weights_unchanged",
 ]
 __version__ = "0.1.0"
 

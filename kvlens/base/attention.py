@@ -235,7 +235,7 @@ class Attention(nn.Module):
         z = z.to(self.W_O.dtype)
         if self.cfg.use_attn_result:
             return self.hook_result((z[..., None] * self.W_O).sum(dim=-2)).sum(dim=2) + self.b_O
-        return linear(z.flatten(2), self.W_O.flatten(0, 1).T.contiguous(), self.b_O)
+        return linear(z.flatten(2), self.W_O.flatten(0, 1).T, self.b_O)
 
     def per_query_head(self, x: Tensor) -> Tensor:
         """Keys or values, repeated for the query heads that share them."""

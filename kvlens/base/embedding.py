@@ -68,4 +68,4 @@ class Unembed(nn.Module):
 
     def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
         """Logits, before any soft cap."""
-        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T.contiguous(), self.b_U))
+        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))

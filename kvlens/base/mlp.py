@@ -77,12 +77,12 @@ class GatedMLP(_Dense):
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """[batch, pos, d_model]."""
-        features = self.act_fn(self.hook_pre(linear(x, self.W_gate.T.contiguous())))
+        features = self.act_fn(self.hook_pre(linear(x, self.W_gate.T)))
         if self.cfg.is_layer_norm_activation():
             features = self.ln(self.hook_mid(features))
         else:
-            features = features * self.hook_pre_linear(linear(x, self.W_in.T.contiguous())) + self.b_in
-        return linear(self.hook_post(features), self.W_out.T.contiguous(), self.b_out)
+            features = features * self.hook_pre_linear(linear(x, self.W_in.T)) + self.b_in
+        return linear(self.hook_post(features), self.W_out.T, self.b_out)
 
 
 class Expert(nn.Module):

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from kvlens.base.text import without_own_bos
 from kvlens.bridge.cache import cache_of, take_earlier_names, with_cache
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
@@ -31,7 +32,7 @@ from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
-from kvlens.model.fingerprint import WeightsThen, look_again, of_weights
+from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_tokens
 from kvlens.model.parts import Ends, Layer
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
@@ -146,8 +147,7 @@ class KVTransformerBridge(TransformerBridge):
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
-        found: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self))
-        return found
+        return fingerprint_of(self)
 
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
@@ -191,7 +191,7 @@ class KVTransformerBridge(TransformerBridge):
         for handle in state["_handles"]:
             handle.remove()
         state["_attached"], state["_handles"] = bias, []
-        state["_weights_then"] = None if bias is None else of_weights(self, "weights then", lambda: WeightsThen(self))
+        state["_weights_then"] = None if bias is None else WeightsThen(self)
         normalizers = state["_normalizers"] = None if bias is None else Normalizers()
         for part in state["_parts"]:
             if isinstance(part, SoftmaxLayer):
@@ -259,9 +259,11 @@ class KVTransformerBridge(TransformerBridge):
                 "shorten the text, or convert a shorter prompt"
             )
 
-    def to_tokens(self, input: str | list[str], *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-        """As in TransformerLens; warns of words that the tokenizer does not know."""
-        tokens: Tensor = super().to_tokens(input, *args, **kwargs)
+    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        """As in TransformerLens, but BOS is put once before a text that begins with it; warns of words that are not known."""
+        wanted = getattr(self.cfg, "default_prepend_bos", True) if prepend_bos is None else prepend_bos
+        read = without_own_bos(self.tokenizer, input) if wanted and self.tokenizer is not None else input
+        tokens: Tensor = super().to_tokens(read, prepend_bos, *args, **kwargs)
         warn_of_unknown_words(self.tokenizer, input, tokens)
         return tokens
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from kvlens.bridge.families import text_config
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
-from kvlens.model.fingerprint import weights_hash
+from kvlens.model.fingerprint import hashed_once
 
 FRONT_END = "TransformerBridge"
 """Distinguishes a bias of a bridge from one of a HookedKVTransformer."""
@@ -62,7 +63,7 @@ WITHOUT_EFFECT = {
 
 
 def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
-    """Structure and current weights. Reads every weight once, unless they are left out."""
+    """Structure and current weights. Reads every weight if one has changed since the last time, unless they are left out."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
     parts = bridge.__dict__["_parts"]
     sizes, attention = sizes_of(parts), {part.layer for part in parts if isinstance(part, SoftmaxLayer)}
@@ -93,7 +94,7 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
             (sizes.n_heads, sizes.n_kv_heads, sizes.d_head, 0) if n in attention else (0,) * 4 for n in range(cfg.n_layers)
         ),
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
-        weights=weights_hash(_weights(bridge)) if with_weights else "",
+        weights=hashed_once(bridge, partial(_weights, bridge)) if with_weights else "",
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
     )
 

@@ -14,7 +14,6 @@ from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.counterfactual import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.model.fingerprint import weights_unchanged
 from kvlens.model.protocol import KVModel
 
 TOKENS_PER_PASS = 1536
@@ -26,7 +25,6 @@ model with 1.8 million weights, 3 of GPT-2 small. Rows that share a pass share o
 
 @torch.no_grad()
 @checked
-@weights_unchanged()
 def logits_after(
     model: KVModel,
     prompts: Counterfactuals,

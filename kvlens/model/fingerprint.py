@@ -1,18 +1,16 @@
 """The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fingerprint`)."""
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from kvlens.base.config import HEADS
-from kvlens.checks import checked
 from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
 from kvlens.memory import BLOCK_NUMBERS
@@ -29,33 +27,27 @@ WITHOUT_EFFECT = {
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
-_FOUND: ContextVar[dict[tuple[int, str], tuple[Any, Any]] | None] = ContextVar("weights_unchanged", default=None)
+_HASHED: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, str]] = WeakKeyDictionary()
+"""What a model's weights were when they were last hashed, and their hash."""
 
 
-@checked
-@contextlib.contextmanager
-def weights_unchanged() -> Iterator[None]:
-    """Inside the block, in this thread, no weight of a model changes, so that each model's weights are hashed and checked once.
+def hashed_once(model: nn.Module, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+    """:func:`weights_hash` of ``weights()``, or the last one if no weight changed, as :class:`WeightsThen` sees it.
 
-    For work that attaches or converts many biases: reading all weights costs as much time as a dozen tokens.
+    To hash the weights of a real model takes longer than to read a token.
     """
-    before = _FOUND.get()
-    token = _FOUND.set({} if before is None else before)
-    try:
-        yield
-    finally:
-        _FOUND.reset(token)
+    now = WeightsThen(model)
+    held, numbers = list(map(ref, now.tensors)), now.numbers()
+    held_then, numbers_then, found = _HASHED.get(model, ((), None, ""))
+    if numbers != numbers_then or not all(map(operator.is_, held, held_then)):
+        found = weights_hash(weights())
+        _HASHED[model] = held, numbers, found
+    return found
 
 
-def of_weights(model: nn.Module, what: str, find: Callable[[], Any]) -> Any:
-    """``find()``, which reads the weights of ``model``; inside :func:`weights_unchanged` what it returned the first time."""
-    found = _FOUND.get()
-    if found is None:
-        return find()
-    key = (id(model), what)
-    if key not in found:
-        found[key] = (model, find())  # the model is kept, so that no other gets its id
-    return found[key][1]
+def forget_hash(model: nn.Module) -> None:
+    """Let :func:`hashed_once` read all weights again."""
+    _HASHED.pop(model, None)
 
 
 class WeightsThen:
@@ -80,9 +72,14 @@ class WeightsThen:
         self.firsts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in self.tensors:
             if tensor.numel():
-                first = tensor.detach()[(0,) * tensor.dim()][None]  # a view
+                first = tensor.detach().as_strided((1,), (1,))  # a view
                 self.firsts.setdefault((tensor.device, tensor.dtype), []).append(first)
         self.seen = self._look()
+
+    def numbers(self) -> tuple[list[int], list[int], list[list[float]]]:
+        """What was seen of the weights, without the tensors themselves."""
+        writes, places, firsts = self.seen
+        return writes, places, [of.tolist() for of in firsts]
 
     def changed(self) -> bool:
         """Whether anything of the above was seen."""
@@ -120,7 +117,7 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
 
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
-    """Structure and current weights. Reads every weight once (about 10 GB per second)."""
+    """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
     linear = cfg.attention == "linear"
     decay = cfg.decay_per_head()
     return Fingerprint(
@@ -141,7 +138,7 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
         rest=_rest(cfg),
         heads=heads_of_layers(cfg),
-        weights=weights_hash(model.state_dict()),
+        weights=hashed_once(model, model.state_dict),
     )
 
 

@@ -32,7 +32,7 @@ from kvlens.files import (
     write_folder,
 )
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.model.fingerprint import is_weight, weights_hash
+from kvlens.model.fingerprint import forget_hash, is_weight, weights_hash
 from kvlens.model.loading import M, build_with_ready_tokenizer
 from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.pretrained import read_tokenizer
@@ -85,6 +85,7 @@ def save_model(
     for name, tensor in model.state_dict().items():
         if name in tensors:
             check_holds(f"save: {name}", tensors[name], tensor.detach().cpu())
+    forget_hash(model)  # what is written is what is hashed, whoever wrote it
     config["rounded_from"] = [weights_hash(tensors), model.fingerprint().weights]  # a rounded copy keeps its biases
 
     def fill(temporary: Path) -> None:

@@ -29,7 +29,7 @@ from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
-from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, of_weights, weights_hash
+from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import as_kv_config, check_input, check_room, check_text, check_tokens
@@ -363,7 +363,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
-        fingerprint: Fingerprint = of_weights(self, "fingerprint", lambda: fingerprint_of(self, self.cfg))
+        fingerprint = fingerprint_of(self, self.cfg)
         if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
             return replace(fingerprint, weights=self.rounded_from[1])
         return fingerprint
@@ -390,7 +390,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         check_room(self.cfg, bias)
         with self._thread.changes("attach_kv_bias", self._has_bias):
             self._attached = bias
-            self._weights_then = of_weights(self, "weights then", lambda: WeightsThen(self))
+            self._weights_then = WeightsThen(self)
             spread_bias(self, self._attached)
 
     def detach_kv_bias(self) -> None:

@@ -35,13 +35,11 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.fingerprint import weights_unchanged
 from kvlens.model.generation import TEMPERATURES, is_temperature
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
@@ -54,6 +52,7 @@ from kvlens.report.summary import (
     model_facts,
     versions,
 )
+from kvlens.texts import joined, token_texts
 
 FORMAT_VERSION = 3
 NEW_TOKENS = 40
@@ -105,7 +104,6 @@ class Report:
 
 
 @checked
-@weights_unchanged()
 def build_report(
     model: KVModel,
     prompt: str,

@@ -1,4 +1,4 @@
-"""kvlens' base is TransformerLens 3.9's HookedTransformer to the bit, on every release.
+"""kvlens' base is TransformerLens 3.9's HookedTransformer on every release: to the bit, in float64 to 1e-11.
 
 On 3.9 both run in this process; on another release a process with 3.9 writes what its class gives to a file. Where 3.9 is not
 installed, and ``KVLENS_TRANSFORMER_LENS_3`` names no folder that holds it, these tests are skipped.
@@ -77,7 +77,11 @@ def assert_same(ours, theirs):
         if "names" in key:
             assert json.loads(bytes(ours[key].tolist())) == json.loads(bytes(expected.tolist())), key
         assert ours[key].dtype == expected.dtype, key
-        assert torch.equal(torch.nan_to_num(ours[key]), torch.nan_to_num(expected)), key
+        ours_here, expected = torch.nan_to_num(ours[key]), torch.nan_to_num(expected)
+        if expected.dtype == torch.float64:  # TransformerLens copies weights first, and sums in another order
+            assert (ours_here - expected).norm() <= 1e-11 * expected.norm(), key
+        else:
+            assert torch.equal(ours_here, expected), key
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

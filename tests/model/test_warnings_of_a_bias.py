@@ -2,14 +2,16 @@
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
 from small_models import linear_model, small_model, tokens, warned_of
 
-from kvlens import HookedKVTransformer, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.components import Normalizers
-from kvlens.model.fingerprint import WeightsThen, weights_unchanged
+from kvlens.model import fingerprint
+from kvlens.model.fingerprint import WeightsThen
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 
@@ -129,16 +131,48 @@ def test_nobody_looks_without_a_bias(monkeypatch):
     assert model._weights_then is None  # it would keep weights in memory that were exchanged since
 
 
-def test_where_no_weight_changes_they_are_looked_up_once(monkeypatch):
-    model, made = small_model(), []
-    monkeypatch.setattr(WeightsThen, "__init__", lambda self, model: made.append(model))
-    monkeypatch.setattr(WeightsThen, "changed", lambda self: False)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_are_hashed_once_for_each_change(change, monkeypatch):
+    model, hashed = small_model(), []
+    read = fingerprint.weights_hash
+    monkeypatch.setattr(fingerprint, "weights_hash", lambda weights: (hashed.append(1), read(weights))[1])
     bias = convert_prompt(model, PROMPT)
-    with weights_unchanged():
-        for _ in range(3):
-            with model.kv_bias(bias):
-                forward(model)
-    assert made == [model]
+    for _ in range(3):
+        with model.kv_bias(bias):
+            forward(model)
+    assert len(hashed) == 1
+    change(model)
+    for _ in range(2):
+        with pytest.raises(KVLensError, match="weights"):
+            model.attach_kv_bias(bias)
+    assert len(hashed) == 2
+
+
+def test_a_module_in_place_of_another_is_a_change():
+    model, other = small_model(), small_model(seed=9)
+    bias = convert_prompt(model, PROMPT)
+    model.blocks[0].mlp = other.blocks[0].mlp
+    with pytest.raises(KVLensError, match="weights"):
+        model.attach_kv_bias(bias)
+
+
+def test_the_hash_keeps_no_weight_in_memory():
+    model = small_model()
+    model.fingerprint()
+    weight = weakref.ref(model.blocks[0].mlp.W_in)
+    other_parameter = torch.nn.Parameter(model.blocks[0].mlp.W_in.detach().clone())
+    model.blocks[0].mlp.W_in = other_parameter
+    assert weight() is None
+
+
+def test_a_saved_model_has_the_hash_of_its_own_weights(tmp_path):
+    """Also after a write that nobody sees, to other numbers than the first."""
+    model = small_model()
+    before = model.fingerprint()
+    model.W_E.data[1:] += 1
+    assert model.fingerprint() == before
+    model.save(tmp_path / "m")
+    assert HookedKVTransformer.load(tmp_path / "m").fingerprint() == model.fingerprint() != before
 
 
 # --- normalizers ---
