@@ -84,8 +84,9 @@ def test_exact_on_real_models(kind, which, data_if_needed):
     with torch.no_grad(), scaled_up(kind, torch.float64, which, data_if_needed) as model:
         whole, bias = model(torch.cat([prompts, texts], dim=1))[:, prompts.shape[1] :], convert_prompt(model, prompts)
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(prompts))
-        model(prompts, past_kv_cache=cache)
-        cached = model(texts, past_kv_cache=cache)
+        real = torch.ones(len(prompts), 24, dtype=torch.long)  # or a drawn token that pads is none
+        model(prompts, past_kv_cache=cache, attention_mask=real[:, :11])
+        cached = model(texts, past_kv_cache=cache, attention_mask=real[:, 11:])
         with model.kv_bias(bias):
             converted = model(texts)
     assert relative_error(converted, whole) < LAW and relative_error(cached, whole) < LAW
