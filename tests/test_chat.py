@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 import torch
 from chat_templates import CHATML, GEMMA_3, MISTRAL, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_tokenizer, reader
+from tiny_hf import tiny_hf_model
 from tiny_text_model import tiny_text_model, tiny_tokenizer
 
-from kvlens import Chat, KVLensError, convert_prompt, counterfactuals
+from kvlens import Chat, KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
 from kvlens.analyses import Record, attribution_by_head, prompt_attribution, prompt_effect
 from kvlens.chat import has_chat_template, prompt_tokens, prompt_units
 from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, given_prompt_and_text
@@ -255,3 +256,12 @@ def test_bos_stands_in_front_once():
     chat = Chat(MESSAGES)
     assert model.to_tokens(chat.text(model))[0].equal(chat.tokens(model))
     assert prompt_tokens(model, chat.text(model)).equal(chat.tokens(model))
+
+
+def test_bos_stands_in_front_once_on_the_bridge():
+    tokenizer = chat_tokenizer(CHATML, "<|im_start|>")
+    bridge = KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    chat = Chat(MESSAGES[1:2])
+    assert bridge.to_tokens(chat.text(bridge))[0].equal(chat.tokens(bridge))
+    assert bridge.to_tokens(["<|im_start|>The", "The"]).tolist() == bridge.to_tokens(["The", "The"]).tolist()
+    assert bridge.to_tokens("<|im_start|>The", prepend_bos=False).equal(bridge.to_tokens("The"))

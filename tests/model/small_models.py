@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from precision import relative_error as relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
@@ -146,10 +147,6 @@ def with_random_biases(model: Any) -> Any:
 
 def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SIZES["d_vocab"], (batch, pos), generator=torch.Generator().manual_seed(seed))
-
-
-def relative_error(new: torch.Tensor, old: torch.Tensor) -> float:
-    return float((new - old).detach().norm() / old.detach().norm())
 
 
 def warned_of(run: Callable[[], Any]) -> list[str]:
