@@ -156,7 +156,7 @@ def test_an_explanation_leaves_nothing_half_written(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(KVLensError, match="No space left on device"):
-        patch.setattr("pandas.DataFrame.to_parquet", full)
+        patch.setattr("kvlens.report.write.table_bytes", full)
         explanation(folder, True)
     assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
     (folder / "units.parquet").unlink()

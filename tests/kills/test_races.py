@@ -21,7 +21,7 @@ from kvlens.report.folder import EXPLANATION_FOLDER, REPORT_FOLDER
 
 pytestmark = pytest.mark.slow
 STORY, QUESTION = "Mira keeps a goat. Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
-EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--out", "d")
+EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--by", "token", "--out", "d")
 
 
 class Started(NamedTuple):

@@ -338,7 +338,7 @@ def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [KVLensError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "pandas.DataFrame.to_parquet", "pathlib.Path.write_text"])
+@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "kvlens.report.write.table_bytes", "pathlib.Path.write_text"])
 def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monkeypatch, failure, where):
     def fail(*args, **kwargs):
         raise failure

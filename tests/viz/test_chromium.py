@@ -102,7 +102,7 @@ def test_the_report_draws_and_asks_the_network_for_nothing(report, page, tmp_pat
 def test_tokens_are_shown_as_whole_characters(tmp_path):
     """The page's own letters of a token are those of the pictures; nothing is a box that the tokenizer made."""
     text = " Grüße 你好 e\u0301 👨\u200d👩 مرحبا"
-    report = build_report(tiny_text_model(n_ctx=512), text + PROMPT, text, model_name="tiny", new_tokens=3)
+    report = build_report(tiny_text_model(n_ctx=512), text + PROMPT, text, model_name="tiny", new_tokens=3, by=None)
     report.summary["generation"] |= dict.fromkeys(("with_prompt", "converted", "without_prompt"), "")
     seen = visit(build_page(report).to_html(), tmp_path)
     buttons = re.findall(r'<button class="token[^>]*aria-label="text (\d+) “([^”]*)”[^>]*>([^<]*)</button>', seen.dom)
