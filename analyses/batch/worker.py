@@ -7,12 +7,11 @@ loaded, the batch ends.
 import os
 import sys
 import traceback
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError, KVModel, load
+from kvlens import KVLensError, KVModel, load
 
 from ..declaration import Analysis, Record
 from .table import schema_of, to_bytes
@@ -116,9 +115,7 @@ class Worker:
             KVLensError: the model cannot be loaded.
         """
         model = self.models[job.model]
-        form = model.using_softmax_form() if isinstance(model, HookedKVTransformer) else nullcontext()
-        with form:  # fused where possible, in layers whose pattern is not hooked
-            return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
+        return [self._run_one(model, job.model, number, record) for number, record in job.prompts]
 
     def _run_one(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:
         try:

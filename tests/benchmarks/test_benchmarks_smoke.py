@@ -21,7 +21,7 @@ PROGRAMS = {  # what is asked for, and how often each of these words is printed
     "bench_bridge": (f"--small --families gpt2 {RECURRENT}", {"nothing attached: ": 2}),
     "bench_bridge_exactness": ("--families gpt2 --seeds 2", {"NO": 0}),
     "bench_edges": ("--models facts-hops-gpt2 --stories 1", {"facts-hops-gpt2 1 stories": 1}),
-    "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 2, "NO": 0}),
+    "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 1, "NO": 0}),
     "bench_fit_error": ("--small", {"off by, median": 2}),
     "bench_induction_heads": ("--small", {"of 1,000 heads of untrained models named": 2, "without a name": 1}),
     # kvlens' half only; kvpress needs an environment of its own

@@ -148,6 +148,11 @@ def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SIZES["d_vocab"], (batch, pos), generator=torch.Generator().manual_seed(seed))
 
 
+def by_steps(model: Any, wanted: bool = True) -> Any:
+    """``with by_steps(model): ...``: every layer computes scores and pattern as the base does, since they are hooked."""
+    return model.hooks(fwd_hooks=[(lambda name: wanted and name.endswith("hook_pattern"), lambda x, hook: None)])
+
+
 def relative_error(new: torch.Tensor, old: torch.Tensor) -> float:
     return float((new - old).detach().norm() / old.detach().norm())
 

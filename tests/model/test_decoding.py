@@ -9,21 +9,11 @@ from small_models import linear_model, small_model, tokens
 from kvlens import HookedKVTransformer, KVShiftConfig
 from kvlens.components import is_hooked
 
-
-def fused_model(**changes):
-    return small_model(positional_embedding_type="rotary", softmax_form="fused", dtype=torch.float64, **changes)
-
-
 MODELS = {
     "linear": linear_model,
-    "fused": fused_model,
-    "fused, shifted": lambda: fused_model(kv_shift=KVShiftConfig()),
-    "eager": lambda: small_model(dtype=torch.float64),
+    "softmax": lambda: small_model(dtype=torch.float64),
+    "softmax, shifted": lambda: small_model(positional_embedding_type="rotary", kv_shift=KVShiftConfig(), dtype=torch.float64),
 }
-
-
-def times_normed(kind):
-    return 3 if kind == "eager" else 1  # TransformerLens' block norms for queries, keys and values each
 
 
 def read(model, n):
@@ -103,7 +93,7 @@ def test_hooks_that_come_between_two_tokens_see_the_next_and_only_that(kind):
         hooked = model(first, past_kv_cache=cache)
     assert torch.allclose(hooked, plain, rtol=0, atol=1e-12)  # in float64; hooked scores are computed in another form
     _, whole = model.run_with_cache(tokens(1, 7))
-    expected = [name for name in whole for _ in range(times_normed(kind) if ".ln1." in name else 1)]
+    expected = list(whole)
     assert sorted(seen) == sorted(expected)
     after = model(second, past_kv_cache=cache)
     assert len(seen) == len(expected)
@@ -124,4 +114,4 @@ def test_torch_hooks_that_come_between_two_tokens_are_called_at_every_module_tha
     for handle in handles:
         handle.remove()
     model(token, past_kv_cache=cache)
-    assert sorted(seen) == sorted(name for name, _ in named for _ in range(times_normed(kind) if name.endswith("ln1") else 1))
+    assert sorted(seen) == sorted(name for name, _ in named)

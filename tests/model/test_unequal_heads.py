@@ -21,7 +21,6 @@ TEXT = TEXT[:5]
 BOTH = torch.cat([PROMPT, TEXT])[None]
 KINDS = {
     "shift": {"kv_shift": {"queries": True, "window": 2}},
-    "fused": {"kv_shift": True, "softmax_form": "fused"},
     "rotary": {"positional_embedding_type": "rotary"},
     "groups": {"kv_shift": True, "n_key_value_heads_by_layer": [4, 1, 4]},
     "alibi": {"positional_embedding_type": "alibi"},
