@@ -14,7 +14,7 @@
   negative samples K_S is the kernel of phi(k_j) - beta mean phi(k_n), and rho^2 in the second term grows by 1 + beta. Norms and
   terms are natural logarithms, because real heads span hundreds of orders of magnitude.
 
-Source: DUAL th. 3.1, eq. 9 (steps); th. 3.2, and its version with negative samples (bound).
+Source: DUAL th. 3.1, eq. 9 (steps); th. 3.2 (bound; the version with negative samples is kvlens', not that of app. C.2).
 """
 
 import pandas as pd
@@ -23,13 +23,13 @@ import torch
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import checked
 from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
+from kvlens.texts import token_texts
 
 from .declaration import Columns, Option, analysis
 from .front_ends import on_its_front_ends
 from .layers import heads_of_model
 from .predictions import OUTPUT_SHARE
 from .sequences import PromptTokens, prompt_sequence
-from .texts import token_texts
 
 
 def has_dual_model(model: HookedKVTransformer) -> None:

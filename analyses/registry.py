@@ -51,8 +51,8 @@ HOMES = ANALYSES | {
     "bias_by_layer": "kvlens.analyses.bias.by_head",
     "head_details": "kvlens.analyses.heads.details",
     "linked_shares": "kvlens.analyses.prompt.linked",
-    "next_token_texts": "kvlens.analyses.texts",
-    "token_texts": "kvlens.analyses.texts",
+    "next_token_texts": "kvlens.texts",
+    "token_texts": "kvlens.texts",
     "tokens_field": "kvlens.analyses.declaration",
 }
 """Public name of ``kvlens.analyses`` -> the module that holds it."""
@@ -64,9 +64,6 @@ ATTRIBUTION_METHODS = {
     "contextcite": "kvlens.analyses.attribution.methods:ContextCite",
 }
 """name -> MODULE:CLASS of a method of `prompt_attribution`, also on the command line."""
-
-UNITS = ("token", "word", "sentence", "paragraph")
-"""What `prompt_attribution` divides a prompt into by name, finest first."""
 
 
 def locate(name: str) -> tuple[str, str]:

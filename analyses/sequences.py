@@ -1,8 +1,8 @@
 """Reading the arguments ``prompt`` and ``text`` of an analysis, and converting the prompt.
 
-Each is a string, or token ids [pos] or [1, pos]. A string is tokenized as the model would: a prompt gets a BOS if that is the
-model's default and no bias is attached; a text follows a prompt and gets none. Comparisons are made on concatenated tokens,
-never on concatenated strings, since the tokens of "ab" need not be those of "a" and "b".
+Each is a string, a chat, or token ids [pos] or [1, pos]. A string is tokenized as the model would: a prompt gets a BOS if that
+is the model's default and no bias is attached; a text follows a prompt and gets none. Comparisons are made on concatenated
+tokens, never on concatenated strings, since the tokens of "ab" need not be those of "a" and "b".
 
 If an analysis needs only the converted prompt, ``prompt`` may also be a `KVBias`, and is read by `converted`. If it needs the
 prompt's tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
@@ -14,48 +14,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVLensError, KVModel, convert_prompt
+from kvlens import Chat, KVBias, KVLensError, KVModel, convert_prompt
+from kvlens.chat import one_sequence
+from kvlens.units import begins_with_bos
 
-PromptTokens = str | Int[Tensor, "*one_prompt prompt_pos"]
-CorruptedTokens = str | Int[Tensor, "*one_corrupted corrupted_pos"]
+PromptTokens = str | Chat | list[dict[str, str]] | Int[Tensor, "*one_prompt prompt_pos"]
+CorruptedTokens = str | Chat | list[dict[str, str]] | Int[Tensor, "*one_corrupted corrupted_pos"]
 TextTokens = str | Int[Tensor, "*one_text text_pos"]
 BaselineTokens = str | Int[Tensor, "*one_baseline baseline_pos"]
-
-
-def one_sequence(
-    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
-) -> Int[Tensor, " pos"]:
-    """Read ``tokens``, a string or ids [pos] or [1, pos], as ids [pos] on the model's device.
-
-    Args:
-        model: its tokenizer reads strings.
-        what: the argument's name, for messages.
-        tokens: the argument.
-        may_be_empty: whether an empty sequence is allowed.
-        prepend_bos: whether to prepend BOS to a string.
-
-    Raises:
-        KVLensError: another type, several sequences, an empty one, ids outside the vocabulary, a string without a tokenizer.
-    """
-    if isinstance(tokens, str):
-        if model.tokenizer is None:
-            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
-        text, tokens = tokens, model.to_tokens(tokens, prepend_bos=prepend_bos, truncate=False)
-        if tokens.shape[1] <= int(prepend_bos) and not may_be_empty:
-            raise KVLensError(f"{what}: the tokenizer finds no tokens in {text[:40]!r}; give another text, or token ids")
-    if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1:
-        tokens = tokens[0]
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
-        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise KVLensError(f"{what}: expected a string or token ids [pos] or [1, pos], got {came}; one at a time")
-    if tokens.numel() == 0 and not may_be_empty:
-        raise KVLensError(f"{what}: it is empty; give at least one token")
-    try:
-        if tokens.numel():
-            model.check_tokens(tokens)
-    except KVLensError as error:
-        raise KVLensError(f"{what}: {error}") from error
-    return tokens.to(model.cfg.device)
 
 
 def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
@@ -71,11 +37,6 @@ def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | No
         )
     continues = initial is not None or model.attached_kv_bias is not None
     return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
-
-
-def begins_with_bos(model: KVModel, prompt: Int[Tensor, " pos"]) -> bool:
-    """Whether the first token is the tokenizer's BOS."""
-    return model.tokenizer is not None and len(prompt) > 0 and int(prompt[0]) == model.tokenizer.bos_token_id
 
 
 def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:

@@ -20,11 +20,11 @@ from torch import Tensor
 from kvlens import KVModel, convert_prompt
 from kvlens.bridge import read_memory
 from kvlens.checks import checked
+from kvlens.texts import token_texts
 
 from .declaration import Columns, analysis, tokens_field
 from .front_ends import on_its_front_ends
 from .sequences import prompt_sequence
-from .texts import token_texts
 
 HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
 MEMORY = Columns(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.bridge import KVTransformerBridge
+    from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
     from kvlens.kv_bias import KVBias, combine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
 
 _HOMES = {
+    "Chat": "kvlens.chat",
     "Counterfactuals": "kvlens.conversion",
     "HookedKVTransformer": "kvlens.model",
     "HookedKVTransformerConfig": "kvlens.model",
@@ -46,6 +48,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Chat",
     "Counterfactuals",
     "HookedKVTransformer",
     "HookedKVTransformerConfig",

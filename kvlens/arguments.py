@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """A range (start, stop) of a prompt's tokens."""
+UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word", "token")
+"""What a prompt is cut into by name; ``code`` means statements."""
 DEEPEST = 200
 """The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
 

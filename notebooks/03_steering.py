@@ -17,8 +17,8 @@
 #
 # $$z_i = \frac{\phi(q_i)^T (A_i + b_{KV})}{\phi(q_i)^T (D_i + b_D)}$$
 #
-# so the bias is added in both the numerator and the denominator. `c * bias` gives the prompt the weight of c copies, and `a + b` contains both
-# prompts. With softmax attention $\phi(q)$ holds one exponential per key, and the rest is the same. But the prompts were converted
+# so the bias is added in both the numerator and the denominator. `c * bias` gives the prompt the weight of c copies, and `a + b` is the sum
+# of two prompts. With softmax attention $\phi(q)$ holds one exponential per key, and the rest is the same. But the prompts were converted
 # separately, so the second has not seen the first, and a negative weight can make the denominator negative. What this does must be
 # measured, with a control beside each measurement: the same operation where it should change nothing.
 
@@ -57,8 +57,8 @@ def losses(bias):
 # ## Adding
 #
 # We use three made-up documents and texts about the first two. The table shows the mean loss of each text (columns) with each bias (rows).
-# *f, then g* is the reference: the second prompt converted after the first. The controls are the third prompt, `h`, in place of `g`, and
-# each text under the other's prompt.
+# *f, then g* is the second prompt converted after the first, with `initial=f`: another bias than the sum, in which `g` neither has read `f` nor
+# stands behind it, and the reference here. The controls are the third prompt, `h`, in place of `g`, and each text under the other's prompt.
 
 # %%
 both = convert_prompt(model, prompts["gizmo"], initial=f)
@@ -84,8 +84,8 @@ gain.round(2)
 # ## Subtracting what was added
 #
 # Subtraction undoes addition: `f + g - f` equals `g` up to rounding. The shift state (the last raw keys and values, which are not part
-# of the sums) follows a rule: `a + b` means "a, then b" and keeps the shift state of b; `a - b` keeps that of a. The control: subtracting
-# another prompt does not give `g` back.
+# of the sums) follows a rule: `a + b` keeps the shift state of b, `a - b` that of a. The control: subtracting another prompt
+# does not give `g` back.
 
 # %%
 errors = {name: float((back.b_KV - g.b_KV).norm() / g.b_KV.norm()) for name, back in {"f + g - f": f + g - f, "f + g - h": f + g - h}.items()}

@@ -15,15 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "_tl", "kv_bias",
-    "components", "mixers", "zoo", "pretrained", "model", "bridge", "loading", "conversion_methods", "conversion", "dual",
-    "corpus", "tasks", "training", "experiments", "analyses", "viz", "report", "papers", "reference", "cli",
+    "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "chat", "bridge", "loading", "conversion_methods",
+    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "report", "papers", "reference",
+    "cli",
 ]
 PURE = {
     "torch", "einops", "jaxtyping", "kvlens",
     "collections", "dataclasses", "functools", "inspect", "itertools", "math", "typing",
 }
+PUBLIC = {
+    "kvlens.arguments", "kvlens.bridge", "kvlens.chat", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.memory",
+    "kvlens.model", "kvlens.texts", "kvlens.units",
+}
 # fmt: on
-PUBLIC = {"kvlens.arguments", "kvlens.bridge", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.memory", "kvlens.model"}
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, how much
 is held at once, what is read of a pass."""
 FOUNDATIONS = {"kvlens.files", "kvlens.terminal", "kvlens.zoo"}

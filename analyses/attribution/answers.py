@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactuals, logits_after
+from kvlens.chat import prompt_layout
+from kvlens.units import By, Layout, Unit, always_there, cut
 
 from ..predictions import text_logits
-from ..sequences import PromptTokens, TextTokens, begins_with_bos, one_sequence, prompt_sequence
+from ..sequences import PromptTokens, TextTokens, one_sequence
 from .kept import Account, recalled
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
@@ -27,7 +29,7 @@ class Question:
 
     Attributes:
         model: that is asked, with whatever is attached to it in front of the prompt.
-        prompt: [pos].
+        layout: the prompt's tokens, and which of them are units.
         text: what follows it, [pos], without the answer.
         answer: token ids, at least one.
         rival: token ids of another answer, or None.
@@ -36,7 +38,7 @@ class Question:
     """
 
     model: KVModel
-    prompt: Int[Tensor, " prompt_pos"]
+    layout: Layout = field(compare=False)
     text: Int[Tensor, " text_pos"]
     answer: Int[Tensor, " answer_pos"]
     rival: Int[Tensor, " rival_pos"] | None
@@ -58,21 +60,30 @@ class Question:
         Raises:
             KVLensError: tokens that do not fit, an answer of no tokens, a rival that is the answer.
         """
-        read_prompt = prompt_sequence(model, "prompt", prompt)
+        layout = prompt_layout(model, prompt)
         read_text = one_sequence(model, "text", text)
         if answer is None:
-            answer = int(text_logits(model, read_prompt, read_text)[-1].argmax())
+            answer = int(text_logits(model, layout.tokens, read_text)[-1].argmax())
         tokens = _answer_tokens(model, "answer", answer)
         other = None if rival is None else _answer_tokens(model, "rival", rival)
         if other is not None and torch.equal(tokens, other):
             raise KVLensError("rival: it is the answer itself; name another one, or none")
-        account = Account(len(read_prompt) + len(read_text))
-        return cls(model, read_prompt, read_text, tokens, other, positions, account)
+        account = Account(len(layout.tokens) + len(read_text))
+        return cls(model, layout, read_text, tokens, other, positions, account)
 
     @property
-    def n_always_there(self) -> int:
-        """1 with BOS in front, else 0: tokens that are part of the baseline and of no unit."""
-        return int(begins_with_bos(self.model, self.prompt))
+    def prompt(self) -> Int[Tensor, " prompt_pos"]:
+        """The prompt's tokens."""
+        return self.layout.tokens
+
+    @property
+    def always_there(self) -> Bool[Tensor, " prompt_pos"]:
+        """True at tokens that are part of the baseline and of no unit: BOS, and the marks and the question of a chat."""
+        return always_there(self.layout)
+
+    def units(self, by: By) -> list[Unit]:
+        """The prompt cut into units, as :func:`kvlens.chat.prompt_units`."""
+        return cut(self.model, self.layout, by)
 
     def rows(self, without: Any, replacements: Any = None) -> Counterfactuals:
         """Counterfactual prompts of this one."""
@@ -80,9 +91,7 @@ class Question:
 
     def baseline(self) -> Counterfactuals:
         """The prompt of which only what is always there is left, in one row."""
-        gone = torch.ones(1, len(self.prompt), dtype=torch.bool)
-        gone[:, : self.n_always_there] = False
-        return self.rows(gone)
+        return self.rows(~self.always_there[None])
 
     def scores(self, prompts: Counterfactuals) -> Float[Tensor, " row"]:
         """log p(answer), less log p(rival), after each counterfactual prompt, in nats, everything recomputed."""

@@ -43,7 +43,7 @@ from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
 from .by_position import without_each
 from .order import stream_point
-from .units import BY, Spans, units_of
+from .units import BY, Spans
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
 
@@ -271,7 +271,7 @@ def attribution_by_edge(
             heads, or that does not show queries, keys and values by head.
     """
     question = Question.of(model, prompt, text, answer, rival)
-    units = units_of(model, question.prompt, by)
+    units = question.units(by)
     others = without_each(question, units, replace_by or {})
     _check_points(model)
     scored = [(1, question.answer), *([] if question.rival is None else [(-1, question.rival)])]

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.memory import NUMBERS_PER_PASS
+from kvlens.texts import joined
 
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
@@ -25,9 +26,8 @@ from ..bias.parts import HEAD, exchangeable, indicators
 from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
-from ..texts import joined
 from .answers import Answer, Positions, Question, Read, Rival
-from .units import BY, Spans, Unit, units_of
+from .units import BY, Spans, Unit
 
 COLUMNS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
@@ -80,9 +80,9 @@ def attribution_by_head(
         KVLensError: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
-    units = units_of(model, question.prompt, by)
+    units = question.units(by)
     bias = convert_prompt(model, question.prompt)
-    everything = Unit(joined(unit.text for unit in units), question.n_always_there, len(question.prompt))
+    everything = Unit("prompt", joined(unit.text for unit in units), *_whole(question))
     others = convert_prompt(model, question.rows([[(unit.start, unit.stop)] for unit in units]))
     donors = [convert_prompt(model, question.baseline()), *(others.select_prompt(i).repeat(1) for i in range(len(units)))]
     measured = [swapped_heads(question, bias, donor) for donor in donors]
@@ -107,6 +107,12 @@ def attribution_by_head(
             "interaction": whole - total,
         }
     )
+
+
+def _whole(question: Question) -> tuple[int, int]:
+    """From the first token that is not always there to the last."""
+    can_go = (~question.always_there).nonzero().flatten().tolist()
+    return (can_go[0], can_go[-1] + 1) if can_go else (0, 0)
 
 
 class HeadExchange:

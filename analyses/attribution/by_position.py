@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.texts import token_texts
 
 from ..bias.one_space import in_one_space
 from ..bias.parts import RECURRENT, has_shift_state, tensors_of, with_tensors
 from ..declaration import Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
-from ..texts import token_texts
 from .answers import Answer, Question, Read, Rival
 from .by_head import rows_at_once
 from .terms import ALL, SHIFT_STATES, Terms, carriers, in_layer
-from .units import BY, Spans, Unit, positions_of, units_of
+from .units import BY, Spans, Unit, positions_of
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -84,7 +84,7 @@ def attribution_by_position(
             tokens that are no unit.
     """
     question = Question.of(model, prompt, text, answer, rival)
-    units = units_of(model, question.prompt, by)
+    units = question.units(by)
     read = Terms.of_prompt(model, question.prompt)
     tokens = token_texts(model, question.prompt)
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]

@@ -13,7 +13,7 @@ from ..sequences import PromptTokens, TextTokens
 from .answers import Question
 from .methods import Method
 from .null import Null
-from .units import Spans, Unit, units_of
+from .units import Spans, Unit
 
 CAP = 60
 """Passes over prompt and text in which the sets of an explanation are sought, besides one for each unit and two more."""
@@ -61,7 +61,7 @@ def expected_cost(
         KVLensError: as `explain`.
     """
     question = Question.of(model, prompt, text, answer=0)
-    a_pass, units = question.account.n_tokens_per_pass, units_of(model, question.prompt, by)
+    a_pass, units = question.account.n_tokens_per_pass, question.units(by)
     bias = convert_prompt(model, question.prompt)
     long = _seconds_per_token(question, lambda: question.scores(question.rows([[]])))
     short = _seconds_per_token(question, lambda: question.scores_under(bias.repeat(N_TIMED)))

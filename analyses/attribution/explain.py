@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvlens import KVModel, convert_prompt
 from kvlens.checks import checked
+from kvlens.texts import token_texts
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, analysis
 from ..sequences import PromptTokens, TextTokens
-from ..texts import token_texts
 from .answers import Answer, Positions, Question, Read, Rival
 from .by_head import HeadExchange
 from .by_position import PositionExchange
@@ -32,7 +32,7 @@ from .order import head_orders
 from .prompt import units_table
 from .search import Asked, CapReached, FoundSet, Runs, sets_of
 from .terms import ALL, Terms
-from .units import BY, Spans, positions_of, units_of
+from .units import BY, Spans, positions_of
 from .verdicts import KEPT, LOST, STATEMENTS, Outcomes, statement, text_of
 
 SHIFT_STATE = "shift_state"
@@ -170,7 +170,7 @@ class _Explaining:
 
     def __post_init__(self) -> None:
         self.outcomes = Outcomes(self.question)
-        self.units = units_of(self.question.model, self.question.prompt, self.by)
+        self.units = self.question.units(self.by)
         self.own = positions_of(self.units, len(self.question.prompt))
         self.a_pass = self.question.account.n_tokens_per_pass
         self.start = self.question.account.n_tokens
@@ -267,7 +267,7 @@ class _Explaining:
     def _closed(self, sets: list[tuple[int, ...]]) -> None:
         """The same units removed with what follows moved up."""
         everything = any(len(each) == len(self.units) for each in sets)
-        if not sets or (everything and not self.question.n_always_there):
+        if not sets or (everything and not bool(self.question.always_there.any())):
             return
         rows = torch.zeros(len(sets), len(self.units), dtype=torch.bool)
         for row, parts in enumerate(sets):
@@ -376,7 +376,7 @@ class _Explaining:
         question = self.question
         self.tell("reading probabilities", 0.97)
         deleted = torch.zeros(3 if cause else 2, len(question.prompt), dtype=torch.bool)
-        deleted[1, question.n_always_there :] = True
+        deleted[1] = ~question.always_there
         if cause:
             deleted[2] = self.own[list(cause)].any(dim=0)
         prompts = question.rows(deleted)

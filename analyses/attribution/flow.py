@@ -160,7 +160,7 @@ def _once(read: Read) -> Read:
 
 def _measure(measured: _Measured, found: Explained) -> None:
     question, table = measured.question, found.units
-    units = [Unit(row.unit_text, row.start, row.stop) for row in table.itertuples()]
+    units = [Unit("", row.unit_text, row.start, row.stop) for row in table.itertuples()]
     gone = positions_of(units, len(question.prompt))[list(found.cause)].any(dim=0)
     of_position = PositionExchange(question, Terms.of_prompt(question.model, question.prompt), question.rows(gone[None]))
     question.account.count(2 * len(question.prompt))

@@ -203,10 +203,13 @@ def over_pairs(products: Float[Tensor, "row other"], width: Float[Tensor, " unit
 class ContextCite:
     """The published linear surrogate: lasso on the logit of the answer's probability (arXiv 2409.00729, sec. 3).
 
+    As the authors' package does (context-cite 0.0.4): the logit over the number of the answer's tokens is fitted on
+    standardized masks of independent subsets, and the weights are multiplied by that number again.
+
     Attributes:
-        n_subsets: prompts that are read; subsets are independent of one another, as published.
+        n_subsets: prompts that are read.
         seed: of the subsets.
-        penalty: of the lasso, on the logits over their standard deviation; 0.01 as published.
+        penalty: of the lasso; 0.01 in the package.
     """
 
     n_subsets: Annotated[int, Within(4, 2**20)] = 32
@@ -219,30 +222,30 @@ class ContextCite:
             raise KVLensError("ContextCite: it explains one answer's probability; leave the rival out, or take InteractionFit")
         generator = torch.Generator().manual_seed(self.seed)
         kept = torch.rand(self.n_subsets, len(units), generator=generator) < 0.5
-        intercept, weights = lasso(kept.double(), logit_of(subset_scores(question, units, kept)), self.penalty)
+        n_tokens = len(question.answer)
+        intercept, weights = lasso(kept.double(), logit_of(subset_scores(question, units, kept)) / n_tokens, self.penalty)
 
         def predict(rows: Tensor) -> Tensor:
-            return torch.nn.functional.logsigmoid(intercept + rows.double() @ weights)
+            return torch.nn.functional.logsigmoid(n_tokens * (intercept + rows.double() @ weights))
 
         return Explanation(_effects(predict, len(units)), predict)
 
 
 def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float) -> tuple[Tensor, Float[Tensor, " unit"]]:
-    """Intercept and weights that minimize |y - b - x w|^2 / (2 n) + penalty |w|_1 over standardized y and x.
+    """Intercept and weights that minimize |y - b - a w|^2 / (2 n) + penalty |w|_1, a being x over its standard deviation.
 
-    By coordinate descent (Friedman, Hastie, Tibshirani 2010).
+    By coordinate descent (Friedman, Hastie, Tibshirani 2010). The weights are those of x itself.
     """
-    scale_y, scale_x = y.std().clamp(min=1e-12), x.std(dim=0).clamp(min=1e-12)
-    a, b = (x - x.mean(dim=0)) / scale_x, (y - y.mean()) / scale_y
-    weights, left = torch.zeros(x.shape[1], dtype=x.dtype), b.clone()
-    sizes = a.square().mean(dim=0)
+    scale = x.std(dim=0, correction=0)
+    a = (x - x.mean(dim=0)) / scale.where(scale > 0, 1.0)  # a column that never changes is 0 and gets no weight
+    weights, left = torch.zeros(x.shape[1], dtype=x.dtype), y - y.mean()
     for _ in range(1000):
         before = weights.clone()
-        for u in range(len(weights)):
-            pull = (a[:, u] @ left) / len(y) + sizes[u] * weights[u]
-            new = torch.sign(pull) * (pull.abs() - penalty).clamp(min=0) / sizes[u].clamp(min=1e-12)
+        for u in torch.nonzero(scale)[:, 0].tolist():
+            pull = (a[:, u] @ left) / len(y) + weights[u]
+            new = torch.sign(pull) * (pull.abs() - penalty).clamp(min=0)
             left, weights[u] = left + a[:, u] * (weights[u] - new), new
         if float((weights - before).abs().max()) < 1e-9:
             break
-    weights = weights * scale_y / scale_x
+    weights = weights / scale.where(scale > 0, 1.0)
     return y.mean() - x.mean(dim=0) @ weights, weights

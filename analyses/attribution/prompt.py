@@ -20,7 +20,7 @@ from .cost import cost_of_units
 from .methods import Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
-from .units import BY, Spans, Unit, positions_of, units_of
+from .units import BY, Spans, Unit, positions_of
 
 FLOOR = 0.1
 """Nats: below so large an effect of the whole prompt, a unit's share of it says nothing."""
@@ -87,7 +87,7 @@ def prompt_attribution(
         KVLensError: tokens that do not fit, ranges that hold BOS or overlap, an unknown name, an answer of no tokens.
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
-    units = units_of(model, question.prompt, by)
+    units = question.units(by)
     if on_progress is not None:
         expected = cost_of_units(question, units, null, method_of(method))
         question.account.on_tokens = lambda n: on_progress(min(1.0, n / expected))

@@ -28,9 +28,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVModel
+from kvlens.texts import joined, stripped, token_texts
 
 from ..declaration import Columns
-from ..texts import joined, stripped, token_texts
 from .answers import Question, Read
 from .kept import recalled
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.texts import token_texts
 
 from ..declaration import Columns, Option, analysis
 from ..layers import zeros_by_head
@@ -30,7 +31,6 @@ from ..stream.logit_attribution import (
     check_heads_write_directly,
     logit_target,
 )
-from ..texts import token_texts
 from .outputs import share_probes
 from .parts import HEAD
 from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads

@@ -22,13 +22,13 @@ from kvlens.checks import checked
 from kvlens.errors import brief
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model import heads_per_layer, output_weights
+from kvlens.texts import next_token_texts, token_texts
 
 from ..bias.positions import reading_of
 from ..bias.reads import Stretch, TextReads
 from ..layers import zeros_by_head
 from ..segments import Progress, PromptColumns, bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
-from ..texts import next_token_texts, token_texts
 from .readings import CONDITIONS, Readings, check_readings, read_text
 
 N_GUESSES = 5

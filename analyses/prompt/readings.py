@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
+from kvlens.texts import next_token_texts, token_texts
 
 from ..declaration import Columns, analysis
 from ..predictions import KL, LOSS_CHANGE, kl_divergence, log_probabilities, next_token_losses, text_logits
@@ -38,7 +39,6 @@ from ..sequences import (
     prompt_sequence,
     prompt_text_bias,
 )
-from ..texts import next_token_texts, token_texts
 from .rounding import relative_error, rounding_error, rounding_limit
 
 CONDITIONS = ("with_prompt", "without_prompt", "converted")

@@ -27,10 +27,10 @@ from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.errors import IndirectHeads
 from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
+from kvlens.texts import token_texts
 
 from ..declaration import Columns, Option, analysis
 from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
-from ..texts import token_texts
 from .logit_attribution import (
     Token,
     check_heads_write_directly,
@@ -245,11 +245,10 @@ def _after_prompt(
     *,
     per_head: bool = False,
 ) -> pd.DataFrame:
-    """:func:`layer_contributions` with the prompt converted if the model turns it into states, else placed before the text."""
-    keeps_states = model.cfg.attention != "softmax"
+    """:func:`layer_contributions` with the prompt converted, so that what heads read of it has rows of its own."""
     return layer_contributions(
         model,
-        convert_prompt(model, prompt) if keeps_states else prompt,
+        convert_prompt(model, prompt),
         text,
         tokens=[token for token in (answer, rival) if token is not None],
         per_head=per_head,

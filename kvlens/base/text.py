@@ -25,6 +25,13 @@ KEEP_THEIR_BOS = ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM")
 END = "<|endoftext|>"
 
 
+def without_own_bos(tokenizer: Any, texts: str | list[str]) -> str | list[str]:
+    """Texts that are to get a BOS, without one that they begin with, as a chat's template writes it: they get one, not two."""
+    if isinstance(texts, list):
+        return [text.removeprefix(tokenizer.bos_token or "") for text in texts]
+    return texts.removeprefix(tokenizer.bos_token or "")
+
+
 class ReadsText(HookedRootModule):
     """A model with a tokenizer, or with None for one on token ids."""
 
@@ -88,13 +95,15 @@ class ReadsText(HookedRootModule):
 
         Args:
             input: the text.
-            prepend_bos: whether to begin with a BOS; None for ``cfg.default_prepend_bos``. False for a part of a text.
+            prepend_bos: whether to begin with a BOS, once; None for ``cfg.default_prepend_bos``. False for a part of a text.
             padding_side: "left" or "right"; None for the tokenizer's.
             move_to_device: to the model's.
             truncate: cut at ``n_ctx``.
         """
         tokenizer = self._tokenizer("to_tokens")
         wanted, automatic = self.prepends(prepend_bos), self.cfg.tokenizer_prepends_bos
+        if wanted:
+            input = without_own_bos(tokenizer, input)  # noqa: A001
         if wanted and not automatic:
             input = get_input_with_manually_prepended_bos(tokenizer.bos_token, input)  # noqa: A001
         side, options = self.pads_on(padding_side), dict(truncation=truncate, max_length=self.cfg.n_ctx if truncate else None)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from kvlens.base.text import without_own_bos
 from kvlens.bridge.cache import cache_of, take_earlier_names, with_cache
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.families import parts_of
@@ -258,9 +259,11 @@ class KVTransformerBridge(TransformerBridge):
                 "shorten the text, or convert a shorter prompt"
             )
 
-    def to_tokens(self, input: str | list[str], *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-        """As in TransformerLens; warns of words that the tokenizer does not know."""
-        tokens: Tensor = super().to_tokens(input, *args, **kwargs)
+    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+        """As in TransformerLens, but BOS is put once before a text that begins with it; warns of words that are not known."""
+        wanted = getattr(self.cfg, "default_prepend_bos", True) if prepend_bos is None else prepend_bos
+        read = without_own_bos(self.tokenizer, input) if wanted and self.tokenizer is not None else input
+        tokens: Tensor = super().to_tokens(read, prepend_bos, *args, **kwargs)
         warn_of_unknown_words(self.tokenizer, input, tokens)
         return tokens
 

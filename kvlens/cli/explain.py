@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlens.analyses.registry import UNITS
-from kvlens.arguments import check_device
+from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_texts_and_model, model_and_texts
 from kvlens.errors import KVLensError

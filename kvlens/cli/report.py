@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import check_device
+from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import add_texts_and_model, model_and_texts
 from kvlens.conversion_methods import CONVERSION_METHODS
@@ -89,7 +89,7 @@ def add_command(commands: Any) -> None:
     )
     opening.add_argument(
         "--by",
-        choices=("sentence", "paragraph", "word", "token", "none"),
+        choices=(*UNITS, "none"),
         default="sentence",
         help="the unit that is removed at a time; none skips the explanation (default: %(default)s)",
     )

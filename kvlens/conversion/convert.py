@@ -62,8 +62,8 @@ def convert_prompt(
 
     Args:
         model: a HookedKVTransformer, linear or softmax; or a :class:`kvlens.KVTransformerBridge`.
-        prompt: a string, a list of strings (their biases form a batch), tokens [pos] or [batch, pos], or variants of one prompt
-            (:func:`counterfactuals`, a batch).
+        prompt: a string, a :class:`~kvlens.Chat` or its list of messages, a list of those (their biases form a batch),
+            tokens [pos] or [batch, pos], or variants of one prompt (:func:`counterfactuals`, a batch).
         without: token ranges (start, stop) of one prompt that are deleted from it.
         replace: token range -> text or tokens that replace it, of the same number of tokens.
         positions: "kept": what follows deleted tokens keeps its position; "closed": it moves up. See

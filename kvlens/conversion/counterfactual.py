@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvlens.arguments import Span, checked_spans
 from kvlens.checks import checked
-from kvlens.conversion.prompt import PromptTokens, prompt_tokens
+from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel
 
@@ -89,7 +89,7 @@ class Counterfactuals:
 @checked
 def counterfactuals(
     model: KVModel,
-    prompt: str | Tensor,
+    prompt: Prompt,
     without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
     replacements: Sequence[Mapping[Span, Replacement]] | None = None,
     *,
@@ -108,7 +108,7 @@ def counterfactuals(
 
     Args:
         model: whose tokenizer reads the prompt, and replacements that are text (those without BOS).
-        prompt: a string, or tokens [pos].
+        prompt: a string, a chat or its list of messages, or tokens [pos].
         without: the spans that each row deletes; or directly the tokens that it deletes, True there, [row, pos].
         replacements: for each row, span -> what stands there in its place, of as many tokens.
         positions: "kept" or "closed", see :mod:`kvlens.conversion.counterfactual`.

@@ -1,13 +1,16 @@
-"""Turning a prompt (a string, a list of strings, or tokens) into one right-padded batch of tokens with its mask."""
+"""Turning a prompt (a string, a chat, a list of those, or tokens) into one right-padded batch of tokens with its mask."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens._tl import get_device_for_block_index
+from kvlens.chat import Chat, as_prompt
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptTokens
 
-Prompt = str | list[str] | Tensor
+Prompt = str | Chat | list[Any] | Tensor
 
 
 def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
@@ -15,8 +18,8 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
 
     Args:
         model: supplies the tokenizer, the vocabulary and the device.
-        prompt: a string, a list of strings (padded on the right, whatever the tokenizer's side), or tokens [pos] or
-            [batch, pos]. Tokens are used unchanged: no BOS is added, and none are treated as padding.
+        prompt: a string, a chat or its list of messages, a list of those (padded on the right, whatever the tokenizer's
+            side), or tokens [pos] or [batch, pos]. Tokens are used unchanged: no BOS is added, and none are treated as padding.
         prepend_bos: whether to prepend a BOS to strings.
 
     Raises:
@@ -26,8 +29,10 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
     device = get_device_for_block_index(0, model.cfg)
     if isinstance(prompt, Tensor):
         return _from_tensor(model, prompt, device, what)
-    texts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+    prompt = as_prompt(prompt)
+    has_batch = not isinstance(prompt, str | Chat)
+    texts: list[Any] = [as_prompt(text) for text in prompt] if isinstance(prompt, list) else [prompt]
+    if not texts or not all(isinstance(text, str | Chat) for text in texts):
         raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
     if model.tokenizer is None:
         raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read strings; give token ids")
@@ -39,7 +44,7 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
     mask = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], mask[i, : len(row)] = row, True
-    return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=isinstance(prompt, list))
+    return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=has_batch)
 
 
 def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
@@ -52,7 +57,9 @@ def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
-def _tokenize(model: KVModel, text: str, prepend_bos: bool, what: str) -> Tensor:
+def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str) -> Tensor:
+    if isinstance(text, Chat):
+        return text.tokens(model)
     row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(row) <= int(prepend_bos):
         raise KVLensError(f"{what}: the tokenizer finds no tokens in {brief(text)}; give another text, or token ids")

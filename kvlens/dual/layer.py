@@ -3,9 +3,14 @@
 In a real block, for one query and with the norm's scale fixed at its value there, the residual stream after the block is an
 affine function of a head's output:
 
-    x_out = z_h G + b        G = W_O (I + N W_FFN)        (N: the norm as a matrix; without the residual W_O N W_FFN)
+    x_out = z_h G + b        G = W_O M        b = x M + c W_FFN + b_FFN + r        M = I + N W_FFN
 
-so the labels become v_j G, the initial weight G^T W_0, and b holds the residual, the other heads and every bias.
+so the labels become v_j G and the initial weight G^T W_0 (without the residual, M = N W_FFN). x is the rest of the stream: the
+residual, the other heads and b_O; N and c are the norm's matrix and shift, and the MLP under the query's mask has W_FFN = W_1
+diag(mask) W_2 and b_FFN = b_1 diag(mask) W_2 + b_2. An activation that is not piecewise linear has its slopes in place of the
+mask, and a remainder r, which belongs to b.
+
+None of it is read off the block's output, so that :meth:`DualLayer.equivalence_error` compares two numbers.
 """
 
 from typing import Any
@@ -31,9 +36,9 @@ class DualLayer:
         head: the head's own dual model.
         label_map: G: a label v_j of the head becomes v_j G.
         bias: b.
-        output: the residual stream after the block at the query (or the MLP's output, without the residual).
-        remainder: size of the part of b that a piecewise linear activation would not have, relative to the MLP's output; 0 up
-            to rounding for ReLU.
+        output: the model's residual stream after the block at the query (or its MLP's output, without the residual).
+        remainder: size of r, the part of b that a piecewise linear activation would not have, relative to the MLP's output; 0
+            up to rounding for ReLU.
         singular_values: singular values of W_V N' W_FFN, the map from a normalized token to its label after the MLP, largest
             first.
     """
@@ -81,16 +86,19 @@ class DualLayer:
         dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
         query = check_index("query_pos", query_pos, len(tokens))
         block: Any = model.blocks[layer]
-        mid, scale = _read_block(model, tokens, layer, query)
-        normed, norm_map = _norm_map(block, mid, scale)
-        weight, out, rest = _tangent(block.mlp, normed)
+        read = _read_block(model, tokens, layer, query)
+        W_O = block.attn.W_O.double()
+        others = read["hook_z"].index_fill(0, torch.tensor(head, device=W_O.device), 0.0)
+        rest = read["hook_resid_pre"] + torch.einsum("hd,hdm->m", others, W_O) + block.attn.b_O.double()
+        norm_map, shift = _norm_map(block, read.get("hook_scale"), rest)
+        weight, mlp_bias, remainder = _tangent(block.mlp, read["hook_resid_mid"] @ norm_map + shift)
         through = norm_map @ weight
-        W_O = block.attn.W_O[head].double()
-        label_map = W_O @ (through + torch.eye(len(mid), dtype=through.dtype, device=mid.device) if residual else through)
-        output = mid + out if residual else out
-        values = torch.linalg.svdvals(block.attn.W_V[head].double() @ W_O @ through)
-        remainder = float(rest.norm() / out.norm())
-        return cls(dual, label_map, output - dual.output @ label_map, output, remainder, values)
+        whole = through + torch.eye(len(rest), dtype=rest.dtype, device=rest.device) if residual else through
+        bias = rest @ whole + shift @ weight + mlp_bias + remainder
+        values = torch.linalg.svdvals(block.attn.W_V[head].double() @ W_O[head] @ through)
+        share = float(remainder.norm() / read["hook_mlp_out"].norm())
+        output = read["hook_resid_post" if residual else "hook_mlp_out"]
+        return cls(dual, W_O[head] @ whole, bias, output, share, values)
 
     @property
     def labels(self) -> Float[Tensor, "demo d_model"]:
@@ -153,7 +161,10 @@ def _check_block(model: HookedKVTransformer, exact: bool) -> None:
     refused = [
         (cfg.attn_only, "the model has no MLPs"),
         (cfg.parallel_attn_mlp, "its MLPs run in parallel with the attention, not after it"),
-        (cfg.use_normalization_before_and_after, "its blocks have norms after attention and MLP"),
+        (
+            any(block.norm_behind("ln1") is not None for block in model.blocks),  # type: ignore[operator]
+            "its blocks have norms after attention and MLP",
+        ),
         (cfg.num_experts is not None, "its MLPs are mixtures of experts"),
     ]
     for is_refused, reason in refused:
@@ -166,32 +177,31 @@ def _check_block(model: HookedKVTransformer, exact: bool) -> None:
         )
 
 
-def _read_block(model: HookedKVTransformer, tokens: Tensor, layer: int, query: int) -> tuple[Tensor, Tensor | None]:
-    """The residual stream before the MLP and the norm's scale there, at the query."""
-    names = [f"blocks.{layer}.hook_resid_mid"]
+def _read_block(model: HookedKVTransformer, tokens: Tensor, layer: int, query: int) -> dict[str, Tensor]:
+    """The heads' outputs, the stream before, between and after, the norm's scale and the MLP's output, at the query."""
+    names = [f"blocks.{layer}.{name}" for name in ("hook_resid_pre", "attn.hook_z", "hook_resid_mid", "hook_mlp_out")]
+    names += [f"blocks.{layer}.hook_resid_post"]
     if model.cfg.normalization_type is not None:
         names.append(f"blocks.{layer}.ln2.hook_scale")
     text = tokens[None].to(model.W_E.device)
     _, cache = model.run_with_cache(
         text, attention_mask=torch.ones_like(text), names_filter=names, stop_at_layer=layer + 1, return_type=None
     )
-    return cache[names[0]][0, query].double(), cache[names[1]][0, query].double() if len(names) > 1 else None
+    return {name.rsplit(".", 1)[1]: cache[name][0, query].double() for name in names}
 
 
-def _norm_map(block: Any, mid: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The input of the MLP, and the matrix of the norm with its scale fixed."""
-    eye = torch.eye(len(mid), dtype=mid.dtype, device=mid.device)
+def _norm_map(block: Any, scale: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix of the norm with its scale fixed, and what the norm adds."""
+    eye = torch.eye(len(like), dtype=like.dtype, device=like.device)
     if scale is None:
-        return mid, eye
-    centered = eye - 1.0 / len(mid) if getattr(block.ln2, "centers", False) else eye
-    weight = block.ln2.w.double() if hasattr(block.ln2, "w") else torch.ones_like(mid)
-    norm_map = centered / scale * weight
-    shift = block.ln2.b.double() if hasattr(block.ln2, "b") else 0.0
-    return mid @ norm_map + shift, norm_map
+        return eye, torch.zeros_like(like)
+    centered = eye - 1.0 / len(like) if getattr(block.ln2, "centers", False) else eye
+    weight = block.ln2.w.double() if hasattr(block.ln2, "w") else torch.ones_like(like)
+    return centered / scale * weight, block.ln2.b.double() if hasattr(block.ln2, "b") else torch.zeros_like(like)
 
 
 def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """W_FFN (rows: inputs), the MLP's output, and the part of it that a piecewise linear MLP would not have.
+    """W_FFN (rows: inputs), b_FFN, and the remainder, which a piecewise linear MLP would not have.
 
     A piecewise linear MLP is homogeneous in its input and biases together, so its derivative along them is its output.
     """
@@ -203,5 +213,6 @@ def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     biases = {name: p for name, p in parameters.items() if name.startswith("b_")}
     jacobian = torch.func.jacrev(run)(x, biases)
-    output, along = torch.func.jvp(run, (x, biases), (x, biases))[:2]
-    return jacobian.T, output, output - along
+    output, along_both = torch.func.jvp(run, (x, biases), (x, biases))[:2]
+    _, along_biases = torch.func.jvp(lambda moved: run(x, moved), (biases,), (biases,))[:2]
+    return jacobian.T, along_biases, output - along_both

@@ -229,14 +229,16 @@ class DualModel:
         Args:
             delta: the probability with which the bound may fail.
             log_norm: log w; None uses |W_1|.
-            n_negative: for negative samples, the number of least similar demonstrations that each one is pushed away from.
-            beta: their weight.
+            n_negative: for negative samples, the number of least similar demonstrations that each one is pushed away from. The
+                bound with them is kvlens' own: it rises where the paper's (app. C.2) falls (:mod:`kvlens.ops.dual.bound`).
+            beta: their weight; not read without them.
 
         Raises:
             KVLensError: a kernel that is not positive, ``delta`` outside (0, 1), more negatives than demonstrations.
         """
         kernel = self._demonstration_kernel()
         trace = ops.log_trace(kernel)
+        beta = beta if n_negative else 0.0
         if n_negative:
             if not 0 < n_negative <= self._n:
                 raise KVLensError(f"bound: n_negative must be 1 to {self._n} (one per demonstration), got {n_negative}")

@@ -42,6 +42,8 @@ READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fing
 class KVBias:
     """A converted prompt, or a batch of them. Immutable: every operation returns a new one.
 
+    ``a + b`` is a sum. *a, then b*, in which b's prompt has read a, is ``convert_prompt(model, prompt_of_b, initial=a)``.
+
     Sums and positive multiples of biases keep the normalizer phi(q).D positive, and so does a + c (b - a) with c from 0 to 1. A
     difference or a negative multiple may not; what the model says is then meaningless, and the pass that reads it warns, with
     the share of normalizers below 0.
@@ -367,7 +369,13 @@ class KVBias:
         return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
 
     def __add__(self, other: "KVBias") -> "KVBias":
-        """``a, then b``: the shift state is b's, because the text follows b."""
+        """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.
+
+        Not *a, then b*, which is ``convert_prompt(model, prompt_of_b, initial=a)``: there b stands at later positions, its
+        first tokens mix with a's last ones (KV shift), a's features turn and decay, and from the second layer on b has read a.
+        Only in the first layer can they be converted apart: ``combine(carry_bias(model, a, M), convert_prompt(model,
+        prompt_of_b, initial=0.0 * a), shift_state="last")``, with M tokens in b's prompt.
+        """
         return self._sum(other, 1.0, "last")
 
     def __sub__(self, other: "KVBias") -> "KVBias":

@@ -35,7 +35,6 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.analyses.texts import joined, token_texts
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
@@ -53,6 +52,7 @@ from kvlens.report.summary import (
     model_facts,
     versions,
 )
+from kvlens.texts import joined, token_texts
 
 FORMAT_VERSION = 3
 NEW_TOKENS = 40

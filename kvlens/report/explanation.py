@@ -10,9 +10,9 @@ from rich.table import Table
 from kvlens.analyses.attribution.explain import SHIFT_STATE
 from kvlens.analyses.attribution.verdicts import CHANGED, GAINED, KEPT, LOST
 from kvlens.analyses.bias.parts import Part
-from kvlens.analyses.texts import stripped
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
+from kvlens.texts import stripped
 from kvlens.viz._text import percent
 
 MOST_ROWS = 12

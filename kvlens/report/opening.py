@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from kvlens.analyses.attribution.verdicts import KEPT
-from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.report.explanation import continuation_in_a_sentence, definitions, paragraphs
+from kvlens.texts import NEWLINE, joined
 from kvlens.viz._color import strongest, style
 from kvlens.viz._text import html_text, number, percent, running
 from kvlens.viz.piece import Piece

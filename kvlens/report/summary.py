@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.analyses.attribution.explain import Explained
-from kvlens.analyses.texts import stripped, token_texts
 from kvlens.kv_bias import BiasFit, KVBias
 from kvlens.model import KVModel
 from kvlens.report.explanation import in_a_paragraph
+from kvlens.texts import stripped, token_texts
 
 CONDITIONS = ("with_prompt", "converted", "without_prompt")
 

@@ -9,7 +9,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.checks import checked
 from kvlens.report.build import Report
 from kvlens.report.console import WIDTH, make_console
@@ -17,6 +16,7 @@ from kvlens.report.explanation import continuation_in_a_sentence
 from kvlens.report.ranking import ABLATION, MEASURES, ranked_heads
 from kvlens.report.summary import CONDITIONS, heads_in_words
 from kvlens.terminal import visible
+from kvlens.texts import NEWLINE, joined
 from kvlens.viz._text import percent
 
 SHADES = " ░▒▓█"

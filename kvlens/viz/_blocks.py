@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.analyses.texts import joined
+from kvlens.texts import joined
 
 MAX_TEXT = 40
 """The most characters of a block's text."""

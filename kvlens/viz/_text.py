@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-from kvlens.analyses.texts import with_white_space_shown
+from kvlens.texts import with_white_space_shown
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 PART, BASE = "⋯", "◌"
@@ -27,7 +27,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202
 """Control characters, lone surrogates, line ends other than those of HTML, and marks that change the direction of text."""
 
 _BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
-"""The form in which :mod:`kvlens.analyses.texts` writes the bytes of an incomplete character."""
+"""The form in which :mod:`kvlens.texts` writes the bytes of an incomplete character."""
 
 _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]")
 """Right-to-left text, which would reorder the numbers next to it unless isolated (U+2068, U+2069)."""

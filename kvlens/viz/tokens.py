@@ -5,10 +5,10 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from kvlens.analyses.texts import NEWLINE, joined
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
+from kvlens.texts import NEWLINE, joined
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
 from kvlens.viz._text import html_text, label, number, part_note, printable, running

@@ -56,8 +56,8 @@ def patching(model, prompt, text, other, **target):
 
 
 def contributions(model, prompt, text, other, **target):
-    """In a linear model of the prompt's bias, as in a batch."""
-    if model.cfg.attention == "linear" and not isinstance(prompt, KVBias):
+    """Of the prompt's bias, as in a batch."""
+    if not isinstance(prompt, KVBias):
         prompt = convert_prompt(model, one_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos))
     return analyses.layer_contributions(model, prompt, text, tokens=[*target.values()], per_head=True)
 

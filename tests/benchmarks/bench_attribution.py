@@ -25,12 +25,12 @@ import pandas as pd
 import torch
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import ContextCite, InteractionFit, LeaveOneOut, subset_scores
-from kvlens.analyses.attribution.units import Unit
 
 from kvlens import HookedKVTransformer
 from kvlens.tasks.facts import FactsTask, Story
 from kvlens.tasks.facts import Question as StoryQuestion
 from kvlens.tasks.facts.answers import answers_after_story
+from kvlens.units import Unit
 
 BUDGETS = (16, 32, 64)
 
@@ -63,7 +63,7 @@ def asked(model: HookedKVTransformer, story: Story, question: StoryQuestion) -> 
     tokens = torch.tensor(story.tokens)
     prompt = tokens[: story.n_prompt_tokens]
     text = tokens[question.start : question.value_position]
-    units = [Unit(" ".join(s.words), s.start, s.start + len(s.words)) for s in story.sentences]
+    units = [Unit("", " ".join(s.words), s.start, s.start + len(s.words)) for s in story.sentences]
     return (
         Question.of(model, prompt, text, tokens[question.value_position : question.value_position + 1]),
         units,
@@ -136,7 +136,7 @@ class _Recording:
         self, question: Question, units: list[Unit], every: torch.Tensor, true: torch.Tensor, seen: list[torch.Tensor]
     ):
         self.question, self.units, self.every, self.true, self.seen = question, units, every, true, seen
-        self.prompt, self.rival = question.prompt, question.rival
+        self.prompt, self.answer, self.rival = question.prompt, question.answer, question.rival
 
     def rows(self, gone: torch.Tensor) -> torch.Tensor:
         return ~torch.stack([gone[:, unit.start] for unit in self.units], dim=1)

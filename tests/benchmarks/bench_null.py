@@ -18,9 +18,9 @@ import torch
 from bench_notes import lower_bound
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.null import SIGNIFICANT, Null, holm, p_values
-from kvlens.analyses.attribution.units import Unit
 
 from kvlens import HookedKVTransformer, load
+from kvlens.units import Unit
 
 N_UNITS = 4
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     each = -(-args.units // args.prompts)
     n_prompt, _ = lengths(model)
     edges = torch.linspace(1, n_prompt + 1, N_UNITS + 1).long().tolist()
-    units = [Unit("", start, stop) for start, stop in itertools.pairwise(edges)]
+    units = [Unit("", "", start, stop) for start, stop in itertools.pairwise(edges)]
     bos = torch.tensor([int(model.tokenizer.bos_token_id)])  # type: ignore[union-attr]
     significant: list[bool] = []
     any_of_a_set: list[bool] = []

@@ -39,11 +39,11 @@ from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.search import Asked, Runs, sets_of
 from kvlens.analyses.attribution.terms import Terms
-from kvlens.analyses.attribution.units import units_of
 from kvlens.analyses.attribution.verdicts import Outcomes, verdict_of
 from second_opinion import HookedPasses, TransformersPasses, again, second_verdict
 
 from kvlens import HookedKVTransformer, convert_prompt, load
+from kvlens.chat import prompt_units
 from kvlens.zoo import source_of
 
 STORIES = ("facts-gpt2", "facts-linear", "facts-hops-gpt2", "facts-hops-linear", "facts-hybrid")
@@ -95,7 +95,7 @@ def prompts_of(name: str, args: argparse.Namespace) -> Any:
         rows = _stories(model, n, args.seed)
     found = []
     for prompt, text in rows:
-        spans = [(unit.start, unit.stop) for unit in units_of(model, prompt, "sentence")]
+        spans = [(unit.start, unit.stop) for unit in prompt_units(model, prompt, "sentence")]
         found.append((prompt, text, spans, None, None))
     return model, lambda *given: HookedPasses(model, *given), found
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
 from small_models import small_model
+from torch.nn import functional
 
 from kvlens import KVLensError, convert_prompt
-from kvlens.dual import DualLayer, dual_logits
+from kvlens.dual import DualLayer, dual_logits, layer
 from kvlens.ops import dual as ops
 
 
@@ -25,9 +26,9 @@ def test_one_step_is_the_blocks_output(norm, residual, attention):
     model = relu_model(normalization_type=norm, attention=attention)
     tokens = text_for(model, 9)
     leaf = "hook_resid_post" if residual else "hook_mlp_out"
-    for layer, head in [(0, 1), (1, 4)]:
-        dual = DualLayer.from_layer(model, tokens, layer, head, query_pos=7, n_demonstrations=5, residual=residual, exact=True)
-        name = f"blocks.{layer}.{leaf}"
+    for index, head in [(0, 1), (1, 4)]:
+        dual = DualLayer.from_layer(model, tokens, index, head, query_pos=7, n_demonstrations=5, residual=residual, exact=True)
+        name = f"blocks.{index}.{leaf}"
         expected = model.run_with_cache(tokens[None], names_filter=name)[1][name][0, 7]
         error = (dual.step().predict() - expected).norm() / expected.norm()
         assert error < 1e-12
@@ -36,20 +37,55 @@ def test_one_step_is_the_blocks_output(norm, residual, attention):
         assert dual.labels.shape == (5, model.cfg.d_model)
 
 
-def test_the_bias_is_that_of_the_mask():
-    """b from the theorem: W_2 diag(mask) b_1 + b_2, with the rest of the stream through the same map."""
-    model = relu_model(normalization_type=None)
+def scaled(function, factor):
+    """``function`` with ``factor`` times the matrix that it returns first."""
+
+    def changed(*args):
+        matrix, *others = function(*args)
+        return factor * matrix, *others
+
+    return changed
+
+
+@pytest.mark.parametrize(("part", "factor", "least"), [("_tangent", 1.5, 0.1), ("_norm_map", 1.3, 0.05)])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", ["LN", "RMS", None])
+def test_a_wrong_tangent_or_norm_is_noticed(part, factor, least, residual, norm, monkeypatch):
+    """b is not what makes the prediction right, so that a wrong map is off by about its own error."""
+    monkeypatch.setattr(layer, part, scaled(getattr(layer, part), factor))
+    model = relu_model(normalization_type=norm)
+    assert DualLayer.from_layer(model, text_for(model, 9), 1, 2, residual=residual).equivalence_error() > least
+
+
+@pytest.mark.parametrize("changed", ["W_O of another head", "a random map", "no bias"])
+def test_a_wrong_map_or_bias_of_the_head_is_noticed(changed):
+    model = relu_model()
+    tokens = text_for(model, 9)
+    dual, other = (DualLayer.from_layer(model, tokens, 1, head) for head in (2, 3))
+    if changed == "no bias":
+        dual.bias = torch.zeros_like(dual.bias)
+    else:
+        dual.label_map = other.label_map if changed.startswith("W_O") else normal(*dual.label_map.shape, seed=1)
+    assert dual.equivalence_error() > 0.01
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu"])
+def test_the_bias_is_that_of_the_mask(act):
+    """b from the theorem: W_2 diag(mask) b_1 + b_2, the rest of the stream through the same map; for GELU the remainder."""
+    model = relu_model(normalization_type=None, act_fn=act)
     tokens, block = text_for(model, 9), model.blocks[0]
     dual = DualLayer.from_layer(model, tokens, 0, 1, residual=False)
+    assert dual.equivalence_error() < 1e-12
     _, cache = model.run_with_cache(tokens[None])
     pre, mid = cache["blocks.0.mlp.hook_pre"][0, -1], cache["blocks.0.hook_resid_mid"][0, -1]
-    folded = ops.fold_mlp(block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, torch.relu, pre)
-    assert float(folded.remainder.norm()) == 0
-    torch.testing.assert_close(folded.weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out)
+    folded = ops.fold_mlp(block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, getattr(functional, act), pre)
+    if act == "relu":
+        assert float(folded.remainder.norm()) == 0
+        torch.testing.assert_close(folded.weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out)
     W_O = block.attn.W_O[1]
     rest = mid - dual.head.output @ W_O
     torch.testing.assert_close(dual.label_map, W_O @ folded.weight, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(dual.bias, rest @ folded.weight + folded.bias, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(dual.bias, rest @ folded.weight + folded.bias + folded.remainder, rtol=1e-11, atol=1e-12)
     singular = torch.linalg.svdvals(block.attn.W_V[1] @ W_O @ folded.weight)
     torch.testing.assert_close(dual.singular_values, singular, rtol=1e-10, atol=1e-12)
     assert dual.rank == int(torch.linalg.matrix_rank(block.attn.W_V[1] @ W_O @ folded.weight))
@@ -60,7 +96,7 @@ def test_smooth_activations_leave_a_remainder(act):
     model = relu_model(act_fn=act)
     tokens = text_for(model, 9)
     dual = DualLayer.from_layer(model, tokens, 1, 2)
-    assert dual.equivalence_error() < 1e-12  # the tangent touches at the query
+    assert dual.equivalence_error() < 1e-12  # the tangent touches at the query, and b holds the remainder
     assert 1e-3 < dual.remainder < 10
     with pytest.raises(KVLensError, match="piecewise linear"):
         DualLayer.from_layer(model, tokens, 1, 2, exact=True)
@@ -74,9 +110,10 @@ def test_a_model_that_trains_gives_the_same_and_no_graph():
     assert torch.equal(training.label_map, frozen.label_map)
 
 
-def test_gated_mlps_and_grouped_heads():
-    model = model_of("hf llama")
-    dual = DualLayer.from_layer(model, text_for(model, 9), 1, 5)
+@pytest.mark.parametrize("name", ["hf llama", "hf gpt2", "hf bloom", *LINEAR, *SOFTMAX])
+def test_the_other_heads_and_biases_of_every_kind_of_attention(name):
+    model = model_of(name)
+    dual = DualLayer.from_layer(model, text_for(model, 9), 1, 3)
     assert dual.equivalence_error() < 1e-12
 
 

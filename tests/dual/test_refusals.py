@@ -88,6 +88,7 @@ REFUSED = [
     # layers
     ("no MLPs", lambda: layer(attn_only=True)),
     ("in parallel with the attention", lambda: layer(parallel_attn_mlp=True)),
+    ("norms after attention", lambda: layer(positional_embedding_type="rotary", original_architecture="Olmo2ForCausalLM")),
     # analyses
     ("n_demonstrations must be at least 1 (or None), got 0", lambda: figures(n_demonstrations=0)),
     ("comes after 1000000000 demonstrations; give a longer text", lambda: figures(n_demonstrations=10**9)),

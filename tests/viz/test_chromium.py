@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text, visit, without_policy
-from kvlens.analyses.texts import joined
 from pictures import demonstrations, details_of, losses, shares
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -16,6 +15,7 @@ from kvlens.analyses import HeadDetails
 from kvlens.report import build_report
 from kvlens.report.page import build_page
 from kvlens.report.ranking import ranked_heads
+from kvlens.texts import joined
 from kvlens.viz import (
     Page,
     attention_view,

@@ -4,9 +4,9 @@ Left: a random layer of attention and ReLU MLP, at its last token, against its d
 upper bound of rank W_FFN W_V, min(d_model, active units), for random inputs, as the width of the MLP varies; and the rank
 itself.
 
-Then every head of shipped models, in whole blocks with norm and residual. Their MLPs use GELU, which is not piecewise linear:
-the dual model uses the tangent at the query, where it is exact, and the table gives the part of the MLP's output that the
-tangent attributes to its constant term (0 for ReLU).
+Then every head of shipped models, in whole blocks with norm and residual, where b comes from the stream, the norm, the tangent
+and the biases, not from the block's output. Their MLPs use GELU, which is not piecewise linear: the tangent at the query takes
+the place of the mask, and b holds what the tangent leaves of the MLP's output; the table gives its size (0 for ReLU).
 """
 
 import itertools
@@ -116,7 +116,7 @@ def compare(layers: pd.DataFrame, d: int) -> Iterator[Comparison]:
 def compare_blocks(blocks: pd.DataFrame) -> Iterator[Comparison]:
     """Equivalence in trained blocks, and the distance of their MLPs from piecewise linear ones."""
     what = "shipped GELU models, norm and residual included: largest relative difference after one step"
-    claim = "with the tangent at the query th. B.1 also holds for a trained block"
+    claim = "with the tangent at the query, and what it leaves in b, th. B.1 also holds for a trained block"
     yield Comparison.at_most(what, claim, float(blocks["equivalence_error"].max()), LARGEST)
     median, most = float(blocks["remainder"].median()), float(blocks["remainder"].max())
     what = f"the same: part of the MLP's output that its tangent leaves to the bias, median (largest {most:.2g})"

@@ -11,10 +11,10 @@ from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut, chosen_subsets, fitted, lasso, over_pairs
 from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
-from kvlens.analyses.attribution.units import units_of
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens.chat import prompt_units
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.components.kv_shift import shifted_heads
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
@@ -230,7 +230,7 @@ def test_no_prompt_is_read_twice_for_the_null(prompts_read):
     model, null = random_model(), Null(20, [tokens(11, seed) for seed in range(20, 30)])
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, null=null)
     assert len(set(map(tuple, prompts_read))) == len(prompts_read) == 1 + len(SPANS) + 1 + 20
-    question, units = Question.of(model, PROMPT, TEXT, 5), units_of(model, PROMPT, SPANS)
+    question, units = Question.of(model, PROMPT, TEXT, 5), prompt_units(model, PROMPT, SPANS)
     expected = p_values(torch.tensor(table["total_effect"].to_numpy()), null.effects(question, units))
     assert table["p_value"].tolist() == pytest.approx(expected.tolist())
 
@@ -350,7 +350,7 @@ def test_unrelated_units_are_seldom_significant():
     model = random_model()
     others = [tokens(11, seed) for seed in range(20, 60)]
     question = Question.of(model, PROMPT, TEXT, 5)
-    units = units_of(model, PROMPT, SPANS)
+    units = prompt_units(model, PROMPT, SPANS)
     null = Null(99, others, seed=0).effects(question, units)
     fresh = Null(200, others, seed=1).effects(question, units)
     found = (p_values(fresh, null) <= 0.05).float().mean()
@@ -368,7 +368,7 @@ def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
     for seed in range(n):
         others = [tokens(4, 10_000 * (seed + 1) + i) for i in range(60)]
         question = Question.of(model, tokens(12, seed), TEXT, 5)
-        units = units_of(model, question.prompt, spans)
+        units = prompt_units(model, question.prompt, spans)
         p = p_values(LeaveOneOut().explain(question, units).effects, Null(prompts=others, seed=seed).effects(question, units))
         any_adjusted += bool((holm(p) <= 0.05).any())
         any_single += bool((p <= 0.05).any())
@@ -389,16 +389,16 @@ def test_holms_adjustment():
 def test_units_of_text():
     model = HookedKVTransformer.from_zoo("facts-linear")
     prompt = model.to_tokens("The drum stands in the cellar. Pavel has a parrot.")[0]
-    sentences = units_of(model, prompt, "sentence")
+    sentences = prompt_units(model, prompt, "sentence")
     assert [unit.text.strip() for unit in sentences] == ["The drum stands in the cellar.", "Pavel has a parrot."]
     assert [(unit.start, unit.stop) for unit in sentences] == [(1, 8), (8, 13)]
-    words = units_of(model, prompt, "word")
+    words = prompt_units(model, prompt, "word")
     assert [unit.text.strip() for unit in words][:3] == ["The", "drum", "stands"]
-    assert len(units_of(model, prompt, "token")) == len(prompt) - 1
+    assert len(prompt_units(model, prompt, "token")) == len(prompt) - 1
     with pytest.raises(KVLensError, match="BOS"):
-        units_of(model, prompt, [(0, 3)])
+        prompt_units(model, prompt, [(0, 3)])
     with pytest.raises(KVLensError, match="nothing but BOS"):
-        units_of(model, prompt[:1], "token")
+        prompt_units(model, prompt[:1], "token")
 
 
 @pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])

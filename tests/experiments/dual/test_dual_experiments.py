@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer
-from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_variants, random_features
+from kvlens.dual import layer
+from kvlens.experiments.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.experiments.dual.dual_equivalence import after_one_step
 from kvlens.experiments.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
@@ -104,6 +105,20 @@ def test_equivalence_fails_where_it_should():
     errors = pd.DataFrame(dict(task="linear", seed=0, sequence=0, kernel="exact", error=[1e-15, 1e-3], shuffled_error=0.5))
     assert verdict(dual_equivalence.compare(errors), "largest") is False
     assert verdict(dual_equivalence.compare(errors.head(1)), "largest") is True
+
+
+def test_a_trained_block_with_a_wrong_tangent_does_not_hold(monkeypatch):
+    """The tangent of the MLP or the matrix of the norm, a half or a third too large, in heads of a shipped model."""
+
+    def holds():
+        return next(iter(dual_layer.compare_blocks(dual_layer.trained_blocks("facts-gpt2", 1)))).holds
+
+    assert holds() is True
+    for part, factor in (("_tangent", 1.5), ("_norm_map", 1.3)):
+        right = getattr(layer, part)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, part, lambda *args, right=right, by=factor: (by * right(*args)[0], *right(*args)[1:]))
+            assert holds() is False
 
 
 def test_variants_are_tested_in_both_directions_or_not_at_all():

@@ -8,14 +8,14 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvlens.analyses.attribution.units import units_of
-from kvlens.analyses.texts import UNREADABLE, joined
 from tiny_text_model import PROMPT, tiny_text_model
 from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvlens.analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
+from kvlens.chat import prompt_units
 from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
+from kvlens.texts import UNREADABLE, joined
 
 TEXTS = {
     "Latin": "Viele Grüße, ça va",
@@ -145,7 +145,7 @@ def test_tables_hold_whole_characters():
     effect = prompt_effect(model, PROMPT, text)
     first = effect[effect["condition"] == "with_prompt"]
     assert joined(first["token"]) == text
-    assert [unit.text for unit in units_of(model, model.to_tokens(text)[0], "sentence")] == [text]
+    assert [unit.text for unit in prompt_units(model, model.to_tokens(text)[0], "sentence")] == [text]
     agrees = first["predicted_token"] == first["next_token"]
     ids = model.to_tokens(text, prepend_bos=False)[0]
     whole = torch.cat([model.to_tokens(PROMPT)[0], ids])

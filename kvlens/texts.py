@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import KVModel
 from kvlens.checks import checked
+from kvlens.model import KVModel
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 NEWLINE, SPACE, TAB = "⏎", "·", "⇥"

@@ -1,0 +1,330 @@
+"""A chat as a prompt: messages, written as the tokenizer's own template writes them.
+
+What a message's part is in the whole text is found by writing the chat once more with a mark in that part's place: what stands
+before and behind the mark there stands before and behind the part here, whatever the template does with it (many strip white
+space, some put the system's message into the user's). Nothing is searched by its words.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.arguments import check_characters
+from kvlens.errors import KVLensError, brief, first_line, nearest
+from kvlens.model import KVModel
+from kvlens.tokenizer import warn_of_unknown_words
+from kvlens.units import By, Layout, Piece, Unit, cut, layout_of_tokens, tiled
+
+ROLES = ("system", "user", "assistant", "tool")
+Messages = list[dict[str, str]]
+
+
+class _Part(NamedTuple):
+    """A part of a message's content: cut into units under this name, or the question, or (neither) a heading."""
+
+    text: str
+    name: str | None = None
+    is_question: bool = False
+
+
+@dataclass(frozen=True, init=False)
+class Chat:
+    """A list of messages that a model with a chat template reads as a prompt, up to where its answer begins.
+
+    Always there, in every counterfactual, are what the template writes around the messages, and the question: the last message
+    of the user, or what :meth:`ask` was given. The rest is cut into units.
+
+    >>> chat = Chat.ask("Where is the new office?", documents={"minutes.txt": "The office moves to Rotterdam."})
+    >>> print(chat.messages[0]["content"])
+    minutes.txt:
+    The office moves to Rotterdam.
+    <BLANKLINE>
+    Where is the new office?
+
+    Args:
+        messages: a list of ``{"role": ..., "content": ...}``; the roles are system, user, assistant and tool.
+
+    Raises:
+        KVLensError: no message, an unknown role, a content that is missing, empty or no string, other keys, a last message of
+            the assistant.
+    """
+
+    _turns: tuple[tuple[str, tuple[_Part, ...]], ...]
+
+    def __init__(self, messages: Sequence[Mapping[str, str]]) -> None:
+        checked_messages = _checked(messages)
+        roles = [message["role"] for message in checked_messages]
+        last = max((i for i, role in enumerate(roles) if role == "user"), default=None)
+        counts, numbers, turns = Counter(roles), Counter[str](), []
+        for i, message in enumerate(checked_messages):
+            role = message["role"]
+            numbers[role] += 1
+            name = role if counts[role] == 1 else f"{role} {numbers[role]}"
+            part = _Part(message["content"], is_question=True) if i == last else _Part(message["content"], name)
+            turns.append((role, (part,)))
+        object.__setattr__(self, "_turns", tuple(turns))
+
+    @classmethod
+    def ask(
+        cls, question: str, documents: Mapping[str, str] | Sequence[str] | None = None, system: str | None = None
+    ) -> "Chat":
+        """A question about documents: one message, of each document's name, its text and a blank line, then the question.
+
+        Args:
+            question: always there, and no unit.
+            documents: name -> text; or texts, which are called "document 1" and so on.
+            system: the system's message, which is cut into units, too.
+
+        Raises:
+            KVLensError: a question, document, name or system's message that is empty or no string.
+        """
+        named = _named_documents(documents)
+        parts = [
+            part
+            for name, text in named
+            for part in (_Part(f"{name}:\n"), _Part(text.lstrip("\n").rstrip(), name), _Part("\n\n"))
+        ]
+        parts.append(_Part(_text("question", question), is_question=True))
+        first = [] if system is None else [{"role": "system", "content": _text("system", system)}]
+        chat = cls([*first, {"role": "user", "content": "".join(part.text for part in parts)}])
+        object.__setattr__(chat, "_turns", (*chat._turns[:-1], ("user", tuple(parts))))
+        return chat
+
+    @property
+    def messages(self) -> Messages:
+        """``[{"role": ..., "content": ...}, ...]``"""
+        return [{"role": role, "content": "".join(part.text for part in parts)} for role, parts in self._turns]
+
+    def text(self, model: KVModel) -> str:
+        """The whole prompt as text, as the tokenizer's own template writes it, up to where the answer begins.
+
+        Raises:
+            KVLensError: no tokenizer, no chat template, a template that refuses the messages (what it says is quoted).
+        """
+        return _written(model, self.messages)
+
+    def tokens(self, model: KVModel) -> Int[Tensor, " pos"]:
+        """The tokens of :meth:`text`. A BOS is among them if the template writes one; none is added.
+
+        Raises:
+            KVLensError: as :meth:`text`; a chat that leaves no room for an answer in the model's context.
+        """
+        text = self.text(model)
+        ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor(ids, device=model.cfg.device)
+        self._check_room(model, len(ids))
+        model.check_tokens(tokens)
+        warn_of_unknown_words(model.tokenizer, text, tokens)
+        return tokens
+
+    def units(self, model: KVModel, by: By = "sentence") -> list[Unit]:
+        """What can be taken out of the chat: see :func:`prompt_units`."""
+        return cut(model, self.layout(model), by)
+
+    def layout(self, model: KVModel) -> Layout:
+        """The text, its tokens, and where messages and documents stand in it.
+
+        Raises:
+            KVLensError: as :meth:`tokens`; a tokenizer that does not say where its tokens stand; a template that leaves out a
+                message, or writes it twice, or in a way that depends on its words.
+        """
+        text, tokens = self.text(model), self.tokens(model)
+        if not model.tokenizer.is_fast:
+            raise KVLensError("units of a chat need a fast tokenizer, which says where each token stands in the text")
+        pieces: list[Piece] = []
+        asked: list[Piece] = []
+        for turn, (_, parts) in enumerate(self._turns):
+            for at, part in enumerate(parts):
+                if part.name is not None or part.is_question:
+                    start, stop = self._place(model, text, turn, at)
+                    (asked if part.name is None else pieces).append(Piece(part.name or "question", start, stop))
+        spans = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
+
+    def _place(self, model: KVModel, text: str, turn: int, at: int) -> tuple[int, int]:
+        """The characters that the template makes of one part of a message."""
+        mark = next(mark for i in range(len(text)) if (mark := f"KVLENS{i}PART") not in text)
+        messages, parts = self.messages, [part.text for part in self._turns[turn][1]]
+        messages[turn]["content"] = "".join([*parts[:at], mark, *parts[at + 1 :]])
+        pieces = _written(model, messages).split(mark)
+        before, behind = pieces[0], pieces[-1]
+        start, stop = len(before), len(text) - len(behind)
+        if len(pieces) != 2 or start > stop or not (text.startswith(before) and text.endswith(behind)):
+            how = {1: "leaves out", 2: "writes, in a way that depends on its words,"}.get(len(pieces), "writes more than once")
+            raise KVLensError(
+                f"messages: the tokenizer's chat template {how} message {turn + 1} ({messages[turn]['role']}), so that "
+                "its parts cannot be told from the template's own text; leave that message out, or give the prompt as text"
+            )
+        return start, stop
+
+    def _check_room(self, model: KVModel, n_tokens: int) -> None:
+        """Raise KVLensError if no token of an answer has room behind the chat."""
+        if not model.cfg.has_position_limit or n_tokens < model.cfg.n_ctx:
+            return
+        parts = [part for _, parts in self._turns for part in parts if part.name is not None or part.is_question]
+        sizes = [len(model.tokenizer(part.text, add_special_tokens=False)["input_ids"]) for part in parts]
+        size, part = max(zip(sizes, parts, strict=True), key=lambda pair: pair[0])
+        raise KVLensError(
+            f"messages: the chat has {n_tokens:,} tokens, and the model's context n_ctx={model.cfg.n_ctx:,} leaves no room for "
+            f"an answer; shorten it ({part.name or 'the question'} alone has {size:,}), or leave out documents or messages"
+        )
+
+
+def _checked(messages: Any) -> Messages:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        came = "none" if isinstance(messages, Sequence) and not messages else brief(messages)
+        raise KVLensError(f'messages: expected a list of {{"role": ..., "content": ...}}, at least one, got {came}')
+    return [_checked_message(i, message, len(messages)) for i, message in enumerate(messages, start=1)]
+
+
+def _checked_message(i: int, message: Any, n: int) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise KVLensError(f'messages: message {i}: expected {{"role": ..., "content": ...}}, got {brief(message)}')
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        came = "none" if role is None else brief(role)
+        raise KVLensError(
+            f"messages: message {i}: the role must be one of {', '.join(ROLES)}, got {came}{nearest(role, ROLES)}"
+        )
+    if other := [key for key in message if key not in ("role", "content")]:
+        raise KVLensError(f"messages: message {i} ({role}): only role and content are read, got {brief(other[0])}, too")
+    if not isinstance(content, str) or not content.strip():
+        came = "none" if content is None else "an empty one" if isinstance(content, str) else brief(content)
+        raise KVLensError(f"messages: message {i} ({role}): the content must be a string that is not empty, got {came}")
+    check_characters(f"messages: message {i} ({role})", content)
+    if i == n and role == "assistant":
+        raise KVLensError(
+            "messages: the last one is the assistant's, and the model answers what stands before; leave it out, or give its "
+            "beginning as the text behind the prompt"
+        )
+    return {"role": role, "content": content}
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise KVLensError(f"{what}: expected a string that is not empty, got {brief(value)}")
+    return value
+
+
+def _named_documents(documents: Any) -> list[tuple[str, str]]:
+    if documents is None:
+        return []
+    if isinstance(documents, Mapping):
+        return [(_text("the name of a document", name), _text(f"document {name}", text)) for name, text in documents.items()]
+    if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
+        raise KVLensError(f"documents: expected {{name: text}} or a list of texts, got {brief(documents)}")
+    return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
+
+
+def _written(model: KVModel, messages: Messages) -> str:
+    """The messages as the tokenizer's template writes them."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise KVLensError("messages: this model has no tokenizer, so it cannot read a chat; give token ids")
+    if not has_chat_template(model):
+        raise KVLensError(
+            "messages: this model's tokenizer has no chat template, so the model reads plain text and no chat; give the prompt "
+            "as text (on the command line --prompt and --text)"
+        )
+    # TransformerLens gives a tokenizer that lacks these its EOS in their place, which the template would write
+    absent = {name: "" for name in ("bos_token", "eos_token") if tokenizer.init_kwargs.get(name) is None}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **absent)
+    except Exception as error:  # a template is a program, and may fail in any way
+        roles = ", ".join(message["role"] for message in messages)
+        raise KVLensError(
+            f"messages: the tokenizer's chat template refuses these messages ({roles}): {first_line(error)}; change them as it "
+            "says, or leave out the message that it does not know"
+        ) from error
+    return str(text)
+
+
+def has_chat_template(model: KVModel) -> bool:
+    """Whether the model's tokenizer can write a chat."""
+    return bool(getattr(model.tokenizer, "chat_template", None))
+
+
+# --- any prompt --------------------------------------------------------------------------------------------------------------
+
+
+def as_prompt(prompt: Any) -> Any:
+    """A list of messages as a :class:`Chat`; any other prompt as it is."""
+    is_chat = isinstance(prompt, list | tuple) and any(isinstance(message, Mapping) for message in prompt)
+    return Chat(prompt) if is_chat else prompt
+
+
+def one_sequence(
+    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
+) -> Int[Tensor, " pos"]:
+    """Read ``tokens``, a string, a chat, or ids [pos] or [1, pos], as ids [pos] on the model's device.
+
+    Args:
+        model: its tokenizer reads strings.
+        what: the argument's name, for messages.
+        tokens: the argument.
+        may_be_empty: whether an empty sequence is allowed.
+        prepend_bos: whether to prepend BOS to a string that does not begin with it.
+
+    Raises:
+        KVLensError: another type, several sequences, an empty one, ids outside the vocabulary, a string without a tokenizer.
+    """
+    tokens = as_prompt(tokens)
+    if isinstance(tokens, Chat):
+        return tokens.tokens(model)
+    if isinstance(tokens, str):
+        if model.tokenizer is None:
+            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
+        text, tokens = tokens, model.to_tokens(tokens, prepend_bos=prepend_bos, truncate=False)
+        if tokens.shape[1] <= int(prepend_bos) and not may_be_empty:
+            raise KVLensError(f"{what}: the tokenizer finds no tokens in {text[:40]!r}; give another text, or token ids")
+    if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+        came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise KVLensError(f"{what}: expected a string or token ids [pos] or [1, pos], got {came}; one at a time")
+    if tokens.numel() == 0 and not may_be_empty:
+        raise KVLensError(f"{what}: it is empty; give at least one token")
+    try:
+        if tokens.numel():
+            model.check_tokens(tokens)
+    except KVLensError as error:
+        raise KVLensError(f"{what}: {error}") from error
+    return tokens.to(model.cfg.device)
+
+
+def prompt_tokens(model: KVModel, prompt: Any) -> Int[Tensor, " pos"]:
+    """The tokens of one prompt: a string, a :class:`Chat`, a list of messages, or tokens [pos] or [1, pos].
+
+    A string gets a BOS by the model's default, unless it begins with one or a bias is attached; a chat has what its template
+    writes; tokens stay as they are.
+
+    Raises:
+        KVLensError: as :func:`one_sequence` and :meth:`Chat.tokens`.
+    """
+    return one_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)
+
+
+def prompt_units(model: KVModel, prompt: Any, by: By = "sentence") -> list[Unit]:
+    """What can be taken out of a prompt, in order. BOS, the marks of a chat's template and its question are in no unit.
+
+    Args:
+        model: whose tokenizer reads the prompt.
+        prompt: as in :func:`prompt_tokens`.
+        by: "message" or "document" (each whole), "paragraph", "line", "sentence", "code" (statements, by their indentation),
+            "word", "token"; or strings that occur in the prompt once each, in a chat's question, too; or ranges of tokens.
+
+    Raises:
+        KVLensError: as :func:`prompt_tokens`, :meth:`Chat.layout` and :func:`kvlens.units.cut`.
+    """
+    return cut(model, prompt_layout(model, prompt), by)
+
+
+def prompt_layout(model: KVModel, prompt: Any) -> Layout:
+    """A prompt before it is cut."""
+    prompt = as_prompt(prompt)
+    return prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, prompt_tokens(model, prompt))

@@ -1,0 +1,87 @@
+"""``a + b`` is a sum, not *a, then b*: what is linear, and when two prompts converted apart are their concatenation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import GROUPED, model_of, relative_error, tokens
+
+from kvlens import KVShiftConfig, carry_bias, combine, convert_prompt
+
+EXACT = 1e-11
+ONE_LAYER = {
+    "rope after": ("linear", "no shift", {}),
+    "rope after, shift": ("linear", "window 3 with queries", {}),
+    "rope before": ("linear", "rope before", dict(kv_shift=None)),
+    "hedgehog": ("linear", "hedgehog", {}),
+    "decay": ("linear", "gqa decay", dict(kv_shift=None)),
+    "learned positions": ("linear", "learned", {}),
+    "trained bias": ("linear", "trained bias", {}),
+    "no positions": ("linear", "no positions", dict(kv_shift=None)),
+    "softmax, learned positions": ("softmax", "learned", {}),
+    "softmax, rope": ("softmax", "rotary, grouped", {}),
+    "softmax, alibi": ("softmax", "alibi", {}),
+    "softmax, shift": ("softmax", "no positions", dict(kv_shift=KVShiftConfig(window=2, queries=True), **GROUPED)),
+    "softmax, no positions": ("softmax", "no positions", {}),
+}
+A_SUM_IS_ENOUGH = ("no positions", "softmax, no positions")
+FIRST, SECOND, TEXT = tokens(2, 9, seed=1), tokens(2, 7, seed=2), tokens(2, 6, seed=3)
+
+
+def logits(model, bias):
+    with model.kv_bias(bias):
+        return model(TEXT)
+
+
+def one_layer(name):
+    attention, of_table, changes = ONE_LAYER[name]
+    return model_of(attention, of_table, n_layers=1, **changes)
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_at_one_layer_the_carried_first_and_the_second_from_its_place_are_the_concatenation(name):
+    """ICLCA eq. 14's rotation is in ``carry_bias``; ``0.0 * a`` has a's position offset and shift state, and nothing else."""
+    model = one_layer(name)
+    a, whole = convert_prompt(model, FIRST), convert_prompt(model, torch.cat([FIRST, SECOND], dim=1))
+    apart = carry_bias(model, a, SECOND.shape[1]), convert_prompt(model, SECOND, initial=0.0 * a)
+    expected = logits(model, whole)
+    assert relative_error(logits(model, combine(*apart, shift_state="last")), expected) < EXACT
+    assert relative_error(logits(model, convert_prompt(model, SECOND, initial=a)), expected) < EXACT
+    sum_error = relative_error(logits(model, combine(a, convert_prompt(model, SECOND), shift_state="last")), expected)
+    assert sum_error < EXACT if name in A_SUM_IS_ENOUGH else sum_error > 0.01
+
+
+def read(model, bias):
+    """phi(q).b_KV and phi(q).b_D for the queries of a text, none of which depends on the bias: its shift state is left out."""
+    shift_state = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
+
+    def bias_part_and_normalizer(of):
+        with model.kv_bias(replace(of, **shift_state)):
+            cache = model.run_with_cache(TEXT)[1]
+        z, at = cache["blocks.0.attn.hook_z_bias"], "blocks.0.attn.hook_normalizer"
+        n = cache[at] if at in cache.cache_dict else torch.ones_like(z[..., 0])  # normalizer "none" divides by nothing
+        return z, n.exp() if model.cfg.attention == "softmax" else n
+
+    z, n = bias_part_and_normalizer(bias)
+    return z * n[..., None], n - bias_part_and_normalizer(0.0 * bias)[1]
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_sums_differences_and_multiples_are_linear_in_what_queries_read(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, FIRST), convert_prompt(model, tokens(2, 9, seed=4))
+    of_a, of_b = read(model, a), read(model, b)
+    assert of_a[0].norm() > 0.1 and relative_error(of_a[0], of_b[0]) > 0.1
+    for made, x, y in (
+        (a + b, 1, 1),
+        (b + a, 1, 1),
+        (sum([a, b, a]), 2, 1),
+        (0.5 * (a + b) + 0.5 * a, 1, 0.5),
+        (a + b - a, 0, 1),
+        (2 * a - 0.5 * a, 1.5, 0),
+        (a + 0.3 * (b - a), 0.7, 0.3),
+        (combine(a, b, weights=(2, 0.5), shift_state="last"), 2, 0.5),
+        (a.select(heads=[(0, 1)]) + a.select(heads=[(0, h) for h in range(model.cfg.n_heads) if h != 1]), 1, 0),
+    ):
+        for got, in_a, in_b in zip(read(model, made), of_a, of_b, strict=True):
+            assert (got - x * in_a - y * in_b).norm() <= EXACT * (1 + in_a.norm() + in_b.norm())
