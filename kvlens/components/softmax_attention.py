@@ -62,7 +62,6 @@ class SoftmaxHeads(Heads):
         self.fused = runs_fused(attn)
         variant = attn.variant
         self.ridge = None if variant is None or variant.ridge is None else variant.ridge.strength
-        self.needs_pattern = variant is not None and variant.needs_pattern
         self.wants_own_share = variant is not None and variant.wants_own_share
 
     def outputs(self) -> HeadOutputs:
@@ -79,9 +78,9 @@ class SoftmaxHeads(Heads):
         if attn.layer_bias is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
-        extra = self._extra_keys(bias)
+        extra = self._extra_keys(bias) if self.fused else None
         gradient = extra is not None and _wants_gradient(q, k, v, extra.keys, extra.log_weights, extra.values)
-        if not self.fused or (gradient and not self._scores_are_plain()):
+        if gradient and not self._scores_are_plain():
             extra = None
         if extra is not None:
             if attn.normalizers is not None:
@@ -119,8 +118,7 @@ class SoftmaxHeads(Heads):
         attn = self.attn
         if bias is None or bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
             return None
-        between = (attn.hook_attn_scores, attn.hook_pattern, attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context)
-        if self.needs_pattern or self.wants_own_share or is_hooked(*between, attn.hook_z_bias):
+        if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
         q = self.q
         keys, distance = bias.features.keys.to(q), bias.features.distance.to(q.device)

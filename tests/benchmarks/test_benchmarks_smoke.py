@@ -7,6 +7,7 @@ from importlib.metadata import version
 import bench_attribution
 import bench_notes
 import bench_real_sizes
+import bench_real_speed
 import bench_speed
 import bench_statements
 import kvlens.analyses.attribution.explain as explaining
@@ -84,6 +85,13 @@ def test_real_sizes_smoke(tmp_path, monkeypatch, capsys):
     assert found.keys() == {"imports", "load", "convert", "explain", "report"}
     answer = json.loads((tmp_path / "report" / "summary.json").read_text())["answer"]
     assert len(answer["cause"]) == 1 and (tmp_path / "report" / "answer_heads.parquet").is_file()
+
+
+def test_real_speed_smoke(tmp_path, capsys):
+    bench_real_sizes.write_folder("tiny", tmp_path)
+    bench_real_speed.main([str(tmp_path), "--prompt", "9", "--seconds", "0"])
+    printed = capsys.readouterr().out
+    assert (printed.count("hooked, "), printed.count("bridge, ")) == (11, 11)
 
 
 def test_statements_smoke(tmp_path, capsys):
