@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
+from transformer_lens.utilities import get_device
 
-from kvlens.arguments import path_of
+from kvlens.arguments import check_device, path_of
 from kvlens.base.loading import official_names
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
@@ -14,13 +16,20 @@ from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import HookedKVTransformer, KVModel
-from kvlens.pretrained import SUPPORTED_ARCHITECTURES, official_name
+from kvlens.pretrained import SUPPORTED_ARCHITECTURES, is_gguf, official_name, read_gguf
 from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
 from kvlens.zoo import folder_of, is_hugging_face, names, source_of
 
 
 @checked
-def load(source: str | Path, *, tokenizer: str | Path | None = None, device: Any = None, dtype: Any = None) -> KVModel:
+def load(
+    source: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    verify: bool | None = None,
+) -> KVModel:
     """The model of ``source``: a HookedKVTransformer where that class can build it, else a KVTransformerBridge.
 
     The bridge runs Transformers' own model of architectures that HookedKVTransformer does not have: Qwen3.5, Qwen3-Next,
@@ -39,26 +48,48 @@ def load(source: str | Path, *, tokenizer: str | Path | None = None, device: Any
         tokenizer: the file of a llama2.c tokenizer; everything else brings its own.
         device: None takes CUDA where there is one.
         dtype: of the weights; None keeps the stored one of a kvlens folder, and is float32 elsewhere.
+        verify: compare the model with Transformers' own on a few tokens, as ``from_pretrained`` and ``boot_transformers`` do;
+            False saves the time. Folders of kvlens and llama2.c checkpoints have nothing to be compared with.
 
     Raises:
-        KVLensError: there is no such model, or none that can be read; a tokenizer for anything but a llama2.c checkpoint.
+        KVLensError: there is no such model, or none that can be read; a tokenizer for anything but a llama2.c checkpoint;
+            ``verify=True`` where there is nothing to compare with.
     """
     found = source_of(source, "load") if isinstance(source, str) else path_of("load: source", source)
     options = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
     options = {name: value for name, value in options.items() if value is not None}
-    if isinstance(found, Path) and found.is_file():
+    if isinstance(found, Path) and found.is_file() and not is_gguf(found):
+        _refuse_to_verify(verify, "a llama2.c checkpoint")
         return HookedKVTransformer.from_llama2c(found, tokenizer, **options)
     if tokenizer is not None:
         raise KVLensError("load: a tokenizer file is for a llama2.c checkpoint; a folder brings its own")
+    if isinstance(found, Path) and found.is_file():
+        return _from_gguf(found, verify, **options)
     if isinstance(found, str):
         found = _in_the_cache(found)
     if isinstance(found, Path) and not is_hugging_face(found):
+        _refuse_to_verify(verify, "a folder of kvlens")
         return HookedKVTransformer.load(found, **options)
     if isinstance(found, str) or _is_for_hooked_transformer(found):
-        return HookedKVTransformer.from_pretrained(found, **options)
+        return HookedKVTransformer.from_pretrained(found, verify=verify, **options)
     if found.name in names() and found == folder_of(found.name):
-        return KVTransformerBridge.from_zoo(found.name, **options)
-    return KVTransformerBridge.boot_transformers(found, **options)
+        return KVTransformerBridge.from_zoo(found.name, verify=verify, **options)
+    return KVTransformerBridge.boot_transformers(found, verify=verify, **options)
+
+
+def _refuse_to_verify(verify: bool | None, what: str) -> None:
+    if verify:
+        raise KVLensError(f"load: verify=True: Transformers does not read {what}, so nothing can be compared; leave verify out")
+
+
+def _from_gguf(path: Path, verify: bool | None, dtype: torch.dtype = torch.float32, device: Any = None) -> KVModel:
+    check_device("load: device", device)
+    model, tokenizer = read_gguf(path, dtype)
+    if type(model).__name__ in SUPPORTED_ARCHITECTURES:
+        options = {"dtype": dtype, "device": device, "verify": verify}
+        return HookedKVTransformer.from_pretrained(path.stem, hf_model=model, tokenizer=tokenizer, **options)
+    placed: Any = model.to(device or get_device())
+    return KVTransformerBridge.boot_transformers(placed, tokenizer=tokenizer, verify=verify)
 
 
 def _in_the_cache(name: str) -> Path | str:

@@ -56,10 +56,19 @@ def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTr
 
 
 def check_vocabulary(tokenizer: Any, d_vocab: int, what: str, whose: str) -> None:
-    """Raise KVLensError, as ``what``, if a tokenizer has more tokens than ``whose`` vocabulary of ``d_vocab``."""
+    """Hold a tokenizer against ``whose`` vocabulary of ``d_vocab``: a warning if it has fewer than half as many tokens.
+
+    Raises:
+        KVLensError: it has more; the error starts with ``what``, as the warning does.
+    """
     if tokenizer.vocab_size > d_vocab:
         raise KVLensError(
             f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, {whose} only {d_vocab}: they do not belong together"
+        )
+    if 2 * len(tokenizer) < d_vocab:
+        warn(
+            f"{what}: the tokenizer has {len(tokenizer)} tokens, {whose} {d_vocab}: it is probably another model's. Pass the "
+            "tokenizer that the model was trained with, or give token ids"
         )
 
 

@@ -210,6 +210,7 @@ def translate(hf_config: Any, architecture: str, n_ctx: int | None = None) -> di
         "normalization_type": "RMS" if family.norm == "RMS" else "LN",
         "gated_mlp": bool(family.gate or family.gate_up or family.experts),
         "original_architecture": architecture,
+        "tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False)),
         **_of_layers(hf_config, architecture),
         **_of_parts(hf_config, architecture),
     }

@@ -28,6 +28,7 @@ from kvlens.bridge.positions import hidden, text_positions
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.weights import ends_of
+from kvlens.checks import ensure
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
@@ -59,7 +60,9 @@ class KVTransformerBridge(TransformerBridge):
     """
 
     @classmethod
-    def boot_transformers(cls, model_name: str | Path | PreTrainedModel, *args: Any, **options: Any) -> "KVTransformerBridge":  # type: ignore[override]
+    def boot_transformers(  # type: ignore[override]
+        cls, model_name: str | Path | PreTrainedModel, *args: Any, verify: bool | None = None, **options: Any
+    ) -> "KVTransformerBridge":
         """As TransformerLens'.
 
         Args:
@@ -67,6 +70,8 @@ class KVTransformerBridge(TransformerBridge):
                 in place (TransformerLens puts its components into it).
             args, options: as TransformerLens', ``device_map`` among them; ``tokenizer`` goes with a loaded model, and a folder
                 without one makes a model of token ids.
+            verify: False leaves out the comparison with Transformers' own pass (:mod:`kvlens.bridge.comparison`), which takes
+                half of the time of loading.
 
         Raises:
             KVLensError: nothing can be loaded, KV biases are not yet supported for the architecture, or the bridge does not
@@ -77,15 +82,22 @@ class KVTransformerBridge(TransformerBridge):
                 "KVTransformerBridge.boot_transformers: expected a folder, a name on the hub or a loaded Transformers model, "
                 f"got {type(model_name).__name__}"
             )
+        ensure("KVTransformerBridge.boot_transformers: verify", bool | None, verify)
         read = wrapped if isinstance(model_name, PreTrainedModel) else loaded
-        bridge, expected = read(model_name, *args, **options)
+        bridge, expected = read(model_name, *args, verify=verify is not False, **options)
         model = cls.of(bridge)
-        compare(model, expected)
+        if expected is not None:
+            compare(model, expected)
         return model
 
     @classmethod
     def from_zoo(
-        cls, name: str = "facts-hybrid", *, device: Any = None, dtype: torch.dtype | str | None = None
+        cls,
+        name: str = "facts-hybrid",
+        *,
+        device: Any = None,
+        dtype: torch.dtype | str | None = None,
+        verify: bool | None = None,
     ) -> "KVTransformerBridge":
         """A small trained model that ships with kvlens in Transformers' format, by name; see :func:`kvlens.zoo.names`.
 
@@ -97,7 +109,8 @@ class KVTransformerBridge(TransformerBridge):
         folder = folder_of(name)
         if not is_hugging_face(folder):
             raise KVLensError(f"KVTransformerBridge.from_zoo: {name} is loaded by HookedKVTransformer.from_zoo({name!r})")
-        model = cls.boot_transformers(folder, device=device, dtype=torch.float32 if dtype is None else dtype_of(dtype, "dtype"))
+        dtype = torch.float32 if dtype is None else dtype_of(dtype, "dtype")
+        model = cls.boot_transformers(folder, device=device, dtype=dtype, verify=verify)
         model.cfg.default_prepend_bos = True
         return model
 

@@ -23,7 +23,9 @@ from kvlens.bridge.comparison import logits_of_transformers
 from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
-from kvlens.pretrained.folder import check_loaded, without_progress_bars
+from kvlens.pretrained.architectures import check_finite
+from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, check_positions
+from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
 from kvlens.tokenizer import check_vocabulary
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -43,14 +45,14 @@ NOT_HERE = {
 
 
 class Loaded(NamedTuple):
-    """A bridge, and what it is compared with: see :mod:`kvlens.bridge.comparison`."""
+    """A bridge, and what it is compared with, if it is: see :mod:`kvlens.bridge.comparison`."""
 
     bridge: TransformerBridge
-    logits: Float[Tensor, "1 pos d_vocab"]
+    logits: Float[Tensor, "text pos d_vocab"] | None
 
 
-def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
-    """A bridge around ``model``, which keeps its device and dtype.
+def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> Loaded:
+    """A bridge around ``model``, which keeps its device and dtype; with ``verify``, the logits that it is to be compared with.
 
     Raises:
         KVLensError: no stack of decoder blocks, or no architecture that TransformerLens knows; weights that were offloaded,
@@ -59,13 +61,14 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     kind = type(model).__name__
     refuse_encoders(kind, model.config)
     _refuse_quantized(kind, model.config)
+    check_positions("KVTransformerBridge", model.config.to_dict())
     _check_weights(model)
     model = _language_model(model)
     kind = type(model).__name__
     if tokenizer is not None:
         d_vocab = int(model.config.get_text_config().vocab_size)
         check_vocabulary(tokenizer, d_vocab, "KVTransformerBridge", f"the vocabulary of this {kind}")
-    logits = logits_of_transformers(model)
+    logits = logits_of_transformers(model) if verify else None
     config = copy.copy(model.config)
     if getattr(config, "position_embedding_type", "") is None:
         config.position_embedding_type = "nope"  # Granite 4: TransformerLens takes None for rotary positions
@@ -77,12 +80,13 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None) -> Loaded:
     return Loaded(bridge, logits)
 
 
-def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
+def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) -> Loaded:
     """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
 
     Args:
         source: the folder or the name.
         args, options: as ``TransformerBridge.boot_transformers`` takes them.
+        verify: as for :func:`wrapped`.
 
     Raises:
         KVLensError: nothing that Transformers and TransformerLens can load; weights that the model has and the files lack, or
@@ -94,31 +98,37 @@ def loaded(source: str | Path, *args: Any, **options: Any) -> Loaded:
         if option in given and given[option] != signature.parameters[option].default:
             raise KVLensError(f"KVTransformerBridge: {option}={given[option]!r} is not supported: {instead}")
     if given.get("hf_model") is not None:
-        return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"))
+        return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"), verify=verify)
     folder = Path(source).expanduser()
-    if isinstance(source, Path) and not folder.is_dir():
-        raise KVLensError(f"KVTransformerBridge: there is no folder {folder}; expected one with config.json and weights")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise KVLensError(f"KVTransformerBridge: no config.json in {folder}; expected a folder written by save_pretrained")
-    if folder.is_dir():
-        check_listed(folder)
     official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
-    name = str(folder) if folder.is_dir() else official
+    is_folder = isinstance(source, Path) or folder.is_dir()
+    files = folder if is_folder else cached_folder(official, given.get("revision"))
+    n_stored = None
+    if files is not None:
+        n_stored = check_checkpoint("KVTransformerBridge", files)
+        check_listed(files)
+    name = str(folder) if is_folder else official
     try:
         with without_progress_bars():
-            model = _from_files(name, given)
+            model = _from_files(name, n_stored, given)
             tokenizer = given.get("tokenizer")
-            if tokenizer is None and (not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)):
+            if tokenizer is None and (not is_folder or any((folder / name).is_file() for name in TOKENIZER_FILES)):
                 tokenizer = _tokenizer(name, given.get("revision"))
     except KVLensError:
         raise
     except Exception as error:
         raise _unreadable(str(source), error) from error
-    return wrapped(model, tokenizer=tokenizer)
+    return wrapped(model, tokenizer=tokenizer, verify=verify)
 
 
-def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
-    """The model, every weight of which was in its files; ``given`` as of ``TransformerBridge.boot_transformers``."""
+def _from_files(name: str, n_stored: int | None, given: dict[str, Any]) -> PreTrainedModel:
+    """The model, every weight of which was in its files.
+
+    Args:
+        name: a folder or a name on the hub.
+        n_stored: how many numbers its weights are, None if they are still to be fetched.
+        given: as of ``TransformerBridge.boot_transformers``.
+    """
     own: dict[str, Any] = {"trust_remote_code": False}
     if given.get("revision") is not None:
         own["revision"] = given["revision"]
@@ -128,8 +138,11 @@ def _from_files(name: str, given: dict[str, Any]) -> PreTrainedModel:
     changes = dict(given.get("hf_config_overrides") or {})
     if given.get("n_ctx") is not None:
         changes[next((field for field in N_CTX if hasattr(config, field)), N_CTX[-1])] = given["n_ctx"]
+    check_positions("KVTransformerBridge", changes)
     for field, value in changes.items():
         setattr(config, field, value)
+    if n_stored is not None:
+        check_size("KVTransformerBridge: ", name, config, n_stored)
     where = {option: given[option] for option in ("device_map", "max_memory") if given.get(option) is not None}
     device = given.get("device")
     if where and device is not None:
@@ -178,16 +191,7 @@ def _check_weights(model: PreTrainedModel) -> None:
             "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
             "the model with a device_map that leaves every layer on a device"
         )
-    broken = [name for name, weight in model.named_parameters() if weight.numel() and not _is_finite(weight)]
-    if broken:
-        raise KVLensError(
-            f"KVTransformerBridge: {len(broken)} weights of {kind} hold NaN or infinity: {broken[:5]}; use an intact copy of "
-            "the model"
-        )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    return all(bool(end.isfinite()) for end in weight.aminmax())
+    check_finite("KVTransformerBridge", model)
 
 
 def _language_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -19,7 +19,7 @@ def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> Non
         "--model",
         metavar="NAME",
         help="a shipped model (see `kvlens zoo`), a folder written by HookedKVTransformer.save, a Hugging Face folder, a "
-        "llama2.c checkpoint, or a name on the hub, if its files are in the local Hugging Face cache "
+        "GGUF file, a llama2.c checkpoint, or a name on the hub, if its files are in the local Hugging Face cache "
         f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
     )
     command.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")

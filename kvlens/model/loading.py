@@ -10,7 +10,7 @@ import torch
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
-from kvlens.base.loading import allowed_steps
+from kvlens.base.loading import OWN_FORMAT, allowed_steps
 from kvlens.checks import checked, ensure, one_of
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
@@ -19,6 +19,8 @@ from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
 from kvlens.model.weights import check_weight_processing
 from kvlens.pretrained import (
+    cached_folder,
+    check_checkpoint,
     check_trial,
     is_local_folder,
     load_llama2c_parts,
@@ -140,8 +142,8 @@ def from_pretrained(
 ) -> M:
     """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
 
-    Peak memory on a CPU in float32, excluding the memory-mapped pages of the file: 1.5 to 2 times the model's weights with
-    weight processing (more for a larger share of vocabulary weights), 1.3 times without, and 1.0 times if ``verify=False`` too.
+    Peak memory on a CPU, with the pages of the file that are in memory: about twice the float32 weights, more where a larger
+    share of them belongs to the vocabulary.
 
     Args:
         model_name: a folder in Hugging Face's format, or an official TransformerLens name.
@@ -208,12 +210,7 @@ def from_pretrained(
     if parts.tokenizer is not None:
         model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
     model.init_kv_parameters()
-    model.load_and_process_state_dict(
-        parts.state_dict,
-        **steps,
-        fold_value_biases=fold_value_biases,  # type: ignore[arg-type]
-        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-    )
+    model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
     if parts.shift_coefficients:
         place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
@@ -269,6 +266,9 @@ def _by_name(
 ) -> M:
     """Load by official name, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
     refuse_names_with_code(name)
+    cached = None if name.startswith(OWN_FORMAT) else cached_folder(name, kwargs.get("revision"))
+    if cached is not None:
+        check_checkpoint("from_pretrained", cached)
     check_device("from_pretrained: device", kwargs.get("device"))
     if kv_shift is not None:
         probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)

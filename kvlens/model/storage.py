@@ -129,6 +129,9 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     except Exception as error:  # a damaged header can raise almost anything
         raise KVLensError(f"load: {folder / WEIGHTS} is missing or truncated ({error})") from error
     check_weights_have_these_sizes(cfg, tensors, f"load: the weights in {folder}")
+    integers = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    if integers:
+        raise KVLensError(f"load: the weights in {folder} hold integers ({integers[:3]}); use an intact copy")
     model = build_with_ready_tokenizer(cls, cfg, _load_tokenizer(folder))
     cfg.init_weights = True
     expected = {(name, t.shape) for name, t in model.state_dict().items() if is_weight(name)}

@@ -1,6 +1,9 @@
 """Which steps of TransformerLens' weight processing preserve a kvlens model's output, and which would silently change it."""
 
-from collections.abc import Mapping, Set
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,22 +36,33 @@ class ProcessesWeights(HookedTransformer):
         Raises:
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
+        steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+        self.take_state_dict(dict(state_dict), fold_value_biases, refactor_factored_attn_matrices, **steps)
+
+    def take_state_dict(
+        self, weights: dict[str, Tensor], fold_value_biases: bool | None, refactor_factored_attn_matrices: bool, **steps: bool
+    ) -> None:
+        """:meth:`load_and_process_state_dict` of weights that nobody else needs: the dict is emptied, layer by layer.
+
+        What has been read is freed before the next layer is processed, so that two copies of a layer are in memory, not two of
+        the model.
+        """
         fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
-        refuse_wrong_folding(self.cfg, state_dict, fold_ln=fold_ln, center_writing_weights=center_writing_weights)
+        refuse_wrong_folding(
+            self.cfg, weights, fold_ln=steps["fold_ln"], center_writing_weights=steps["center_writing_weights"]
+        )
         if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
-            state_dict = {**state_dict, "pos_embed.W_pos": torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)}
-        given = {weight.untyped_storage().data_ptr() for weight in state_dict.values()}
-        state_dict = self.fill_missing_keys(state_dict)
-        steps = {
-            "fold_ln": fold_ln and self.has_norms_to_fold(state_dict),
-            "center_writing_weights": center_writing_weights,
-            "center_unembed": center_unembed,
-            "fold_value_biases": fold_value_biases,
-            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
-        }
+            weights["pos_embed.W_pos"] = torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)
+        filled = self.fill_missing_keys(weights)
+        weights.clear()
+        steps |= {"fold_value_biases": fold_value_biases, "refactor_factored_attn_matrices": refactor_factored_attn_matrices}
+        steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
         if steps["fold_ln"]:
             self.forget_norm_weights()
-        take_weights(self, processed_stepwise(state_dict, self.cfg, steps) if any(steps.values()) else state_dict, given)
+        for names, process in pieces(self.cfg, filled):
+            piece = {name: filled.pop(name) for name in names}
+            given = {weight.untyped_storage().data_ptr() for weight in piece.values()}
+            take_weights(self, process(piece, steps) if any(steps.values()) else piece, given)
 
     @checked
     def process_weights_(  # type: ignore[override]
@@ -80,40 +94,72 @@ class ProcessesWeights(HookedTransformer):
         return super().refactor_factored_attn_matrices(state_dict)
 
 
-UNTOUCHED: dict[str, tuple[str, ...]] = {
-    "fold_ln": (),
-    "center_writing_weights": ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_in", "W_gate", "W_U"),
-    "center_unembed": ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O", "W_in", "W_gate", "W_out", "W_E", "W_pos"),
-    "fold_value_biases": ("W_Q", "W_K", "_W_K", "W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
-    "refactor_factored_attn_matrices": ("W_in", "W_gate", "W_out", "W_E", "W_pos", "W_U"),
-}
-"""The large weights that a step of TransformerLens' processing does not change."""
+Process = Callable[[dict[str, Tensor], Mapping[str, bool]], dict[str, Tensor]]
 
 
-def processed_stepwise(
-    state_dict: dict[str, Tensor], cfg: HookedKVTransformerConfig, steps: Mapping[str, bool]
+def pieces(cfg: HookedKVTransformerConfig, names: Iterable[str]) -> list[tuple[list[str], Process]]:
+    """The weights in pieces that can be processed one by one: the names of each piece, and what processes it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        parts = name.split(".")
+        found[parts[1] if parts[0] == "blocks" else "end" if parts[0] in ("unembed", "ln_final") else ""].append(name)
+    every: dict[str, Process] = {str(layer): partial(processed_layer, cfg, layer) for layer in range(cfg.n_layers)}
+    every |= {"end": partial(processed_end, cfg), "": partial(processed_embedding, cfg)}
+    return [(found.get(piece, []), process) for piece, process in every.items()]
+
+
+def processed_layer(
+    cfg: HookedKVTransformerConfig, layer: int, weights: dict[str, Tensor], steps: Mapping[str, bool]
 ) -> dict[str, Tensor]:
-    """The result of TransformerLens' ``process_weights`` for all ``steps``, bit for bit, in less memory.
+    """The weights of a layer as TransformerLens' ``process_weights`` makes them, which gets it as the only one of a model."""
+    own, alone = f"blocks.{layer}.", "blocks.0."
+    one = copy.copy(cfg)
+    one.n_layers = 1
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    renamed = {name.replace(own, alone): weight for name, weight in weights.items()}
+    renamed = {name: weight.float() if weight.is_floating_point() else weight for name, weight in renamed.items()}
+    nothing = torch.zeros(1, 1)  # of the ends, which TransformerLens asks for
+    ends = {"embed.W_E": nothing, "pos_embed.W_pos": nothing}
+    processed = ProcessWeights.process_weights({**renamed, **ends}, one, **{**steps, "center_unembed": False})
+    processed = {name.replace(alone, own): weight for name, weight in processed.items() if name not in ends}
+    return {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in processed.items()}
 
-    Each of its steps copies all weights that it is given; here it is given only those that it may change.
+
+def processed_end(cfg: HookedKVTransformerConfig, weights: dict[str, Tensor], steps: Mapping[str, bool]) -> dict[str, Tensor]:
+    """The final norm and the unembedding with the norm folded in and the mean of each row taken out, in one copy.
+
+    TransformerLens' steps make four of what may be most of a model.
     """
-    dtypes = {name: weight.dtype for name, weight in state_dict.items()}
-    state_dict = {name: weight.float() if weight.is_floating_point() else weight for name, weight in state_dict.items()}
-    for step in (step for step, wanted in steps.items() if wanted):
-        touched = {name: weight for name, weight in state_dict.items() if name.rsplit(".", 1)[-1] not in UNTOUCHED[step]}
-        state_dict |= ProcessWeights.process_weights(touched, cfg, **{**dict.fromkeys(steps, False), step: True})
-        del touched
-        if step == "fold_value_biases" and steps["center_writing_weights"] and cfg.normalization_type in ("LN", "LNPre"):
-            biases = (f"blocks.{layer}.attn.b_O" for layer in range(cfg.n_layers))
-            state_dict |= {name: state_dict[name] - state_dict[name].mean() for name in biases if name in state_dict}
-    for name in state_dict:
-        state_dict[name] = state_dict[name].to(dtypes.get(name, state_dict[name].dtype))
-    return state_dict
+    dtype = weights["unembed.W_U"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    w_u = weights.pop("unembed.W_U").to(wide, copy=True, memory_format=torch.contiguous_format)
+    b_u = weights["unembed.b_U"].to(wide)
+    is_layer_norm = cfg.normalization_type in ("LN", "LNPre")
+    if steps["fold_ln"] and "ln_final.w" in weights:
+        if is_layer_norm and not cfg.final_rms:
+            b_u = b_u + weights.pop("ln_final.b").to(wide) @ w_u
+        w_u *= weights.pop("ln_final.w").to(wide)[:, None]
+        if is_layer_norm and not cfg.final_rms:
+            w_u -= w_u.mean(0, keepdim=True)
+    if steps["center_unembed"]:
+        w_u -= w_u.mean(-1, keepdim=True)
+        b_u = b_u - b_u.mean()
+    return {**weights, "unembed.W_U": w_u.to(dtype), "unembed.b_U": b_u.to(dtype)}
+
+
+def processed_embedding(
+    cfg: HookedKVTransformerConfig, weights: dict[str, Tensor], steps: Mapping[str, bool]
+) -> dict[str, Tensor]:
+    """The embeddings as TransformerLens' ``process_weights`` makes them, which gets them as a model without layers."""
+    none = copy.copy(cfg)
+    none.n_layers = 0
+    only = dict.fromkeys(steps, False) | {"center_writing_weights": steps["center_writing_weights"]}
+    return ProcessWeights.process_weights(weights, none, **only)
 
 
 @torch.no_grad()
 def take_weights(model: HookedTransformer, weights: dict[str, Tensor], given: Set[int]) -> None:
-    """Move the weights from the dict into ``model`` one by one, copying those whose storage is shared.
+    """Move weights from the dict into ``model`` one by one, copying those whose storage is shared.
 
     Args:
         model: the model whose parameters are replaced in place.

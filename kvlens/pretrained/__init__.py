@@ -4,6 +4,7 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 
 - :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a folder or of a model in memory;
 - :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
+- :mod:`~kvlens.pretrained.gguf`: Transformers' model of a GGUF file;
 - :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: resolving names, and checking files and architectures;
 - :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
 - :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
@@ -12,9 +13,10 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 """
 
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
-from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, read_tensors
 from kvlens.pretrained.code import nothing_asked, nothing_fetched, refuse_names_with_code, refuse_to_run_code
 from kvlens.pretrained.folder import without_progress_bars
+from kvlens.pretrained.gguf import is_gguf, read_gguf
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
@@ -25,14 +27,18 @@ from kvlens.pretrained.trial import check_trial
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "PretrainedParts",
+    "cached_folder",
+    "check_checkpoint",
     "check_trial",
     "import_shift_coefficients",
+    "is_gguf",
     "is_local_folder",
     "load_llama2c_parts",
     "load_pretrained_parts",
     "nothing_asked",
     "nothing_fetched",
     "official_name",
+    "read_gguf",
     "read_tensors",
     "read_tokenizer",
     "refuse_names_with_code",

@@ -1,7 +1,6 @@
 """A folder in Hugging Face's format: is all there, and what transformers makes of it."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,40 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular_files
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
-from kvlens.pretrained.checkpoint_files import INDEX_SUFFIX, indexed_files, read_tensors
+from kvlens.pretrained.checkpoint_files import BUFFER, read_tensors
 from kvlens.pretrained.shift_import import is_shift_coefficient
-
-_BUFFER = re.compile(
-    r"\.(inv_freq|attn\.(attention\.)?(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
-    r"|causal_mask)$"
-)
-"""Tensors that some files hold although they follow from the configuration: masks, rotary frequencies."""
-
-WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
-
-
-def check_folder_files(folder: Path) -> None:
-    """Raise unless ``folder`` has a config and full weights; say what was expected and what is there."""
-    expected = "a folder written by save_pretrained, with config.json and model.safetensors"
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise KVLensError(f"from_pretrained: {folder} {what}; expected {expected}")
-    check_regular_files("from_pretrained", folder)
-    names = sorted(entry.name for entry in folder.iterdir())
-    found = f"found {names[:12]}{' ...' if len(names) > 12 else ''}" if names else "the folder is empty"
-    if "adapter_config.json" in names:
-        raise KVLensError(
-            f"from_pretrained: {folder} holds an adapter, not a full model ({found}). Merge it into its base "
-            "(merge_and_unload), save that, and pass that folder."
-        )
-    if "config.json" not in names:
-        raise KVLensError(f"from_pretrained: no config.json in {folder}: expected {expected}; {found}")
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise KVLensError(f"from_pretrained: no weights in {folder}: expected {expected}; {found}")
-    for index in folder.glob(f"*{INDEX_SUFFIX}"):
-        indexed_files(index)
 
 
 @contextlib.contextmanager
@@ -61,8 +29,16 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+def load_folder(
+    folder: Path, n_stored: int, dtype: torch.dtype, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
     """Load the causal language model in ``folder`` and make sure that every one of its weights came from there.
+
+    Args:
+        folder: one that ``check_checkpoint`` let pass.
+        n_stored: what it returned.
+        dtype: of the weights.
+        kwargs: for Transformers' ``from_pretrained``.
 
     Returns:
         The model, and the shift coefficients that the checkpoint holds in addition to its weights: transformers drops them.
@@ -83,10 +59,18 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
             "be converted. Load it dequantized with transformers and pass it as hf_model=."
         )
     try:
+        check_size("from_pretrained: ", str(folder), hf_config, n_stored)
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=hf_config, dtype=dtype, output_loading_info=True, **kwargs
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # check_loaded says which
+                **kwargs,
             )
+    except KVLensError:
+        raise
     except Exception as error:
         raise KVLensError(
             f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
@@ -96,9 +80,32 @@ def load_folder(folder: Path, dtype: torch.dtype, kwargs: dict[str, Any]) -> tup
     check_loaded(report, "from_pretrained: ", str(folder), saved_as, is_shift_coefficient)
     if hf_model.config.tie_word_embeddings:
         check_tied(hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight, str(folder))
+    for weight in hf_model.parameters():
+        # pages of a file are given back all together, when the last weight is gone; a weight's own memory with the weight
+        weight.data = weight.data.clone()
     if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
         return hf_model, {}
     return hf_model, read_tensors(folder, is_shift_coefficient)
+
+
+def check_size(door: str, source: str, config: Any, n_stored: int) -> None:
+    """Raise KVLensError where a configuration describes far more weights than are stored: Transformers makes room for them.
+
+    Args:
+        door: what an error starts with.
+        source: where the weights are.
+        config: Transformers' configuration, of no more layers than there are (``check_counts``).
+        n_stored: how many numbers the weights are; a tied unembedding may be described and not stored.
+    """
+    with torch.device("meta"):
+        # eager: the configuration may name a kernel of the hub, which Transformers would fetch and run
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    described = sum(weight.numel() for weight in model.parameters())
+    if described > 2 * n_stored:
+        raise KVLensError(
+            f"{door}the configuration describes {described:,} weights, and {source} holds {n_stored:,} numbers: they have "
+            "other shapes; put config.json right"
+        )
 
 
 def check_loaded(
@@ -119,7 +126,7 @@ def check_loaded(
             f"{door}{len(other_shapes)} weights in {source} have other shapes than its configuration says: {other_shapes[:5]}; "
             "put config.json right"
         )
-    unknown = sorted(name for name in report["unexpected_keys"] if not known(name) and not _BUFFER.search(name))
+    unknown = sorted(name for name in report["unexpected_keys"] if not known(name) and not BUFFER.search(name))
     if unknown:
         raise KVLensError(
             f"{door}the weights in {source} hold {len(unknown)} tensors that its configuration has no place for: "

@@ -25,6 +25,7 @@ from kvlens.base.loading import official_names
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, brief
+from kvlens.files import read_json
 from kvlens.pretrained.architectures import architecture_of, check_readable
 from kvlens.pretrained.baichuan import (
     baichuan_m1_config,
@@ -33,9 +34,9 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1,
     is_baichuan_m1_weight,
 )
-from kvlens.pretrained.checkpoint_files import read_json_config, read_tensors
+from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions, read_tensors
 from kvlens.pretrained.code import refuse_to_run_code
-from kvlens.pretrained.folder import check_folder_files, check_tied, load_folder
+from kvlens.pretrained.folder import check_tied, load_folder
 from kvlens.pretrained.names import is_local_folder, official_name
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
@@ -133,7 +134,7 @@ def load_pretrained_parts(
         "first_n_layers": first_n_layers,
         "n_ctx": n_ctx,
     }
-    config = _own_config(source)
+    config, n_stored = _own_config(source)
     if is_baichuan_m1(config):
         if verify:
             raise KVLensError(
@@ -141,7 +142,9 @@ def load_pretrained_parts(
             )
         cfg, state_dict, checkpoint, trial = *_convert_baichuan_m1(source, config, from_pretrained_kwargs, options), None
     else:
-        cfg, state_dict, checkpoint, trial = _convert_by_family(source, official, from_pretrained_kwargs, options, verify)
+        cfg, state_dict, checkpoint, trial = _convert_by_family(
+            source, n_stored, official, from_pretrained_kwargs, options, verify
+        )
     cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     shift = import_shift_coefficients(checkpoint)
     shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
@@ -150,16 +153,18 @@ def load_pretrained_parts(
     return PretrainedParts(cfg, state_dict, tokenizer, shift, {} if slopes is None else {"alibi_slopes": slopes}, trial)
 
 
-def _own_config(source: Path | PreTrainedModel) -> dict[str, Any]:
-    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, as a dict."""
+def _own_config(source: Path | PreTrainedModel) -> tuple[dict[str, Any], int]:
+    """The Hugging Face configuration of a folder (made sure to hold a checkpoint) or of a loaded model, and its size."""
     if isinstance(source, PreTrainedModel):
-        return source.config.to_dict()
-    check_folder_files(source)
-    return read_json_config(source)
+        check_positions("from_pretrained", source.config.to_dict())
+        return source.config.to_dict(), source.num_parameters()
+    n_stored = check_checkpoint("from_pretrained", source)
+    return read_json("from_pretrained", source / "config.json"), n_stored
 
 
 def _convert_by_family(
     source: Path | PreTrainedModel,
+    n_stored: int,
     official: str | None,
     kwargs: dict[str, Any],
     options: dict[str, Any],
@@ -169,7 +174,7 @@ def _convert_by_family(
     if isinstance(source, PreTrainedModel):
         hf_model, checkpoint = source, source.state_dict()
     else:
-        hf_model, checkpoint = load_folder(source, options["dtype"], kwargs)
+        hf_model, checkpoint = load_folder(source, n_stored, options["dtype"], kwargs)
     architecture = architecture_of(hf_model)
     check_readable(hf_model)
     cfg = translate_config(hf_model.config, architecture, official, **options)
@@ -179,7 +184,11 @@ def _convert_by_family(
         raise KVLensError(f"from_pretrained: verify=True: {why_not}; leave verify out")
     if verify or (verify is None and not why_not and _is_small(hf_model)):
         trial = run_trial(hf_model, cfg.n_ctx, cfg.dtype)
-    return cfg, convert_weights(hf_model, cfg), checkpoint, trial
+    weights = convert_weights(hf_model, cfg)
+    if hf_model is not source:
+        for weight in hf_model.parameters():  # of nobody but these weights, which are freed as they are taken
+            weight.data = weight.new_empty(0)
+    return cfg, weights, checkpoint, trial
 
 
 def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tensor], hf_model: PreTrainedModel) -> str | None:

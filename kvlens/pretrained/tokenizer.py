@@ -31,7 +31,7 @@ def find_tokenizer(
     if tokenizer is None:
         return None
     cfg.tokenizer_name = name or cfg.model_name
-    return _with_bos(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
+    return with_bos_in_front(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
 
 
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -75,7 +75,7 @@ def _cached_tokenizer(official: str, d_vocab: int) -> PreTrainedTokenizerBase | 
     return tokenizer if tokenizer.vocab_size <= d_vocab else None
 
 
-def _with_bos(tokenizer: PreTrainedTokenizerBase, name: str, architecture: str | None) -> PreTrainedTokenizerBase:
+def with_bos_in_front(tokenizer: PreTrainedTokenizerBase, name: str, architecture: str | None) -> PreTrainedTokenizerBase:
     """Return a copy that prepends BOS, in the form that ``HookedTransformer.set_tokenizer`` takes as it is.
 
     ``set_tokenizer`` loads the tokenizer again by name, with ``add_bos_token=True``, unless it already says that. A

@@ -60,7 +60,8 @@ def build_page(report: Report) -> Page:
     ranked, column = ranked_heads(report)
     page.section("Heads", _about_heads(report))
     page.add(_head_table(report, ranked, column))
-    page.add(head_heatmap(ranked, column, details=report.heads, title="map of heads"))
+    pale = {ON_ANSWER["p_exchanged"], ON_ANSWER["p_lost"]} - {column}  # what remains, or next to nothing
+    page.add(head_heatmap(ranked.drop(columns=pale, errors="ignore"), column, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
     page.section(
@@ -127,11 +128,12 @@ def _about_heads(report: Report) -> str:
         return ablation
     by = report.summary["answer"]["by"]
     texts = " and ".join(repr(_short(found.units["unit_text"][unit].strip())) for unit in found.cause)
-    own, alone = ON_ANSWER["p_exchanged"], ON_ANSWER["p_alone"]
+    own, alone, lost = (ON_ANSWER[name].capitalize() for name in ("p_exchanged", "p_alone", "p_lost"))
     return (
-        f"{own[0].upper()}{own[1:]}: the probability of {found.answer!r} when only this head reads the prompt without the "
-        f"{by}{'s' if found.cause[1:] else ''} {texts}, and everything else reads all of it. {alone[0].upper()}{alone[1:]}: "
-        f"its probability when only this head reads the whole prompt. In a set: breaking or keeping. –: not run. {ablation}"
+        f"{own}: the probability of {found.answer!r} when only this head reads the prompt without the "
+        f"{by}{'s' if found.cause[1:] else ''} {texts}, and everything else reads all of it. {lost}: what is then gone of "
+        f"{percent(found.p_answer[0])}, for a head of a breaking set when all of that set do. {alone}: its probability when "
+        f"only this head reads the whole prompt. In a set: breaking or keeping. –: not run. {ablation}"
     )
 
 
@@ -147,7 +149,7 @@ def _not_explained(summary: dict[str, Any]) -> str:
 
 def _head_table(report: Report, ranked: pd.DataFrame, by: str) -> Piece:
     """The heads, and the shift states and convolutions of the sets."""
-    names = [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()]
+    names, sets_first = [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()], ""
     if report.explained is not None and report.explained.cause:
         parts = parts_on_answer(report.explained)
         others = parts[(parts["part"] != HEAD_PART) & (parts[ON_ANSWER["sets"]] != "")]
@@ -155,6 +157,7 @@ def _head_table(report: Report, ranked: pd.DataFrame, by: str) -> Piece:
         ranked = pd.concat([ranked, others[[*ON_ANSWER.values()]]])
         order = ranked[ON_ANSWER["sets"]].str[:1].map({"b": 0, "k": 1}).fillna(2).to_numpy().argsort(kind="stable")
         ranked, names = ranked.iloc[order], [names[place] for place in order]
+        sets_first = "those of a breaking set, those of a keeping set, the others; each "
     columns = [name for name in (*ON_ANSWER.values(), ABLATION, MEASURES["bias_share"]) if name in ranked.columns]
     shown = pd.DataFrame({"head": names})
     for name in columns:
@@ -163,7 +166,7 @@ def _head_table(report: Report, ranked: pd.DataFrame, by: str) -> Piece:
             continue
         in_percent = name in (MEASURES["bias_share"], *ON_ANSWER.values())
         shown[name] = [percent(x).replace(" ", "\u00a0") if in_percent else _small(x) for x in ranked[name]]
-    return error_table(shown, title=f"heads, in descending order of: {by}", max_rows=TOP_HEADS)
+    return error_table(shown, title=f"heads: {sets_first}in descending order of: {by}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:

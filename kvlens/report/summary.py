@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlens.analyses.attribution.explain import Explained
 from kvlens.kv_bias import BiasFit, KVBias
-from kvlens.model import KVModel
+from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.report.explanation import in_a_paragraph
 from kvlens.texts import stripped, token_texts
 
@@ -111,6 +111,12 @@ def heads_in_words(model: dict[str, Any]) -> str:
     return " or ".join(map(str, sorted(set(n)))) if isinstance(n, list) else str(n)
 
 
+def n_parameters(model: Any) -> int:
+    """The model's parameters; an unembedding that is the embedding in its checkpoint counts once, though we hold it twice."""
+    twice = isinstance(model, HookedKVTransformer) and model.cfg.tie_word_embeddings
+    return sum(p.numel() for p in model.parameters()) - (model.W_U.numel() if twice else 0)
+
+
 def model_facts(model: Any, name: str | None) -> dict[str, Any]:
     """The model's name, size, dtype, device and fingerprint."""
     return {
@@ -118,7 +124,7 @@ def model_facts(model: Any, name: str | None) -> dict[str, Any]:
         "n_layers": model.cfg.n_layers,
         "n_heads": getattr(model.cfg, "n_heads_by_layer", None) or model.cfg.n_heads,
         "d_head": getattr(model.cfg, "d_head_by_layer", None) or model.cfg.d_head,
-        "n_parameters": sum(p.numel() for p in model.parameters()),
+        "n_parameters": n_parameters(model),
         "dtype": str(model.cfg.dtype).removeprefix("torch."),
         "device": str(model.cfg.device),
         "fingerprint": model.fingerprint().to_json(),

@@ -153,7 +153,7 @@ def _print_heads(console: Console, report: Report) -> None:
     table = _table(
         (
             "head",
-            *(["answer"] if on_answer else []),
+            *(["answer lost"] if on_answer else []),
             "KL without",
             "loss change",
             "share of output",

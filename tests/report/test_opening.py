@@ -24,7 +24,7 @@ from kvlens.report.example import example_for
 from kvlens.report.explanation import continuation_in_a_sentence, in_a_paragraph, paragraphs
 from kvlens.report.opening import exactness, opening, word_begun
 from kvlens.report.page import build_page
-from kvlens.report.ranking import ABLATION, parts_on_answer, ranked_heads
+from kvlens.report.ranking import ABLATION, ON_ANSWER, parts_on_answer, ranked_heads
 from kvlens.viz._text import html_text, percent
 
 
@@ -76,10 +76,10 @@ def test_there_is_one_ranking_of_heads_and_it_is_that_of_the_sentence(report):
     """Heads of breaking sets first; the columns are the two that the sentences speak of."""
     ranked, column = ranked_heads(report)
     heads = report.explained.heads.query("part == 'head'").set_index(["layer", "head"])
-    assert len(ranked) == len(heads) == 8 and column == "answer, only this exchanged"
+    assert len(ranked) == len(heads) == 8 and column == ON_ANSWER["p_lost"]
     for row in ranked.to_dict("records"):
         measured = heads.loc[row["layer"], row["head"]]
-        shown = [row[column], row["answer, all but this exchanged"]]
+        shown = [row["answer, only this exchanged"], row["answer, all but this exchanged"]]
         assert shown == pytest.approx([measured["p_exchanged"], measured["p_alone"]], nan_ok=True)
         assert ("breaking" in row["in a set"]) == measured["breaking"] and ("keeping" in row["in a set"]) == measured["keeping"]
     named = ["breaking" in kinds for kinds in ranked["in a set"]]
@@ -99,8 +99,12 @@ def test_heads_are_ranked_by_their_sets_and_then_by_what_is_left_of_the_answer()
         "keeping": [0, 0, 1, 1, 0, 0, 0],
         "p_exchanged": [0.9, 0.4, 0.2, 0.6, 0.3, nan, 0.8],
     }
-    heads = pd.DataFrame(found).astype({"breaking": bool, "keeping": bool})
-    assert parts_on_answer(SimpleNamespace(heads=heads)).index.tolist() == [3, 4, 1, 2, 6, 0, 5]
+    heads = pd.DataFrame(found).astype({"breaking": bool, "keeping": bool}).assign(code=list("abcdefg"))
+    run = {"about": "heads", "role": "breaking", "p_before": 0.9}
+    statements = pd.DataFrame([{**run, "parts": "e", "p_after": 0.3}, {**run, "parts": "b+d", "p_after": 0.35}])
+    parts = parts_on_answer(SimpleNamespace(heads=heads, p_answer=(0.9, 0.1, 0.1), statements=statements))
+    assert parts.index.tolist() == [3, 4, 1, 2, 6, 0, 5]
+    assert parts[ON_ANSWER["p_lost"]].tolist() == pytest.approx([0.55, 0.6, 0.55, 0.7, 0.1, 0.0, nan], nan_ok=True)
 
 
 def in_terminal(report) -> str:

@@ -95,7 +95,7 @@ def test_the_report_draws_and_asks_the_network_for_nothing(report, page, tmp_pat
         assert words in text
     assert seen.dom.count("<canvas") == 6 + 1 + 1  # circuitsvis' small ones and the enlarged one, and the chosen head's
     ranked, column = ranked_heads(report)
-    strongest = ranked.loc[ranked[column].abs().idxmax()]
+    strongest = ranked.loc[ranked[column].idxmax()]
     assert f'data-selected="{int(strongest["layer"])}.{int(strongest["head"])}"' in seen.dom
     assert f"Layer {int(strongest['layer'])}, head {int(strongest['head'])}" in text
 

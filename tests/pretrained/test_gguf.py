@@ -1,0 +1,171 @@
+"""GGUF files: the model that Transformers reads of them, and files that are damaged, hostile or of another kind."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_hf import tiny_hf_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load, loading
+from kvlens.cli import main
+from kvlens.pretrained import gguf as reader
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf: pip install 'kvlens[gguf]'")
+
+pytestmark = pytest.mark.usefixtures("no_network", "without_gradients")
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+}
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+
+def write(path: Path, architecture="llama", further=None, **changes) -> Path:
+    """A tiny Llama as llama.cpp's converter names its parts."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_hf_model("llama", vocab_size=len(tokenizer))
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    numbers = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+    }
+    for name, number in {**numbers, **changes}.items():
+        writer.add_uint32(f"{architecture}.{name}", number)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    writer.add_token_types([3, *[1] * (len(tokenizer) - 1)])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    for name, weight in {**model.state_dict(), **(further or {})}.items():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("front_end", [HookedKVTransformer, KVTransformerBridge])
+def test_the_model_of_a_file_is_transformers_own(front_end, file, monkeypatch):
+    if front_end is KVTransformerBridge:  # as for a family that only the bridge runs
+        monkeypatch.setattr(loading, "SUPPORTED_ARCHITECTURES", ())
+    model = load(str(file))
+    plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float64)
+    tokens = model.to_tokens("the cat sat on the mat")
+    found = model(tokens).log_softmax(-1).double()
+    expected = plain(tokens).logits.log_softmax(-1)
+    # weights of 32 bits, three layers of sums of at most 37 terms
+    assert isinstance(model, front_end)
+    assert float((found - expected).norm() / expected.norm()) < 100 * torch.finfo(torch.float32).eps
+    assert model.tokenizer.chat_template == TEMPLATE
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert model.tokenizer("the dog sat", add_special_tokens=False)["input_ids"] == theirs("the dog sat")["input_ids"]
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_the_place(file, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("{")  # Transformers gets the file alone
+    (elsewhere / "adapter_config.json").write_text("{")
+    shutil.copy(file, elsewhere / "renamed.gguf")
+    assert load(file).fingerprint() == load(elsewhere / "renamed.gguf").fingerprint()
+
+
+def test_bfloat16(file):
+    assert {weight.dtype for weight in load(file, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_the_command_line_takes_a_file(file, capsys):
+    assert main(["explain", "--model", str(file), "--prompt", "the cat sat on the mat.", "--text", " the dog"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_numbers_that_transformers_leaves_out_are_told(tmp_path):
+    path = write(tmp_path / "m.gguf", further={"rope_freqs.weight": torch.ones(2)})
+    with pytest.warns(UserWarning, match=r"its reader leaves some out \(rope_freqs.weight"):
+        load(path)
+
+
+def test_without_the_package_the_extra_is_named(file, monkeypatch):
+    monkeypatch.setattr(reader, "is_gguf_available", lambda: False)
+    with pytest.raises(KVLensError, match=r"is a GGUF file, .* the package gguf: pip install 'kvlens\[gguf\]'"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(architecture="rwkv6"), "cannot read the GGUF file .* of the architecture 'rwkv6' .*; it reads llama, "),
+        (dict(block_count=10**8), "num_hidden_layers of the configuration is 100000000, and the weights in .* have 3 layers"),
+        (dict(block_count=4), "have 3 layers"),
+        (dict(embedding_length=24 * 10**6), "the configuration describes .* weights, and .* other shapes"),
+        (dict(context_length=0), "max_position_embeddings of the configuration is 0"),
+        (dict(feed_forward_length=38), r"9 weights in .* other shapes .*down_proj.weight \[24, 37\] for \[24, 38\]"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(changes, says, tmp_path):
+    path = write(tmp_path / "m.gguf", **changes)
+    with pytest.raises(KVLensError, match=says):
+        load(path)
+
+
+def test_a_damaged_file_is_refused(file, tmp_path):
+    whole = file.read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    for length in (0, 3, 4, 23, 24, 100, len(whole) // 4, len(whole) // 2, len(whole) - 1000):
+        damaged.write_bytes(whole[:length])
+        with pytest.raises(KVLensError):
+            load(damaged)
+    for at in (8, 16, 24, whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8):
+        # a length that Transformers' reader would follow
+        damaged.write_bytes(whole[:at] + struct.pack("<Q", 2**60) + whole[at + 8 :])
+        with pytest.raises(KVLensError, match=r"damaged or no GGUF file \(a length of 1152921504606846976 in a file"):
+            load(damaged)
+    damaged.write_bytes(whole[:4] + struct.pack(">I", 3) + whole[8:])
+    with pytest.raises(KVLensError, match="version 50331648 of the format, expected 2 or 3, little-endian"):
+        load(damaged)
+
+
+def test_not_a_number_is_named(tmp_path):
+    path = write(tmp_path / "m.gguf", further={"model.norm.weight": torch.full((24,), torch.nan)})
+    with pytest.raises(KVLensError, match=r"hold NaN or infinity: \['model.norm.weight'\]"):
+        load(path)

