@@ -49,7 +49,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import Chat, KVLensError, KVModel
 from kvlens.checks import checked, ensure, one_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -155,13 +155,13 @@ class Record:
 
     Attributes:
         id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
-        prompt: the prompt that is converted or analyzed.
+        prompt: the prompt that is converted or analyzed; a chat, where the line has ``messages`` in its place.
         text: the text after the prompt, for analyses that need one; None if the input has none.
         fields: the other fields of its line, by name: ``answer``, ``rival``, ``corrupted`` ...
     """
 
     id: str
-    prompt: str
+    prompt: str | Chat
     text: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -218,6 +218,8 @@ def read_tokens(model: KVModel, what: str, value: Any, *, prepend_bos: bool) -> 
     Raises:
         KVLensError: neither text nor token ids, or text for a model without a tokenizer; the message names ``what``.
     """
+    if isinstance(value, Chat):
+        return value.tokens(model)
     if isinstance(value, str) and model.tokenizer is not None:
         return model.to_tokens(value, prepend_bos=prepend_bos, truncate=False)[0]
     numbers = value.split() if isinstance(value, str) else value
@@ -233,6 +235,8 @@ def read_tokens(model: KVModel, what: str, value: Any, *, prepend_bos: bool) -> 
 
 PROMPT = tokens_field("prompt", prepend_bos=True)
 """The prompt's tokens [pos], with BOS if the model uses one."""
+PROMPT_OR_CHAT = Field("prompt", lambda model, value: value if isinstance(value, Chat) else PROMPT.read(model, value))
+"""The same, but a chat as it is, for analyses that cut it into units."""
 TEXT = tokens_field("text", prepend_bos=False)
 """The text's tokens [pos], without BOS, since it follows the prompt."""
 ANSWER = Field("answer", required=False)

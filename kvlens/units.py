@@ -46,7 +46,7 @@ _LAST_WORD = re.compile(r"[\w.'\u2019-]*$")
 _FIRST_WORD = re.compile(r"[\"'(\[\u201c\u2018\u00ab*_]*([\w'\u2019]*)")
 _LETTERS = re.compile(r"[A-Za-z](\.[A-Za-z])*")
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
-_COMMENT = re.compile(r"\s+(#|//).*$")
+_COMMENT = re.compile(r"(^|\s)\s*(#\s|//).*$")
 LONGEST_WORD = 40
 NAMED = 40
 """Characters of a given string that name it."""
@@ -258,10 +258,17 @@ def _only_place(layout: Layout, string: str) -> Span:
         return start, start + len(string)
     if n:
         raise KVLensError(f"by: {brief(string)} occurs {n} times in the prompt; give more of the text around it")
-    sentences = [text[start:stop].strip() for text in everywhere for start, stop in parts_of(text, "sentence")]
-    near = nearest_name(string, sentences, likeness=0.3)
+    near = nearest_name(string, _as_many_words(everywhere, len(string.split())), likeness=0.3)
     hint = "" if near is None else f"; the nearest is {brief(near)}"
     raise KVLensError(f"by: {brief(string)} does not occur in the prompt{hint}; give strings as they stand there")
+
+
+def _as_many_words(texts: Sequence[str], n: int) -> Iterable[str]:
+    """Every passage of n words, or of all where there are fewer."""
+    for text in texts:
+        words = [word.span() for word in re.finditer(r"\S+", text)]
+        for first, last in zip(words, [*words[max(n, 1) - 1 :]] or words[-1:], strict=False):
+            yield text[first[0] : last[1]]
 
 
 def parts_of(text: str, by: str) -> list[Span]:
@@ -333,18 +340,19 @@ def _is_end(text: str, end: re.Match[str], in_lowercase: bool) -> bool:
 
 def _statements(text: str) -> Iterable[int]:
     """Where lines begin that do not go on with the one before: closing brackets do, what stands behind a backslash, and what is
-    indented deeper, unless it is the block behind a colon or brace."""
-    depth, before = 0, ""
+    indented deeper, unless it is the block behind a colon or brace. A line of comment belongs to what follows."""
+    depth, before, comment = 0, "", None
     for line in re.finditer("[^\n]*(\n|$)", text):
         code = _COMMENT.sub("", line[0].expandtabs(4).rstrip())
         indent = len(code) - len(code.lstrip())
         if not code.strip():
+            comment = line.start() if comment is None and line[0].strip() else comment
             continue
         deeper = bool(before) and indent > depth and not before.endswith((":", "{", "=>", "->"))
         if not (code[indent] in ")]}" or before.endswith("\\") or deeper):
             depth = indent
-            yield line.start()
-        before = code
+            yield line.start() if comment is None else comment
+        before, comment = code, None
 
 
 CUTS: dict[str, Callable[[str], Iterable[int]]] = {

@@ -19,6 +19,7 @@ os.environ.setdefault("HF_ASSETS_CACHE", str(Path(tempfile.gettempdir()) / "kvle
 import jaxtyping
 import pytest
 import torch
+from precision import float64
 from tqdm import tqdm
 
 torch.set_num_threads(1)
@@ -61,6 +62,13 @@ def outside_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no outside data here: set KVLENS_TEST_DATA to a folder that holds stories260K.bin and its tokenizer")
     return folder
+
+
+@pytest.fixture
+def in_float64():
+    """What names float32, as Transformers' modules and the processing of weights do, is float64 in this test."""
+    with float64():
+        yield
 
 
 @pytest.fixture

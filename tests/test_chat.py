@@ -1,15 +1,21 @@
 """A chat is the prompt that the tokenizer's template writes, and its messages are told from the template's marks."""
 
+import argparse
 import itertools
+import json
 
+import pandas as pd
 import pytest
 import torch
 from chat_templates import CHATML, GEMMA_3, MISTRAL, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_tokenizer, reader
+from tiny_hf import tiny_hf_model
 from tiny_text_model import tiny_text_model, tiny_tokenizer
 
-from kvlens import Chat, KVLensError, convert_prompt, counterfactuals
-from kvlens.analyses import attribution_by_head, prompt_attribution, prompt_effect
+from kvlens import Chat, KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
+from kvlens.analyses import Record, attribution_by_head, prompt_attribution, prompt_effect
 from kvlens.chat import has_chat_template, prompt_tokens, prompt_units
+from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, given_prompt_and_text
+from kvlens.report.build import build_report
 from kvlens.units import always_there
 
 BOS = tiny_tokenizer().bos_token
@@ -176,6 +182,54 @@ def test_a_chat_is_taken_wherever_a_prompt_is(attention):
     assert prompt_effect(model, chat.messages, "The widget").equals(prompt_effect(model, tokens, "The widget"))
 
 
+def test_a_chat_in_a_batch_is_cut_as_it_is_alone():
+    model = chat_model(dtype=torch.float64)
+    chat = Chat.ask("Return the widget?", ["The widget is purple."], system="Be kind. Be brief.")
+    record = Record("a", Chat(chat.messages), "The", {"answer": 5})
+    frame = prompt_attribution.analysis.run(model, record, n_null=0)
+    pd.testing.assert_frame_equal(frame, prompt_attribution(model, chat.messages, "The", answer=5))
+    assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief."]
+    effect = prompt_effect.analysis.run(model, record)
+    pd.testing.assert_frame_equal(effect, prompt_effect(model, chat, "The"))
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_a_report_of_a_chat(attention):
+    model = chat_model(attention=attention)
+    chat = Chat.ask("Return the widget?", {"a.txt": "The widget is purple. The gadget is green."})
+    report = build_report(model, chat, "The", new_tokens=2)
+    assert report.summary["prompt"] == {"text": chat.text(model), "n_tokens": len(chat.tokens(model))}
+    assert report.explained.units["unit_text"].str.strip().tolist() == ["The widget is purple.", "The gadget is green."]
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    add_texts_and_model(parser, "text")
+    add_question(parser)
+    return parser.parse_args(words)
+
+
+def test_chats_on_the_command_line(tmp_path):
+    (tmp_path / "a.txt").write_text("One. Two.\n")
+    (tmp_path / "chat.json").write_text(json.dumps(MESSAGES))
+    document, messages = str(tmp_path / "a.txt"), str(tmp_path / "chat.json")
+    asked = given_chat(arguments("--question", "Why?", "--document", document, "--system", "Be kind."))
+    assert asked == Chat.ask("Why?", {"a.txt": "One. Two."}, "Be kind.")
+    assert given_chat(arguments("--messages", messages)) == Chat(MESSAGES) and given_chat(arguments()) is None
+    assert given_prompt_and_text(arguments("--messages", messages, "--text", "a")) == (Chat(MESSAGES), "a")
+    for words, says in {
+        ("--messages", messages, "--question", "a"): "--messages and --question are both given",
+        ("--question", "a", "--prompt", "b"): "--question and --prompt are both given",
+        ("--document", document): "--document belongs to --question",
+        ("--question", "a", "--document", document, "--document", document): "two documents are called a.txt",
+        ("--question", "a", "--document", "nowhere"): "--document: cannot read nowhere",
+        ("--messages", document): "--messages: .*a.txt is not JSON",
+        ("--question", " "): "question: expected a string that is not empty",
+    }.items():
+        with pytest.raises(KVLensError, match=says):
+            given_chat(arguments(*words))
+
+
 def test_units_of_a_chat_are_those_of_an_attribution():
     """The baseline keeps marks and question: with the one document gone, nothing else is."""
     model = chat_model(dtype=torch.float64)
@@ -187,7 +241,7 @@ def test_units_of_a_chat_are_those_of_an_attribution():
     by_sentence = prompt_attribution(model, chat, "The", answer=5)
     assert by_sentence["unit_text"].str.strip().tolist() == ["The widget is purple.", "The gadget is green."]
     whole = attribution_by_head(model, chat, "The", by="document", answer=5)
-    assert whole["whole"].nunique() == 1 and set(whole["start"]) == {unit.start}
+    assert len(set(whole["whole"])) == 1 and set(whole["start"]) == {unit.start}
 
 
 def test_bos_stands_in_front_once():
@@ -202,3 +256,12 @@ def test_bos_stands_in_front_once():
     chat = Chat(MESSAGES)
     assert model.to_tokens(chat.text(model))[0].equal(chat.tokens(model))
     assert prompt_tokens(model, chat.text(model)).equal(chat.tokens(model))
+
+
+def test_bos_stands_in_front_once_on_the_bridge():
+    tokenizer = chat_tokenizer(CHATML, "<|im_start|>")
+    bridge = KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    chat = Chat(MESSAGES[1:2])
+    assert bridge.to_tokens(chat.text(bridge))[0].equal(chat.tokens(bridge))
+    assert bridge.to_tokens(["<|im_start|>The", "The"]).tolist() == bridge.to_tokens(["The", "The"]).tolist()
+    assert bridge.to_tokens("<|im_start|>The", prepend_bos=False).equal(bridge.to_tokens("The"))

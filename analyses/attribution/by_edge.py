@@ -36,7 +36,7 @@ from kvlens.checks import Within, checked
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import heads_per_layer
 
-from ..declaration import Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..front_ends import on_its_front_ends
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
@@ -228,6 +228,7 @@ def _instead(new: Tensor, old: Tensor, hook: Any) -> Tensor:
 @analysis(
     COLUMNS,
     "between heads: which earlier heads' outputs change the queries, keys and values of later ones, path-patched",
+    inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,
         "through_mlps": Option("whether MLPs between sender and receiver are recomputed"),

@@ -23,7 +23,7 @@ from kvlens.texts import joined
 from ..bias.interventions import Interventions, intervened
 from ..bias.one_space import with_references
 from ..bias.parts import HEAD, exchangeable, indicators
-from ..declaration import Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Read, Rival
@@ -49,6 +49,7 @@ WHOLE_PROMPT = -1
 @analysis(
     COLUMNS,
     "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
+    inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,
         "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),

@@ -22,7 +22,7 @@ from kvlens.texts import token_texts
 
 from ..bias.one_space import in_one_space
 from ..bias.parts import RECURRENT, has_shift_state, tensors_of, with_tensors
-from ..declaration import Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
@@ -48,6 +48,7 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "where in the prompt a sentence's content is read: single positions' keys and values swapped",
+    inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,
         "each_layer": Option("also a row for every layer"),

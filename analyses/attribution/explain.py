@@ -20,7 +20,7 @@ from kvlens.checks import checked
 from kvlens.texts import token_texts
 
 from ..bias.parts import HEAD
-from ..declaration import Columns, analysis
+from ..declaration import PROMPT_OR_CHAT, Columns, analysis
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Positions, Question, Read, Rival
 from .by_head import HeadExchange
@@ -420,6 +420,7 @@ class _Explaining:
 @analysis(
     STATEMENTS,
     "which sets of sentences, heads and positions lose or keep the answer: interventions that were made",
+    inputs={"prompt": PROMPT_OR_CHAT},
     options={"by": BY},
 )
 @checked

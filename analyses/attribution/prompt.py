@@ -11,7 +11,7 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.checks import checked
 
-from ..declaration import Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
@@ -145,6 +145,7 @@ def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor,
     COLUMNS,
     "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
     of=prompt_attribution,
+    inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,
         "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvlens import KVLensError
+from kvlens import Chat, KVLensError
 from kvlens.errors import nearest_name
 
 from ..declaration import Record
@@ -53,12 +53,13 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
 
     Args:
         path: a folder (the content of every file in it, at any depth, is one prompt; hidden files are skipped), a ``.jsonl``
-            or ``.ndjson`` file (one object per line: ``prompt``, and optionally ``text``, ``id``, and fields of the analysis),
-            or any other file (one prompt per line).
+            or ``.ndjson`` file (one object per line: ``prompt``, or the ``messages`` of a chat, and optionally ``text``,
+            ``id``, and fields of the analysis), a ``.json`` file (the messages of one chat), or any other file (one prompt per
+            line).
         text: the text for records without one.
 
     Raises:
-        KVLensError: there is no such file, it cannot be read, or it is one JSON document.
+        KVLensError: there is no such file, it cannot be read, or it is one JSON document of anything but messages.
     """
     path = check_prompts(path)
     try:
@@ -93,7 +94,8 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
                                   "must differ")  # fmt: skip
             seen[entry.id] = number
             _check_spelling(entry, fields, f"{path}, {'file' if path.is_dir() else 'line'} {number}")
-            parts = (entry.id, entry.prompt, entry.text, entry.fields)
+            prompt = entry.prompt if isinstance(entry.prompt, str) else entry.prompt.messages
+            parts = (entry.id, prompt, entry.text, entry.fields)
         hasher.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
     if not seen:
         first = f": {bad[0].where}: {bad[0].problem}" if bad else "; it is empty"
@@ -133,7 +135,8 @@ def _folder(folder: Path) -> Iterator[Record | BadLine]:
 
 def _lines(path: Path) -> Iterator[Record | BadLine]:
     if path.suffix == ".json":
-        raise KVLensError(f"prompts: {path} is one JSON document; write an object per line and call it .jsonl")
+        yield _one_chat(path)
+        return
     is_jsonl = path.suffix in JSONL
     with open(path, "rb") as file:  # a line ends only at a newline byte, not at other Unicode separators
         for number, raw in enumerate(file, start=1):
@@ -149,6 +152,19 @@ def _lines(path: Path) -> Iterator[Record | BadLine]:
                 yield Record(where, line.removesuffix("\n").removesuffix("\r"))
 
 
+def _one_chat(path: Path) -> Record:
+    """A JSON document is a list of messages: one prompt."""
+    try:
+        messages = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise KVLensError(f"prompts: {path} is not JSON ({error})") from error
+    if not isinstance(messages, list):
+        raise KVLensError(
+            f"prompts: {path} is one JSON document, and no list of messages; write an object per line and call it .jsonl"
+        )
+    return Record(path.name, Chat(messages))
+
+
 def _from_json(where: str, line: str) -> Record | BadLine:
     try:
         values = json.loads(line)
@@ -157,7 +173,14 @@ def _from_json(where: str, line: str) -> Record | BadLine:
     if not isinstance(values, dict):
         return BadLine(where, f"expected an object with a prompt, got {type(values).__name__}")
     prompt, text, given = values.pop("prompt", None), values.pop("text", None), values.pop("id", where)
-    if not isinstance(prompt, str) or not prompt:
+    if "messages" in values:
+        if prompt is not None:
+            return BadLine(where, '"prompt" and "messages" are both given, and each is a whole prompt')
+        try:
+            prompt = Chat(values.pop("messages"))
+        except KVLensError as error:
+            return BadLine(where, str(error))
+    elif not isinstance(prompt, str) or not prompt:
         return BadLine(where, '"prompt" is missing, empty, or not a string')
     if text is not None and (not isinstance(text, str) or not text):
         return BadLine(where, '"text" is empty or not a string')

@@ -14,7 +14,8 @@ from .arguments import check_early
 
 BAD_INPUT = 2
 EPILOG = """\
-PROMPTS is a JSONL file (one object per line: "prompt", and optionally "text", "id" and fields of the analysis), any other \
+PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, and optionally "text", "id" and fields of \
+the analysis), a .json file with the messages of one chat, any other \
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
 order of the prompts; FILE.errors.jsonl lists the lines and prompts without rows, and --retry-failed runs those prompts again. \
 Until the batch is complete, FILE.partial has the results so far: the same command resumes a run that was interrupted or killed.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Seed, Within, ensure
-from kvlens.cli.prompts import add_texts_and_model, model_and_texts
+from kvlens.cli.prompts import MESSAGES_HELP, add_texts_and_model, model_and_texts
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError
 from kvlens.terminal import visible
@@ -38,6 +38,7 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_texts_and_model(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
+    report.add_argument("--messages", metavar="FILE", help=f"in place of a prompt: {MESSAGES_HELP}")
     softmax = report.add_argument_group(
         "options for softmax models",
         "Without them every key of the prompt is kept, which is exact. Models with linear attention are always exact.",

@@ -35,6 +35,7 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
+from kvlens.chat import Chat, as_prompt
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
@@ -63,7 +64,7 @@ MOST_EXPLAINED = 1024
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
 MOST_TOKENS = 128
 """Tokens of a prompt up to which the effect of each is measured too."""
-By = Literal["sentence", "paragraph", "word", "token"]
+By = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
 """Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"
@@ -106,7 +107,7 @@ class Report:
 @checked
 def build_report(
     model: KVModel,
-    prompt: str,
+    prompt: str | Chat | list[dict[str, str]],
     text: str,
     *,
     model_name: str | None = None,
@@ -127,7 +128,7 @@ def build_report(
     Args:
         model: with a tokenizer, of either front end; no bias may be attached to it. What does not run on KVTransformerBridge is
             left out of the page and the tables, and the page says why.
-        prompt: not empty; it gets a BOS by the model's default.
+        prompt: not empty; it gets a BOS by the model's default; or a chat, or its list of messages.
         text: not empty; tokenized separately, without BOS.
         model_name: the model's name in the report; None takes that of the configuration.
         new_tokens: how many tokens to generate in each condition; None generates 40, or as many as ``n_ctx`` has room for.
@@ -153,7 +154,10 @@ def build_report(
     """
     tell = on_progress or (lambda description, done: None)
     _check_model(model)
-    prompt_tokens = _tokens_of(model, "prompt", prompt, model.prepends_bos)
+    given = as_prompt(prompt)
+    is_chat = isinstance(given, Chat)
+    prompt_tokens = given.tokens(model) if is_chat else _tokens_of(model, "prompt", given, model.prepends_bos)
+    cut_from = given if is_chat else prompt_tokens
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
     new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
     if dual:
@@ -162,7 +166,7 @@ def build_report(
     by = by if len(prompt_tokens) <= MOST_EXPLAINED else None
     single_tokens = by not in (None, "token") and len(prompt_tokens) <= MOST_TOKENS
     if on_estimate is not None and by is not None:
-        on_estimate(expected_cost(model, prompt_tokens, text_tokens, by=by, single_tokens=single_tokens))
+        on_estimate(expected_cost(model, cut_from, text_tokens, by=by, single_tokens=single_tokens))
     missing = {name: reason for name in OF_THE_PAGE if (reason := reason_against(name, model)) is not None}
 
     def part(description: str, start: float, end: float) -> Callable[[float], None]:
@@ -198,7 +202,7 @@ def build_report(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "model": model_facts(model, model_name),
-        "prompt": {"text": prompt, "n_tokens": len(prompt_tokens)},
+        "prompt": {"text": given.text(model) if is_chat else given, "n_tokens": len(prompt_tokens)},
         "text": {"text": text, "n_tokens": len(text_tokens)},
         "answer": None,
         "continuation": continuation_figures(model, text_tokens, {name: reading.logits for name, reading in readings.items()}),
@@ -242,14 +246,16 @@ def build_report(
         asked: dict[str, Any] = dict(answer=answer, rival=rival)
         of = dict(prompt=prompt_tokens, text=text_tokens, by=by, **asked)
         with keeping(keep, model, **of):
-            explained = explain(*sequences, by=by, on_progress=lambda _, done: explaining(done), **asked)
+            explained = explain(model, cut_from, text_tokens, by=by, on_progress=lambda _, done: explaining(done), **asked)
             tables |= _answer_tables(explained)
             if explained.cause:
                 tell("switching off units, heads and positions", 0.8)
-                tables["answer_flow"] = answer_flow(*sequences, explained, rival=rival)
+                tables["answer_flow"] = answer_flow(model, cut_from, text_tokens, explained, rival=rival)
             if single_tokens:
                 removing = part("removing single tokens", 0.85, 0.92)
-                tables["answer_tokens"] = prompt_attribution(*sequences, by="token", on_progress=removing, **asked)
+                tables["answer_tokens"] = prompt_attribution(
+                    model, cut_from, text_tokens, by="token", on_progress=removing, **asked
+                )
         summary["answer"] = answer_figures(explained, by)
     linked = None
     if "linked_shares" not in missing:

@@ -1,11 +1,9 @@
-"""Families of the bridge's tests, and how exact their models are: on :mod:`tiny_hf`'s tiny random models."""
-
-import copy
+"""Families of the bridge's tests, on :mod:`tiny_hf`'s tiny random models."""
 
 import torch
+from precision import relative_error
 from tiny_hf import D_VOCAB, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
@@ -57,10 +55,10 @@ PROMPT, TEXT = some_tokens(2, N_PROMPT), some_tokens(2, N_TEXT, seed=1)
 
 
 def error_of_conversion(model: KVTransformerBridge) -> float:
-    """By :func:`largest`, of the logits of TEXT under the converted PROMPT, against one pass over both."""
+    """Of the logits of TEXT under the converted PROMPT, against one pass over both."""
     whole = model(torch.cat([PROMPT, TEXT], dim=1))[:, N_PROMPT:]
     with model.kv_bias(convert_prompt(model, PROMPT)):
-        return largest(model(TEXT).double(), whole.double())
+        return relative_error(model(TEXT), whole)
 
 
 def greedy_error(model: KVTransformerBridge, n: int, n_new: int, fwd_hooks: list, seed: int = 0, **options) -> Tensor:
@@ -73,50 +71,3 @@ def greedy_error(model: KVTransformerBridge, n: int, n_new: int, fwd_hooks: list
     logits = model(torch.cat([prompts, generated], dim=1))[:, N_PROMPT + N_TEXT - 1 : -1]
     behind = logits.amax(dim=-1) - logits.gather(-1, generated[:, N_TEXT:, None])[..., 0]
     return behind / logits.abs().amax(dim=-1)
-
-
-def largest(x: Tensor, y: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
-    assert x.shape == y.shape
-    return float((x - y).abs().max() / y.abs().max()) if y.numel() else 0.0
-
-
-class InFloat64(TorchFunctionMode):
-    """Whatever asks for float32 gets float64: Transformers' norms, softmax and recurrences name float32 in any model."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            return args[0].double()
-        given = [*args, *(kwargs or {}).values()]
-        wide = [torch.float64 if x is torch.float32 else x for x in given]
-        return func(*wide[: len(args)], **dict(zip(kwargs or {}, wide[len(args) :], strict=True)))
-
-
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, with its weights as float64."""
-    model.config._experts_implementation = "eager"  # grouped products have no float64
-    return model.double()
-
-
-@torch.no_grad()
-def exact_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The logits of one pass of Transformers in which everything is float64, as :func:`in_float64` leaves the model."""
-    with InFloat64():
-        return in_float64(model)(tokens).logits
-
-
-@torch.no_grad()
-def rounding_of(model: PreTrainedModel) -> float:
-    """How far apart, by :func:`largest`, rounding alone may bring two float32 computations of the same logits or states.
-
-    Each is off from float64 by about what one pass of Transformers is off, but the largest of a few thousand errors scatters by
-    a factor of 2 from pass to pass: two passes, twice that error each. The model is not yet a bridge's.
-    """
-    tokens = some_tokens(2, 22, seed=2)
-    return 4 * largest(model(tokens).logits.double(), exact_logits(copy.deepcopy(model), tokens))
-
-
-@torch.no_grad()
-def rounding_in_nats(model: PreTrainedModel) -> float:
-    """The same for a log-probability after an intervention minus one before: each moves by at most twice what a logit does."""
-    return 4 * rounding_of(model) * float(model(some_tokens(2, 22, seed=2)).logits.abs().max())

@@ -4,11 +4,21 @@ import functools
 
 import pytest
 import torch
-from bridge_models import rounding_in_nats, rounding_of
+from precision import float64
 from small_models import Shared
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVTransformerBridge
+
+
+@pytest.fixture(scope="module", autouse=True)
+def laws_in_float64(request):
+    """All tests here build and run their models in float64, but those of precision and of what is read from files as it is."""
+    if request.module.__name__.endswith(("test_exactness", "test_verify")):
+        yield
+    else:
+        with float64():
+            yield
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +26,8 @@ def bridge_of():
     """A tiny model of a family; tests leave it as it is."""
     bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(tiny_hf_model(family)))
     yield bridges
-    bridges.assert_untouched()
+    with float64():
+        bridges.assert_untouched()
 
 
 @pytest.fixture(scope="session")
@@ -25,31 +36,21 @@ def both_of(tmp_path_factory):
 
     @functools.cache
     def folder_of(family):
-        tiny_hf_model(family).double().save_pretrained(folder := tmp_path_factory.mktemp(family))
+        tiny_hf_model(family).save_pretrained(folder := tmp_path_factory.mktemp(family))
         return folder
 
     double = dict(dtype=torch.float64, device="cpu")
     hooked = Shared(lambda family: HookedKVTransformer.from_pretrained_no_processing(folder_of(family), **double))
     bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(folder_of(family), **double))
     yield lambda family: (hooked(family), bridges(family))
-    hooked.assert_untouched()
-    bridges.assert_untouched()
+    with float64():
+        hooked.assert_untouched()
+        bridges.assert_untouched()
 
 
 @pytest.fixture(scope="module")
 def model(family, bridge_of):
     return bridge_of(family)
-
-
-@pytest.fixture(scope="module")
-def rounding(family):
-    return rounding_of(tiny_hf_model(family))
-
-
-@pytest.fixture(scope="module")
-def nats(family):
-    """Rounding of a difference of log-probabilities."""
-    return rounding_in_nats(tiny_hf_model(family))
 
 
 @pytest.fixture

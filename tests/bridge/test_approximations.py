@@ -1,10 +1,12 @@
 """Approximate conversions on the bridge: the fits of the other front end, and the same laws in every family of attention."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from bridge_models import in_float64, some_tokens
+from bridge_models import some_tokens
+from precision import LAW, relative_error
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
@@ -46,14 +48,9 @@ REST = ["gpt_neox", "phi3", "qwen3", "gemma3", "olmo2", "smollm3", "granite", "k
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in REST]
 
 
-ROUNDING = 10 * torch.finfo(torch.float32).eps
-"""Of numbers around 1: in most families Transformers computes softmax and angles in float32, whatever the model's dtype."""
-
-
 @pytest.fixture(scope="module")
 def model(family):
-    """In float64."""
-    return KVTransformerBridge.boot_transformers(in_float64(tiny_hf_model(family)))
+    return KVTransformerBridge.boot_transformers(tiny_hf_model(family))
 
 
 def error(model, bias: KVBias) -> float:
@@ -70,8 +67,6 @@ def error(model, bias: KVBias) -> float:
     ids=lambda of: of if isinstance(of, str) else f"{of.name} {getattr(of, 'budget', '')}",
 )
 def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch):
-    """Up to the rounding of keys, 1e-15 with learned positions and :data:`ROUNDING` with rotary ones, which fits enlarge by
-    their condition, up to a hundred here; numbers are below 100."""
     monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 20)
     theirs, ours = (convert_prompt(model, PROMPT, method=method, verbose=False) for model in both_of(family))
     assert theirs.fit.settings == ours.fit.settings and torch.equal(theirs.fit.n_keys, ours.fit.n_keys)
@@ -79,9 +74,8 @@ def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch)
     pairs |= {name: (x, ours.features.tensors()[name]) for name, x in theirs.features.tensors().items()}
     pairs |= {name: (getattr(theirs.fit, name), getattr(ours.fit, name)) for name in ("head_output_error", "mass_error")}
     pairs["logits"] = theirs.fit.answers.logits_error, ours.fit.answers.logits_error
-    rounding = 1e-4 if family == "llama" else 1e-9
     for name, (a, b) in pairs.items():
-        torch.testing.assert_close(b, a, rtol=rounding, atol=rounding, msg=lambda words, name=name: f"{name}: {words}")
+        assert relative_error(b, a) < LAW, name
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SLOW], scope="module")
@@ -101,7 +95,7 @@ def test_the_queries_and_the_rule_are_those_of_the_scores(model):
         unseen = (apart < 0) | (apart >= (rule.window or n))
         parts = [of_bias.logsumexp(dim=-1), of_text.masked_fill(unseen[None, :, None], -torch.inf).logsumexp(dim=-1)]
         parts += [] if part.sinks is None else [part.sinks.expand_as(log_n)]
-        torch.testing.assert_close(torch.stack(parts).logsumexp(dim=0), log_n, rtol=0, atol=ROUNDING)
+        assert relative_error(torch.stack(parts).logsumexp(dim=0), log_n) < LAW
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
@@ -113,7 +107,7 @@ def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(mod
     without = convert_prompt(model, PROMPT, method=StreamingLLM(n_keys=8, n_sink=1, **at))
     unfitted = convert_prompt(model, PROMPT, method=Landmark(n_keys=8, fitted=False, **at))
     errors = {r: error(model, bias) for r, bias in found.items()}
-    assert errors[20] < ROUNDING < errors[8] < errors[2] and errors[8] < min(error(model, b) for b in (without, unfitted))
+    assert errors[20] < LAW < errors[8] < errors[2] and errors[8] < min(error(model, b) for b in (without, unfitted))
     fit = found[8].fit
     assert fit.head_output_error.shape == (len(attention_parts(model)), model.cfg.n_heads)
     assert float(fit.answers.logits_error) < float(without.fit.answers.logits_error)
@@ -134,7 +128,7 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_5"], scope="module")
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
-    """In front of the gate where there is one. A step of 1e-3 stands out from :data:`ROUNDING`, and is straight to 1 %."""
+    """In front of the gate where there is one."""
     bias, texts = convert_prompt(model, PROMPT), TEXT[:2]
     found = logit_effects.effects_on_logits(model, bias, texts, torch.Generator().manual_seed(3))
     part = attention_parts(model)[0]
@@ -148,14 +142,16 @@ def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
             model(texts)
             handle.remove()
 
-        def moved(z, hook, by=1e-3):
+        def moved(z, hook, by):
             z = z.clone()
             z[1, 6, 0, 2] += by * (1 if not gate else gate[0][1, 6, 0, 2])
             return z
 
-        new = model.run_with_hooks(texts, fwd_hooks=[(f"blocks.{part.layer}.attn.hook_z", moved)])
-    slope = (direction * (new - logits) / logits.norm(dim=-1, keepdim=True)).sum() / 1e-3
-    assert float(found[0][1, 6, 0, 2]) == pytest.approx(float(slope), rel=1e-2)
+        hooks = ((f"blocks.{part.layer}.attn.hook_z", partial(moved, by=by)) for by in (1e-5, -1e-5))
+        above, below = (model.run_with_hooks(texts, fwd_hooks=[hook]) for hook in hooks)
+    slope = (direction * (above - below) / logits.norm(dim=-1, keepdim=True)).sum() / 2e-5
+    # of two steps h, off by h^2 and by float64's rounding over h, both about 1e-10 of a slope of order 1
+    assert float(found[0][1, 6, 0, 2]) == pytest.approx(float(slope), rel=1e-7)
 
 
 def test_what_cannot_work_is_refused_with_its_reason(bridge_of):

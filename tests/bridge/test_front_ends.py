@@ -6,9 +6,9 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from bridge_models import rounding_in_nats, some_tokens
+from bridge_models import some_tokens
 from kvlens.analyses.attribution.null import Null
-from tiny_hf import tiny_hf_model
+from precision import LAW
 
 from kvlens import HookedKVTransformer, KVLensError, analyses
 from kvlens.analyses import front_ends
@@ -64,7 +64,6 @@ LARGE = {
     "prompt_attribution": "total_effect",
 }
 """What must not be around 0 for a comparison to mean something."""
-ROUNDING = {"head_details": dict(rtol=1e-5, atol=1e-6), "prompt_copies": dict(rtol=1e-6, atol=1e-6)}  # in float32
 
 
 def run(name, model, options):
@@ -112,17 +111,14 @@ def compared(name, found):
     ],
 )
 def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
-    # Transformers computes Llama's norms, rotary angles and softmax in float32, also in a float64 model
-    rounding = 1e-9 if family == "gpt2" else rounding_in_nats(tiny_hf_model(family))
-    tolerance = ROUNDING.get(name, dict(rtol=rounding, atol=rounding))
     for options in OPTIONS.get(name, [{}]):
         tables = [run(name, model, options) for model in both_of(family)]
         for x, y in zip(*(compared(name, table) for table in tables), strict=True):
             if isinstance(x, pd.DataFrame):
-                pd.testing.assert_frame_equal(x, y, **tolerance)
+                pd.testing.assert_frame_equal(x, y, rtol=LAW, atol=LAW)
             else:
-                torch.testing.assert_close(x, y, **tolerance)
-    assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01
+                torch.testing.assert_close(x, y, rtol=LAW, atol=LAW)
+    assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01  # it matters
 
 
 def test_the_hooked_model_says_why_it_has_no_states():

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, error_of_conversion, largest, rounding_of, some_tokens
+from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, some_tokens
 from kvlens.analyses.bias.baseline import baseline_of
-from tiny_hf import HYBRIDS, ROWS, tiny_hf_model
+from precision import LAW, relative_error
+from tiny_hf import HYBRIDS
 
-from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens import KVBias, KVLensError, combine, convert_prompt
 from kvlens.analyses import baseline_ablation
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
@@ -31,13 +32,6 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(params=["bamba", "minimax", "olmo_hybrid", "qwen3_5"])
-def family_and_half(request):
-    plain = tiny_hf_model(request.param).half()
-    plain.config._experts_implementation = "eager"
-    return request.param, KVTransformerBridge.boot_transformers(plain)
-
-
 def test_layers_of_both_kinds(model):
     bias, kind = convert_prompt(model, PROMPT), model.original_model.config.model_type
     n_kv_heads, d_head, d_key = {"kimi_linear": (6, 5, 7), **dict.fromkeys(MAMBA_2, (3, 4, 4))}.get(kind, (3, 8, 8))
@@ -51,47 +45,34 @@ def test_layers_of_both_kinds(model):
     assert "1 layers x 6 heads" in repr(bias) and f"2 recurrent layers x {n_heads} heads, {d_k} x {d_v}" in repr(bias)
 
 
-def test_the_states_are_those_of_transformers_cache(model, rounding):
+def test_the_states_are_those_of_transformers_cache(model):
     bias = convert_prompt(model, PROMPT)
     cache = model.original_model(PROMPT, use_cache=True).past_key_values
     for row, layer in enumerate(bias.recurrent.layers):
         if model.original_model.config.model_type == "minimax":
-            assert largest(bias.recurrent.b_KV[row], cache.linear_cache[layer]) < rounding
+            assert relative_error(bias.recurrent.b_KV[row], cache.linear_cache[layer]) < LAW
             continue
         state = cache.layers[layer].recurrent_states[0]
         state = state.mT if model.original_model.config.model_type in MAMBA_2 else state  # stored transposed
-        assert largest(bias.recurrent.b_KV[row], state) < rounding
-        assert largest(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < rounding
-
-
-def test_states_beyond_half_precision_are_read_in_float32(family_and_half):
-    """z exceeds 65,504, and the norm behind it brings it back: logits are those of the float32 model, up to half precision."""
-    family, half = family_and_half
-    model = KVTransformerBridge.boot_transformers(tiny_hf_model(family).half().float())
-    logits = []
-    for one in (model, half):
-        bias = convert_prompt(one, PROMPT)
-        large = replace(bias.recurrent, b_KV=1e6 * bias.recurrent.b_KV.float())
-        with one.kv_bias(replace(bias, recurrent=large)):
-            logits.append(one(TEXT))
-    assert logits[1].dtype == torch.float16 and float((logits[1] - logits[0]).norm() / logits[0].norm()) < 0.05
+        assert relative_error(bias.recurrent.b_KV[row], state) < LAW
+        assert relative_error(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
 
 
 def test_without_a_cache_nothing_attached_is_transformers(model):
-    torch.testing.assert_close(model(TEXT, use_cache=False), model.original_model(TEXT).logits, rtol=0, atol=0)
+    assert torch.equal(model(TEXT, use_cache=False), model.original_model(TEXT).logits)
 
 
-def test_hooks_within_the_prompts_pass_reach_the_state(model, rounding):
+def test_hooks_within_the_prompts_pass_reach_the_state(model):
     """What a hook makes of the old state is what the new one continues from."""
     first = convert_prompt(model, PROMPT[:, :5])
     halved = [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook: 0.5 * b) for layer in first.recurrent.layers]
     hooked = convert_prompt(model, PROMPT[:, 5:], initial=first, fwd_hooks=halved)
     states = replace(first.recurrent, b_KV=0.5 * first.recurrent.b_KV)
     expected = convert_prompt(model, PROMPT[:, 5:], initial=replace(first, recurrent=states))
-    assert largest(hooked.recurrent.b_KV, expected.recurrent.b_KV) < rounding
+    assert relative_error(hooked.recurrent.b_KV, expected.recurrent.b_KV) < LAW
 
 
-def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model, rounding):
+def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model):
     bias = convert_prompt(model, PROMPT)
     options = dict(max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False)
     names = [f"blocks.{layer}.attn.hook_b_{x}" for layer in range(3) for x in ("kv", "d")]
@@ -109,7 +90,7 @@ def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model, rounding):
     with model.kv_bias(0 * bias):
         assert torch.equal(model.generate(TEXT, **options), ablated)
     with model.kv_bias(bias.zero_like()):  # the convolution's inputs too
-        assert largest(model(TEXT), model.original_model(TEXT).logits) < rounding
+        assert relative_error(model(TEXT), model.original_model(TEXT).logits) < LAW
 
 
 def test_hooks_without_a_bias_change_decoding_too(model):
@@ -119,10 +100,10 @@ def test_hooks_without_a_bias_change_decoding_too(model):
     with model.hooks(fwd_hooks=hooks):
         cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, whole)
-    assert largest(model.run_with_hooks(TEXT, fwd_hooks=hooks), model(TEXT)) > 0.01
+    assert relative_error(model.run_with_hooks(TEXT, fwd_hooks=hooks), model(TEXT)) > 0.01  # it matters
 
 
-def test_a_token_decoded_behind_padding_is_no_padding(model, rounding):
+def test_a_token_decoded_behind_padding_is_no_padding(model):
     text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
     mask[0, :4] = 0
     plain = model.original_model
@@ -130,7 +111,7 @@ def test_a_token_decoded_behind_padding_is_no_padding(model, rounding):
         first = plain(text[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
         decoded = plain(text[:, -1:], attention_mask=mask, past_key_values=first.past_key_values).logits[:, -1]
         for row, start in ((0, 4), (1, 0)):
-            assert largest(decoded[row], model(text[row : row + 1, start:])[0, -1]) < rounding
+            assert relative_error(decoded[row], model(text[row : row + 1, start:])[0, -1]) < LAW
 
 
 def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
@@ -151,13 +132,13 @@ def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
         expected.append(float((own.exp() * (own - log_p(by_hand))).sum(-1).mean()))
     table = baseline_ablation(model, prompt, text, [[(0, 1)], [(0, head) for head in range(4)]])
     assert 0.05 < expected[0] < expected[1]
-    assert table["kl"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert table["kl"].tolist() == pytest.approx(expected, abs=LAW)
 
 
-def test_arithmetic_selection_and_files(model, tmp_path, rounding):
+def test_arithmetic_selection_and_files(model, tmp_path):
     a, b = convert_prompt(model, PROMPT), convert_prompt(model, some_tokens(2, N_PROMPT, seed=2))
     total = a + 0.5 * b
-    torch.testing.assert_close(total.recurrent.b_KV, a.recurrent.b_KV + 0.5 * b.recurrent.b_KV)
+    assert relative_error(total.recurrent.b_KV, a.recurrent.b_KV + 0.5 * b.recurrent.b_KV) < LAW
     assert torch.equal(total.recurrent.conv, b.recurrent.conv) and torch.equal((a - b).recurrent.conv, a.recurrent.conv)
     if a.recurrent.conv.numel():
         with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
@@ -169,7 +150,7 @@ def test_arithmetic_selection_and_files(model, tmp_path, rounding):
     assert torch.equal(one.recurrent.b_KV[1, :, 2], a.recurrent.b_KV[1, :, 2]) and not one.recurrent.b_KV[:, :, others].any()
     assert torch.equal(one.b_KV, a.per_query_head().b_KV) and torch.equal(one.recurrent.conv, a.recurrent.conv)
     rest = a.select(layers=[0], heads=[(2, head) for head in others])
-    torch.testing.assert_close(one.recurrent.b_KV + rest.recurrent.b_KV, a.recurrent.b_KV, rtol=0, atol=0)
+    assert torch.equal(one.recurrent.b_KV + rest.recurrent.b_KV, a.recurrent.b_KV)
     with pytest.raises(KVLensError, match=f"head {heads} does not exist; there are {heads}"):
         a.select(heads=[(0, heads)])
     a.save(tmp_path / "bias.safetensors")
@@ -180,9 +161,9 @@ def test_arithmetic_selection_and_files(model, tmp_path, rounding):
     with model.kv_bias(read):
         assert torch.equal(model(TEXT), expected)
     with model.kv_bias(read.select_prompt(1)):
-        assert largest(model(TEXT[1:]), expected[1:]) < rounding
+        assert relative_error(model(TEXT[1:]), expected[1:]) < LAW
     with model.kv_bias(read.select_prompt(1).repeat(2)):
-        assert largest(model(TEXT)[1], expected[1]) < rounding
+        assert relative_error(model(TEXT)[1], expected[1]) < LAW
     assert read.to(torch.float64).recurrent.conv.dtype == torch.float64
 
 
@@ -192,14 +173,7 @@ def test_a_copy_of_the_model_reads_its_own_bias(model):
         expected, plain = model(TEXT), twin(TEXT)
     with twin.kv_bias(bias):
         assert torch.equal(twin(TEXT), expected)
-    assert torch.equal(model(TEXT), plain) and largest(plain, expected) > 0.01
-
-
-def test_experts_of_qwen3_5():
-    plain = tiny_hf_model("qwen3_5_moe_text", **ROWS["qwen3_next"][1])
-    rounding = rounding_of(plain)
-    model = KVTransformerBridge.boot_transformers(plain)
-    assert error_of_conversion(model) < rounding
+    assert torch.equal(model(TEXT), plain) and relative_error(plain, expected) > 0.01  # it matters
 
 
 def test_a_damaged_file_of_states_is_refused(model, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, some_tokens
+from precision import LAW, relative_error
 from tiny_hf import PURELY_RECURRENT, tiny_hf_model
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
@@ -87,18 +88,18 @@ def test_the_comparison_leaves_a_model_in_training_as_it_is():
     expected = plain(TEXT[None]).logits
     plain.train()  # GPT-2 has dropout
     model = KVTransformerBridge.boot_transformers(plain)
-    assert plain.training and torch.allclose(model.eval()(TEXT[None]), expected, atol=1e-5)
+    assert plain.training and relative_error(model.eval()(TEXT[None]), expected) < LAW
 
 
 def test_a_device_map_is_respected(tmp_path, bridge_of):
     """For families that Transformers loads and that TransformerLens loads."""
     for family in ("llama", "qwen3_5"):
         tiny_hf_model(family).save_pretrained(tmp_path / family)
-        model = KVTransformerBridge.boot_transformers(tmp_path / family, device_map={"": "cpu"})
+        model = KVTransformerBridge.boot_transformers(tmp_path / family, device_map={"": "cpu"}, dtype=torch.float64)
         with model.kv_bias(convert_prompt(model, PROMPT)):
             converted = model(TEXT[None])
         whole = bridge_of(family)(torch.cat([PROMPT, TEXT])[None])
-        torch.testing.assert_close(converted, whole[:, len(PROMPT) :], rtol=0, atol=1e-5)
+        assert relative_error(converted, whole[:, len(PROMPT) :]) < LAW
 
 
 def test_weights_that_a_device_map_offloads_are_refused(tmp_path):
@@ -118,4 +119,4 @@ def test_no_option_leads_past_the_comparison(options, tmp_path):
     tiny_hf_model("stablelm").save_pretrained(tmp_path)
     says = r"does not compute what StableLmForCausalLM computes: on 16 tokens .* differ .* by \d"
     with pytest.raises(KVLensError, match=says):
-        KVTransformerBridge.boot_transformers(tmp_path, **options)
+        KVTransformerBridge.boot_transformers(tmp_path, dtype=torch.float64, **options)

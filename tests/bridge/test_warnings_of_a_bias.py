@@ -52,7 +52,7 @@ def test_normalizers_below_zero_are_said_once(model):
 
 
 def test_unknown_words_are_named():
-    hybrid = KVTransformerBridge.from_zoo("facts-hybrid")
+    hybrid = KVTransformerBridge.from_zoo("facts-hybrid", dtype=torch.float64)
     with pytest.warns(UserWarning, match="lacks 'gorilla'"):
         hybrid.to_tokens("Mira keeps a gorilla.")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from precision import LAW, relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, convert_prompt
 from kvlens.components import FEATURE_MAPS, FeatureMap
@@ -40,7 +41,7 @@ def test_features_are_as_many_as_stated_and_positive_where_stated(name):
     assert phi_k.shape == (3, 200, 2, cfg.d_phi)
     assert feature_map.positive == bool((phi_q >= 0).all() and (phi_k >= 0).all())
     expected = feature_map(k.repeat_interleave(2, dim=2))  # query heads 0 and 1 read key-value head 0
-    torch.testing.assert_close(expected, phi_k.repeat_interleave(2, dim=2), rtol=0, atol=0)
+    assert torch.equal(expected, phi_k.repeat_interleave(2, dim=2))
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -82,7 +83,7 @@ def test_a_custom_feature_map_converts_exactly_and_may_refuse(monkeypatch, tmp_p
     tokens = torch.arange(15)[None]
     with model.kv_bias(convert_prompt(model, tokens[0, :9])):
         got = model(tokens[:, 9:])
-    torch.testing.assert_close(got, model(tokens)[:, 9:], rtol=1e-9, atol=1e-9)  # float64; sums of 15 terms over 2 layers
+    assert relative_error(got, model(tokens)[:, 9:]) < LAW
 
 
 class TwiceAsWide(Squares):

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from precision import LAW
 from safetensors.torch import save_file
 
 from kvlens import (
@@ -25,7 +26,6 @@ LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_ma
 SHIFT = KVShiftConfig(window=3, queries=True)
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 SHIFT_STATE = TENSORS[2:]
-ROUNDING = 1e-14  # float64 sums of some 30 terms on the way through two layers
 
 
 @functools.cache
@@ -119,9 +119,9 @@ def test_the_sum_of_prompts_of_any_length_is_their_concatenation_if_order_does_n
     assert a.position_offset != b.position_offset and a.starts_where(b)
     for added in (a + b, sum([a, b])):
         for name in ("b_KV", "b_D"):
-            assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * getattr(whole, name).norm()
+            assert (getattr(added, name) - getattr(whole, name)).norm() <= LAW * getattr(whole, name).norm()
         assert added.n_prompt_tokens == whole.n_prompt_tokens == 14
-    assert ((whole - b).b_KV - a.b_KV).norm() <= ROUNDING * whole.b_KV.norm()
+    assert ((whole - b).b_KV - a.b_KV).norm() <= LAW * whole.b_KV.norm()
     rotary = model_of(rotary_placement="before", kv_shift=None)
     assert not convert_prompt(rotary, x).starts_where(convert_prompt(rotary, y))
 
@@ -133,7 +133,7 @@ def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follow
     added = convert_prompt(model, first) + convert_prompt(model, second)
     whole = convert_prompt(model, torch.cat([first, second], dim=1))
     for name in SHIFT_STATE:
-        assert (getattr(added, name) - getattr(whole, name)).norm() <= ROUNDING * (1 + getattr(whole, name).norm())
+        assert (getattr(added, name) - getattr(whole, name)).norm() <= LAW * (1 + getattr(whole, name).norm())
     # per layer and head, one of 14 tokens' features and values is that of a token without a predecessor
     assert (added.b_D - whole.b_D).norm() < 0.2 * whole.b_D.norm()
 
@@ -214,7 +214,7 @@ def test_zero_like_is_the_model_without_a_bias_and_zeroes_the_shift_state_too():
     assert bias_of(1).zero_like().position_offset == 7
     with model.kv_bias(zero):
         got = model(x)
-    assert (got - model(x)).norm() <= ROUNDING * got.norm()
+    assert (got - model(x)).norm() <= LAW * got.norm()
 
 
 # --- one prompt of a batch ---
@@ -239,7 +239,7 @@ def test_a_row_of_a_batch_equals_the_prompt_converted_alone():
         one, alone = batch.select_prompt(row), convert_prompt(model, prompts[row])
         for name in TENSORS:
             a, b = getattr(one, name), getattr(alone, name)
-            assert (a - b).norm() <= ROUNDING * b.norm()
+            assert (a - b).norm() <= LAW * b.norm()
 
 
 # --- what it tells of itself ---

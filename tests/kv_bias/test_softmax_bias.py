@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from precision import LAW, relative_error
 
 from kvlens import KVBias, KVLensError, combine
 from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
@@ -63,7 +64,7 @@ def read(b: KVBias, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_same(a: KVBias, b: KVBias) -> None:
     for x, y in zip(read(a), read(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        assert relative_error(x, y) < LAW
 
 
 @pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "learned"])
@@ -72,7 +73,7 @@ def test_arithmetic_is_that_of_what_the_bias_means(kind, batch):
     a, b = bias(kind, 1, batch), bias(kind, 2, batch)
     total = a + 0.5 * b
     for got, x, y in zip(read(total), read(a), read(b), strict=True):
-        torch.testing.assert_close(got, x + 0.5 * y, rtol=1e-12, atol=1e-12)
+        assert relative_error(got, x + 0.5 * y) < LAW
     assert total.d_phi == (2 * R if kind == "virtual_keys" else a.d_phi)
     assert_same(sum([a, b]) - b, a)
     assert total.n_prompt_tokens == 18
@@ -106,7 +107,7 @@ def test_selections_that_complete_each_other_add_up():
     rest = [(layer, h) for layer in range(LAYERS) for h in range(HEADS) if (layer, h) not in heads]
     part, other = whole.select(heads=heads), whole.select(heads=rest)
     for got, x, y in zip(read(whole), read(part), read(other), strict=True):
-        torch.testing.assert_close(got, x + y, rtol=1e-12, atol=1e-12)
+        assert relative_error(got, x + y) < LAW
     assert [bool(read(part)[1][:, :, h].any()) for h in range(HEADS)] == [False, True, False, False, True, False]
     assert_same(part + other, whole)
     assert_same(part + whole.select(layers=[1]), part + whole.select(layers=[1]).per_query_head())
@@ -116,7 +117,7 @@ def test_one_prompt_of_a_batch():
     both = bias(batch=2)
     one = both.select_prompt(1)
     for got, expected in zip(read(one), read(both), strict=True):
-        torch.testing.assert_close(got[1], expected[1], rtol=1e-12, atol=1e-12)  # one product for two rows, or for all
+        assert relative_error(got[1], expected[1]) < LAW
     assert bias("random", batch=2).select_prompt(0).features.projection.shape == (LAYERS, KV, R, D)
 
 

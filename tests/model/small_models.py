@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from precision import relative_error as relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
@@ -151,10 +152,6 @@ def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
 def by_steps(model: Any, wanted: bool = True) -> Any:
     """``with by_steps(model): ...``: every layer computes scores and pattern as the base does, since they are hooked."""
     return model.hooks(fwd_hooks=[(lambda name: wanted and name.endswith("hook_pattern"), lambda x, hook: None)])
-
-
-def relative_error(new: torch.Tensor, old: torch.Tensor) -> float:
-    return float((new - old).detach().norm() / old.detach().norm())
 
 
 def warned_of(run: Callable[[], Any]) -> list[str]:

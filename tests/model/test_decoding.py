@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from precision import LAW, relative_error
 from small_models import linear_model, small_model, tokens
 
 from kvlens import HookedKVTransformer, KVShiftConfig
@@ -64,7 +65,7 @@ def test_the_next_token_reads_the_weights_as_they_are_now(kind, change):
     with torch.no_grad():
         after = model(token, past_kv_cache=cache)
     assert torch.equal(after, expected)
-    assert not torch.allclose(after, before, rtol=1e-2)
+    assert relative_error(after, before) > 0.01  # the change acts
 
 
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
@@ -91,13 +92,13 @@ def test_hooks_that_come_between_two_tokens_see_the_next_and_only_that(kind):
     seen: list[str] = []
     with model.hooks(fwd_hooks=[(lambda name: True, lambda x, hook: seen.append(hook.name))]):
         hooked = model(first, past_kv_cache=cache)
-    assert torch.allclose(hooked, plain, rtol=0, atol=1e-12)  # in float64; hooked scores are computed in another form
+    assert relative_error(hooked, plain) < LAW  # hooked scores are computed in another form
     _, whole = model.run_with_cache(tokens(1, 7))
     expected = list(whole)
     assert sorted(seen) == sorted(expected)
     after = model(second, past_kv_cache=cache)
     assert len(seen) == len(expected)
-    assert torch.allclose(after, model(second, past_kv_cache=untouched), rtol=0, atol=1e-12)
+    assert relative_error(after, model(second, past_kv_cache=untouched)) < LAW
     assert not is_hooked(*model.modules())
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from precision import LAW
 from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, Shared, by_steps, model_of, relative_error, tokens
 
 from kvlens import convert_prompt
@@ -22,14 +23,6 @@ def shared():
     models = Shared(model_of)
     yield models
     models.assert_untouched()
-
-
-def rounding(kind, name):
-    """float64 sums of tens of terms through two layers: of one sign in linear attention, of any after a softmax.
-
-    Ridge attention: times the condition number of kernel + 0.5 I.
-    """
-    return 1e-12 if kind == "softmax" or name.startswith("ridge") else 1e-14
 
 
 def in_each_form(model, linear=("auto",)):
@@ -54,7 +47,7 @@ def test_decoding_in_pieces_equals_one_pass(kind, name, shared):
     model, text = shared(kind, name), tokens(3, 11)
     whole = model(text)
     for _ in in_each_form(model):
-        assert relative_error(in_pieces(model, text), whole) < rounding(kind, name)
+        assert relative_error(in_pieces(model, text), whole) < LAW
 
 
 @each(KINDS)
@@ -63,8 +56,8 @@ def test_left_and_right_padding_change_nothing(kind, name, shared):
     whole, left = model(text), torch.tensor([[0] * 4 + [1] * 7])
     for _ in in_each_form(model):
         behind, before = torch.cat([junk, text], dim=1), torch.cat([text, junk], dim=1)
-        assert relative_error(model(behind, attention_mask=left)[:, 4:], whole) < rounding(kind, name)
-        assert relative_error(model(before, attention_mask=left.flip(1))[:, :7], whole) < rounding(kind, name)
+        assert relative_error(model(behind, attention_mask=left)[:, 4:], whole) < LAW
+        assert relative_error(model(before, attention_mask=left.flip(1))[:, :7], whole) < LAW
 
 
 @each(KINDS)
@@ -78,7 +71,7 @@ def test_rows_behind_padding_continue_as_alone_and_a_frozen_cache_is_read_and_no
     assert torch.equal(first, again)
     for row, text in enumerate((long, short)):
         alone = model(torch.cat([text, more[[row]]], dim=1))[:, -2:]
-        assert relative_error(first[[row]], alone) < rounding(kind, name)
+        assert relative_error(first[[row]], alone) < LAW
 
 
 @each(KINDS)
@@ -87,7 +80,7 @@ def test_forms_and_hooks_change_nothing_and_the_pattern_makes_z(kind, name, shar
     hooked, cache = model.run_with_cache(text)
     every = model.cfg.attention_variant is None or model.cfg.attention_variant.negative is None
     for _ in in_each_form(model, ("parallel", "chunked", "recurrent", "auto") if every else ("parallel", "auto")):
-        assert relative_error(model(text), hooked) < rounding(kind, name)
+        assert relative_error(model(text), hooked) < LAW
     if name.startswith("ridge"):
         return  # it solves for z
     pattern = cache["pattern", 1]
@@ -95,7 +88,7 @@ def test_forms_and_hooks_change_nothing_and_the_pattern_makes_z(kind, name, shar
     if kind == "linear" and name in LINEAR and name != "trained bias":
         values = cache["v_shifted" if "blocks.1.attn.hook_v_shifted" in cache else "v", 1, "attn"]
         z = torch.einsum("bhqk,bkhd->bqhd", pattern, values.repeat_interleave(model.cfg.n_heads // values.shape[2], dim=2))
-        assert relative_error(z, cache["z", 1]) < rounding(kind, name)
+        assert relative_error(z, cache["z", 1]) < LAW
 
 
 @each(CONVERTIBLE)
@@ -106,8 +99,8 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
     for _ in in_each_form(model):
         bias = convert_prompt(model, prompt)
         with model.kv_bias(bias):
-            assert relative_error(model(text), whole) < rounding(kind, name)
-            assert relative_error(in_pieces(model, text), whole) < rounding(kind, name)
+            assert relative_error(model(text), whole) < LAW
+            assert relative_error(in_pieces(model, text), whole) < LAW
     assert bias.n_prompt_tokens == 7 and bias.fit is None
     assert bias.position_offset == (0 if model.cfg.rotates_after else 7)
     n_kv_heads = model.cfg.n_key_value_heads or model.cfg.n_heads
@@ -129,7 +122,7 @@ def test_prompts_one_after_another_equal_their_concatenation(kind, name, shared)
         a, b = getattr(bias, field), getattr(whole, field)
         assert a.shape == b.shape
         if b.numel() and b.norm() > 0:
-            assert relative_error(a, b) < rounding(kind, name), field
+            assert relative_error(a, b) < LAW, field
     expected = model(torch.cat([*pieces, text[0]])[None])[:, 10:]
     with model.kv_bias(bias):
-        assert relative_error(model(text), expected) < rounding(kind, name)
+        assert relative_error(model(text), expected) < LAW

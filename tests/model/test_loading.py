@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from precision import LAW
 from small_models import linear_model, plain_model, relative_error, small_model, tokens
 from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
 from tiny_hf import KINDS as ALL_KINDS
@@ -33,23 +34,21 @@ def test_loading_a_folder_writes_nothing_to_the_screen(tmp_path, capfd):
     assert hf_logging.is_progress_bar_enabled() == before
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_gives_the_logits_of_hugging_face_and_of_transformer_lens(kind, tmp_path):
-    hf_model = tiny_hf_model(kind)
+def test_a_folder_gives_the_logits_of_transformer_lens(kind, tmp_path):
+    """Which tests/pretrained/test_pretrained_parts.py holds to Hugging Face's."""
     folder = tmp_path / "my-llama-run"
-    hf_model.save_pretrained(folder)
+    tiny_hf_model(kind).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    model = HookedKVTransformer.from_pretrained(folder)
+    model = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64)
     assert isinstance(model, HookedKVTransformer)
     assert model.tokenizer is not None
     x = hf_tokens()
-    expected = hf_model(x).logits.log_softmax(-1)
-    # float32 logits of size about 1 through 3 layers, folded weights: some hundred roundings of 6e-8
-    torch.testing.assert_close(model(x).log_softmax(-1), expected, atol=2e-5, rtol=0)
-    parts = load_pretrained_parts(folder)
+    parts = load_pretrained_parts(folder, dtype=torch.float64)
     plain = HookedTransformer(parts.cfg, parts.tokenizer)
     plain.load_and_process_state_dict(dict(parts.state_dict))
-    torch.testing.assert_close(plain(x).log_softmax(-1), expected, atol=2e-5, rtol=0)
+    assert relative_error(model(x).log_softmax(-1), plain(x).log_softmax(-1)) < LAW
     # kvlens' way of processing, which takes less memory, sums the unembedding in another order
     plain.load_state_dict({name: model.state_dict()[name] for name in plain.state_dict()})
     assert torch.equal(plain(x), model(x))
@@ -57,16 +56,11 @@ def test_a_folder_gives_the_logits_of_hugging_face_and_of_transformer_lens(kind,
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
 def test_a_loaded_model_and_a_shift_at_the_identity(kind):
-    hf_model, tokenizer = tiny_hf_model(kind), tiny_tokenizer()
-    plain = HookedKVTransformer.from_pretrained("gpt2", hf_model=hf_model, tokenizer=tokenizer, fold_value_biases=False)
-    shifted = HookedKVTransformer.from_pretrained(
-        "gpt2", hf_model=hf_model, tokenizer=tokenizer, kv_shift=KVShiftConfig(init="identity")
-    )
+    given = dict(hf_model=tiny_hf_model(kind), tokenizer=tiny_tokenizer())
+    plain = HookedKVTransformer.from_pretrained("gpt2", fold_value_biases=False, **given)
+    shifted = HookedKVTransformer.from_pretrained("gpt2", kv_shift=KVShiftConfig(init="identity"), **given)
     x = hf_tokens()
     assert torch.equal(plain(x), shifted(x))
-    torch.testing.assert_close(plain(x).log_softmax(-1), hf_model(x).logits.log_softmax(-1), atol=2e-5, rtol=0)
-    whole = HookedKVTransformer.from_pretrained_no_processing("gpt2", hf_model=hf_model, tokenizer=tokenizer)
-    torch.testing.assert_close(whole(x), hf_model(x).logits, atol=2e-5, rtol=0)  # the logits themselves
 
 
 @pytest.mark.parametrize("processed", [False, True])
@@ -179,22 +173,23 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
     assert torch.equal(loaded.W_E, model.W_E.half().float())
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kwargs", [{}, dict(kv_shift=None), dict(normalizer="none")])
 def test_weight_processing_keeps_the_output_of_a_linear_model(kwargs):
     model = linear_model(**kwargs)
     x = tokens(2, 9)
     expected = model(x).log_softmax(-1)
     model.process_weights_()
-    # TransformerLens folds in float32
-    assert relative_error(model(x).log_softmax(-1), expected) < 1e-6
+    assert relative_error(model(x).log_softmax(-1), expected) < LAW
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_value_biases_fold_under_a_shift_of_keys():
-    model = small_model(kv_shift=KVShiftConfig(values=False))
+    model = small_model(kv_shift=KVShiftConfig(values=False), dtype=torch.float64)
     expected = model(tokens(2, 9)).log_softmax(-1)
     model.process_weights_(fold_value_biases=True)
     assert bool((model.b_V == 0).all())
-    assert relative_error(model(tokens(2, 9)).log_softmax(-1), expected) < 1e-5
+    assert relative_error(model(tokens(2, 9)).log_softmax(-1), expected) < LAW
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

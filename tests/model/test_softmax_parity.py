@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from precision import LAW, relative_error
 from small_models import plain_model, small_model, tokens
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
@@ -78,13 +79,13 @@ def test_a_shift_grafted_at_the_identity_changes_nothing(name):
 
 def test_given_alibi_slopes_are_used():
     slopes = [0.5, 0.25, 0.0, 1.0, 2.0]
-    model = small_model(positional_embedding_type="alibi", alibi_slopes=slopes)
+    model = small_model(positional_embedding_type="alibi", alibi_slopes=slopes, dtype=torch.float64)
     _, cache = model.run_with_cache(tokens(1, 4))
-    bare = small_model(positional_embedding_type="alibi", alibi_slopes=[0.0] * 5)
+    bare = small_model(positional_embedding_type="alibi", alibi_slopes=[0.0] * 5, dtype=torch.float64)
     _, without = bare.run_with_cache(tokens(1, 4))
     difference = cache["attn_scores", 0][0, :, 3, :] - without["attn_scores", 0][0, :, 3, :]
-    expected = -torch.tensor(slopes)[:, None] * torch.tensor([3.0, 2.0, 1.0, 0.0])
-    torch.testing.assert_close(difference, expected, atol=1e-5, rtol=0)
+    expected = -torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(3, -1, -1)
+    assert relative_error(difference, expected) < LAW
 
 
 def test_a_cache_that_a_plain_model_filled_is_refused():

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from small_models import plain_model, relative_error, small_model, tokens
+from precision import LAW, relative_error
+from small_models import plain_model, small_model, tokens
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
@@ -26,13 +27,13 @@ def test_names_and_flags_stand_for_what_they_mean():
 # --- weight processing ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sinusoidal_positions_are_processed_and_hooked(dtype):
-    model = small_model(positional_embedding_type="sinusoidal", normalization_type="LN", dtype=dtype)
+@pytest.mark.usefixtures("in_float64")
+def test_sinusoidal_positions_are_processed_and_hooked():
+    model = small_model(positional_embedding_type="sinusoidal", normalization_type="LN", dtype=torch.float64)
     x = tokens(3, 7)
     expected = model(x).log_softmax(-1)
     model.process_weights_()
-    torch.testing.assert_close(model(x).log_softmax(-1), expected, atol=2e-5, rtol=0)  # processing goes through float32
+    assert relative_error(model(x).log_softmax(-1), expected) < LAW
 
     def in_place(value, hook):
         value.add_(1.0)
@@ -172,7 +173,7 @@ def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
         for _ in range(30):
             found = model.to_tokens(TEXT, prepend_bos=False) if index else model.to_tokens(TEXT)
             wrong.extend([found] * (not torch.equal(found, bare if index else whole)))
-            if not torch.allclose(convert_prompt(model, PROMPT).b_KV, expected, rtol=1e-4, atol=1e-4):
+            if not torch.equal(convert_prompt(model, PROMPT).b_KV, expected):
                 wrong.append(index)
 
     in_three_threads(work)

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.bias.patches import POINTS
+from precision import LAW, relative_error
 from unequal_heads import HEADS, SIZES, unequal, with_empty_heads
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, analyses, convert_prompt
@@ -33,11 +34,10 @@ SAME = {
     "softmax": {"kv_shift": True},
     "linear": {"attention": "linear", "feature_map": "identity", "normalizer": "none", "kv_shift": True, "attn_scale": 3.0},
 }
-ROUNDING = 1e-12  # float64: 1e4 roundings of numbers up to 100
 
 
 def close(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=ROUNDING * max(1.0, float(b.abs().max())))
+    assert relative_error(a, b) < LAW
 
 
 @pytest.fixture(scope="module", params=SAME)
@@ -46,6 +46,7 @@ def pair(request):
     return model, with_empty_heads(model)
 
 
+@pytest.mark.usefixtures("in_float64")
 @torch.no_grad()
 def test_the_base_computes_the_same_function_as_with_empty_heads():
     fields = {**SIZES, **HEADS, "dtype": torch.float64, "initializer_range": 0.3, "tokenizer_name": None}
@@ -67,9 +68,7 @@ def test_the_base_computes_the_same_function_as_with_empty_heads():
     close(torch.cat(steps, dim=1), plain(BOTH))
     before = plain(BOTH).log_softmax(-1)
     plain.process_weights_()
-    n_terms = 3 * (4 * 16 + 24) + 16  # of sums behind a logit; the processing runs in float32
-    bound = n_terms * torch.finfo(torch.float32).eps * float(before.abs().max())
-    torch.testing.assert_close(plain(BOTH).log_softmax(-1), before, rtol=0, atol=bound)
+    close(plain(BOTH).log_softmax(-1), before)
 
 
 def test_each_layers_configuration_follows_the_models():
@@ -169,7 +168,7 @@ def of_existing_heads(name, table):
 def test_an_analysis_gives_the_same_as_with_empty_heads(name, pair):
     found, expected = (CALLS[name](getattr(analyses, name), model) for model in pair)
     expected = of_existing_heads(name, expected)
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-8, check_dtype=False)
+    pd.testing.assert_frame_equal(found, expected, rtol=LAW, atol=LAW, check_dtype=False)
 
 
 @torch.no_grad()

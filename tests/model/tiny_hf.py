@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import torch
+from precision import LAW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -181,6 +182,11 @@ KINDS = [*ON_BOTH, *ON_HOOKED_ALONE]
 """What HookedKVTransformer loads: one model of each architecture."""
 
 
+def law_of(model_type: str) -> float:
+    """How near another implementation must come in float64: Transformers' Bloom has eight digits of the root of 2 / pi."""
+    return 1e-9 if model_type == "bloom" else LAW
+
+
 def tiny_hf_model(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a random causal language model, in eval mode, the same for the same seed.
 
@@ -198,13 +204,16 @@ def tiny_hf_model(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def with_drawn_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model in eval mode with every parameter drawn: norm weights near 1, where they start there, all others around 0."""
+    """The model in eval mode with every parameter drawn: norm weights near 1, where they start there, all others around 0.
+
+    The numbers are float32's in any dtype, so that models built in float64 have the same weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.eval().named_parameters():
         center = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
         if name.endswith("dt_bias"):
             center = -3.0  # a trained state forgets a token after ten others or so, one around 0 at once
-        parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(center + 0.2 * torch.FloatTensor(parameter.shape).normal_(generator=generator))
     return model
 
 

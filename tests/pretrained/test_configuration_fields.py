@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from bridge_models import exact_logits
-from tiny_hf import D_VOCAB, FULL, KINDS, ROWS, SLIDING, tiny_hf_model
+from precision import relative_error
+from tiny_hf import D_VOCAB, FULL, KINDS, ROWS, SLIDING, law_of, tiny_hf_model
 from tiny_hf import ROPE as OLD_ROPE
 
 from kvlens import HookedKVTransformer, KVLensError
@@ -134,18 +134,13 @@ def outcome(kind: str, change: dict[str, Any]) -> str:
     except Exception:  # transformers itself cannot make or run such a model, and says so in many ways
         return "impossible"
     try:
-        model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=hf_model, device="cpu", verify=False)
-        difference = relative(model(TOKENS), expected)
+        given = dict(hf_model=hf_model, device="cpu", dtype=torch.float64)
+        model = HookedKVTransformer.from_pretrained_no_processing("x", verify=False, **given)
+        difference = relative_error(model(TOKENS), expected)
     except KVLensError as error:
         named = re.search(r"this \w+ has (\w+)=", str(error))  # as a rule the one that was changed, or one that follows from it
         return "refused" if named and named[1] in VALUES else f"wrong: refused without a name: {error}"
-    # two passes, each off from float64 by up to twice as much as the one measured; a field that counts moves logits by 1e-2
-    rounding = 4 * relative(expected, exact_logits(hf_model, TOKENS))
-    return "same" if difference < rounding else f"wrong: off by {difference:.3g}, where rounding gives {rounding:.1g}"
-
-
-def relative(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((logits.double() - exact.double()).norm() / exact.double().norm())
+    return "same" if difference < law_of(kind) else f"wrong: off by {difference:.3g}"
 
 
 def values_for(kind: str, name: str) -> list[Any]:
@@ -157,6 +152,7 @@ def values_for(kind: str, name: str) -> list[Any]:
     return VALUES[name][fifth] if shared and kind not in ("gpt2", "llama", "olmo3") else VALUES[name]
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_honored_or_refused_by_name(kind):
     config = tiny_hf_model(kind).config
@@ -189,6 +185,7 @@ def changed(value: Any) -> Any:
     return value + {int: 1, float: 0.25}[type(value)] if type(value) in (int, float) else None
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_irrelevant_fields_move_no_logits(kind):
@@ -203,8 +200,8 @@ def test_irrelevant_fields_move_no_logits(kind):
     shared = {name: weight for name, weight in before.state_dict().items() if name in after.state_dict()}
     after.load_state_dict(shared, strict=False)  # cross-attention has its own random weights, which are not used
     assert torch.equal(after(TOKENS).logits, before(TOKENS).logits)
-    model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=after, device="cpu")
-    torch.testing.assert_close(model(TOKENS), before(TOKENS).logits, rtol=0, atol=1e-4)
+    model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=after, device="cpu", dtype=torch.float64)
+    assert relative_error(model(TOKENS), before(TOKENS).logits) < law_of(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

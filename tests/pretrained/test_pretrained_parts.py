@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from precision import float64, relative_error
 from safetensors.torch import load_file, save_file
-from tiny_hf import D_VOCAB, KINDS, N_CTX, N_LAYERS, tiny_hf_model, tiny_tokenizer
+from tiny_hf import D_VOCAB, KINDS, N_CTX, law_of, tiny_hf_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
@@ -19,9 +20,6 @@ from kvlens.pretrained import PretrainedParts, is_local_folder, load_pretrained_
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
 
-# The longest chain of sums behind one logit: per layer four maps of d_model, one of d_mlp, one over positions, one over
-# d_head, then the unembedding. Each term adds at most one rounding of the largest value.
-N_TERMS = N_LAYERS * (4 * 48 + 96 + 17 + 12) + 48
 TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
 
 
@@ -56,10 +54,10 @@ def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> N
     expected, actual = hf_model(TOKENS).logits, hooked(parts, processed)(TOKENS)
     if processed:  # a centered unembedding shifts the logits of a position together
         expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
-    tolerance = N_TERMS * torch.finfo(actual.dtype).eps * expected.abs().max().item()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    assert actual.dtype == torch.float64 and relative_error(actual, expected) < law_of(hf_model.config.model_type)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
     """Whatever the folder is called, and in bfloat16 with the rounded weights."""
@@ -67,8 +65,9 @@ def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
     folder = save(hf_model, tmp_path / "gemma-bert-t5/my-llama-run")
     before = {name: weight.clone() for name, weight in hf_model.state_dict().items()}
     config_before = hf_model.config.to_dict()
-    plain = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=False, device="cpu")
-    stored = load_pretrained_parts(str(folder), fold_ln=True, device="cpu")
+    double = dict(dtype=torch.float64, device="cpu")
+    plain = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=False, **double)
+    stored = load_pretrained_parts(str(folder), fold_ln=True, **double)
     assert_same_function(plain, hf_model, processed=False)
     assert_same_function(stored, hf_model, processed=True)
     assert (stored.tokenizer, stored.cfg.tokenizer_name) == (None, None)
@@ -91,11 +90,12 @@ def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
     assert all(weight.requires_grad for weight in hf_model.parameters())
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-2-7b-hf", "gemma-2b", "pythia-70m", "nobody/ever"])
 def test_official_and_other_names_take_sizes_from_the_model_in_memory(name):
     hf_model = tiny_hf_model("llama")
     assert hf_model.config.architectures is None
-    parts = load_pretrained_parts(name, hf_model=hf_model, tokenizer=tiny_tokenizer(), device="cpu")
+    parts = load_pretrained_parts(name, hf_model=hf_model, tokenizer=tiny_tokenizer(), device="cpu", dtype=torch.float64)
     assert (parts.cfg.d_model, parts.cfg.n_key_value_heads, parts.cfg.n_ctx) == (24, 3, N_CTX)
     assert_same_function(parts, hf_model, processed=True)
 
@@ -109,28 +109,22 @@ def test_config_keeps_what_transformer_lens_would_guess():
     assert gpt2.normalization_type == "LNPre" and gpt_neox.default_prepend_bos is False and llama.n_key_value_heads == 3
 
 
-def test_float64_is_exact_to_float64_without_processing(tmp_path):
-    # GPT-2 only: Hugging Face's rotary angles and RMS norms are float32 in a float64 model too.
-    hf_model = tiny_hf_model("gpt2").double()
-    folder = save(hf_model, tmp_path / "run")
-    for name, model in (("x", hf_model), (folder, None)):
-        parts = load_pretrained_parts(name, hf_model=model, dtype=torch.float64, fold_ln=False, device="cpu")
-        assert {weight.dtype for weight in parts.state_dict.values()} == {torch.float64}
-        assert_same_function(parts, hf_model, processed=False)
-
-
 def test_low_precision_model_is_widened_before_processing():
-    low, wide = tiny_hf_model("llama").bfloat16(), tiny_hf_model("llama")
-    wide.load_state_dict(low.state_dict())  # with rotary angles that were not rounded
+    low = tiny_hf_model("llama").bfloat16()
     parts = load_pretrained_parts("x", hf_model=low, device="cpu")
     assert {weight.dtype for weight in parts.state_dict.values()} == {torch.float32}
-    assert_same_function(parts, wide, processed=True)
+    with float64():
+        wide = tiny_hf_model("llama")
+        wide.load_state_dict(low.state_dict())  # with rotary angles that were not rounded
+        parts = load_pretrained_parts("x", hf_model=low, device="cpu", dtype=torch.float64)
+        assert_same_function(parts, wide, processed=True)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
 def test_first_n_layers_and_n_ctx_are_those_of_the_shortened_model(kind):
     short = tiny_hf_model(kind)
-    parts = load_pretrained_parts("x", hf_model=short, first_n_layers=2, n_ctx=19, device="cpu")
+    parts = load_pretrained_parts("x", hf_model=short, first_n_layers=2, n_ctx=19, device="cpu", dtype=torch.float64)
     assert (parts.cfg.n_layers, parts.cfg.n_ctx) == (2, 19)
     layers = short.transformer.h if kind == "gpt2" else (short.gpt_neox if kind == "gpt_neox" else short.model).layers
     del layers[2:]
@@ -283,6 +277,7 @@ def test_a_file_with_tensors_that_the_configuration_does_not_name_is_refused(kin
         load_pretrained_parts(folder)
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [
@@ -300,7 +295,8 @@ def test_masks_and_frequencies_that_older_files_hold_are_passed_over(kind, extra
     folder = save(hf_model, tmp_path / "run")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, extra: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_same_function(load_pretrained_parts(folder, fold_ln=False, device="cpu"), hf_model, processed=False)
+    parts = load_pretrained_parts(folder, fold_ln=False, device="cpu", dtype=torch.float64)
+    assert_same_function(parts, hf_model, processed=False)
 
 
 def test_folder_that_lacks_a_weight_is_refused(tmp_path):

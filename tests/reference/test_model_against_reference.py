@@ -7,16 +7,11 @@ from typing import Any
 import design_reference as judge
 import pytest
 import torch
+from precision import LAW, relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
 from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.corpus import train_bpe_tokenizer
-
-# Each of three layers rounds six times in a row (projection, shift, features, sum over tokens, division, projection back),
-# and a sum of n = 43 terms of both signs, the longest here, is off by about sqrt(n) * 1.1e-16 = 7e-16 of its norm: 1.3e-14.
-ROUNDING = 2e-14
-# phi = identity over its own sum: n_i is a sum of both signs, and an n_i of 1 / 100 of its terms' size costs two digits.
-ROUNDING_OF_A_SIGNED_NORMALIZER = 100 * ROUNDING
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, act_fn="gelu", device="cpu", dtype=torch.float64)
 SMALL = dict(attn_only=True, normalization_type=None)
@@ -178,27 +173,18 @@ def tokens(batch: int, pos: int, seed: int) -> torch.Tensor:
     return torch.randint(0, len(tokenizer()), (batch, pos), generator=torch.Generator().manual_seed(seed))
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    assert got.shape == expected.shape
-    return float((got - expected).norm() / expected.norm()) if expected.norm() > 0 else float(got.norm())
-
-
-def tolerance(name: str) -> float:
-    return ROUNDING_OF_A_SIGNED_NORMALIZER if name == "identity, kernel, after" else ROUNDING
-
-
-def assert_same_bias(name: str, got: KVBias, expected: judge.Bias, spec: judge.Spec) -> None:
+def assert_same_bias(got: KVBias, expected: judge.Bias, spec: judge.Spec) -> None:
     b_KV = torch.stack([layer.b_KV for layer in expected.layers])
-    assert relative_error(got.b_KV, b_KV) < tolerance(name)
+    assert relative_error(got.b_KV, b_KV) < LAW
     if spec.normalizer == "kernel":
-        assert relative_error(got.b_D, torch.stack([layer.b_D for layer in expected.layers])) < tolerance(name)
+        assert relative_error(got.b_D, torch.stack([layer.b_D for layer in expected.layers])) < LAW
     else:
         assert not got.b_D.any()
     for letter in "kvq":
         rows = getattr(got, f"last_{letter}")
         if rows.shape[1]:
             wanted = torch.stack([layer.last[letter] for layer in expected.layers])
-            assert relative_error(rows, wanted) < tolerance(name)
+            assert relative_error(rows, wanted) < LAW
     assert (got.n_prompt_tokens, got.position_offset) == (expected.n_tokens, expected.offset)
 
 
@@ -212,7 +198,7 @@ def test_padded_batches_equal_the_reference_without_the_padding(name):
     for row in range(3):
         real = mask[row].bool()
         expected = judge.logits(spec, weights, x[row][real].tolist())
-        assert relative_error(got[row][real], expected) < tolerance(name)
+        assert relative_error(got[row][real], expected) < LAW
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -225,13 +211,13 @@ def test_conversions_of_two_prompts_in_a_row_equal_the_reference(name):
         got = model(text)
     for row in range(2):
         judged = judge.convert(spec, weights, first[row].tolist())
-        assert_same_bias(name, bias.select_prompt(row), judged, spec)
+        assert_same_bias(bias.select_prompt(row), judged, spec)
         judged = judge.convert(spec, weights, second[row].tolist(), judged)
-        assert_same_bias(name, both.select_prompt(row), judged, spec)
-        assert relative_error(got[row], judge.logits(spec, weights, text[row].tolist(), judged)) < tolerance(name)
+        assert_same_bias(both.select_prompt(row), judged, spec)
+        assert relative_error(got[row], judge.logits(spec, weights, text[row].tolist(), judged)) < LAW
     # and the reference itself: converted equals concatenated
     whole = torch.cat([first[1], second[1], text[1]]).tolist()
-    assert relative_error(got[1], judge.logits(spec, weights, whole)[7:]) < tolerance(name)
+    assert relative_error(got[1], judge.logits(spec, weights, whole)[7:]) < LAW
 
 
 @pytest.mark.parametrize("name", OF_UNEQUAL_LENGTH)
@@ -246,12 +232,12 @@ def test_strings_of_unequal_length_equal_the_reference(name):
     for row in range(3):
         ids = [tokenizer().bos_token_id, *tokenizer().encode(prompts[row], add_special_tokens=False)]
         judged = judge.convert(spec, weights, ids)
-        assert_same_bias(name, bias.select_prompt(row), judged, spec)
+        assert_same_bias(bias.select_prompt(row), judged, spec)
         judged = judge.convert(spec, weights, tokenizer().encode(more[row], add_special_tokens=False), judged)
-        assert_same_bias(name, both.select_prompt(row), judged, spec)
+        assert_same_bias(both.select_prompt(row), judged, spec)
         real = mask[row].bool()
         expected = judge.logits(spec, weights, text[row][real].tolist(), judged)
-        assert relative_error(got[row][real], expected) < tolerance(name)
+        assert relative_error(got[row][real], expected) < LAW
 
 
 @pytest.mark.parametrize("name", OF_UNEQUAL_LENGTH)
@@ -262,7 +248,7 @@ def test_decoding_on_a_converted_prompt_equals_the_reference(name):
     with model.kv_bias(convert_prompt(model, prompt)):
         pieces = [model(text[:, i:j], past_kv_cache=cache) for i, j in ((0, 1), (1, 4), (4, 5), (5, 6))]
     judged = judge.convert(spec, weights, prompt[0].tolist())
-    assert relative_error(torch.cat(pieces, 1)[0], judge.logits(spec, weights, text[0].tolist(), judged)) < tolerance(name)
+    assert relative_error(torch.cat(pieces, 1)[0], judge.logits(spec, weights, text[0].tolist(), judged)) < LAW
 
 
 @pytest.mark.parametrize("name", OF_UNEQUAL_LENGTH)
@@ -281,17 +267,16 @@ def test_gradients_through_conversion_and_text_equal_the_reference(name):
         model.requires_grad_(False)
     assert [g is None for g in got] == [g is None for g in expected]
     both = [(a, b) for a, b in zip(got, expected, strict=True) if a is not None]
-    # backward walks the same path once more
     got, expected = (torch.cat([pair[i].flatten() for pair in both]) for i in (0, 1))
-    assert relative_error(got, expected) < 2 * tolerance(name)
+    assert relative_error(got, expected) < LAW
 
 
 def test_a_rebased_bias_still_fits_far_from_the_origin():
-    # R_{-M} of hundreds of positions: the angle is rounded once, at m * 2.2e-16, so the error grows with the length
+    """R_{-M} of hundreds of positions."""
     model, spec, weights = model_and_spec("adjacent pairs, after")
     n = 200
     prompt, text = tokens(1, n, seed=9), tokens(1, 3, seed=10)
     with model.kv_bias(convert_prompt(model, prompt)):
         got = model(text)[0]
     expected = judge.logits(spec, weights, torch.cat([prompt, text], dim=1)[0].tolist())[n:]
-    assert relative_error(got, expected) < 10 * n * torch.finfo(torch.float64).eps
+    assert relative_error(got, expected) < LAW

@@ -7,7 +7,7 @@ import pytest
 from kvlens.analyses.batch.records import BadLine, read_records, survey
 from kvlens.analyses.declaration import Record
 
-from kvlens import KVLensError
+from kvlens import Chat, KVLensError
 
 
 def write(path, *lines: bytes | str):
@@ -53,6 +53,10 @@ def test_jsonl_by_hand(tmp_path):
         ('{"prompt": "a", "id": ""}', '"id" is neither a string nor an integer'),
         ('{"prompt": "a\\ud800"}', "half a character"),
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
+        ('{"messages": [{"role": "user"}]}', "message 1 (user): the content must be a string that is not empty, got none"),
+        ('{"messages": []}', "at least one, got none"),
+        ('{"messages": null}', "expected a list of"),
+        ('{"messages": [{"role": "user", "content": "a"}], "prompt": "a"}', "both given"),
     ],
 )
 def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
@@ -62,6 +66,22 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
     assert isinstance(bad, BadLine) and bad.where == "p.jsonl:2" and problem in bad.problem
     found = survey(path)
     assert (found.n_prompts, found.bad) == (2, (bad,))
+
+
+def test_chats(tmp_path):
+    """One in each line, or one in a file of its own; other chats make another input."""
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
+    path = write(tmp_path / "p.jsonl", json.dumps({"messages": messages, "id": 1, "about": "a"}), json.dumps({"prompt": "b"}))
+    assert list(read_records(path, text="T")) == [
+        Record("1", Chat(messages), "T", {"about": "a"}),
+        Record("p.jsonl:2", "b", "T"),
+    ]
+    alone = write(tmp_path / "chat.json", json.dumps(messages))
+    assert list(read_records(alone)) == [Record("chat.json", Chat(messages))]
+    before = survey(path).sha256
+    messages[1]["content"] = "How?"
+    write(path, json.dumps({"messages": messages, "id": 1, "about": "a"}), json.dumps({"prompt": "b"}))
+    assert survey(path).sha256 != before
 
 
 def test_text_file_by_hand(tmp_path):
@@ -104,8 +124,12 @@ def test_inputs_that_are_refused(tmp_path):
         survey(tmp_path / "nowhere.jsonl")
     with pytest.raises(KVLensError, match="holds no prompt; it is empty"):
         survey(tmp_path)
-    with pytest.raises(KVLensError, match="one JSON document; write an object per line"):
+    with pytest.raises(KVLensError, match="one JSON document, and no list of messages; write an object per line"):
+        survey(write(tmp_path / "p.json", "{}"))
+    with pytest.raises(KVLensError, match="messages: .* at least one, got none"):
         survey(write(tmp_path / "p.json", "[]"))
+    with pytest.raises(KVLensError, match="p.json is not JSON"):
+        survey(write(tmp_path / "p.json", "[{"))
     with pytest.raises(KVLensError, match="holds no prompt: p.jsonl:1: the line is empty"):
         survey(write(tmp_path / "p.jsonl", "", ""))
     with pytest.raises(KVLensError, match="the id '5' is on lines 1 and 3 of"):
