@@ -22,7 +22,6 @@ from kvlens.files import read_listed
 from kvlens.kv_bias.validation import TENSORS
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
-from kvlens.training.distributed import Workers
 from kvlens.training.loss import loss_of
 from kvlens.training.run import Run
 from kvlens.zoo import folder_of
@@ -86,7 +85,7 @@ def test_a_checkpoint(tmp_path):
     path = tmp_path / "run" / "checkpoint.safetensors"
     run(folder=path.parent)
     task = tiny_task()
-    taken_up = Run(tiny_model(), task, loss_of(task), TrainSettings.of(SETTINGS), Workers.current())
+    taken_up = Run(tiny_model(), task, loss_of(task), TrainSettings.of(SETTINGS))
     store = CheckpointFolder(path.parent, taken_up)
 
     def resumed():

@@ -5,7 +5,6 @@ Every import counts: at the top, in a function, under ``TYPE_CHECKING``, and by 
 
 import ast
 import functools
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -186,19 +185,6 @@ def test_public_names_exist_and_unknown_ones_do_not():
     for name in kvlens.__all__:
         assert getattr(kvlens, name).__name__ == name
     assert not hasattr(kvlens, "convert_promt")
-
-
-def test_only_transformer_lens_own_deprecation_is_silenced():
-    from kvlens import HookedKVTransformer, HookedKVTransformerConfig
-
-    cfg = HookedKVTransformerConfig(n_layers=1, d_model=4, d_head=2, n_ctx=3, d_vocab=5, act_fn="relu", device="cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        filters = list(warnings.filters)
-        HookedKVTransformer(cfg)
-        assert warnings.filters == filters
-        warnings.warn("HookedTransformer is deprecated", DeprecationWarning, stacklevel=1)
-    assert [str(w.message) for w in caught] == ["HookedTransformer is deprecated"]
 
 
 def test_nothing_of_ours_goes_by_the_short_name():

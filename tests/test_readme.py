@@ -25,9 +25,8 @@ def test_python_examples_run(number, tmp_path, monkeypatch, capsys):
     exec(compile(code, f"README.md, example {number + 1}", "exec"), namespace)
     if "relative error" in code:
         printed = capsys.readouterr().out
-        assert (
-            float(re.search(r"relative error: (\S+)", printed).group(1)) < 1e-5
-        )  # float32 rounding through the layers: some 1e-6
+        # float32 rounding through the layers: some 1e-6 of ten times as much allowed
+        assert float(re.search(r"relative error: (\S+)", printed).group(1)) < 1e-5
         assert "answer:  parrot\n" in printed
 
 

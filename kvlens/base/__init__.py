@@ -1,4 +1,4 @@
-"""TransformerLens 3's HookedTransformer, kvlens' own on every release of TransformerLens.
+"""TransformerLens 3's HookedTransformer, as kvlens' own: release 4 no longer has it.
 
 - :mod:`~kvlens.base.model`: the class; its parts are in ``config``, ``embedding``, ``norm``, ``attention``, ``rotary``, ``mlp``
   and ``block``;

@@ -1,7 +1,6 @@
 """The configuration of a :class:`kvlens.base.HookedTransformer`: TransformerLens 3's fields, with their defaults.
 
-Where TransformerLens has a configuration class of that name (3.9), this one is a subclass of it, so that ``isinstance`` holds;
-none of its code runs. Unlike there, a configuration seeds nothing: ``seed`` is that of the initial weights alone.
+Unlike there, a configuration seeds nothing: ``seed`` is that of the initial weights alone.
 """
 
 import copy
@@ -15,11 +14,6 @@ from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
 
 from kvlens.errors import KVLensError, nearest
 
-try:
-    from transformer_lens import HookedTransformerConfig as _Parent
-except ImportError:  # TransformerLens 4
-    _Parent = object  # type: ignore[misc, assignment]
-
 NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -29,7 +23,7 @@ HEADS = ("n_heads", "n_key_value_heads", "d_head")
 
 
 @dataclass
-class HookedTransformerConfig(_Parent):
+class HookedTransformerConfig:
     """Sizes and kinds of everything in a model.
 
     Args:

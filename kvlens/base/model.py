@@ -1,9 +1,8 @@
 """HookedTransformer: a decoder with a hook point on every activation.
 
-kvlens' own class of TransformerLens 3's model, on every release: the same hook points, parameters, configuration and methods,
-and for the same weights the same numbers to the bit. TransformerLens 3.9 has a class of this name, from which this one is then
-derived, so that ``isinstance`` holds; none of its code runs. TransformerLens 4 has none, and provides what both releases share:
-hook points and caches of activations, the decode cache, weight processing and sampling.
+kvlens' own class of TransformerLens 3's model, which release 4 no longer has: the same hook points, parameters, configuration
+and methods, and for the same weights the same numbers up to the order of sums. TransformerLens 4 provides hook points and
+caches of activations, the decode cache, weight processing and sampling.
 """
 
 from typing import Any, NamedTuple
@@ -28,11 +27,6 @@ from kvlens.base.weights import HasWeights
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError, brief
 
-try:
-    from transformer_lens import HookedTransformer as _Parent
-except ImportError:  # TransformerLens 4
-    _Parent = HookedRootModule  # type: ignore[misc, assignment]
-
 RETURNS = ("logits", "loss", "both", None)
 DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
@@ -56,7 +50,7 @@ class Output(NamedTuple):
     loss: Tensor
 
 
-class HookedTransformer(ReadsText, Generates, HasWeights, Loads, _Parent):  # type: ignore[misc, valid-type]
+class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
     """A decoder: embedding, blocks, norm, unembedding.
 
     Args:

@@ -1,4 +1,4 @@
-"""KVTransformerBridge: a TransformerBridge, TransformerLens 3.9 or 4, whose attention reads a converted prompt.
+"""KVTransformerBridge: a TransformerBridge whose attention reads a converted prompt.
 
 The bridge's own forward pass runs unchanged. While a bias is attached, each pass gets positions after the prompt, and softmax
 attention finds the bias's keys behind the text's (:mod:`kvlens.bridge.softmax`).

@@ -139,14 +139,10 @@ def _rotated(attn: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _settle_latent(bridge: Any, attn: Any) -> None:
-    """Latent attention (DeepSeek-V3): values' own size in the configuration and at ``hook_z``, and a mask in every pass.
-
-    TransformerLens takes Transformers' ``head_dim``, the rotated part of a key. Release 3 applies only the mask that it is
-    given, and Transformers gives none for fused attention.
-    """
+    """Latent attention (DeepSeek-V3): values' own size in the configuration and at ``hook_z``, where TransformerLens takes
+    Transformers' ``head_dim``, the rotated part of a key."""
     bridge.cfg.d_head = attn.original_component.v_head_dim
     attn.o.hook_in.hook_conversion.d_head = bridge.cfg.d_head
-    text_config(bridge.original_model)._attn_implementation = "eager"
 
 
 def _window(family: str, config: Any, layer: int) -> int | None:

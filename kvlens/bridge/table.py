@@ -10,11 +10,10 @@
 - *states*: how a recurrent layer updates its state, which a bias holds in addition to the keys and values of attention.
 - *logits of heads*: direct logit attribution (``bias_decomposition``). It needs heads that write to the residual stream
   directly; where a norm or a factor stands behind attention, it says so.
-- *TransformerLens*: the releases whose bridge the tests run.
 
 Every model is compared with Transformers when it is loaded (:mod:`kvlens.bridge.comparison`): plain, hooked, and under a
 converted prompt. A model of any other family that the bridge computes step by step is loaded if it passes, and refused where
-its logits differ by more than rounding (StableLM's do; so do Cohere's with release 3.9).
+its logits differ by more than rounding (StableLM's do).
 :func:`kvlens.analyses.conversion_error` measures how exact a conversion is.
 
 Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.
@@ -105,13 +104,11 @@ REFUSED: dict[str, str] = {
 }
 """Architectures that are refused, as others that are not in the table may be, and why."""
 NAMES = ", ".join(family.name for family in FAMILIES.values())
-RELEASES = ("3.9", "4.3")
-"""The releases of TransformerLens whose bridge the tests run."""
 
 
 def table() -> str:
     """The table as Markdown."""
-    head = ["family", "conversion", "causes", "patterns", "states", "logits of heads", "TransformerLens", "remarks"]
+    head = ["family", "conversion", "causes", "patterns", "states", "logits of heads", "remarks"]
     rows = [
         [
             f.name,
@@ -120,7 +117,6 @@ def table() -> str:
             f.patterns,
             f.states or "none",
             "yes" if f.logits_of_heads else "no",
-            ", ".join(RELEASES),
             f.remarks,
         ]
         for f in FAMILIES.values()

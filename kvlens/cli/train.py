@@ -21,10 +21,9 @@ def add_command(commands: Any) -> None:
         description="Train NAME, the recipe of a shipped model (see `kvlens zoo`) or a task: induction, bigrams, ngrams, "
         "hops, arithmetic, regression, facts, text. The output folder gets the checkpoint, metrics and the model with a model "
         "card. To resume an interrupted run, repeat the command.",
-        epilog="Examples: a small model, and a run with several processes:\n\n"
+        epilog="Example:\n\n"
         "  kvlens train induction --out run --task vocab_size=256 length=64 \\\n"
-        "      --model n_layers=1 kv_shift=true --set steps=500 learning_rate=0.002\n"
-        "  torchrun --nproc-per-node 2 -m kvlens train ...",
+        "      --model n_layers=1 kv_shift=true --set steps=500 learning_rate=0.002",
         allow_abbrev=False,
     )
     train.add_argument("name", metavar="NAME", help="name of a recipe or a task")
@@ -60,7 +59,6 @@ def _train(args: argparse.Namespace) -> int:
     from kvlens.tasks import TASKS
     from kvlens.training import TrainSettings, find_recipe, train_recipe
     from kvlens.training.checkpoint import CHECKPOINT
-    from kvlens.training.distributed import process_group
     from kvlens.training.recipes import model_settings
 
     recipe = find_recipe(args.name)
@@ -81,10 +79,7 @@ def _train(args: argparse.Namespace) -> int:
     TrainSettings.of(dict(recipe.training))  # report bad settings before building the data
     check_device("--device", args.device)
     try:
-        with process_group() as device:
-            facts = train_recipe(
-                recipe, args.out, device=args.device or device, restart=args.restart, progress=sys.stderr.isatty()
-            )
+        facts = train_recipe(recipe, args.out, device=args.device, restart=args.restart, progress=sys.stderr.isatty())
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
         continuation = (
@@ -94,8 +89,7 @@ def _train(args: argparse.Namespace) -> int:
         )
         print(f"kvlens: {word}; the same command {continuation} {visible(args.out)}", file=sys.stderr)
         return status
-    if facts:
-        _print_facts(facts, args.out)
+    _print_facts(facts, args.out)
     return 0
 
 

@@ -81,8 +81,9 @@ def load_folder(
     if hf_model.config.tie_word_embeddings:
         check_tied(hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight, str(folder))
     for weight in hf_model.parameters():
-        # pages of a file are given back all together, when the last weight is gone; a weight's own memory with the weight
-        weight.data = weight.data.clone()
+        if not weight.untyped_storage().resizable():
+            # pages of a file are given back all together, when the last weight is gone; a weight's own memory goes with it
+            weight.data = weight.data.clone()
     if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
         return hf_model, {}
     return hf_model, read_tensors(folder, is_shift_coefficient)

@@ -69,7 +69,6 @@ class CheckpointFolder:
         self.path, self.run, self._restart = path_of("train: folder", folder), run, restart
         self.identity = json.loads(json.dumps(identity(run)))  # as read back from JSON: tuples become lists
         check_run_folder(self.path)
-        run.workers.wait()
 
     @property
     def _file(self) -> Path:
@@ -77,8 +76,6 @@ class CheckpointFolder:
 
     def save(self) -> None:
         """Write the current state. Raises KVLensError if the disk is full; the previous checkpoint stays."""
-        if not self.run.workers.is_first:
-            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

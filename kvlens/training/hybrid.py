@@ -32,7 +32,6 @@ from kvlens.files import files_in
 from kvlens.mixers import has_mixer, mixer_for
 from kvlens.mixers.rules import DeltaRule
 from kvlens.tasks import Batch, Task
-from kvlens.training.distributed import Workers
 from kvlens.training.loss import CrossEntropy, Score
 from kvlens.training.run import Run
 from kvlens.training.settings import TrainSettings
@@ -129,10 +128,9 @@ def train_hybrid(model: Qwen3_5ForCausalLM, task: Task, settings: TrainSettings,
         model: of `new_hybrid`.
         task, settings, progress: as for :func:`kvlens.training.train`.
     """
-    workers = Workers.current()
     settings.check_model(model)
     with computed_by_mixers(model):
-        return run_to_end(Run(model, task, AnswerLoss(), settings, workers), None, progress and workers.is_first)
+        return run_to_end(Run(model, task, AnswerLoss(), settings), None, progress)
 
 
 def write_hybrid(model: Qwen3_5ForCausalLM, task: Task, folder: Path, dtype: torch.dtype) -> list[str]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
-from kvlens.training.distributed import Workers
 from kvlens.training.loss import Loss, Objective, score_in_parts
 from kvlens.training.settings import TrainSettings
 
@@ -69,8 +68,8 @@ class Run:
         watched: (step, values by parameter name), one entry per evaluation.
     """
 
-    def __init__(self, model: Any, task: Task, loss: Loss, settings: TrainSettings, workers: Workers):
-        self.model, self.task, self.loss, self.settings, self.workers = model, task, loss, settings, workers
+    def __init__(self, model: Any, task: Task, loss: Loss, settings: TrainSettings):
+        self.model, self.task, self.loss, self.settings = model, task, loss, settings
         self.progress = Progress()
         self.best: dict[str, Tensor] | None = None
         self.watched: list[tuple[int, dict[str, Tensor]]] = []
@@ -78,8 +77,7 @@ class Run:
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._last_good = [p.detach().clone() for p in self._parameters]
         self._objective = Objective(model, loss, autocast=settings.precision == "bfloat16")
-        self._parallel = workers.wrap(self._objective)
-        self._heldout = workers.rows(task.heldout(settings.eval_sequences, settings.seed))
+        self._heldout = task.heldout(settings.eval_sequences, settings.seed)
         self._started = perf_counter()
         self._rate = 0.0
 
@@ -100,11 +98,11 @@ class Run:
         if not self.model.training:  # setting it in every module takes a twentieth of a small model's step
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        score = self._parallel(self.workers.rows(batch))
-        loss, correct = self.workers.sum(torch.stack([score.loss.detach(), score.correct.to(score.loss)])).tolist()
+        score = self._objective(batch)
+        loss, correct = torch.stack([score.loss.detach(), score.correct.to(score.loss)]).tolist()
         norm = math.nan
         if math.isfinite(loss):
-            (score.loss * (self.workers.count / count)).backward()  # gradients are averaged over the processes
+            (score.loss * (1 / count)).backward()
             norm = float(nn.utils.clip_grad_norm_(self._parameters, settings.max_grad_norm))
         self._keep_if_finite(loss, norm)
         for group in self.optimizer.param_groups:
@@ -117,9 +115,9 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> Row:
         """Evaluate the weights on the held-out sequences, and keep them if they are the best so far."""
-        done, size = self.progress, max(1, self.settings.batch_size // self.workers.count)
+        done = self.progress
         self.model.eval()
-        loss, correct, count = self.workers.sum(score_in_parts(self._objective, self._heldout, size)).tolist()
+        loss, correct, count = score_in_parts(self._objective, self._heldout, self.settings.batch_size).tolist()
         row = Row(done.step, "heldout", loss / count, correct / count, done.tokens, self._rate, math.nan)
         done.since_best += 1
         if row.loss < done.best_loss:
@@ -136,19 +134,15 @@ class Run:
         torch._foreach_copy_(self._last_good, self._parameters)
 
     def out_of_time(self) -> bool:
-        """Whether the time budget is spent, by the clock of the first process."""
-        if self.settings.max_minutes is None:
-            return False
-        device = self._parameters[0].device
-        return self.workers.from_first(self.seconds, device) >= 60 * self.settings.max_minutes
+        """Whether the time budget is spent."""
+        return self.settings.max_minutes is not None and self.seconds >= 60 * self.settings.max_minutes
 
     def _share_done(self) -> float:
         """Progress after the coming step: the share of the steps or of the time, whichever is larger."""
         done = (self.progress.step + 1) / self.settings.steps
         if self.settings.max_minutes is None:
             return done
-        seconds = self.workers.from_first(self.seconds, self._parameters[0].device)
-        return max(done, seconds * (1 + 1 / max(1, self.progress.step)) / (60 * self.settings.max_minutes))
+        return max(done, self.seconds * (1 + 1 / max(1, self.progress.step)) / (60 * self.settings.max_minutes))
 
     @torch.no_grad()
     def _keep_if_finite(self, loss: float, norm: float) -> None:

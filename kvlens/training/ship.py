@@ -22,7 +22,6 @@ from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task
 from kvlens.training.card import model_card
 from kvlens.training.checkpoint import LOCK, RUN_FOLDER, check_run_folder, only_run_in
-from kvlens.training.distributed import Workers
 from kvlens.training.hybrid import CONFIG, AnswerLoss, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.loss import Loss, Objective, loss_of, score_in_parts
 from kvlens.training.recipes import Recipe, build_model, build_task, command_of
@@ -88,8 +87,6 @@ def train_recipe(
         model = build_model(task, recipe.model, name=recipe.name, device=device)
         settings.check_model(model)
         result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
-    if not Workers.current().is_first:
-        return {}
     facts: dict[str, Any] = {}
 
     def fill(temporary: Path) -> None:

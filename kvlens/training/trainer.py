@@ -8,8 +8,6 @@ What it guarantees beyond a plain loop:
 - *Best weights.* A finished run leaves the model with the weights of its best evaluation.
 - *A loss that is not finite* ends the run with an error that names the step. The model then has the weights of the last step
   whose loss and gradient were finite, and the checkpoint is from before the failure.
-- *Several processes.* Inside a process group (``torchrun``) every process takes its share of each batch. The batches do not
-  depend on the number of processes, and the results only through the order of floating-point sums.
 - *Time.* With ``max_minutes`` no step begins after that time, and the cosine has finished by then.
 
 No random numbers are drawn here; the task draws them from a generator seeded by the run's seed and the step.
@@ -30,7 +28,6 @@ from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.tasks.checks import require_batch
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
-from kvlens.training.distributed import Workers
 from kvlens.training.loss import Loss, Objective, loss_for, score_in_parts
 from kvlens.training.run import Row, Run
 from kvlens.training.settings import TrainSettings
@@ -106,21 +103,19 @@ def train(
     if folder is not None and runs is not None:
         raise KVLensError("train: give folder or runs, not both: a run in runs has a folder of its own there")
     folder = None if folder is None else path_of("train: folder", folder)
-    workers = Workers.current()
-    workers.check_batch(chosen.batch_size)
     was_training = model.training
-    run = Run(model, task, loss, chosen, workers)
+    run = Run(model, task, loss, chosen)
     if runs is not None:
         folder = path_of("train: runs", runs) / run_name(run)
     if folder is not None:
         check_run_folder(folder)
-    held = nullcontext() if folder is None or not workers.is_first else only_run_in(folder, wait=runs is not None)
+    held = nullcontext() if folder is None else only_run_in(folder, wait=runs is not None)
     with held:
         store = None if folder is None else CheckpointFolder(folder, run, restart=restart)
         if store is not None:
             store.resume()
         try:
-            return run_to_end(run, store, progress and workers.is_first)
+            return run_to_end(run, store, progress)
         finally:
             model.train(was_training)
 

@@ -135,17 +135,17 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "my_module.py").write_text(example())
-    tiny_text_model().save(tmp_path / "tiny")
+    tiny_text_model(dtype=torch.float64).save(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("ab\ncde\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["analyse", "my_package.my_module:largest_logits", "p.txt", "--model", "tiny", "--out", "t.parquet"]
     assert main([*command, "--text", "the widget", "--scale", "0.5", "--prompts-per-job", "2"]) == 0
     table = pd.read_parquet("t.parquet")
-    model = tiny_text_model()
+    model = tiny_text_model(dtype=torch.float64)
     text = model.to_tokens("the widget", prepend_bos=False)
     torch.testing.assert_close(torch.tensor(table["largest_logit"].to_numpy()[: text.shape[1]]),
-                               0.5 * model(text)[0].amax(dim=-1).double(), rtol=1e-5, atol=1e-6)  # fmt: skip
+                               0.5 * model(text)[0].amax(dim=-1), rtol=1e-11, atol=0)  # fmt: skip
     assert table["prompt_id"].nunique() == 2
     assert main([*command[:2], "--help"]) == 0
     assert "largest_logit float64 of the next token" in " ".join(capsys.readouterr().out.split())

@@ -58,7 +58,8 @@ def test_in_segments_equals_whole(name, in_segments):
 
     whole, details, among, copies = look()
     of_prompt, of_text = details.pattern[..., :14], details.pattern[..., 14:]
-    single, double = dict(rtol=1e-5, atol=1e-6), dict(rtol=1e-12, atol=1e-13)  # pictures of patterns are float32
+    # pictures of patterns are kept, and summed in columns of three, in float32
+    single, double = dict(rtol=4 * torch.finfo(torch.float32).eps, atol=1e-11), dict(rtol=1e-12, atol=1e-13)
     for room in (0, ROOM):  # run twice, and kept
         in_segments(room)
         whole_in, details_in, among_in, copies_in = look()
@@ -70,7 +71,7 @@ def test_in_segments_equals_whole(name, in_segments):
         for name in ("prompt_shares", "strongest", "among"):
             torch.testing.assert_close(getattr(details_in, name), getattr(details, name), **single)
         torch.testing.assert_close(among_in, among, **single)
-        pd.testing.assert_frame_equal(copies_in, copies, rtol=1e-5, atol=1e-6)
+        pd.testing.assert_frame_equal(copies_in, copies, **single)
 
 
 @pytest.mark.parametrize("analysis", [linked_shares, head_details])

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from huggingface_hub import constants
-from plain_reference import SIZES, draw_biases, tokens
+from plain_reference import SIZES, set_weights, tokens
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import KVLensError
@@ -62,7 +62,7 @@ def test_steps_are_those_that_are_public():
 def test_models_in_their_authors_own_format(hub, monkeypatch, form, n_layers):
     """Written in each form by the inverse of what the form's description says, and read back."""
     model = HookedTransformer(HookedTransformerConfig(**{**SIZES, "n_layers": n_layers, "act_fn": "gelu"}))
-    draw_biases(model)
+    set_weights(model)
     model.unembed.b_U.data.zero_()  # minGPT has none
     weights = {name: w.clone() for name, w in model.state_dict().items() if not name.endswith(("mask", "IGNORE"))}
     name = "Baidicoot/Othello-GPT-Transformer-Lens" if form == "mingpt" else "NeelNanda/SoLU_2L_v10_old"

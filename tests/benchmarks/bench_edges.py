@@ -7,7 +7,7 @@ room the room is replaced by one of which the story does not speak, and the answ
 Printed for each task: how often the edge with the largest effect is among the first of the order, how much effect (sum of
 absolute values) the first edges have, of what so many edges can have, and the rank correlation of absolute values.
 
-TransformerLens (from 4.3 on, ``attribution_patch``, edges) is asked about the replaced room. Its edges lead along the residual
+TransformerLens (``attribution_patch``, edges) is asked about the replaced room. Its edges lead along the residual
 stream alone, from the run with the replaced room towards the right one, position by position: they are added up over the prompt
 and over the text, and measured against exact patching of the same edges, as are the estimates of `attribution_by_edge` there.
 """
@@ -71,7 +71,7 @@ class AsBridge:
 
 def of_transformer_lens(clean: Question, corrupted: torch.Tensor, rival: int) -> pd.Series:
     """Its score of each edge between heads, added up over the prompt's positions and over the text's."""
-    from transformer_lens.tools.analysis import EdgeAttributionConfig, attribution_patch  # not there before 4.3
+    from transformer_lens.tools.analysis import EdgeAttributionConfig, attribution_patch
 
     def metric(logits: torch.Tensor) -> torch.Tensor:
         return logits[0, -1, int(clean.answer)] - logits[0, -1, rival]

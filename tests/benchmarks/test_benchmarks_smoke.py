@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from importlib.metadata import version
 
 import bench_attribution
 import bench_notes
@@ -15,11 +14,8 @@ import pytest
 import torch
 from timing import check_close
 
-OLD = version("transformer-lens").startswith("3.")
-# with Transformers 5.24, the plain bridge of TransformerLens 3.9, with which ours is compared, cannot run delta-rule layers
-RECURRENT = "bamba" if OLD else "qwen3_5"
 PROGRAMS = {  # what is asked for, and how often each of these words is printed
-    "bench_bridge": (f"--small --families gpt2 {RECURRENT}", {"nothing attached: ": 2}),
+    "bench_bridge": ("--small --families gpt2 qwen3_5", {"nothing attached: ": 2}),
     "bench_bridge_exactness": ("--families gpt2 --seeds 2", {"NO": 0}),
     "bench_edges": ("--models facts-hops-gpt2 --stories 1", {"facts-hops-gpt2 1 stories": 1}),
     "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 1, "NO": 0}),
@@ -52,8 +48,6 @@ ROWS = {  # of bench_speed
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_smoke(name, capsys):
-    if OLD and name == "bench_edges":
-        pytest.skip("TransformerLens 3.9 attributes to nodes only, not to edges")
     words, expected = PROGRAMS[name]
     importlib.import_module(name).main(words.split())
     printed = capsys.readouterr().out

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from precision import LAW, relative_error
 from small_models import small_model, tokens
 from tiny_text_model import tiny_text_model
 
@@ -24,13 +25,18 @@ METHODS_AND_SIZES = [
 TEXT = tokens(2, 5, seed=7)
 
 
-@pytest.fixture(scope="module")
-def sharp():
+def sharp_model(dtype):
     """Attention so sharp that a prompt gets all of it, up to rounding, at some queries and none at others."""
-    model = small_model(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, n_ctx=64).requires_grad_(False)
+    sizes = dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, n_ctx=64)
+    model = small_model(**sizes, dtype=dtype).requires_grad_(False)
     for block in model.blocks:
         block.attn.W_Q.data *= 60
     return model
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    return sharp_model(torch.float32)
 
 
 def options_of(method, options):
@@ -54,11 +60,18 @@ def test_any_prompt_gives_finite_numbers_and_a_record(sharp, method, options, mo
         with sharp.kv_bias(bias):
             logits = sharp(TEXT)
         assert finite(bias) and bool(logits.isfinite().all())
-        if bias.fit is None:
-            whole = sharp(torch.cat([prompt.expand(2, -1), TEXT], dim=1))[:, len(prompt) :]
-            assert torch.allclose(logits, whole, atol=1e-4)
+        if bias.fit is None:  # every key is kept
+            assert torch.equal(bias.b_KV, convert_prompt(sharp, prompt).b_KV)
         else:
             assert bias.fit.method == method
+
+
+def test_every_key_kept_is_any_prompt():
+    model = sharp_model(torch.float64)
+    for prompt in PROMPTS.values():
+        whole = model(torch.cat([prompt.expand(2, -1), TEXT], dim=1))[:, len(prompt) :]
+        with model.kv_bias(convert_prompt(model, prompt)):
+            assert relative_error(model(TEXT), whole) < LAW
 
 
 @pytest.mark.parametrize(("method", "options"), [each for each in METHODS_AND_SIZES if "some" in each.id])

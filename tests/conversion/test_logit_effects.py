@@ -1,5 +1,7 @@
 """Budgets by the effect on the logits: gradients against finite differences, and what they give to heads without an effect."""
 
+from functools import partial
+
 import pytest
 import torch
 from small_models import small_model, tokens
@@ -17,6 +19,7 @@ KINDS = {
 }
 MORE = dict(n_ctx=120, dtype=torch.float64)
 TEXTS = dict(n_continuations=6, continuation_length=5, n_held_out=0)
+STEP = 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,14 +33,16 @@ def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
         for layer, pos, head in ((0, 2, 1), (1, 6, 0)):
             for d in (0, 3):
 
-                def moved(z, hook, at=(1, pos, head, d), by=1e-6):
+                def moved(z, hook, by, at=(1, pos, head, d)):
                     z = z.clone()
                     z[at] += by
                     return z
 
-                new = model.run_with_hooks(texts, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", moved)])
-                slope = (direction * (new - logits) / logits.norm(dim=-1, keepdim=True)).sum() / 1e-6
-                assert float(found[layer][1, pos, head, d]) == pytest.approx(float(slope), rel=1e-4, abs=1e-7)
+                hooks = [[(f"blocks.{layer}.attn.hook_z", partial(moved, by=by))] for by in (STEP, -STEP)]
+                up, down = (model.run_with_hooks(texts, fwd_hooks=hook) for hook in hooks)
+                slope = (direction * (up - down) / logits.norm(dim=-1, keepdim=True)).sum() / (2 * STEP)
+                # the step's square times a third derivative, and eps over the step
+                assert float(found[layer][1, pos, head, d]) == pytest.approx(float(slope), rel=1e-7, abs=1e-9)
 
 
 def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from precision import LAW, relative_error
 from small_models import small_model, tokens
 
 from kvlens import KVBias, KVShiftConfig, convert_prompt
@@ -53,9 +54,9 @@ def in_little_memory(monkeypatch) -> list[int]:
 
 def assert_same(a: KVBias, b: KVBias) -> None:
     for x, y in ((a.b_KV, b.b_KV), (a.b_D, b.b_D), (a.features.keys, b.features.keys), (a.last_k, b.last_k)):
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-8)
+        assert relative_error(x, y) < LAW
     if a.fit is not None:
-        torch.testing.assert_close(a.fit.head_output_error, b.fit.head_output_error, rtol=1e-6, atol=1e-8)
+        assert relative_error(a.fit.head_output_error, b.fit.head_output_error) < LAW
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

@@ -104,7 +104,7 @@ def test_a_custom_method_works_as_an_object_and_by_name(monkeypatch):
     bias = convert_prompt(model(), PROMPT, method=Half(**FEW))
     assert torch.equal(bias.b_KV, 0.5 * exact.b_KV) and torch.equal(bias.b_D, 0.5 * exact.b_D)
     assert (bias.fit.method, bias.fit.settings["factor"], bias.fit.n_reference_tokens) == ("half", 0.5, 0)
-    assert float(bias.fit.answers.logits_error) > 1e-3 and bool((bias.fit.head_output_error > 0).all())
+    assert float(bias.fit.answers.logits_error) > 0.01 and bool((bias.fit.head_output_error > 0).all())
     with pytest.raises(KVLensError, match="method must be one of exact, landmark"):
         convert_prompt(model(), PROMPT, method="half")
     monkeypatch.setitem(METHODS, "half", Half)

@@ -201,7 +201,7 @@ def test_the_recorded_answers_are_those_of_the_definition(start, model, exact):
     assert [float(found.logits_error), float(found.lost_share)] == pytest.approx(expected, rel=1e-9)
     kl = torch.tensor(kl, dtype=torch.float64)
     expected = [float(kl.quantile(q)) for q in (0.5, 0.95)] + [float(kl.max())]
-    assert [float(x) for x in (found.kl_median, found.kl_95, found.kl_worst)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert [float(x) for x in (found.kl_median, found.kl_95, found.kl_worst)] == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_no_fit_has_seen_the_texts_that_answers_are_measured_on(model, few):
@@ -256,5 +256,5 @@ def test_a_bias_on_a_fitted_one_is_not_called_exact_and_is_not(model, few):
         converted = model(TEXT)
     with torch.no_grad():
         whole = model(torch.cat([PROMPT, OTHER, TEXT[0]])[None])[:, 34:]
-    assert relative_error(converted, whole) > 1e-4
+    assert relative_error(converted, whole) > 1e-4  # far above rounding
     assert both.fit is not None

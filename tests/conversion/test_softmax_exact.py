@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from precision import LAW, float64, relative_error
 from scaled_models import REAL, scaled_up
-from small_models import SOFTMAX, by_steps, model_of, relative_error, small_model, tokens
+from small_models import SOFTMAX, by_steps, model_of, small_model, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
@@ -22,20 +23,22 @@ def with_and_without(model, prompt, text, bias) -> float:
 
 @pytest.mark.parametrize("architecture", ["olmoe", "olmo3"])
 def test_norms_over_all_heads_act_under_a_bias_too(architecture):
-    """TransformerLens applies them behind hook_q and hook_k. Rounding is about 1e-6 here; without the norms it was off by 1."""
+    """TransformerLens applies them behind hook_q and hook_k. Without the norms it was off by 1."""
     plain = dict(fold_ln=False, center_writing_weights=False, center_unembed=False)
-    model = HookedKVTransformer.from_pretrained("tiny", hf_model=tiny_hf_model(architecture, seed=3), **plain)
+    with float64():
+        hf_model = tiny_hf_model(architecture, seed=3)
+        model = HookedKVTransformer.from_pretrained("tiny", hf_model=hf_model, dtype="float64", **plain)
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         shifted = HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))
-        assert relative_error(shifted(tokens), model(tokens)) < 1e-5
+        assert relative_error(shifted(tokens), model(tokens)) < LAW
         normed = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k_shifted"]
         attn = shifted.blocks[0].attn
         k = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k"].flatten(2)
         k = torch.nn.functional.rms_norm(k, k.shape[-1:], attn.k_norm.w, model.cfg.eps)
-        torch.testing.assert_close(normed, k.view_as(normed))  # the shift comes after the norm
+        assert relative_error(normed, k.view_as(normed)) < LAW  # the shift comes after the norm
     prompt, text = tokens[:, :11], tokens[:, 11:]
-    assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < 1e-5
+    assert with_and_without(model, prompt, text, convert_prompt(model, prompt)) < LAW
 
 
 def test_a_bidirectional_model_has_no_bias():
@@ -74,24 +77,24 @@ SCALED = [*((kind, "QK") for kind in REAL), *zip(REAL, "QK" * 4, strict=True)]
 
 @pytest.mark.parametrize(("kind", "which"), SCALED)
 def test_exact_on_real_models(kind, which, data_if_needed):
-    """Queries and keys 20 times as long: scores of up to 5,000, of both up to 100,000, which float32 represents to 1e-2.
-
-    In float32 both passes round: with scores of 100,000, where two keys may tie, single prompts are 1e-6 to 6e-4 off float64 in
-    either (tests/benchmarks/bench_exact_conversion.py). The next test compares the two errors.
-    """
+    """Queries and keys 20 times as long: scores of up to 5,000, of both up to 100,000. TransformerLens' cache says it, too."""
     prompts, texts = tokens(3, 11), tokens(3, 13, seed=1)
-    with scaled_up(kind, torch.float64, which, data_if_needed) as double:
-        assert with_and_without(double, prompts, texts, convert_prompt(double, prompts)) < 1e-12
+    with torch.no_grad(), scaled_up(kind, torch.float64, which, data_if_needed) as model:
+        whole, bias = model(torch.cat([prompts, texts], dim=1))[:, prompts.shape[1] :], convert_prompt(model, prompts)
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(prompts))
+        real = torch.ones(len(prompts), 24, dtype=torch.long)  # or a drawn token that pads is none
+        model(prompts, past_kv_cache=cache, attention_mask=real[:, :11])
+        cached = model(texts, past_kv_cache=cache, attention_mask=real[:, 11:])
+        with model.kv_bias(bias):
+            converted = model(texts)
+    assert relative_error(converted, whole) < LAW and relative_error(cached, whole) < LAW
 
 
 @pytest.mark.parametrize("kind", REAL)
 @pytest.mark.parametrize("which", ["", "QK"])
 def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, which, data_if_needed):
-    """The median of 16 prompts. The two sides are rounded apart: another error than the plain pass's, of its size.
-
-    Measured: 0.92 to 1.03 of the plain pass's as the models are, 0.5 to 1.2 with queries and keys 20 times as long, where the
-    worst of 16 plain passes is off by 1.3e-5 (stories260K) to 1.4e-3 (Qwen 3): two scores so large may be a tie in float32.
-    """
+    """The median of 16 prompts: of single ones the error scatters, since with queries and keys 20 times as long two scores of
+    100,000 may be a tie in float32. Measured: 0.5 to 1.2 of the plain pass's, of four times allowed."""
     prompt, text = tokens(16, 11), tokens(16, 13, seed=1)
     both = torch.cat([prompt, text], dim=1)
     with torch.no_grad(), scaled_up(kind, torch.float64, which, data_if_needed) as double:
@@ -103,7 +106,7 @@ def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, whi
                 with single.kv_bias(convert_prompt(single, prompt)):
                     converted = single(text).double()
             off_plain, off = (((x - true).norm(dim=(1, 2)) / true.norm(dim=(1, 2))).median() for x in (plain, converted))
-            assert float(off) < 2 * float(off_plain), steps
+            assert float(off) < 4 * float(off_plain), steps
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,6 @@ def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind
     hooks = [(f"blocks.1.attn.hook_b_{x}", ablate) for x in ("kv", "d")]
     assert relative_error(logits(convert_prompt(model, two, initial=old, fwd_hooks=hooks)), expected) < 1e-12
     whole = convert_prompt(model, two, initial=old)
-    assert relative_error(logits(whole), expected) > 1e-3
+    assert relative_error(logits(whole), expected) > 1e-3  # far above rounding
     looked = convert_prompt(model, two, initial=old, fwd_hooks=[("blocks.1.attn.hook_b_kv", lambda b, hook: None)])
     assert torch.equal(looked.b_KV, whole.b_KV)

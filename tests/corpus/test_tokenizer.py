@@ -73,7 +73,6 @@ def test_a_folder_restores_the_same_tokenizer(tmp_path):
         assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == SPECIAL
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TransformerLens 3.9 announces 4.0 at each construction
 @pytest.mark.parametrize("origin", ["memory", "folder"])
 def test_transformer_lens_takes_it_offline(origin, tmp_path):
     from kvlens.base import HookedTransformer, HookedTransformerConfig

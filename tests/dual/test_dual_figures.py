@@ -133,4 +133,5 @@ def test_a_long_float32_model_keeps_its_figures_finite():
             parameter.mul_(30)
     figures = dual_losses(model, text_for(model, 40))
     assert figures.drop(columns="token").notna().all().all()
-    assert figures["equivalence_error"].max() < 1e-3  # rounding of float32 scores of this size, in the model's own softmax
+    # of scores of some hundred, whose rounding in float32 (1e-5) moves the model's own softmax by that; ten times allowed
+    assert figures["equivalence_error"].max() < 1e-3

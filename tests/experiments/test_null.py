@@ -23,6 +23,7 @@ from kvlens.experiments.dual import dual_heads, dual_layer, dual_variants, rando
 from kvlens.experiments.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
 from kvlens.experiments.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.experiments.lecture.function_class_claims import Measured
+from kvlens.experiments.shared import outcome
 from kvlens.experiments.shared.significance import SIGNIFICANCE, SignificanceTest
 from kvlens.experiments.shared.sweep import Cell, train_cells
 from kvlens.experiments.shared.sweep import Runs as SweepRuns
@@ -322,7 +323,9 @@ def verdicts_on(case: Case, noise: str, difference: float) -> tuple[list, np.nda
     def above(self, values, bound=0.0):
         answers.append(self.sides(np.asarray(values, dtype=float).reshape(N_DRAWS, -1) - bound))
 
-    with mock.patch.object(SignificanceTest, "above", above):
+    # what is told beside a verdict is told of an experiment's few values, not of these thousands
+    beside = mock.patch.multiple(outcome, interval_of_mean=lambda values: None)
+    with beside, mock.patch.multiple(SignificanceTest, above=above, detectable=lambda self, values: None):
         runs = Runs(noise, difference, case.n_seeds, np.random.default_rng(7))
         found = [comparison for comparison in case.compare(runs) if comparison.tested]
     return found, np.stack(answers)

@@ -100,6 +100,7 @@ print((peak() - before) / 2**20)
     ("front_end", "stored", "dtype", "most"),
     [
         ("hooked", torch.float32, "float32", 2.2),
+        ("hooked", torch.bfloat16, "float32", 2.2),
         ("hooked", torch.bfloat16, "bfloat16", 1.3),
         ("bridge", torch.float32, "float32", 1.3),
     ],

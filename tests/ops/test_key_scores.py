@@ -109,9 +109,10 @@ def test_mass_and_output_are_matched_by_least_squares():
     index = matched.keys
     w = match_mass(matched, torch.ones_like(index, dtype=torch.bool))
     values = match_output(queries, prompt, index, w)
+    # below: the ridge is 1e-9 of the diagonal, times a condition number of the four keys of hundreds, of their shares thousands
     for cell in range(BATCH * KV):
         some, all_values = e[cell][:, index[cell]], prompt.values.flatten(0, 1)[cell]
-        torch.testing.assert_close(w[cell], naive_fit_weights(some, e[cell].sum(dim=1)), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(w[cell], naive_fit_weights(some, e[cell].sum(dim=1)), rtol=1e-6, atol=1e-8)  # ridge
         x = some * w[cell]
         x = (x / x.sum(dim=1, keepdim=True))[:, w[cell] > 0]
         y = e[cell] @ all_values / e[cell].sum(dim=1, keepdim=True)
@@ -126,7 +127,7 @@ def test_every_key_matches_itself():
     w = match_mass(matched, torch.ones_like(index, dtype=torch.bool))
     torch.testing.assert_close(w, torch.ones_like(w), rtol=0, atol=1e-6)  # the ridge is 1e-9 of the diagonal
     own = prompt.values.flatten(0, 1).gather(1, index[..., None].expand(-1, -1, D))
-    torch.testing.assert_close(match_output(queries, prompt, index, w), own, rtol=0, atol=1e-5)
+    torch.testing.assert_close(match_output(queries, prompt, index, w), own, rtol=0, atol=1e-5)  # likewise, of shares
 
 
 @pytest.mark.parametrize("by", ["attention", "pursuit"])

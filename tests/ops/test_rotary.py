@@ -69,7 +69,7 @@ def test_gradcheck(adjacent_pairs):
     with torch.autograd.forward_ad.dual_level():  # of a tensor that has a gradient too
         tangent = normal(3, D, seed=2)
         there = torch.autograd.forward_ad.unpack_dual(turned(torch.autograd.forward_ad.make_dual(x, tangent))).tangent
-    torch.testing.assert_close(there, turned(tangent))  # a rotation is linear
+    torch.testing.assert_close(there, turned(tangent), rtol=0, atol=1e-14)  # a rotation is linear
 
 
 def test_a_quarter_turn_by_hand():
@@ -107,7 +107,7 @@ def test_scores_depend_on_distance_alone(seed, adjacent_pairs, m, n, moved):
 
 @pytest.mark.parametrize("adjacent_pairs", [False, True])
 def test_group_law_in_float32_at_positions_up_to_100000(adjacent_pairs):
-    # with angles in float64 only the roundings of cos, sin and the products are left: 3 turns of 4 * 6e-8 = 7e-7 at worst;
+    # with angles in float64 only the roundings of cos, sin and the products are left: 3 turns of 4 * 6e-8 = 7e-7 < 1e-6;
     # with angles in float32, position 100,000 alone would be off by 100,000 * 6e-8 = 6e-3
     generator = torch.Generator().manual_seed(3)
     a = torch.randint(0, 50_000, (200,), generator=generator)
@@ -127,8 +127,9 @@ def test_the_table_grows_and_its_old_rows_stay():
     rows = table(6, False, calls)
     cos, sin = rows.rows(3, 5, torch.device("cpu"), torch.float32)
     assert (cos.shape, cos.dtype) == ((5, 6), torch.float32)
-    assert cos[0, 0].item() == pytest.approx(math.cos(3), abs=1e-7)
-    assert sin[0, 0].item() == pytest.approx(math.sin(3), abs=1e-7)
+    in_float32 = dict(rel=0, abs=torch.finfo(torch.float32).eps)  # of numbers below 1
+    assert cos[0, 0].item() == pytest.approx(math.cos(3), **in_float32)
+    assert sin[0, 0].item() == pytest.approx(math.sin(3), **in_float32)
     before = cos.clone()
     far, _ = rows.at(torch.tensor([[1000], [4]]), torch.float32)
     assert far.shape == (2, 1, 6)

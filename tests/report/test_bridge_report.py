@@ -4,6 +4,7 @@ import json
 
 import pandas as pd
 import pytest
+from precision import float64
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVTransformerBridge, analyses, load
@@ -21,12 +22,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+def is_rounding(figures):
+    """In float32: against what the model's own pass is off float64, as the page measures it. The law is test_bridge's."""
+    return figures["relative_error"] < 8 * figures["rounding_error"]
+
+
 def test_a_report(folder, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--prompt", PROMPT, "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
     assert main(["report", "--model", str(folder), *words, "--out", str(out)]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["conversion"]["relative_error"] < 1e-5 and summary["generation"]["converted_equals_with_prompt"]
+    assert is_rounding(summary["conversion"]) and summary["generation"]["converted_equals_with_prompt"]
     tables = {path.stem for path in out.glob("*.parquet")}
     assert {"bias_by_head", "prompt_by_depth", "prompt_effect", "layer_contributions", "prompt_copies"} <= tables
     assert "why it is not shown for this model" not in (out / "report.html").read_text()
@@ -42,7 +48,7 @@ def test_a_report_without_direct_logits(family, tmp_path, capsys):
     words = ["--prompt", "the cat. the dog.", "--text", TEXT, "--new-tokens", "2", "--device", "cpu"]
     assert main(["report", "--model", str(tmp_path / "model"), *words, "--out", str(tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["conversion"]["relative_error"] < 1e-5 and summary["answer"]["p_answer"][0] > 0
+    assert is_rounding(summary["conversion"]) and summary["answer"]["p_answer"][0] > 0
     tables = {path.stem for path in (tmp_path / "out").glob("*.parquet")}
     assert {"bias_by_head", "prompt_by_depth", "prompt_effect", "answer_units"} <= tables
     assert "layer_contributions" not in tables
@@ -67,19 +73,22 @@ def test_a_batch_keeps_front_ends_apart(folder, tmp_path):
 
 def test_states_in_a_batch(folder, tmp_path, capsys):
     """The rows are those of the functions, prompt by prompt."""
-    model, stories = load(folder, device="cpu"), {"a": PROMPT, "b": "the dog sat."}
+    stories = {"a": PROMPT, "b": "the dog sat."}
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": name, "prompt": story, "earlier": "the log."}) for name, story in stories.items()]
     prompts.write_text("\n".join(lines))
-    for name in ("state_memory", "state_erasure"):
-        out = tmp_path / f"{name}.parquet"
-        assert main(["analyse", name, str(prompts), "--out", str(out), "--device", "cpu", "--model", str(folder)]) == 0
-        table = pd.read_parquet(out).set_index("prompt_id")
-        for each, story in stories.items():
-            given = ("the log.", story) if name == "state_erasure" else (story,)
-            expected = getattr(analyses, name)(model, *given)
-            found = table.loc[each].reset_index(drop=True).drop(columns="model")
-            pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-6)
+    words = ["--device", "cpu", "--dtype", "float64", "--model", str(folder)]
+    with float64():
+        model = load(folder, device="cpu", dtype="float64")
+        for name in ("state_memory", "state_erasure"):
+            out = tmp_path / f"{name}.parquet"
+            assert main(["analyse", name, str(prompts), "--out", str(out), *words]) == 0
+            table = pd.read_parquet(out).set_index("prompt_id")
+            for each, story in stories.items():
+                given = ("the log.", story) if name == "state_erasure" else (story,)
+                expected = getattr(analyses, name)(model, *given)
+                found = table.loc[each].reset_index(drop=True).drop(columns="model")
+                pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-11)
     assert (
         main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", "bigram-linear"]) == 2
     )

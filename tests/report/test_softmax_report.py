@@ -52,7 +52,8 @@ def test_a_folder_of_transformers_with_landmark_keys(kind, tmp_path):
     words = ["--method", "landmark", "--features", "8", "--prompt", PROMPT, "--text", " the dog", "--new-tokens", "2"]
     assert main(["report", "--model", str(folder), *words, "--device", "cpu", "--out", str(out)]) == 0
     figures = json.loads((out / "summary.json").read_text())["conversion"]
-    assert figures["approximation"].startswith("landmark") and 1e-5 < figures["relative_error"] < 1
+    assert figures["approximation"].startswith("landmark")
+    assert 8 * figures["rounding_error"] < figures["relative_error"] < 1
     assert (out / "report.html").stat().st_size > 10_000
 
 
@@ -62,7 +63,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
     assert summary["conversion"]["exact_to_rounding"] is None
     assert summary["conversion"]["approximation"] == "landmark, 8 features per head"
     assert not any("keys of all heads" in note for note in summary["notes"])  # every head uses all that it has
-    assert 1e-4 < summary["conversion"]["relative_error"] < 0.05
+    assert 8 * summary["conversion"]["rounding_error"] < summary["conversion"]["relative_error"] < 0.05  # measured: 0.02
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert bias.fit.settings["budget"] == "greedy"
     assert "approximate: landmark" in " ".join(capsys.readouterr().out.split())

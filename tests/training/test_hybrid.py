@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from precision import LAW, float64, relative_error
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt, load, zoo
 from kvlens.files import check_folder, check_listed
@@ -48,23 +50,19 @@ def written(tmp_path_factory):
 
 
 def test_mixers_compute_the_same_loss_and_gradients_as_transformers():
-    """The same products in another order, in float32 and 96 positions."""
     batch = TASK.sample(2, torch.Generator().manual_seed(0))
     found = []
     for by_mixers in (False, True):
-        model = small()
-        if by_mixers:
-            with computed_by_mixers(model):
+        with float64():
+            model = small().double()
+            with computed_by_mixers(model) if by_mixers else nullcontext():
                 loss = AnswerLoss().score(model, batch).loss
-        else:
-            loss = AnswerLoss().score(model, batch).loss
-        loss.backward()
+            loss.backward()
         found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
     (plain, gradients), (mixed, others) = found
-    torch.testing.assert_close(mixed, plain, rtol=1e-5, atol=1e-5)
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert relative_error(mixed, plain) < LAW
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=0, atol=2e-5 * largest, msg=name)
+        assert relative_error(others[name], gradient) < LAW, name
 
 
 def test_after_the_run_transformers_computes_again():
@@ -97,9 +95,12 @@ def test_a_run_writes_a_folder_that_transformers_and_the_bridge_read(written):
     prompt, text = (
         torch.tensor([part]) for part in (story.tokens[: story.n_prompt_tokens], story.tokens[story.n_prompt_tokens :])
     )
-    with model.kv_bias(convert_prompt(model, prompt)):
-        converted = model(text)
-    torch.testing.assert_close(converted, model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :], rtol=0, atol=2e-5)
+    with float64():
+        model = load(folder, device="cpu", dtype="float64")
+        with model.kv_bias(convert_prompt(model, prompt)):
+            converted = model(text)
+        whole = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
+    assert relative_error(converted, whole) < LAW
 
 
 def test_a_damaged_file_is_noticed_and_notes_of_the_run_change_no_fingerprint(written, tmp_path):

@@ -48,6 +48,7 @@ def test_the_page_has_every_row_of_the_table(flow, page, found):
     assert len(data["states"]) == len(flow)
     for row in flow.itertuples():
         numbers = data["states"][f"{row.heads}|{row.positions}|{int(row.inside)}|{int(row.others)}"]
+        # the page has three digits or more
         assert numbers[:3] == pytest.approx([row.effect, row.p_answer, row.p_rival], rel=1e-3, abs=1e-12)
         assert numbers[3:5] == [row.verdict, *([] if pd.isna(row.says) else [row.says])]
     assert data["cause"] == "sentence 6: At night Kaya feeds a donkey." and data["states"]["||0|1"][0] > 5

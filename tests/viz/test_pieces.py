@@ -218,6 +218,7 @@ def test_the_dual_view_of_a_head_by_hand():
     piece = dual_view(losses(), demonstrations(), query=" sat")
     data = data_of(piece)
     head = data["heads"]["1"]["2"]
+    # the page has three digits
     assert values(head["step"]) == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=1e-3)
     assert values(head["output"]) == pytest.approx([0.3, 0.2, 0.1], abs=1e-3)
     assert head["whole"] == pytest.approx(0.6)

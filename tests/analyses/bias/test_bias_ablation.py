@@ -186,20 +186,20 @@ def test_the_number_is_reported_before_the_first_and_the_batch_size_changes_only
 @pytest.mark.parametrize("name", ["docs-linear", "docs-gpt2"])
 def test_with_bos_kept_no_head_is_worth_much_more_than_the_prompt(name):
     """With BOS taken away too, single heads cost several times what the whole prompt is worth."""
-    model = HookedKVTransformer.from_zoo(name)
+    model = HookedKVTransformer.from_zoo(name, dtype=torch.float64)
     prompt = model.to_tokens("Return a list of the names of all widgets. It is sorted by name.")[0]
     text = model.to_tokens(" The names of the widgets are sorted.", prepend_bos=False)[0]
     bias, after_bos = convert_prompt(model, prompt), convert_prompt(model, prompt, without=[(1, len(prompt))])
     frame = bias_by_head(model, prompt, text, bias=bias)
     everything = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
     worth = baseline_ablation(model, prompt, text, [everything], bias=bias)["kl"][0]
-    assert worth == pytest.approx(effects(read(model, bias, text=text), read(model, after_bos, text=text), text)[0], rel=1e-3)
+    assert worth == pytest.approx(effects(read(model, bias, text=text), read(model, after_bos, text=text), text)[0], **ROUNDING)
     assert frame["ablation_kl"].max() < worth
     assert frame["zero_kl"].max() > frame["ablation_kl"].max()
     whole = bias_effects(model, prompt, text, by="model", methods=["zero", "baseline"])
     of_all_parts = whole.groupby("method")["kl"].last()
-    assert of_all_parts["baseline"] == pytest.approx(worth, rel=1e-3)
-    assert of_all_parts["zero"] != pytest.approx(worth, rel=1e-2)
+    assert of_all_parts["baseline"] == pytest.approx(worth, **ROUNDING)
+    assert of_all_parts["zero"] != pytest.approx(worth, rel=0.01)  # not by rounding alone
 
 
 def donor(references, baseline, field, layer, method, reference):

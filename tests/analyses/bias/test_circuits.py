@@ -95,7 +95,7 @@ def test_aligned_addition_is_exact_in_the_first_layer(name):
     errors = frame[["aligned_error", "aligned_b_d_error"]].fillna(0)
     assert (errors[frame["layer"] == 0] < (ROUNDING if linear else 1e-12)).all(axis=None)
     later = frame.loc[frame["layer"] == 1, "aligned_error"]  # here the second prompt would have seen the first
-    assert (later > (1e-3 if linear else 1e-6)).all()
+    assert (later > (1e-3 if linear else 1e-6)).all()  # far above rounding; softmax heads see less of it
     assert frame["aligned_b_d_error"].isna().all() == (model.cfg.normalizer == "none" and linear)
     assert linear or frame["normalizer_kept"].between(0, 1).all()
 
@@ -124,7 +124,7 @@ def test_plain_addition_ignores_positions_decay_shift_and_what_was_trained(chang
     if model.cfg.trainable_kv_bias:
         model.blocks[0].attn.b_KV.fill_(1.0)
     frame = circuits(model, FIRST, SECOND)
-    assert (frame["plain_error"] > 1e-3).all()
+    assert (frame["plain_error"] > 1e-3).all()  # far above rounding
     assert (frame["aligned_error"] < ROUNDING).all()
 
 

@@ -188,7 +188,7 @@ def test_relation_to_transformer_lens_detector(name):
     ):
         theirs = detect_head(model, "the tokens above", name_there).double()
         ours = torch.tensor(frame[f"{kind}_score"].to_numpy()).view_as(theirs)
-        torch.testing.assert_close(ours * n_queries / pattern_mass, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours * n_queries / pattern_mass, theirs, rtol=0, atol=1e-11)
 
 
 # --- attribution and ablation against interventions ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bridge_models import some_tokens
+from precision import LAW, float64, relative_error
 from tiny_hf import HYBRIDS, tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
@@ -11,8 +12,12 @@ from kvlens.bridge import read_memory
 from kvlens.ops.delta_rule import naive_token_maps
 
 N_PROMPT, N_HEADS = 13, 4
-CLOSE = dict(rtol=1e-5, atol=1e-6)
-"""Two float32 passes, of which one leaves the layers below to Transformers' kernel."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_float64():
+    with float64():
+        yield
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -51,8 +56,8 @@ def test_survival_and_the_map_of_states_are_those_of_a_loop(delta_model):
             survival.append((left @ keys[j][..., None]).squeeze(-1).norm(dim=-1) / keys[j].norm(dim=-1))
             left = left @ each[j]
         found = torch.tensor(memory[memory["layer"] == layer]["survival"].to_numpy()).view(N_HEADS, N_PROMPT)
-        torch.testing.assert_close(found, torch.stack(survival[::-1], dim=1), **CLOSE)
-        torch.testing.assert_close(read[layer].state_map, left, **CLOSE)
+        assert relative_error(found, torch.stack(survival[::-1], dim=1)) < LAW
+        assert relative_error(read[layer].state_map, left) < LAW
 
 
 def test_the_shares_sum_to_the_state(model):
@@ -63,27 +68,23 @@ def test_the_shares_sum_to_the_state(model):
     assert memory["token"][3] == str(int(tokens[3])) and memory["distance"][3] == N_PROMPT - 4
     last = memory[memory["distance"] == 0]
     assert abs(last["survival"] - 1).max() < 1e-9
-    states = convert_prompt(model, tokens).recurrent.b_KV.double()
+    states = convert_prompt(model, tokens).recurrent.b_KV
     for row, read in zip(states, read_memory(model, tokens), strict=True):
-        written = torch.einsum("phk,phv->hkv", read.carried_keys, read.values)
-        torch.testing.assert_close(written, row, rtol=1e-4, atol=1e-5 * float(row.abs().max()))
+        assert relative_error(torch.einsum("phk,phv->hkv", read.carried_keys, read.values), row) < LAW
 
 
 def test_erasure_is_what_becomes_of_the_earlier_state(model):
     earlier, prompt = some_tokens(7, seed=3), some_tokens(N_PROMPT)
     table = state_erasure(model, earlier, prompt)
     old = convert_prompt(model, earlier)
-    whole = convert_prompt(model, prompt, initial=old).recurrent.b_KV.double()
+    whole = convert_prompt(model, prompt, initial=old).recurrent.b_KV
     with model.kv_bias(old):
         memories = read_memory(model, prompt)
     written = torch.stack([torch.einsum("phk,phv->hkv", m.carried_keys, m.values) for m in memories])
-    states = old.recurrent.b_KV.double()
-    expected = (whole - written).norm(dim=(2, 3)) / states.norm(dim=(2, 3))
-    found = torch.tensor(table["left"].to_numpy()).view(2, -1)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(
-        torch.tensor(table["earlier_norm"].to_numpy()).view(2, -1), states.norm(dim=(2, 3)), rtol=1e-6, atol=0
-    )
+    sizes = old.recurrent.b_KV.norm(dim=(2, 3))
+    left, earlier_norm = (torch.tensor(table[name].to_numpy()).view(2, -1) for name in ("left", "earlier_norm"))
+    assert relative_error(left, (whole - written).norm(dim=(2, 3)) / sizes) < LAW
+    assert relative_error(earlier_norm, sizes) < LAW
     assert bool((table["left_by_decay"] <= 1).all())
 
 

@@ -50,18 +50,12 @@ def reading(model):
     return PROMPT[:0]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"),
-    [
-        *((name, torch.float64, 1e-12) for name in MODELS),
-        *((name, torch.float32, 1e-5) for name in ("rope after", "gqa decay", "folded layer norm", "softmax")),
-    ],
-)
-def test_the_parts_add_up_and_heads_to_their_layer(name, dtype, tolerance):
-    model = shaken(dtype=dtype, **MODELS[name])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_add_up_and_heads_to_their_layer(name):
+    model = shaken(**MODELS[name])
     before = reading(model)
-    logits = centered(model(torch.cat([before, TEXT])[None])[0, -5:].double())
-    chosen_tokens = [11, 0, 16, 5, 2]
+    logits = centered(model(torch.cat([before, TEXT])[None])[0, -5:])
+    chosen_tokens, tolerance = [11, 0, 16, 5, 2], 1e-12
     frames = [layer_contributions(model, before, TEXT, tokens=chosen_tokens, per_head=per_head) for per_head in (False, True)]
     for frame in frames:
         sums = frame.groupby(["position", "target", "target_token"], sort=False)[["logit", "residual_share"]].sum()
@@ -145,7 +139,7 @@ def test_attribution_predicts_ablation_node_by_node(name):
         change = centered(model.run_with_hooks(tokens_read, fwd_hooks=hooks) - logits)[0, -5:]
         predicted = -rows["logit"].to_numpy().reshape(5, 17)
         np.testing.assert_allclose(change.numpy(), predicted, atol=1e-12, err_msg=f"{layer} {component} {head}")
-        assert np.abs(predicted).max() > 1e-6
+        assert np.abs(predicted).max() > 1e-6  # far above rounding
 
 
 def test_norms_by_their_definition():

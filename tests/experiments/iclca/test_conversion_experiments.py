@@ -67,7 +67,7 @@ def test_conversion_error_is_rounding_in_float64_and_seen_where_a_bias_is_wrong(
     assert error.shape == (4,) and error.max() < 1e-13
     right = conversion_error.convert_prompt
     monkeypatch.setattr(conversion_error, "convert_prompt", lambda model, prompt: 0.9 * right(model, prompt))
-    assert conversion_error.error_of_conversion(model, prompt, text)[0].min() > 1e-4
+    assert conversion_error.error_of_conversion(model, prompt, text)[0].min() > 1e-4  # far above rounding
 
 
 def errors_table(conversion, own, wide, size="205K"):
@@ -154,7 +154,7 @@ def test_the_three_readings_are_those_of_the_model(changes):
     assert {part.shape for part in logits.values()} == {(4, TASK.length - CUT, len(LETTERS))}
     torch.testing.assert_close(logits[CONVERTED], logits[PROMPTED], rtol=0, atol=1e-12)
     assert torch.equal(logits[ALONE], model(tokens[:, CUT:]))
-    assert (logits[ALONE] - logits[PROMPTED]).abs().max() > 1e-3
+    assert (logits[ALONE] - logits[PROMPTED]).abs().max() > 1e-3  # far above rounding
     assert model.attached_kv_bias is None
 
 
@@ -164,7 +164,7 @@ def test_measuring_is_one_draw_of_tables_that_belong_together():
     predictions, errors = conversion_accuracy.measure(model, TASK, settings, told.append)
     assert len(told) == 3
     assert errors["sequence"].tolist() == list(range(9))
-    assert errors[["conversion", "forward_pass"]].to_numpy().max() < 1e-5
+    assert errors["conversion"].max() < 8 * errors["forward_pass"].max()  # in float32, against float64
     counts = predictions["condition"].value_counts()
     assert set(counts.index) == set(conversion_accuracy.CONDITIONS) and counts.min() == counts.max() > 0
     assert predictions["position"].between(0, TASK.length - CUT - 1).all()

@@ -19,7 +19,7 @@ def interval(n_right: int, n_groups: int, repeats: int = 1) -> tuple[float, floa
     [(8, 0.4902, 0.9433), (10, 0.7225, 1.0), (0, 0.0, 0.2775)],  # by hand; 8 of 10 as in Newcombe's tables
 )
 def test_repeated_answers_give_wilsons_interval_of_the_groups(n_right, low, high, repeats):
-    assert interval(n_right, 10, repeats) == pytest.approx((low, high), abs=1e-4)
+    assert interval(n_right, 10, repeats) == pytest.approx((low, high), abs=1e-4)  # four digits
 
 
 def test_answers_that_do_not_cluster_all_count():
