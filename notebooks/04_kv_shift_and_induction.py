@@ -39,12 +39,11 @@ from kvlens.training import build_model, train
 # ## Train one layer
 #
 # In this task, each sequence repeats a block of random tokens, so the next token can only be predicted by looking it up in an earlier
-# copy. `watch` records the shift coefficients at every evaluation. `softmax_form="fused"` uses torch's fused attention kernel, which
-# trains faster and only changes rounding; a layer whose pattern is hooked still computes it.
+# copy. `watch` records the shift coefficients at every evaluation.
 
 # %%
 task = make_task("induction", vocab_size=128, length=48)
-size = {"n_layers": 1, "d_model": 64, "d_head": 16, "attn_only": True, "softmax_form": "fused"}
+size = {"n_layers": 1, "d_model": 64, "d_head": 16, "attn_only": True}
 settings = dict(steps=60, batch_size=32, learning_rate=8e-3, eval_every=3, eval_sequences=48, progress=False)
 
 shifted = build_model(task, {**size, "kv_shift": True})

@@ -35,7 +35,7 @@ from kvlens.training import build_model, train
 
 NOISE = 0.5
 task = make_task("regression", dimensions=1, n_points=6, noise=NOISE)
-model = build_model(task, {"n_layers": 2, "d_model": 64, "d_head": 16, "d_mlp": 64, "softmax_form": "fused"})
+model = build_model(task, {"n_layers": 2, "d_model": 64, "d_head": 16, "d_mlp": 64})
 result = train(model, task, steps=300, batch_size=64, learning_rate=5e-3, weight_decay=0.0, eval_every=30, progress=False)
 
 figure, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")

@@ -229,7 +229,7 @@ def test_every_public_function_answers_a_misspelt_argument():
 
 
 METHODS = {
-    HookedKVTransformer: ("from_zoo", "load", "save", "set_softmax_form", "using_softmax_form"),
+    HookedKVTransformer: ("from_zoo", "load", "save"),
     KVBias: ("load", "save", "select", "select_prompt", "repeat"),
     DualModel: ("from_head", "loss", "step", "losses", "minimize", "bound"),
     TokenWindows: ("from_texts", "sample", "consecutive"),

@@ -61,8 +61,7 @@ def test_induction_is_right_on_both_distributions(name, law):
     """At most one in 1,000 is wrong; that allows 5 of 1,000 first repeats, and 28 of 200 blocks (14,000 positions)."""
     task = make_task("induction", vocab_size=512, length=128, law=law)
     n = 200 if law == "repeated_block" else 1000
-    with HookedKVTransformer.from_zoo(name).using_softmax_form("fused") as model:
-        _, accuracy = score_heldout(model, task, n, seed=5)
+    _, accuracy = score_heldout(HookedKVTransformer.from_zoo(name), task, n, seed=5)
     assert accuracy >= (0.998 if law == "repeated_block" else 0.995)
 
 

@@ -8,12 +8,11 @@ import os
 import sys
 import traceback
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError, KVModel, load
+from kvlens import KVLensError, KVModel, load
 
 from ..declaration import Analysis, Record
 from .table import schema_of, to_bytes
@@ -119,9 +118,7 @@ class Worker:
             KVLensError: the model cannot be loaded.
         """
         model = self.models[job.model]
-        form = model.using_softmax_form() if isinstance(model, HookedKVTransformer) else nullcontext()
-        with form:  # fused where possible, in layers whose pattern is not hooked
-            return [self._warned(model, job.model, number, record) for number, record in job.prompts]
+        return [self._warned(model, job.model, number, record) for number, record in job.prompts]
 
     def _warned(self, model: KVModel, index: int, number: int, record: Record) -> PromptResult:
         with warnings.catch_warnings(record=True) as caught:

@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
                 setattr(self, f"{name}_post", nn.Identity() if kind is None else Norm(cfg, kind.removesuffix("Pre")))
         self.attn = self.build_attention(cfg, cfg.attn_types[block_index] if cfg.use_local_attn else "global", block_index)
         if not cfg.attn_only:
-            self.mlp = self.build_mlp(cfg)
+            self.mlp = build_mlp(cfg)
         self.hook_attn_in = HookPoint()
         self.hook_q_input, self.hook_k_input, self.hook_v_input = HookPoint(), HookPoint(), HookPoint()
         self.hook_mlp_in, self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint(), HookPoint()
@@ -51,10 +51,6 @@ class TransformerBlock(nn.Module):
         """The attention of this layer."""
         kind = Attention if cfg.n_key_value_heads is None else GroupedQueryAttention
         return kind(cfg, attn_type, layer)
-
-    def build_mlp(self, cfg: Any) -> nn.Module:
-        """The MLP of this layer."""
-        return build_mlp(cfg)
 
     def forward(
         self,

@@ -82,7 +82,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
         self.blocks = nn.ModuleList(self.build_block(layer) for layer in range(cfg.n_layers))
         if cfg.normalization_type is not None:
             self.ln_final = final_norm(cfg)
-        self.unembed = self.build_unembed()
+        self.unembed = Unembed(cfg)
         if cfg.init_weights:
             self.init_weights()
         if move_to_device:
@@ -104,10 +104,6 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
     def build_block(self, layer: int) -> nn.Module:
         """A new layer."""
         return TransformerBlock(self.cfg, layer)
-
-    def build_unembed(self) -> nn.Module:
-        """The unembedding."""
-        return Unembed(self.cfg)
 
     def check_hooks_to_add(self, hook_point: Any, hook_point_name: str, *args: Any, **kwargs: Any) -> None:
         """Raise KVLensError for a hook point that the configuration keeps from firing."""

@@ -20,14 +20,14 @@ For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied 
 """  # noqa: E501
 
 from kvlens.components.attention import KVAttention
-from kvlens.components.block import KVBlock, KVUnembed, norm
+from kvlens.components.block import KVBlock, norm
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
-from kvlens.components.fast_path import form_of_block, on_fast_path, softmax_form_block
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.pos_embed import OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
+from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
     "FEATURE_MAPS",
@@ -35,7 +35,6 @@ __all__ = [
     "FeatureMap",
     "KVAttention",
     "KVBlock",
-    "KVUnembed",
     "LayerBias",
     "LinearCacheEntry",
     "Normalizers",
@@ -43,12 +42,10 @@ __all__ = [
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
     "counted_by",
-    "form_of_block",
     "hidden_tokens_keep_positions",
     "is_hooked",
     "norm",
-    "on_fast_path",
     "per_head",
-    "softmax_form_block",
+    "runs_fused",
     "upgrade_cache",
 ]

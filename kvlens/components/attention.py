@@ -4,7 +4,7 @@
 
 :meth:`KVAttention.forward` implements this line for every kind of attention. The heads are a
 :class:`~kvlens.components.linear_attention.LinearHeads` or :class:`~kvlens.components.softmax_attention.SoftmaxHeads`, an
-object created for one pass. Where kvlens adds nothing, the result is that of :class:`kvlens.base.Attention`, bit for bit.
+object created for one pass. Where kvlens adds nothing, the result is that of :class:`kvlens.base.Attention`, up to rounding.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvlens._tl import HookPoint
 from kvlens.base import Attention, GroupedQueryAttention
-from kvlens.base.mlp import affine
-from kvlens.components.fast_path import on_fast_path
 from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
@@ -98,8 +96,8 @@ class KVAttention(Attention):
         return self.output(self.hook_z(z.to(self.W_O.dtype)))
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """x W + b per head; of few tokens in the fused form, one product per head, without the base's copy of W."""
-        if not on_fast_path(self.cfg) or x.dim() != 3 or x.shape[0] * x.shape[1] > NO_COPY_ROWS:
+        """x W + b per head; of few tokens, one product per head, without the base's copy of W."""
+        if x.dim() != 3 or x.shape[0] * x.shape[1] > NO_COPY_ROWS:
             return super().project(x, weight, bias)
         batch, pos, d_model = x.shape
         rows = x.reshape(1, -1, d_model).expand(weight.shape[0], -1, -1)
@@ -112,12 +110,6 @@ class KVAttention(Attention):
                 f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, "
                 "or attach the bias of a single prompt, which serves every row"
             )
-
-    def output(self, z: Tensor) -> Tensor:
-        """z W_O + b_O, through ``hook_result`` if the configuration requires it."""
-        if not on_fast_path(self.cfg) or self.cfg.use_attn_result:
-            return super().output(z)
-        return affine(z.flatten(2), self.W_O.flatten(0, 1), self.b_O)
 
     def alibi_slopes(self, device: torch.device) -> Tensor:
         """The configured slopes, if any."""

@@ -1,9 +1,8 @@
-"""The base's block, gated MLP and unembedding without redundant computation.
+"""The base's block without redundant computation.
 
-The base normalizes the residual stream three times, for queries, keys and values separately, and copies W_U and the weights of
-a gated MLP at every call. The result here is the same up to rounding, but the norm's hooks fire once. A softmax model in the
-eager form runs the base's own pass, bit for bit, and so does every block of a different kind (inputs split by head, norms after
-the layer, shortformer).
+The base normalizes the residual stream three times, for queries, keys and values separately. The result here is the same up to
+rounding, but the norm's hooks fire once. Blocks of a different kind (inputs split by head, norms after the layer, shortformer)
+run the base's own pass.
 """
 
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.base import GatedMLP, Norm, TransformerBlock, Unembed
-from kvlens.base.mlp import affine
+from kvlens.base import Norm, TransformerBlock
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
-from kvlens.components.fast_path import on_fast_path
 from kvlens.components.hooks import is_hooked
 
 
@@ -26,10 +23,6 @@ class KVBlock(TransformerBlock):
         """The attention of layer ``layer``."""
         return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)
 
-    def build_mlp(self, cfg: Any) -> nn.Module:
-        """kvlens' own MLP where it is gated and dense."""
-        return KVGatedMLP(cfg) if cfg.gated_mlp and not cfg.num_experts else super().build_mlp(cfg)
-
     def forward(
         self,
         resid_pre: Float[Tensor, "batch pos d_model"],
@@ -38,7 +31,7 @@ class KVBlock(TransformerBlock):
         attention_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch kept_pos d_model"]:
         """As ``kvlens.base.TransformerBlock.forward``; a hook at :meth:`cut_point` may keep only the last positions."""
-        if shortformer_pos_embed is not None or not self._is_usual():
+        if not self._is_usual():
             return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
         resid_pre = self.hook_resid_pre(resid_pre)
         normed = norm(self.ln1, resid_pre)
@@ -64,7 +57,7 @@ class KVBlock(TransformerBlock):
         cfg = self.cfg
         split = cfg.use_attn_in or cfg.use_split_qkv_input
         after = cfg.use_normalization_before_and_after or self.norms_follow
-        return on_fast_path(cfg) and not split and not after
+        return not split and not after and cfg.positional_embedding_type != "shortformer"
 
 
 def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
@@ -75,26 +68,3 @@ def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "b
         return module(x)
     weight, shift = getattr(module, "w", None), getattr(module, "b", None)
     return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
-
-
-class KVGatedMLP(GatedMLP):
-    """(act(x W_gate) * (x W_in) + b_in) W_out + b_out without a copy of any weight."""
-
-    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """As ``kvlens.base.GatedMLP.forward``."""
-        if not on_fast_path(self.cfg) or self.cfg.is_layer_norm_activation():
-            return super().forward(x)
-        x = x.to(self.W_gate.device)
-        gate = self.hook_pre(x @ self.W_gate)
-        features = self.act_fn(gate) * self.hook_pre_linear(x @ self.W_in) + self.b_in
-        return affine(self.hook_post(features), self.W_out, self.b_out)
-
-
-class KVUnembed(Unembed):
-    """The unembedding without a copy of W_U."""
-
-    def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
-        """As ``kvlens.base.Unembed.forward``."""
-        if not on_fast_path(self.cfg):
-            return super().forward(residual)
-        return self.hook_out(affine(self.hook_in(residual), self.W_U, self.b_U))

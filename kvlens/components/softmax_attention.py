@@ -2,10 +2,8 @@
 
     z_i = (sum_j exp(s_ij) v_j + phi(q_i)^T b_KV) / (sum_j exp(s_ij) + phi(q_i)^T b_D)          (ICLCA sec. 5, ICLAA)
 
-The *eager* form runs the base's own steps one by one (scores, mask, pattern), and the *fused* form passes q, k and v to
-torch's kernel, in every layer whose scores and pattern are not hooked. If no intermediate tensor is hooked, the eager form
-prepends virtual keys of positive weight to the text's keys and applies one softmax: the same sums in the same order as in a
-pass with the prompt in front, so that even scores in the thousands round alike in both.
+q, k and v go to torch's kernel, which shows neither scores nor pattern: a layer in which one of them is hooked, or whose
+scores have a soft cap, computes them one by one, as the base does, and so do the attention variants that need them.
 
 ``hook_pattern`` is exp(s_ij) over the whole normalizer, so that its rows sum to less than 1 with a bias; ``hook_normalizer``
 is the normalizer's logarithm, and fires only with a bias; ``hook_phi_q`` is the query's features, scaled so that the largest
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvlens._tl import TransformerLensKeyValueCacheEntry, get_offset_position_ids
-from kvlens.components.fast_path import runs_fused
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias
@@ -35,9 +32,9 @@ from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import distance_scores
 
 
-def layer_runs_fused(attn: Any) -> bool:
-    """Whether the fused form is chosen and nothing is hooked that the kernel does not expose."""
-    if not runs_fused(attn.cfg) or is_hooked(attn.hook_attn_scores, attn.hook_pattern):
+def runs_fused(attn: Any) -> bool:
+    """Whether torch's kernel computes this layer: nothing is hooked or configured that it does not expose."""
+    if attn.cfg.attn_scores_soft_cap > 0 or is_hooked(attn.hook_attn_scores, attn.hook_pattern):
         return False
     return attn.variant is None or not (attn.variant.needs_pattern or attn.variant.wants_own_share)
 
@@ -48,11 +45,10 @@ class SoftmaxHeads(Heads):
     | case | z is computed by |
     |---|---|
     | ridge attention | ``_solved`` |
-    | no bias | ``_fused`` in the fused form, else ``_eager`` |
-    | virtual keys of positive weight, no intermediate hooked: eager | ``_eager_with_extra_keys`` |
-    | ... fused | ``_fused`` for the text, ``merge_extra_keys`` |
+    | no bias | ``_fused`` where :func:`runs_fused`, else ``_by_steps`` |
+    | virtual keys of positive weight, no intermediate hooked: fused | ``_fused`` for the text, ``merge_extra_keys`` |
     | ... and gradients are required | ``attend_with_extra_keys`` if scores are plain, otherwise as for any other bias |
-    | any other bias | ``_fused`` or, with gradients, ``_eager`` for the text, joined to the bias by ``_joined`` |
+    | any other bias | ``_fused`` or, with gradients, ``_by_steps`` for the text, joined to the bias by ``_joined`` |
     """
 
     q: Tensor
@@ -63,10 +59,9 @@ class SoftmaxHeads(Heads):
     def __init__(self, attn: Any, tokens: NewTokens, entry: TransformerLensKeyValueCacheEntry | None):
         super().__init__(attn, tokens, entry)
         self.past = 0 if entry is None else entry.past_keys.shape[1]
-        self.fused = layer_runs_fused(attn)
+        self.fused = runs_fused(attn)
         variant = attn.variant
         self.ridge = None if variant is None or variant.ridge is None else variant.ridge.strength
-        self.needs_pattern = variant is not None and variant.needs_pattern
         self.wants_own_share = variant is not None and variant.wants_own_share
 
     def outputs(self) -> HeadOutputs:
@@ -83,7 +78,7 @@ class SoftmaxHeads(Heads):
         if attn.layer_bias is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
-        extra = self._extra_keys(bias)
+        extra = self._extra_keys(bias) if self.fused else None
         gradient = extra is not None and _wants_gradient(q, k, v, extra.keys, extra.log_weights, extra.values)
         if gradient and not self._scores_are_plain():
             extra = None
@@ -94,11 +89,9 @@ class SoftmaxHeads(Heads):
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=_window(attn), device=q.device)
                 return HeadOutputs(attend_with_extra_keys(q, k, v, extra, scale, visible))
-            if not self.fused:
-                return HeadOutputs(self._eager_with_extra_keys(extra))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if not self.fused or (needs_normalizer and _wants_gradient(q, k, v)):
-            return self._eager(bias)
+            return self._by_steps(bias)
         z, log_n = self._fused(needs_normalizer)
         if log_n is not None and self.cfg.use_attention_sinks:
             z, log_n = self._with_sink(z, log_n)
@@ -125,8 +118,7 @@ class SoftmaxHeads(Heads):
         attn = self.attn
         if bias is None or bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
             return None
-        between = (attn.hook_attn_scores, attn.hook_pattern, attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context)
-        if self.needs_pattern or self.wants_own_share or is_hooked(*between, attn.hook_z_bias):
+        if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
         q = self.q
         keys, distance = bias.features.keys.to(q), bias.features.distance.to(q.device)
@@ -144,23 +136,12 @@ class SoftmaxHeads(Heads):
         padded = mask is not None and not bool(mask.all())
         return not more and self.tokens.score_bias is None and not padded
 
-    def _eager_with_extra_keys(self, extra: ExtraKeys) -> Tensor:
-        """z of one softmax over virtual keys and the text's keys, in the base's order, so that a prompt's own keys round
-        as they would in front of the text.
-        """
-        batch, r, v = self.q.shape[0], extra.keys.shape[2], self.v
-        keys, values = (x.expand(batch, -1, -1, -1).transpose(1, 2) for x in (extra.keys, extra.values))
-        scores = self.attn.calculate_attention_scores(self.q, torch.cat([keys, self.k], dim=1)).to(extra.log_weights.dtype)
-        scores = torch.cat([scores[..., :r] + extra.added(self.q.shape[2]), self._masked(scores[..., r:])], dim=-1)
-        values = torch.cat([values.to(v), v], dim=1)
-        return read_values(self.attn, self.attn.pattern_of(scores), scores, None, values, self.entry)
-
     def _masked(self, scores: Tensor) -> Tensor:
         """Scores of the text's own keys, including everything that is added to them."""
         scores = self.attn.masked_scores(scores, self.past, self.tokens.attention_mask)
         return scores if self.tokens.score_bias is None else scores + self.tokens.score_bias
 
-    def _eager(self, bias: LayerBias | None) -> HeadOutputs:
+    def _by_steps(self, bias: LayerBias | None) -> HeadOutputs:
         """The base's steps, in its order and with its hooks."""
         attn = self.attn
         scores = attn.hook_attn_scores(self._masked(attn.calculate_attention_scores(self.q, self.k)))
@@ -206,12 +187,8 @@ class SoftmaxHeads(Heads):
     def _rotated(self, x: Tensor, first: int) -> Tensor:
         attn, cfg = self.attn, self.cfg
         offset = 0 if attn.layer_bias is None else attn.layer_bias.position_offset
-        if isinstance(offset, int) and offset == 0 and not self.fused:
-            return attn.apply_rotary(x, first, self.tokens.counted)  # the base's own, bit for bit
         cos, sin = self._rotary_rows(x, first, offset)
-        if self.fused:
-            return rotate(x, cos, sin, cfg.rotary_adjacent_pairs)
-        return attn.turned(x, cos, sin)  # the base's formula, to round alike
+        return rotate(x, cos, sin, cfg.rotary_adjacent_pairs)
 
     def _rotary_rows(self, x: Tensor, first: int, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the positions of ``x``, [batch or 1, pos, 1, rotary_dim], from the layer's tables."""

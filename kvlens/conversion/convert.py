@@ -48,9 +48,9 @@ def convert_prompt(
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
     With the bias attached, the logits of any text equal those of [prompt; text], up to rounding. With softmax attention this
-    holds for ``method="exact"``, which keeps every key; the other methods approximate it. In the eager form an exact bias
-    rounds like a pass with the prompt in front; the fused form rounds prompt and text separately, so that the two passes
-    differ by about as much as each differs from float64 (3e-7; with scores of 100,000, 1e-5 and in rare cases 1e-3).
+    holds for ``method="exact"``, which keeps every key; the other methods approximate it. Prompt and text round separately, so
+    that the converted and the prompted pass differ by about as much as each differs from float64 (3e-7; with scores of 100,000,
+    1e-5 and in rare cases 1e-3).
 
     >>> from kvlens import HookedKVTransformer
     >>> model = HookedKVTransformer.from_zoo("bigram-linear")

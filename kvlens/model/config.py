@@ -23,7 +23,6 @@ from kvlens.ops.linear_attention.state import retnet_decay
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")
 LINEAR_ATTENTION_FORMS = ("auto", "parallel", "chunked", "recurrent")
-SOFTMAX_FORMS = ("eager", "fused")
 POSITIONAL_TYPES = ("standard", "rotary", "alibi", "shortformer", "sinusoidal", "none")
 NAMES: dict[str, Collection[str]] = {
     "attention": ATTENTION_KINDS,
@@ -79,7 +78,6 @@ class _Given(HookedTransformerConfig):
     n_random_features: int | None = None
     random_feature_kind: str = "orthogonal"
     linear_attention_form: str = "auto"
-    softmax_form: str = "eager"
     accumulation_dtype: str = "float32"
     kv_shift: KVShiftConfig | Mapping[str, Any] | bool | None = None
     trainable_kv_bias: bool = False
@@ -104,8 +102,6 @@ class HookedKVTransformerConfig(_Given):
         random_feature_kind: ``orthogonal`` (FAVOR+) or ``iid``.
         linear_attention_form: the form that computes a forward pass; ``auto`` uses the recurrent form for decoding, the
             parallel form up to 128 tokens and if the scores or the pattern are hooked, and the chunked form otherwise.
-        softmax_form: ``eager`` (TransformerLens 3's, bit for bit) or ``fused`` (torch's kernel, several times faster, in every
-            layer whose scores and pattern have no hooks). It changes only rounding.
         accumulation_dtype: ``float32`` or ``float64``: features, states and sums of linear attention are computed in at least
             this precision. float64 makes a conversion exact to the last bit of a float32 model in nearly all cases.
         kv_shift: a :class:`KVShiftConfig` (or a dict of its fields, or True for the default one), None for no shift.
@@ -146,7 +142,6 @@ class HookedKVTransformerConfig(_Given):
             self._check_shift()
         if self.attention_variant is not None:
             self._check_variant(self.attention_variant)
-        self.check_softmax_form(self.softmax_form)
         if self.attention == "linear":
             self._check_linear()
         elif self.trainable_kv_bias:
@@ -277,21 +272,6 @@ class HookedKVTransformerConfig(_Given):
         for is_refused, reason in refused:
             if is_refused:
                 raise KVLensError(reason)
-
-    def check_softmax_form(self, form: str) -> None:
-        """Raise KVLensError unless this model's softmax attention can be computed in ``form``."""
-        _one_of("softmax_form", form, SOFTMAX_FORMS)  # the argument of using_softmax_form and set_softmax_form
-        reason = None if form == "eager" else self.why_not_fused()
-        if reason is not None:
-            raise KVLensError(f"softmax_form='fused' cannot be used with this model: {reason}")
-
-    def why_not_fused(self) -> str | None:
-        """Why torch's kernel cannot compute this model's attention; None if it can."""
-        refused = [
-            (self.attention == "linear", "linear attention has its own forms: see linear_attention_form"),
-            (self.attn_scores_soft_cap > 0, "soft-capping acts on each score, which the kernel does not expose"),
-        ]
-        return next((reason for is_refused, reason in refused if is_refused), None)
 
     def _check_linear(self) -> None:
         for refused, reason in self._refused_with_linear():

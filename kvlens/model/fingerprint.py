@@ -22,7 +22,7 @@ WITHOUT_EFFECT = {
     *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),
     *("checkpoint_index", "checkpoint_label_type", "checkpoint_value", "tokenizer_prepends_bos", "layer_norm_folding"),
     *("use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_hook_tokens", "uses_rms_norm"),
-    *("ungroup_grouped_query_attention", "linear_attention_form", "softmax_form", "accumulation_dtype", "trainable_kv_bias"),
+    *("ungroup_grouped_query_attention", "linear_attention_form", "accumulation_dtype", "trainable_kv_bias"),
     *("load_in_4bit", "quantization_method", "train_seq_length"),
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""

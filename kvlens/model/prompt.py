@@ -1,8 +1,9 @@
 """How a softmax HookedKVTransformer reads a prompt that is converted (:class:`kvlens.model.protocol.ReadsPrompts`), and the
 exact bias of such a reading, in either front end.
 
-In the eager form a pass over N tokens holds heads x N x N scores. A long prompt, or text after one, is therefore read in
-segments, each through all layers before the next, so that at most :data:`NUMBERS_AT_ONCE` scores are held.
+Where torch's kernel does not compute a layer, or needs a mask, a pass over N tokens holds heads x N x N scores. There a long
+prompt, or text after one, is read in segments, each through all layers before the next, so that at most
+:data:`NUMBERS_AT_ONCE` scores are held.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions
+from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions, runs_fused
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.ragged import padded
 from kvlens.memory import NUMBERS_AT_ONCE
@@ -33,8 +34,9 @@ class SoftmaxPrompts:
         given = torch.ones_like(tokens) if mask is None else mask.long()
         residuals, queries = [], []
         with hidden_tokens_keep_positions(keeps_positions):
-            changes_with_length = self.cfg.use_dynamic_ntk_rope or keeps_positions or self.cfg.softmax_form == "fused"
-            whole = changes_with_length or has_hooks(self) or wants_gradients(self)
+            changes_with_length = self.cfg.use_dynamic_ntk_rope or keeps_positions
+            holds_no_scores = mask is None and _holds_no_scores(self)
+            whole = changes_with_length or holds_no_scores or has_hooks(self) or wants_gradients(self)
             for some in _segments(self, tokens, whole):
                 options = dict(attention_mask=given[:, some], past_kv_cache=cache, stop_at_layer=self.cfg.n_layers)
                 with observed(self) as seen:
@@ -131,6 +133,12 @@ def every_key_kept(reading: PromptReading, prompt: PromptTokens, old: KVBias | N
         log_scale=keys.new_zeros(keys.shape[:3]),
         recurrent=reading.recurrent,
     )
+
+
+def _holds_no_scores(model: Any) -> bool:
+    """Whether torch's kernel computes every layer and sees by itself which keys are later."""
+    by_kernel = all(runs_fused(block.attn) and block.attn.attn_type == "global" for block in model.blocks)
+    return by_kernel and model.cfg.positional_embedding_type != "alibi"
 
 
 def _segments(model: Any, tokens: Tensor, whole: bool = False) -> Iterator[slice]:

@@ -10,7 +10,6 @@ of a regressor has the base's keys. The transformer's embedding and unembedding 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +101,6 @@ class HookedKVRegressor(nn.Module):
         """As ``HookedTransformer.run_with_hooks``, on numbers."""
         with self.transformer.hooks(fwd_hooks=list(fwd_hooks)):
             return self(inputs)
-
-    def using_softmax_form(self, form: str | None = None) -> AbstractContextManager[HookedKVTransformer]:
-        """As :meth:`HookedKVTransformer.using_softmax_form`, applied to the transformer."""
-        return self.transformer.using_softmax_form(form)
 
     def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
         """Write ``folder`` as :meth:`HookedKVTransformer.save` does, with the two linear maps next to the weights."""

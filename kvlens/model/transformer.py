@@ -13,15 +13,11 @@ from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.checks import checked
 from kvlens.components import (
     KVBlock,
-    KVUnembed,
     Normalizers,
     OffsetPosEmbed,
     SinusoidalPosEmbed,
     counted_by,
-    form_of_block,
     norm,
-    on_fast_path,
-    softmax_form_block,
     upgrade_cache,
 )
 from kvlens.errors import KVLensError, brief, first_line
@@ -70,7 +66,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
         self._thread = OneThread()
-        self._softmax_form_is_chosen = False
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         try:
             super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
@@ -87,10 +82,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             block.attn.rotary_table = self._rotary_table
         self._rotary_table = getattr(block.attn, "rotary_table", None)
         return block
-
-    def build_unembed(self) -> KVUnembed:
-        """The unembedding without a copy of W_U."""
-        return KVUnembed(self.cfg)
 
     def build_pos_embed(self) -> Any:
         """Positions that are added to the stream, from an attached bias's offset on; None where there are none."""
@@ -199,7 +190,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
 
     def normed(self, residual: Tensor) -> Tensor:
         """The stream after the last norm, which is computed as those of the layers are."""
-        return norm(self.ln_final, residual) if on_fast_path(self.cfg) else super().normed(residual)
+        return norm(self.ln_final, residual)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
@@ -283,11 +274,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         verbose: bool = True,
         **generation_kwargs: Any,
     ):
-        """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text.
-
-        Softmax attention runs fused if possible, unless a form was chosen: :meth:`set_softmax_form` or a
-        :meth:`using_softmax_form` block with ``"eager"`` gives the base's logits bit for bit.
-        """
+        """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text."""
         check_keywords(self.generate, generation_kwargs)
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
         common: dict[str, Any] = dict(
@@ -308,7 +295,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         if isinstance(input, Tensor) and input.dim() == 2:
             self.check_tokens(input)
         try:
-            with self._thread.turn, self.using_softmax_form():
+            with self._thread.turn:
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
         except BaseException:
             self.train(was_training)
@@ -326,40 +313,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         """As in the base; of a long text that linear attention reads into a state, only the last token gets logits."""
         new, mask = read_before_the_last(self, new, mask, cache)
         return super().read(new, mask, cache)
-
-    @checked
-    def set_softmax_form(self, form: str) -> None:
-        """Compute softmax attention as ``"eager"`` (the base's, bit for bit) or ``"fused"`` (torch's kernel).
-
-        Fused is several times faster and differs only by rounding, even with an exact bias (:func:`kvlens.convert_prompt`); a
-        layer whose scores or pattern are hooked runs in the eager form.
-
-        Raises:
-            KVLensError: an unknown form, or a model that the kernel does not support (linear attention, soft-capping, ...).
-        """
-        self.cfg.check_softmax_form(form)
-        self.cfg.softmax_form = form
-        self._softmax_form_is_chosen = True
-
-    @checked
-    @contextlib.contextmanager
-    def using_softmax_form(self, form: str | None = None) -> Iterator["HookedKVTransformer"]:
-        """``with model.using_softmax_form("fused"): ...``, in this thread only; the previous form is restored afterwards.
-
-        Args:
-            form: "eager" or "fused"; None uses fused if the model's attention allows it and no form was chosen by
-                :meth:`set_softmax_form` or an enclosing block, as in :meth:`generate`, ``kvlens train`` and batches.
-
-        Raises:
-            KVLensError: as :meth:`set_softmax_form`.
-        """
-        if form is not None:
-            self.cfg.check_softmax_form(form)
-        elif self.cfg.attention == "softmax":
-            chosen = self._softmax_form_is_chosen or form_of_block(self.cfg) is not None
-            form = None if chosen or self.cfg.why_not_fused() is not None else "fused"
-        with contextlib.nullcontext() if form is None else softmax_form_block(self.cfg, form):
-            yield self
 
     @property
     def attached_kv_bias(self) -> KVBias | None:

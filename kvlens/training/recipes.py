@@ -93,7 +93,7 @@ RECIPES: dict[str, Recipe] = {
             "GPT-2's blocks, for trying approximate conversion on real text. Corpus and tokenizer are those of docs-linear.",
             task="text",
             task_settings={**_DOCS, "length": 320},
-            model=dict(n_layers=4, d_model=192, positional_embedding_type="standard", softmax_form="fused"),
+            model=dict(n_layers=4, d_model=192, positional_embedding_type="standard"),
             training={**_DOCS_TRAINING, "batch_size": 8, "learning_rate": 2e-3, "max_minutes": 10.0},
             stored_dtype="float16",
         ),

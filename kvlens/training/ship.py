@@ -88,8 +88,7 @@ def train_recipe(
     else:
         model = build_model(task, recipe.model, name=recipe.name, device=device)
         settings.check_model(model)
-        with model.using_softmax_form(recipe.model.get("softmax_form")):
-            result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
+        result = train(model, task, folder=folder, restart=restart, progress=progress, **recipe.training)
     facts: dict[str, Any] = {}
 
     def fill(temporary: Path) -> None:

@@ -355,7 +355,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
 
 def main() -> None:
     """Write the file."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "model")]
     torch.set_num_threads(1)
     measured = {name: summary(name, measure()) for name, measure in cases().items()}
     releases = {name: version(name) for name in ("transformer_lens", "torch", "transformers", "numpy")}

@@ -6,6 +6,7 @@ import json
 import bench_attribution
 import bench_notes
 import bench_real_sizes
+import bench_real_speed
 import bench_speed
 import pytest
 import torch
@@ -15,7 +16,7 @@ PROGRAMS = {  # what is asked for, and how often each of these words is printed
     "bench_bridge": ("--small --families gpt2 qwen3_5", {"nothing attached: ": 2}),
     "bench_bridge_exactness": ("--families gpt2 --seeds 2", {"NO": 0}),
     "bench_edges": ("--models facts-hops-gpt2 --stories 1", {"facts-hops-gpt2 1 stories": 1}),
-    "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 2, "NO": 0}),
+    "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 1, "NO": 0}),
     "bench_fit_error": ("--small", {"off by, median": 2}),
     "bench_induction_heads": ("--small", {"of 1,000 heads of untrained models named": 2, "without a name": 1}),
     # kvlens' half only; kvpress needs an environment of its own
@@ -73,6 +74,13 @@ def test_real_sizes_smoke(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found.keys() == {"imports", "load", "convert", "explain", "report"}
     assert (tmp_path / "report" / "answer_statements.parquet").is_file()
+
+
+def test_real_speed_smoke(tmp_path, capsys):
+    bench_real_sizes.write_folder("tiny", tmp_path)
+    bench_real_speed.main([str(tmp_path), "--prompt", "9", "--seconds", "0"])
+    printed = capsys.readouterr().out
+    assert (printed.count("hooked, "), printed.count("bridge, ")) == (11, 11)
 
 
 def test_bounds_of_shares_are_those_of_the_binomial_distribution():

@@ -1,4 +1,4 @@
-"""The block, norms, projections and unembedding of kvlens against TransformerLens' own code, hooked and not."""
+"""The block, norms and projections of kvlens against the base's, hooked and not."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from precision import LAW
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVShiftConfig, convert_prompt
-from kvlens.base import GatedMLP, TransformerBlock, Unembed
-from kvlens.components import block
+from kvlens.base import Attention, TransformerBlock
+from kvlens.components import KVAttention, KVBlock
 
 KINDS = {
     "linear": {},
@@ -28,11 +28,9 @@ KINDS = {
 
 
 def transformer_lens_blocks(model, monkeypatch):
-    """From now on the model's blocks, norms, projections and unembedding run TransformerLens' code."""
-    monkeypatch.setattr(block.KVBlock, "forward", TransformerBlock.forward)
-    monkeypatch.setattr(block.KVUnembed, "forward", Unembed.forward)
-    monkeypatch.setattr(block.KVGatedMLP, "forward", GatedMLP.forward)
-    monkeypatch.setattr("kvlens.components.attention.on_fast_path", lambda cfg: False)
+    """From now on the model's blocks, norms and projections run the base's code."""
+    monkeypatch.setattr(KVBlock, "forward", TransformerBlock.forward)
+    monkeypatch.setattr(KVAttention, "project", Attention.project)
 
 
 @pytest.mark.parametrize("pos", [3, 19])
@@ -75,8 +73,6 @@ def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_val
 def test_a_torch_hook_on_a_hook_point_is_called_and_its_edit_counts(name, attention):
     model = (linear_model if attention == "linear" else small_model)(kv_shift=KVShiftConfig()).requires_grad_(False)
     text, seen = tokens(1, 5), []
-    if attention == "softmax":
-        model.set_softmax_form("fused")
     with model.kv_bias(convert_prompt(model, tokens(1, 7)[0])):
         plain = model(text)
         handle = model.hook_dict[f"blocks.1.attn.hook_{name}"].register_forward_hook(
@@ -90,17 +86,6 @@ def test_a_torch_hook_on_a_hook_point_is_called_and_its_edit_counts(name, attent
     assert torch.equal(again, plain)
 
 
-def test_eager_softmax_runs_transformer_lens_own_block(monkeypatch):
-    model, calls = small_model().requires_grad_(False), []
-    forward = TransformerBlock.forward
-    monkeypatch.setattr(TransformerBlock, "forward", lambda *args, **rest: (calls.append(1), forward(*args, **rest))[1])
-    model(tokens(1, 5))
-    assert len(calls) == 2
-    model.set_softmax_form("fused")
-    model(tokens(1, 5))
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_may_keep_the_last_positions_only(kind):
     model, text = linear_model(**KINDS[kind]).requires_grad_(False), tokens(3, 11)
@@ -109,11 +94,10 @@ def test_a_hook_may_keep_the_last_positions_only(kind):
     assert relative_error(last, model(text)[:, -3:]) < LAW
 
 
-@pytest.mark.parametrize("form", ["eager", "fused", None])
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
 @pytest.mark.parametrize("shift", [None, KVShiftConfig()])
-def test_a_pass_leaves_nothing_in_the_layer(form, shift):
-    changes = dict(attention="linear") if form is None else dict(softmax_form=form)
-    model = small_model(n_heads=6, n_key_value_heads=2, kv_shift=shift, **changes)
+def test_a_pass_leaves_nothing_in_the_layer(attention, shift):
+    model = small_model(n_heads=6, n_key_value_heads=2, kv_shift=shift, attention=attention)
     held = [dict(vars(block.attn)) for block in model.blocks]
     with torch.no_grad():
         model(tokens(1, 9))

@@ -8,11 +8,11 @@ from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
 from kvlens.conversion import Landmark, RandomProjections, Taylor
-from kvlens.model.fingerprint import fingerprint_of
+from kvlens.model.fingerprint import weights_hash
 
 KINDS = [
     *(("linear", x) for x in ("rope after", "rope before", "window 3 with queries", "gqa decay", "learned", "no positions")),
-    *(("softmax", x) for x in ("rotary", "fused", "learned", "sinusoidal", "alibi", "local", "shifted, grouped")),
+    *(("softmax", x) for x in ("rotary", "learned", "sinusoidal", "alibi", "local", "shifted, grouped")),
 ]
 PROMPT = torch.tensor([7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 10, 11, 12])
 TEXT = torch.tensor([8, 9, 7, 9, 3])
@@ -21,7 +21,7 @@ TOLERANCE = 1e-11
 
 
 def of_kind(attention, name):
-    return model_of("softmax", "rotary", softmax_form="fused") if name == "fused" else model_of(attention, name)
+    return model_of(attention, name)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
@@ -114,11 +114,11 @@ def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
 def test_weights_are_hashed_once_for_all_passes(monkeypatch):
     model, hashed = model_of("linear", "rope after"), []
 
-    def counted(*given):
-        hashed.append(given)
-        return fingerprint_of(*given)
+    def counted(weights):
+        hashed.append(1)
+        return weights_hash(weights)
 
-    monkeypatch.setattr("kvlens.model.transformer.fingerprint_of", counted)
+    monkeypatch.setattr("kvlens.model.fingerprint.weights_hash", counted)
     monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
     rows = counterfactuals(model, PROMPT, [[(3, 6)], [(8, 9)]])
     before = logits_after(model, rows, TEXT)

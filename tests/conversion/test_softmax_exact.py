@@ -4,7 +4,7 @@ import pytest
 import torch
 from precision import LAW, float64, relative_error
 from scaled_models import REAL, scaled_up
-from small_models import SOFTMAX, model_of, small_model, tokens
+from small_models import SOFTMAX, by_steps, model_of, small_model, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
@@ -31,10 +31,8 @@ def test_norms_over_all_heads_act_under_a_bias_too(architecture):
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         shifted = HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))
-        assert torch.equal(shifted(tokens), model(tokens))
-        with model.using_softmax_form("fused"):
-            assert relative_error(model(tokens), shifted(tokens)) < LAW
-            normed = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k_shifted"]
+        assert relative_error(shifted(tokens), model(tokens)) < LAW
+        normed = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k_shifted"]
         attn = shifted.blocks[0].attn
         k = shifted.run_with_cache(tokens)[1]["blocks.0.attn.hook_k"].flatten(2)
         k = torch.nn.functional.rms_norm(k, k.shape[-1:], attn.k_norm.w, model.cfg.eps)
@@ -102,13 +100,13 @@ def test_a_converted_prompt_is_as_near_to_float64_as_the_prompt_itself(kind, whi
     with torch.no_grad(), scaled_up(kind, torch.float64, which, data_if_needed) as double:
         true = double(both)[:, prompt.shape[1] :]
     with torch.no_grad(), scaled_up(kind, torch.float32, which, data_if_needed) as single:
-        for form in ("eager", "fused"):
-            with single.using_softmax_form(form):
+        for steps in (True, False):
+            with by_steps(single, steps):
                 plain = single(both)[:, prompt.shape[1] :].double()
                 with single.kv_bias(convert_prompt(single, prompt)):
                     converted = single(text).double()
             off_plain, off = (((x - true).norm(dim=(1, 2)) / true.norm(dim=(1, 2))).median() for x in (plain, converted))
-            assert float(off) < 4 * float(off_plain), form
+            assert float(off) < 4 * float(off_plain), steps
 
 
 @pytest.mark.parametrize(
@@ -125,18 +123,17 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
     options = {} if method == "exact" else dict(method=method, n_features=3, n_continuations=2, continuation_length=6)
     whole, padded = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
     padded[1, :3] = 0
-    fusable = model.cfg.attn_scores_soft_cap <= 0
     with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt, verbose=False, **options)):
         for mask in (whole, padded):
             real = mask.bool()
             hooked, cache = model.run_with_cache(text, attention_mask=mask)
             assert "blocks.1.attn.hook_z_bias" in cache
-            for form in ("eager", "fused") if fusable else ("eager",):
-                with model.using_softmax_form(form):
+            for steps in (True, False):
+                with by_steps(model, steps):
                     assert relative_error(model(text, attention_mask=mask)[real], hooked[real]) < 1e-12
-                    steps = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+                    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
                     parts = [
-                        model(text[:, a:b], attention_mask=mask[:, a:b], past_kv_cache=steps)
+                        model(text[:, a:b], attention_mask=mask[:, a:b], past_kv_cache=cache)
                         for a, b in ((0, 5), (5, 8), (8, 9))
                     ]
                     assert relative_error(torch.cat(parts, dim=1)[real], hooked[real]) < 1e-12

@@ -27,7 +27,7 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     ),
     # four heads: their slopes are powers of 2, so that TransformerLens' float32 products of slope and distance are exact
     "alibi": dict(positional_embedding_type="alibi", n_heads=4, d_model=24),
-    "fused": dict(softmax_form="fused", positional_embedding_type="rotary"),
+    "rotary": dict(positional_embedding_type="rotary"),
     "augmented": dict(attention_variant={"augmented": {"keys": True, "values": True, "depth": 2}}),
 }
 

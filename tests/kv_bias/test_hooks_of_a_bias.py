@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from precision import LAW
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import by_steps, linear_model, relative_error, small_model, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
@@ -16,7 +16,7 @@ from kvlens.kv_bias import VirtualKeys
 NAMES = ("b_kv", "b_d", "b_keys")
 SHAPES = ("gpt2", "qwen3")
 """One key-value head per query head, and several query heads."""
-FORMS = ("eager", "fused")
+STEPS = (True, False)
 GROUPED = dict(n_heads=6, n_key_value_heads=3, dtype=torch.float64)
 KINDS = {
     "rotary": dict(positional_embedding_type="rotary"),
@@ -105,17 +105,16 @@ def blind_to_the_prompt(model, *heads):
     def blind(scores, hook):
         scores[:, list(heads), n:, :n] = -torch.inf
 
-    with model.using_softmax_form("eager"):
-        whole = torch.cat([ONE.repeat(len(TEXT), 1), TEXT], dim=1)
-        return model.run_with_hooks(whole, fwd_hooks=[("blocks.1.attn.hook_attn_scores", blind)])[:, n:]
+    whole = torch.cat([ONE.repeat(len(TEXT), 1), TEXT], dim=1)
+    return model.run_with_hooks(whole, fwd_hooks=[("blocks.1.attn.hook_attn_scores", blind)])[:, n:]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_query_head_is_ablated_and_no_other(kind, form):
+def test_one_query_head_is_ablated_and_no_other(kind, steps):
     model = small_model(**GROUPED, **KINDS[kind])
     bias = convert_prompt(model, ONE)
-    with model.using_softmax_form(form):
+    with by_steps(model, steps):
         whole = logits(model, bias)
         for heads in ((3,), (0, 5)):
             ablated = logits(model, bias, ablating(*heads))
@@ -124,13 +123,13 @@ def test_one_query_head_is_ablated_and_no_other(kind, form):
         assert relative_error(decoded(model, bias, ablating(3)), blind_to_the_prompt(model, 3)) < LAW
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("weight", [0.5, -0.1])
-def test_one_head_is_ablated_of_a_sum_and_of_a_batch(form, weight):
+def test_one_head_is_ablated_of_a_sum_and_of_a_batch(steps, weight):
     """``select`` keeps a row per query head, and a sum of such sums rows."""
     model = small_model(**GROUPED, **KINDS["rotary"])
     one, two = (convert_prompt(model, tokens(2, 7, seed=seed)) for seed in (2, 3))
-    with model.using_softmax_form(form):
+    with by_steps(model, steps):
         expected = logits(model, without(one, 1, 3) + weight * without(two, 1, 3))
         assert relative_error(logits(model, one + weight * two, ablating(3)), expected) < LAW
 
@@ -156,13 +155,13 @@ def test_linear_attention_has_query_heads_too_and_no_keys_to_show(trained):
     assert relative_error(ablated, model(TEXT)) < LAW
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("scales", [False, True], ids=["as converted", "other log-scales"])
-def test_patched_together_they_are_select_and_plus(model, form, scales):
+def test_patched_together_they_are_select_and_plus(model, steps, scales):
     one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
     if scales:
         one, other = rescaled(one, 1), rescaled(other, 2)
-    with model.using_softmax_form(form):
+    with by_steps(model, steps):
         plain = logits(model, one)
         for layer, head in ((0, 1), (2, 4)):
             given = shown(model, other, layer)
@@ -174,8 +173,8 @@ def test_patched_together_they_are_select_and_plus(model, form, scales):
             assert relative_error(logits(model, one, patched(two, layer, head)), expected) > 1e-3  # and all of it does
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_in_rows_of_a_batch_and_while_decoding(model, form):
+@pytest.mark.parametrize("steps", STEPS)
+def test_in_rows_of_a_batch_and_while_decoding(model, steps):
     """Each row of a batch of texts has its own head patched; token by token, at every step."""
     one, other = (convert_prompt(model, prompt) for prompt in (ONE, OTHER))
     layer, heads = 1, (0, 3)
@@ -189,17 +188,17 @@ def test_in_rows_of_a_batch_and_while_decoding(model, form):
         return b
 
     hooks = [(f"blocks.{layer}.attn.hook_{name}", patch) for name in NAMES]
-    with model.using_softmax_form(form):
+    with by_steps(model, steps):
         assert relative_error(logits(model, one, hooks), expected) < LAW
         assert relative_error(decoded(model, one, hooks), expected) < LAW
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("hooked", [("b_keys",), ("b_kv",), NAMES])
-def test_looking_changes_no_bit(model, form, hooked):
+def test_looking_changes_no_bit(model, steps, hooked):
     bias = rescaled(convert_prompt(model, ONE), 3)
     names = [f"blocks.{layer}.attn.hook_{name}" for layer in range(model.cfg.n_layers) for name in hooked]
-    with model.using_softmax_form(form), model.kv_bias(bias):
+    with by_steps(model, steps), model.kv_bias(bias):
         unseen = model(TEXT)
         seen, cache = model.run_with_cache(TEXT, names_filter=names)
     assert torch.equal(seen, unseen)
@@ -273,14 +272,14 @@ def test_a_prompt_that_continues_a_patched_bias(model, head):
     assert relative_error(logits(model, convert_prompt(model, more, initial=one)), expected) > 1e-3  # it matters
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_each_query_head(model, form):
+@pytest.mark.parametrize("steps", STEPS)
+def test_gradients_of_each_query_head(model, steps):
     """Backward hooks, against the gradients of a bias that holds a row per query head, and of keys that the group shares."""
     bias, found = convert_prompt(model, ONE), {}
     hooks = [(f"blocks.1.attn.hook_{name}", lambda g, hook: found.__setitem__(hook.name, g.clone())) for name in NAMES]
     whole, keys = bias.per_query_head(), bias.features.keys.clone().requires_grad_()
     every = replace(whole, b_KV=whole.b_KV.clone().requires_grad_(), b_D=whole.b_D.clone().requires_grad_())
-    with torch.enable_grad(), model.using_softmax_form(form):
+    with torch.enable_grad(), by_steps(model, steps):
         with model.kv_bias(bias), model.hooks(bwd_hooks=hooks):
             model(TEXT).square().sum().backward()
         with model.kv_bias(replace(every, features=VirtualKeys(keys, bias.features.distance))):
@@ -301,11 +300,11 @@ def test_a_row_per_key_value_head_is_refused_with_a_message(name, sizes):
         logits(model, convert_prompt(model, ONE), [hook])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_rows_may_differ_at_some_of_the_points_alone(model, form, gradients):
+def test_rows_may_differ_at_some_of_the_points_alone(model, steps, gradients):
     bias, factors = convert_prompt(model, ONE), torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
-    with model.using_softmax_form(form), torch.set_grad_enabled(gradients):
+    with by_steps(model, steps), torch.set_grad_enabled(gradients):
         for names in (("b_kv",), ("b_d",), ("b_keys",), ("b_kv", "b_keys"), ("b_kv", "b_d")):
             points = [f"blocks.0.attn.hook_{name}" for name in names]
             rows = [(point, lambda b, hook: factors.view(-1, 1, *[1] * (b.dim() - 2)) * b) for point in points]

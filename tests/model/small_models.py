@@ -149,6 +149,11 @@ def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SIZES["d_vocab"], (batch, pos), generator=torch.Generator().manual_seed(seed))
 
 
+def by_steps(model: Any, wanted: bool = True) -> Any:
+    """``with by_steps(model): ...``: every layer computes scores and pattern as the base does, since they are hooked."""
+    return model.hooks(fwd_hooks=[(lambda name: wanted and name.endswith("hook_pattern"), lambda x, hook: None)])
+
+
 def warned_of(run: Callable[[], Any]) -> list[str]:
     """What ``run`` warns of."""
     with warnings.catch_warnings(record=True) as found:

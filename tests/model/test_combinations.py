@@ -40,8 +40,6 @@ def settings(seed: int) -> dict[str, Any]:
     for share, option in options:
         if draw.random() < share:
             drawn |= option
-    if "attn_scores_soft_cap" not in drawn and draw.random() < 0.4:
-        drawn["softmax_form"] = "fused"
     return {**drawn, "normalization_type": draw.choice(["LN", "LNPre", "RMS", "RMSPre"]), "seed": seed}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from precision import LAW
-from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, Shared, model_of, relative_error, tokens
+from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, Shared, by_steps, model_of, relative_error, tokens
 
 from kvlens import convert_prompt
 
@@ -27,8 +27,8 @@ def shared():
 
 def in_each_form(model, linear=("auto",)):
     if model.cfg.attention == "softmax":
-        for form in ("eager", "fused") if model.cfg.attn_scores_soft_cap <= 0 else ("eager",):
-            with model.using_softmax_form(form):
+        for steps in (True, False):
+            with by_steps(model, steps):
                 yield
     else:
         for form in linear:

@@ -163,7 +163,7 @@ GENERATE = [
     ("use_past_kv_cache must be True or False", dict(use_past_kv_cache=1)),
     ("no argument is called 'max_new_token'; did you mean 'max_new_tokens'", dict(max_new_token=2)),
     ("no argument is called 'temprature'; did you mean 'temperature'", dict(temprature=2)),
-    ("It takes input, max_new_tokens", dict(softmax_form="fused")),
+    ("It takes input, max_new_tokens", dict(form="fused")),
 ]
 PRETRAINED = [
     (f"dtype {DTYPES}, got 'flot64'; did you mean 'float64'?", dict(dtype="flot64")),
@@ -223,8 +223,6 @@ REFUSED = [
     (NEAREST, lambda: small_model().run_with_hooks(tokens(1, 3), fwd_hooks=[(PATTERN, print)])),
     (NEAREST, lambda: small_model().add_hook(PATTERN, print)),
     ("names_filter", lambda: linear_model(linear_attention_form="chunked").run_with_cache(tokens(1, 5))),
-    ("softmax_form: unknown value 'x', expected one of eager, fused", lambda: linear().using_softmax_form("x").__enter__()),
-    ("expected one of eager, fused; did you mean 'fused'?", lambda: linear().set_softmax_form("fusd")),
     # processing of weights, which would change the output
     *(
         (words, lambda fields=fields: processed(HookedKVTransformer(config(**fields))))

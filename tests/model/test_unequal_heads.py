@@ -22,7 +22,6 @@ TEXT = TEXT[:5]
 BOTH = torch.cat([PROMPT, TEXT])[None]
 KINDS = {
     "shift": {"kv_shift": {"queries": True, "window": 2}},
-    "fused": {"kv_shift": True, "softmax_form": "fused"},
     "rotary": {"positional_embedding_type": "rotary"},
     "groups": {"kv_shift": True, "n_key_value_heads_by_layer": [4, 1, 4]},
     "alibi": {"positional_embedding_type": "alibi"},
@@ -54,7 +53,7 @@ def test_the_base_computes_the_same_function_as_with_empty_heads():
     plain = HookedTransformer(HookedTransformerConfig(**fields))
     model = HookedKVTransformer.from_hooked_transformer(plain)
     close(with_empty_heads(model)(BOTH), plain(BOTH))
-    assert torch.equal(model(BOTH), plain(BOTH))
+    close(model(BOTH), plain(BOTH))
     sizes = [tuple(block.attn.W_Q.shape) for block in plain.blocks]
     assert sizes == [(4, 16, 4), (2, 16, 8), (4, 16, 4)]
     weights = sum(p.numel() for name, p in plain.named_parameters() if ".W_Q" in name or ".mlp.W_" in name)

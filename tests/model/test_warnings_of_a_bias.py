@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from small_models import linear_model, small_model, tokens, warned_of
+from small_models import by_steps, linear_model, small_model, tokens, warned_of
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.components import Normalizers
@@ -190,12 +190,12 @@ def counted_below_zero(model, bias) -> float:
     return 100 * float(below.double().mean())
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("build", [small_model, linear_model])
-def test_normalizers_below_zero_are_said_once_with_their_share(build, form):
+def test_normalizers_below_zero_are_said_once_with_their_share(build, steps):
     model = build(dtype=torch.float64)
     a, b = (convert_prompt(model, prompt) for prompt in (PROMPT, OTHER))
-    with model.using_softmax_form(form if build is small_model else None):
+    with by_steps(model, steps):
         for bias in (-1 * a, b - a, a + 10 * (b - a), (-1 * a).select(layers=[1])):
             share = counted_below_zero(model, bias)
             assert 1 < share <= 100

@@ -6,6 +6,7 @@ import pytest
 import torch
 from baichuan_reference import CONFIG, random_weights, reference_logits, write_folder
 from precision import LAW, relative_error
+from small_models import by_steps
 from tiny_hf import tiny_tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -142,8 +143,8 @@ def test_a_prompt_becomes_a_bias_exactly_and_is_explained(folder):
     prompt, text = TOKENS[0, :11], TOKENS[:1, 11:]
     bias = convert_prompt(model, prompt)
     expected = reference_logits(CONFIG, random_weights(CONFIG), TOKENS[:1])[:, 11:]
-    for form in ("eager", "fused"):
-        with model.kv_bias(bias), model.using_softmax_form(form):
+    for steps in (True, False):
+        with model.kv_bias(bias), by_steps(model, steps):
             assert_equal_to_rounding(model(text), expected)
     heads = [(layer, head) for layer, n in enumerate((6, 3, 6, 3)) for head in range(n)]
     table = analyses.bias_by_head(model, prompt, text[0])

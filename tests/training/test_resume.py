@@ -234,7 +234,7 @@ def test_a_run_from_before_a_setting_existed_resumes_if_the_setting_changes_noth
         found = known(run)
         return {**found, part: {key: value for key, value in found[part].items() if key != name}}
 
-    for part, name in (("task", "law"), ("setting", "watch"), ("model", "softmax_form")):
+    for part, name in (("task", "law"), ("setting", "watch"), ("model", "linear_attention_form")):
         folder = tmp_path / name
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "identity", lambda run, part=part, name=name: without(run, part, name))

@@ -14,7 +14,7 @@ TASK = make_task("induction", vocab_size=17, length=13, law="first_repeat")
 def models():
     yield dict(kv_shift={"queries": True, "window": 3})
     yield dict(attention="linear", feature_map="elu_plus_one", kv_shift=True)
-    yield dict(positional_embedding_type="standard", softmax_form="fused")
+    yield dict(positional_embedding_type="standard")
     yield dict(attention_variant=dict(negative=dict(k=2, beta=0.3, per="label"), regularised=dict(alpha=0.3)))
     yield dict(attention_variant=dict(ridge=dict(strength=0.5)))
 

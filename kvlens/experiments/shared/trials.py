@@ -69,17 +69,15 @@ class Trial:
     def train(self) -> tuple[Model, TrainResult | NotFiniteError]:
         """The trained model and the record of its run, from the folder of kept runs if it is there.
 
-        Softmax attention is computed in the fused form where the model allows it. A run that diverged comes with its error in
-        place of its record, and with its last good weights.
+        A run that diverged comes with its error in place of its record, and with its last good weights.
         """
         kept = _KEPT.get()
         model = build_model(self.task, {**self.model, "seed": self.seed})
-        with model.using_softmax_form():
-            try:
-                runs = None if kept is None else kept.folder
-                return model, train(model, self.task, runs=runs, progress=False, **self.training)
-            except NotFiniteError as error:
-                return model, error
+        try:
+            runs = None if kept is None else kept.folder
+            return model, train(model, self.task, runs=runs, progress=False, **self.training)
+        except NotFiniteError as error:
+            return model, error
 
     def finished(self) -> tuple[Model, TrainResult]:
         """As `train`; raises NotFiniteError if the run diverged."""

@@ -23,9 +23,7 @@ MODELS = {
     **VARIANTS,
     "softmax shift": dict(attention="softmax", kv_shift=KVShiftConfig(window=2, queries=True)),
     "softmax grouped": dict(attention="softmax", n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=None),
-    "softmax learned fused": dict(
-        attention="softmax", kv_shift=None, positional_embedding_type="standard", softmax_form="fused"
-    ),
+    "softmax learned": dict(attention="softmax", kv_shift=None, positional_embedding_type="standard"),
 }
 PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
 SPANS = [(0, 3), (3, 5), (5, 9), (9, 13)]
