@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.bias.parts import HEAD_PART, Part
 from kvlens.explanation.explained import SEPARATOR
 from kvlens.explanation.runs import Outcome
-from kvlens.explanation.verdicts import FIRM
+from kvlens.explanation.verdicts import may_be_lost
 
 MOST_PAIRED, MOST_LAYERS = 5, 8
 """Pairs of so many of the strongest layers, and sets of up to so many."""
@@ -48,15 +47,21 @@ class _Layers:
         self.explaining, self.number, self.donor, self.removed = explaining, number, donor, removed
         self.claim, self.n = explaining.claims[number], explaining.runs.bias.n_layers
 
-    def fall(self, falls: Tensor) -> float:
-        return float(falls[self.claim.start : self.claim.stop].sum())
+    def fall(self, now: Outcome) -> float:
+        return float(now.falls[self.claim.start : self.claim.stop].sum())
+
+    def may_be_lost(self, now: Outcome) -> bool:
+        return may_be_lost(self.claim, self.fall(now), now.firm)
 
     def run(self, role: str, sets: Sequence[Set], *, others: bool = False, texts: bool = True) -> list[Outcome]:
         """Each set exchanged, or everything but it; texts only where the claim may be lost, or only where it may be kept."""
         everything = set(range(self.n))
         exchanged = [everything - set(each) if others else each for each in sets]
-        worth = (lambda falls: self.fall(falls) <= FIRM) if others else (lambda falls: self.fall(falls) > FIRM)
-        outcomes: list[Outcome] = self.explaining.runs.layers(self.donor, exchanged, lambda falls: texts and worth(falls))
+
+        def worth_a_text(now: Outcome) -> bool:
+            return texts and self.may_be_lost(now) != others
+
+        outcomes: list[Outcome] = self.explaining.runs.layers(self.donor, exchanged, worth_a_text)
         self._add("layers", role, sets, outcomes, others)
         return outcomes
 
@@ -69,8 +74,8 @@ class _Layers:
     def first_lost(self, sets: Sequence[Set]) -> list[Set]:
         """The set that loses the claim and by which it falls most; texts are generated for a few at a time."""
         outcomes = self.run("together", sets, texts=False)
-        falls = {each: self.fall(now.falls) for each, now in zip(sets, outcomes, strict=True)}
-        promising = sorted((each for each in sets if falls[each] > FIRM), key=lambda each: -falls[each])
+        read = dict(zip(sets, outcomes, strict=True))
+        promising = sorted(filter(lambda each: self.may_be_lost(read[each]), sets), key=lambda each: -self.fall(read[each]))
         for start in range(0, len(promising), AT_ONCE):
             some = promising[start : start + AT_ONCE]
             said = self.run("together", some)
@@ -82,7 +87,7 @@ class _Layers:
     def breaking(self) -> list[Set]:
         """The single layers that lose the claim, the strongest first; else the first set that does."""
         singles = [(layer,) for layer in range(self.n)]
-        found = sorted(zip(singles, self.run("each", singles), strict=True), key=lambda each: -self.fall(each[1].falls))
+        found = sorted(zip(singles, self.run("each", singles), strict=True), key=lambda each: -self.fall(each[1]))
         self.order = [layer for (layer,), _ in found]
         breaking: list[Set] = [each for each, now in found if self.explaining.lost(self.number, now)]
         if not breaking:
@@ -97,7 +102,7 @@ class _Layers:
         """The first of the strongest layers' sets that keeps the claim alone."""
         sets = self._strongest(1)
         for each, now in zip(sets, self.run("only", sets, others=True, texts=False), strict=True):
-            if self.fall(now.falls) > FIRM:
+            if self.may_be_lost(now):
                 continue
             exchanged = set(range(self.n)) - set(each)
             if self.explaining.said(self.number, self.explaining.runs.layers(self.donor, [exchanged])[0]):
@@ -124,7 +129,7 @@ class _Layers:
         for row, members in enumerate(sets):
             rows[row, members] = True
         readings = (exchange.biases(some) for some in rows.split(exchange.at_once))
-        outcomes = self.explaining.runs.under(readings, lambda falls: self.fall(falls) > FIRM)
+        outcomes = self.explaining.runs.under(readings, self.may_be_lost)
 
         def codes(members: Sequence[int]) -> list[str]:
             return [Part(*exchange.parts[i]).code for i in members]

@@ -124,14 +124,14 @@ class Runs:
         return convert_prompt(self.model, rows).select_prompt(0)
 
     def layers(
-        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Float[Tensor, " pos"]], bool] = lambda falls: True
+        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
     ) -> list[Outcome]:
         """What the model says with each set of layers exchanged for the donor's.
 
         Args:
             donor: of :meth:`donor`.
             sets: of layers.
-            asks: from the falls whether the text that is said instead is worth generating.
+            asks: whether the text that is said instead is worth generating.
         """
         keys: list[Key] = [("layers", id(donor), frozenset(layers)) for layers in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], asks)]
@@ -146,7 +146,7 @@ class Runs:
         self._found.update(self._under(readings, asks))
         return [self._found[key] for key in keys]
 
-    def under(self, biases: Iterable[KVBias], asks: Callable[[Tensor], bool]) -> list[Outcome]:
+    def under(self, biases: Iterable[KVBias], asks: Callable[[Outcome], bool]) -> list[Outcome]:
         """What the model says under other biases, batch by batch."""
         numbers = itertools.count()
 
@@ -156,8 +156,8 @@ class Runs:
         readings = ((keys(each.batch_size or 1), each) for each in biases)
         return list(self._under(readings, asks).values())
 
-    def _lacks_text(self, now: Outcome, asks: Callable[[Tensor], bool]) -> bool:
-        return now.firm is not None and now.text is None and asks(now.falls)
+    def _lacks_text(self, now: Outcome, asks: Callable[[Outcome], bool]) -> bool:
+        return now.firm is not None and now.text is None and asks(now)
 
     def _rows_at_once(self) -> int:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
@@ -174,7 +174,7 @@ class Runs:
         return logits.double().log_softmax(dim=-1).cpu()
 
     def _under(
-        self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Tensor], bool] = lambda falls: True
+        self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Outcome], bool] = lambda now: True
     ) -> dict[Key, Outcome]:
         """What the model says under each bias; texts are generated together, as many as there is room for."""
         found: dict[Key, Outcome] = {}
@@ -182,7 +182,7 @@ class Runs:
         for keys, biases in readings:
             here = self._walked(biases)
             found.update(zip(keys, here, strict=True))
-            said = [i for i, now in enumerate(here) if now.firm is not None and asks(now.falls)]
+            said = [i for i, now in enumerate(here) if now.firm is not None and asks(now)]
             if said:
                 of_these = biases if len(said) == len(here) else biases.select_prompts(torch.tensor(said))
                 if waiting and sum(len(keys) for keys, _ in waiting) + len(said) > 2 * self._rows_at_once():

@@ -5,7 +5,8 @@ and whose log-odds against that other one moved by at least `FIRM` nats. What mo
 the firm difference on the text is generated anew. Verdicts on a claim:
 
 - *same words*: no token differs. *same but for near ties*: some do, none firmly.
-- *lost*: there is a firm difference, the claim's own tokens fall by more than `FIRM` nats, and the new text does not have it.
+- *lost*: there is a firm difference, in the claim's own tokens or so that these fall by more than `FIRM` nats, and the new text
+  does not have the claim.
 - *partly*: likewise, but the new text has some of its content words, not only the last.
 - *other words*: there is a firm difference, and the new text has the claim.
 - *not reached*: the new text does not have the claim, although the claim's tokens do not fall: it goes another way before.
@@ -76,6 +77,11 @@ def walk(whole: Float[Tensor, "pos d_vocab"], now: Float[Tensor, "row pos d_voca
     return Walk(of_old - old_now, differs.sum(dim=-1), firm)
 
 
+def may_be_lost(claim: Claim, fall: float, firm: int | None) -> bool:
+    """Whether the claim's own tokens fall firmly, or one of them is the firm difference."""
+    return firm is not None and (claim.start <= firm < claim.stop or fall > FIRM)
+
+
 class Verdict(NamedTuple):
     """What became of a claim.
 
@@ -104,12 +110,12 @@ def verdict(claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int 
     if firm is None:
         return Verdict(NEAR_TIES if differs else SAME, fall)
     if new is None:
-        return Verdict(NOT_LOST if fall <= FIRM else UNKNOWN, fall)
+        return Verdict(UNKNOWN if may_be_lost(claim, fall, firm) else NOT_LOST, fall)
     said = {normal(word.text) for word in new}
     kept = tuple(word for word in claim.words if word in said)
     if len(kept) == len(claim.words):
         return Verdict(OTHER_WORDS, fall)
-    if fall <= FIRM:
+    if not may_be_lost(claim, fall, firm):
         return Verdict(NOT_REACHED, fall)
     partly = bool(kept) and kept != claim.words[-1:]
     return Verdict(PARTLY if partly else LOST, fall, kept if partly else ())

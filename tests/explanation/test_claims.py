@@ -96,5 +96,6 @@ def test_verdicts_on_a_claim():
     assert partly.name == "partly" and partly.kept == ("new",) and partly.fall == 3.0 > FIRM
     assert verdict(claim, fell, 1, 2, words["in", " York"]).name == "lost"  # a last word alone is not the claim
     assert verdict(claim, fell, 1, 2, words["x",]).name == "lost"
-    assert verdict(claim, stayed, 1, 2, words["x",]).name == "not reached"
-    assert verdict(claim, stayed, 1, 2, None).name == "not lost" and verdict(claim, fell, 1, 2, None).name == "unknown"
+    assert verdict(claim, stayed, 1, 2, words["x",]).name == "lost"  # its own first token is firmly another
+    assert verdict(claim, stayed, 1, 0, words["x",]).name == "not reached"  # the text goes another way before it
+    assert verdict(claim, stayed, 1, 0, None).name == "not lost" and verdict(claim, fell, 1, 2, None).name == "unknown"

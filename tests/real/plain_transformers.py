@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-FIRM = math.log(4)
+FIRM, MOST_TOKENS = math.log(4), 32
 _GONE: dict[int, Tensor] = {}
 """By layer: True at the keys that are not there, [key]."""
 
@@ -160,4 +160,4 @@ def again(
     if firm is None or not isinstance(row.says, str):
         return Run(fall, firm, None)
     forced = response[:firm].tolist()
-    return Run(fall, firm, plain.says(cache, masks, last, forced, start, len(response) + 48, ends))
+    return Run(fall, firm, plain.says(cache, masks, last, forced, start, len(response) + MOST_TOKENS, ends))
