@@ -1,4 +1,4 @@
-"""What kvlens takes from TransformerLens beside :mod:`kvlens.base`, in one place: names that 3.9 and 4 share.
+"""What kvlens takes from TransformerLens beside :mod:`kvlens.base`, in one place.
 
 Importing TransformerLens takes seconds, so ``kvlens/__init__`` and the command line import it only when needed.
 """
