@@ -30,10 +30,13 @@ def test_every_way_to_give_a_text_warns(model, capsys, monkeypatch):
         lambda: convert_prompt(model, story),
         lambda: prompt_attribution(model, story, question),
         lambda: prompt_attribution(model, story.replace("gorilla", "goat"), question.replace("Pavel", "Xerxes")),
-        lambda: main(["explain", "--model", "facts-linear", "--prompt", story, "--text", question]),
     ):
         with pytest.warns(UserWarning, match="the model's vocabulary lacks '(gorilla|Xerxes)'"):
             read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["explain", "--model", "facts-linear", "--prompt", story, "--text", question]) == 0
+    assert "the model's vocabulary lacks 'gorilla'" in capsys.readouterr().err  # one line, once
 
 
 def test_known_words_and_the_token_itself_do_not_warn(model):

@@ -81,6 +81,7 @@ def logits_after(
 
 
 @torch.no_grad()
+@checked
 def converted_rows(
     model: KVModel, prompts: Counterfactuals, *, on_tokens: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Int[Tensor, " row"], KVBias]]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from kvlens.arguments import path_of
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.files.reading import check_regular
 
@@ -58,6 +59,7 @@ def table_bytes(table: pd.DataFrame) -> bytes:
     return file.getvalue()
 
 
+@checked
 def read_table(path: str | Path) -> pd.DataFrame:
     """Read a table that kvlens wrote: of a batch, a report, an explanation, an experiment or a training run.
 

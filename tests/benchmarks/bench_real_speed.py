@@ -73,7 +73,9 @@ class Beside:
             text = self.tokens(n)
 
             def theirs(text: Tensor = text) -> Tensor:
-                filled.crop(self.n_prompt)  # what the last pass appended
+                appended = filled.get_seq_length() - self.n_prompt  # by the last pass
+                if appended:
+                    filled.crop(-appended)
                 logits: Tensor = self.plain(text, past_key_values=filled, use_cache=True).logits
                 return logits
 

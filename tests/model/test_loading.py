@@ -51,7 +51,7 @@ def test_a_folder_gives_the_logits_of_transformer_lens(kind, tmp_path):
     assert relative_error(model(x).log_softmax(-1), plain(x).log_softmax(-1)) < LAW
     # kvlens' way of processing, which takes less memory, sums the unembedding in another order
     plain.load_state_dict({name: model.state_dict()[name] for name in plain.state_dict()})
-    assert torch.equal(plain(x), model(x))
+    assert relative_error(model(x), plain(x)) < LAW
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])

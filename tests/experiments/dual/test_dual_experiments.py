@@ -196,8 +196,7 @@ def test_a_head_that_does_nothing_has_no_effect():
     model.blocks[0].attn.W_O[2] = 0
     frame = dual_heads.measure_heads(model, make_task("induction", vocab_size=512, length=32).heldout(2))
     effects = frame.groupby(["layer", "head"])["ablation_effect"].mean()
-    assert effects[0, 2] == 0
-    assert effects.max() > 0.1
+    assert abs(effects[0, 2]) < 1e-8 < 0.1 < effects.max()  # its pattern is hooked, which sums in another order in float32
     assert frame.groupby(["layer", "head"])["induction_score"].mean().max() > 0.3
     assert len(frame) == 2 * 2 * 4 and frame.notna().all().all()
 

@@ -292,7 +292,7 @@ def test_the_larger_scales_are_sound_up_to_the_training(name, scale, monkeypatch
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
     experiment = find_experiment(name)
     outcome = experiment.run(experiment.scales[scale], lambda text: None)
-    assert isinstance(outcome.figure, Figure)
+    assert isinstance(outcome.figure(), Figure)
     assert all(len(table) > 0 for table in outcome.tables.values())
     ours = outcome.comparisons[0].ours
     alike = isinstance(ours, str) and " against " in ours and len(set(ours.split(" against "))) == 1
