@@ -112,6 +112,11 @@ class Explained:
         """The heading claim's text."""
         return str(self.claims["text"][self.about])
 
+    @property
+    def named(self) -> str:
+        """The heading claim as sentences name it."""
+        return "the answer" if self.is_whole else repr(self.claim)
+
     def rows(self, about: str, *roles: str) -> pd.DataFrame:
         """The heading claim's statements of some roles."""
         table = self.statements

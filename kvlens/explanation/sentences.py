@@ -52,6 +52,12 @@ def listed(names: Iterable[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def _some(words: list[str], most: int = 6) -> str:
+    """Words in quotation marks, at most so many of them."""
+    more = [f"{len(words) - most} others"] if len(words) > most else []
+    return listed([*map(repr, words[:most]), *more])
+
+
 def unit_named(found: Any, number: int, with_text: bool = True) -> str:
     """A unit by its name, with its text."""
     row = found.units.iloc[number]
@@ -59,8 +65,8 @@ def unit_named(found: Any, number: int, with_text: bool = True) -> str:
     return f"{row['name']}{text}"
 
 
-def outcome(claim: str, row: Any) -> str:
-    """What the model says then, and what that makes of the claim."""
+def outcome(named: str, row: Any) -> str:
+    """What the model says then, and what that makes of the claim, as sentences name it."""
     said = "the model says the same words" if row.verdict == SAME else None
     if row.verdict == NEAR_TIES:
         said = "the model says the same but for near ties"
@@ -69,12 +75,12 @@ def outcome(claim: str, row: Any) -> str:
     instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
     p = f"({percent(row.p_before)} to {percent(row.p_after)})"
     if row.verdict == LOST:
-        return f"{instead}: {claim!r} is lost {p}"
+        return f"{instead}: {named} is lost {p}"
     if row.verdict == PARTLY:
-        return f"{instead}: of {claim!r} only {listed(map(repr, row.kept_words.split()))} is left {p}"
+        return f"{instead}: of {named} only {_some(row.kept_words.split())} is left {p}"
     if row.verdict == OTHER_WORDS:
-        return f"{instead}: {claim!r} is still said"
-    return f"{instead}: it does not come to {claim!r}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
+        return f"{instead}: {named} is still said"
+    return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
 
 
 def _of_claims(found: Any) -> Iterator[Sentence]:
@@ -106,14 +112,14 @@ def _of_units(found: Any) -> Iterator[Sentence]:
     if not found.cause:
         yield from _no_cause(found)
         return
-    claim = found.claim
+    named = found.named
     breaking = found.rows("units", "breaking")
     kept, closed = breaking[breaking["positions"] == "kept"], breaking[breaking["positions"] == "closed"]
     for row in list(kept.itertuples())[:MOST_NAMED]:
         parts = [int(part) for part in row.parts.split("+")]
         names = listed(unit_named(found, part) for part in parts)
         both = [int(row.Index), *map(int, closed.index[closed["parts"] == row.parts])]
-        yield Sentence(f"Without {names}, {outcome(claim, row)}, also when what follows moves up.", tuple(both))
+        yield Sentence(f"Without {names}, {outcome(named, row)}, also when what follows moves up.", tuple(both))
     if len(kept) > MOST_NAMED:
         yield Sentence(f"{len(kept) - MOST_NAMED} other parts lose it alone, too.", tuple(map(int, kept.index[MOST_NAMED:])))
     if len(found.cause) > 1:
@@ -121,19 +127,18 @@ def _of_units(found: Any) -> Iterator[Sentence]:
         yield Sentence("None of the parts loses it alone.", tuple(map(int, each.index)))
     for row in found.rows("units", "only").itertuples():
         those = "that part" if len(found.cause) == 1 else "those parts"
-        yield Sentence(f"With only {those} left, {outcome(claim, row)}.", (int(row.Index),))
+        yield Sentence(f"With only {those} left, {outcome(named, row)}.", (int(row.Index),))
 
 
 def _no_cause(found: Any) -> Iterator[Sentence]:
     each = found.rows("units", "each")
     tried = found.rows("units", "each", "together")
     most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
-    what = "the answer" if found.is_whole else repr(found.claim)
-    yield Sentence(f"No part{most} loses {what}, both with its gap kept and closed.", tuple(map(int, tried.index)))
+    yield Sentence(f"No part{most} loses {found.named}, both with its gap kept and closed.", tuple(map(int, tried.index)))
     row = each.loc[each["nats"].idxmax()]
     yield Sentence(
         f"It falls most, by {row.nats:.2g} nats, without {unit_named(found, int(row.parts.split('+')[0]))}: "
-        f"{outcome(found.claim, row)}.",
+        f"{outcome(found.named, row)}.",
         (int(row.name),),
     )
 
@@ -142,25 +147,25 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
     singles = found.rows("layers", "each")
     if not len(singles):
         return
-    claim, n = found.claim, found.n_layers
+    named, n = found.named, found.n_layers
     those = "that part" if len(found.cause) == 1 else "those parts"
     breaking = found.rows("layers", "breaking")
     for row in list(breaking.itertuples())[:MOST_NAMED]:
         parts = row.parts.split("+")
-        named = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
-        yield Sentence(f"When {named} the prompt without {those}, {outcome(claim, row)}.", (int(row.Index),))
+        which = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
+        yield Sentence(f"When {which} the prompt without {those}, {outcome(named, row)}.", (int(row.Index),))
     if not len(breaking):
         yield Sentence(f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index)))
     elif "+" in breaking.iloc[0].parts:
         yield Sentence(f"No single one of the {n} layers loses it.", tuple(map(int, singles.index)))
     else:
         more = [row.parts for row in breaking.itertuples()][MOST_NAMED:]
-        also = f" So {'does layer' if len(more) == 1 else 'do layers'} {listed(more)}." if more else ""
-        yield Sentence(f"Each of the {n} layers was tried; no other loses it alone.{also}", tuple(map(int, singles.index)))
+        also = f"So {'does layer' if len(more) == 1 else 'do layers'} {listed(more)} alone. " if more else ""
+        yield Sentence(f"{also}Each of the {n} layers was tried; no other loses it alone.", tuple(map(int, singles.index)))
     for row in found.rows("layers", "keeping").itertuples():
         parts = row.parts.split("+")
-        named = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
+        which = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
         yield Sentence(
-            f"When only {named} the whole prompt, and the others read it without {those}, {outcome(claim, row)}.",
+            f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}.",
             (int(row.Index),),
         )

@@ -74,7 +74,7 @@ def _data(found: Any) -> dict[str, Any]:
     causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
     claims = []
     for claim, rows in each.groupby("claim"):
-        named = found.claims["text"][claim]
+        named = found.named if claim == found.about else repr(found.claims["text"][claim])
         claims.append(
             [
                 {
@@ -91,7 +91,7 @@ def _data(found: Any) -> dict[str, Any]:
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
     said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
     cause = " It is a cause: the claim is lost as well when what follows moves up." if is_cause else ""
-    return f"Without {unit}, {said}. {claim!r}: {row.verdict}, {percent(row.p_before)} to {percent(row.p_after)}.{cause}"
+    return f"Without {unit}, {said}. {claim}: {row.verdict}, {percent(row.p_before)} to {percent(row.p_after)}.{cause}"
 
 
 def _strip(found: Any) -> str:
@@ -108,7 +108,7 @@ def _strip(found: Any) -> str:
     last = len(singles) - 1
     axis = "".join(f"<span>{i if i % 5 == 0 or i == last else ''}</span>" for i in range(len(singles)))
     return (
-        f"<h3>Layers: what {html_text(repr(found.claim))} loses when that layer alone reads the prompt without the cause</h3>"
+        f"<h3>Layers: what {html_text(found.named)} loses when that layer alone reads the prompt without the cause</h3>"
         f'<div class="layers" role="img" aria-label="falls by layer, the highest {top:.1f} nats">{bars}</div>'
         f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: '
         f"{top:.1f} nats. In the darker ones the claim is lost.</p>"

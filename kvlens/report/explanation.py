@@ -39,7 +39,7 @@ def print_explanation(found: Explained) -> None:
         console.print(f"(the {MOST_ROWS} largest of {len(found.units)})")
     singles = found.rows("layers", "each")
     if len(singles):
-        console.print(f"\nnats that {visible(repr(found.claim))} loses, layer by layer", style="bold")
+        console.print(f"\nnats that {visible(found.named)} loses, layer by layer", style="bold")
         console.print(_strip(singles["nats"].tolist()))
     if found.left_out:
         console.print(f"\nLeft out, as the budget had no room for it: {', '.join(found.left_out)}.")
@@ -56,7 +56,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 def _units(found: Explained) -> Any:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"what {visible(repr(found.claim))} loses without", overflow="ellipsis", no_wrap=True, max_width=46)
+    table.add_column(f"what {visible(found.named)} loses without", overflow="ellipsis", no_wrap=True, max_width=46)
     table.add_column("nats", justify="right")
     table.add_column("")
     table.add_column("verdict", no_wrap=True)
