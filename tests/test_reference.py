@@ -111,7 +111,7 @@ def test_the_reference_builds(tmp_path, capsys, monkeypatch):
     page = (tmp_path / "kvlens.html").read_text()
     assert "convert_prompt" in page
     assert 'id="HookedKVTransformer.from_pretrained"' in page  # a method of a base that has no page
-    assert 'id="HookedKVTransformer.run_with_cache"' not in page  # TransformerLens' own are named, not told again
+    assert 'id="HookedKVTransformer.reset_hooks"' not in page  # TransformerLens' own are named, not told again
     assert "<td>ablation_kl</td>" in (tmp_path / "kvlens/analyses.html").read_text()  # the table that a decorator wrote
     everything = [path.read_text() for path in tmp_path.rglob("*.html")]
     shown = [re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL) for text in everything]  # without the source
