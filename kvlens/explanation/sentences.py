@@ -52,6 +52,11 @@ def listed(names: Iterable[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def _ended(sentence: str) -> str:
+    """With a full stop, unless it ends with that of a text in quotation marks."""
+    return sentence if sentence.endswith(('."', '!"', '?"')) else f"{sentence}."
+
+
 def _some(words: list[str], most: int = 6) -> str:
     """Words in quotation marks, at most so many of them."""
     more = [f"{len(words) - most} others"] if len(words) > most else []
@@ -93,15 +98,12 @@ def _of_claims(found: Any) -> Iterator[Sentence]:
     n = len(found.units)
     units = f"any of the {n} parts of the prompt" if n > 1 else "the prompt's one part"
     if found.is_whole:
-        yield Sentence(f"No single word of it depends on the prompt's parts. Without {units}, {without}.", (row,))
+        yield Sentence(_ended(f"No single word of it depends on the prompt's parts. Without {units}, {without}"), (row,))
         return
     others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
     first = found.claims.iloc[found.about]
-    yield Sentence(
-        f"Of its words, {first.text!r} depends most on the prompt: it falls by {first.nats:.1f} nats without {units}, "
-        f"when {without}.",
-        (row,),
-    )
+    told = f"Of its words, {first.text!r} depends most on the prompt: it falls by {first.nats:.1f} nats without {units}"
+    yield Sentence(_ended(f"{told}, when {without}"), (row,))
     if others:
         named = listed(f"{claim.text!r} ({claim.nats:.1f})" for claim in others)
         rows = found.statements[found.statements["role"] == "none"].index
