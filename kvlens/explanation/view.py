@@ -60,11 +60,11 @@ def _response(found: Any) -> str:
 
 
 def _units(found: Any) -> str:
-    names = zip(found.units["name"], found.units["unit_text"], strict=True)
     return "".join(
-        f'<button class="source"><span class="unit">{html_text(name)}</span> {html_text(" ".join(text.split()))} '
+        f'<button class="source" data-unit="{row["unit"]}" data-start="{row["start"]}" data-stop="{row["stop"]}">'
+        f'<span class="unit">{html_text(row["name"])}</span> {html_text(" ".join(row["unit_text"].split()))} '
         '<b class="effect"></b></button>'
-        for name, text in names
+        for row in found.units.to_dict("records")
     )
 
 

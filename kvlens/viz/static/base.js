@@ -114,10 +114,10 @@ const KVLENS = (() => {
   };
 
   // What is selected in a page: a head ("layer.head"), a prompt token, a text token, a unit of the prompt, and which of these was
-  // chosen last (`show`); and which parts of the flow are switched off (`off`). All figures share it; it stands in the hash of the
-  // page's address, so that it survives a reload and can be copied.
+  // chosen last (`show`). All figures share it; it stands in the hash of the page's address, so that it survives a reload and can
+  // be copied.
   const selection = (() => {
-    const names = ["head", "prompt", "text", "unit", "off", "show"], listeners = [];
+    const names = ["head", "prompt", "text", "unit", "show"], listeners = [];
     const read = () => Object.fromEntries([...new URLSearchParams(location.hash.slice(1))].filter(([name]) => names.includes(name)));
     let now = read();
     const become = (next) => {

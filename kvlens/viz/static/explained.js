@@ -1,7 +1,7 @@
 // An explanation: choosing a claim shades the prompt's parts by what it loses without them; choosing a part tells what is said then.
 "use strict";
 document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
-  const { dataOf } = KVLENS, data = dataOf(figure), says = figure.querySelector(".says");
+  const { dataOf, selection } = KVLENS, data = dataOf(figure), says = figure.querySelector(".says");
   const words = [...figure.querySelectorAll("[data-claim]")], sources = [...figure.querySelectorAll(".source")];
   let claim = data.about;
   const shade = (nats) => {
@@ -20,6 +20,9 @@ document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
     says.textContent = part === null ? "Choose a part to read what the model says without it." : data.claims[claim][part].says;
   };
   words.forEach((word) => word.addEventListener("click", () => choose(Number(word.dataset.claim))));
-  sources.forEach((source, i) => source.addEventListener("click", () => choose(claim, i)));
+  sources.forEach((source, i) => source.addEventListener("click", () => {
+    choose(claim, i);
+    selection.set({ unit: source.dataset.unit, show: "unit" });
+  }));
   choose(claim);
 });
