@@ -12,13 +12,13 @@ from kvlens.explanation import paragraphs
 from kvlens.explanation.response import stop_tokens
 from kvlens.explanation.runs import ENDS, MORE_TOKENS
 
-MINUTES = "The board met on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
+MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
 ASKED = Chat.ask("In which city will the new office be? Answer in one short sentence.", {"minutes.txt": MINUTES})
 
 
 @pytest.fixture(scope="module")
 def found(smollm2):
-    return explain(smollm2, ASKED)
+    return explain(smollm2, ASKED, about="Rotterdam")
 
 
 def test_the_stating_sentence_is_the_cause_of_the_city(found):
