@@ -27,7 +27,6 @@ FUNCTION_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Words that carry no content of their own (English)."""
-ARTICLES = frozenset({"a", "an", "the"})
 STOPS = frozenset('.!?;:()[]{}"\u201c\u201d\u00ab\u00bb\u2026\u3002\uff01\uff1f|*#')
 COMMAS = frozenset(",\uff0c\u3001")
 

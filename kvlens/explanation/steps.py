@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
+from kvlens.analyses.attribution.units import positions_of
 from kvlens.chat import Chat, as_prompt, one_sequence, prompt_tokens, prompt_units
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
@@ -113,11 +114,8 @@ class _Explaining:
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        own = torch.zeros(len(self.units), len(self.prompt), dtype=torch.bool)
-        for row, unit in enumerate(self.units):
-            own[row, unit.start : unit.stop] = True
-        self.own = own
-        self.runs = Runs(self.model, self.prompt[:-1], self.prompt[-1:], own[:, :-1], self.is_continuation)
+        self.own = positions_of(self.units, len(self.prompt))
+        self.runs = Runs(self.model, self.prompt[:-1], self.prompt[-1:], self.own[:, :-1], self.is_continuation)
 
     def explained(self, about: str | None, answer: Tensor | None) -> Explained:
         least = (len(self.units) + 2) * len(self.prompt)
