@@ -28,6 +28,7 @@ from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.parts import layers_of
 from kvlens.bridge.positions import hidden, text_positions
+from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.weights import ends_of
@@ -142,6 +143,7 @@ class KVTransformerBridge(TransformerBridge):
             # caches that Transformers 5 no longer has, and cannot generate without a cache
             bridge.cfg.is_stateful = False
         take_earlier_names(bridge.original_model)
+        quicken(bridge)
         bridge.__class__ = cls
         bridge.__dict__.update(_parts=parts, _attached=None, _handles=[], _pass_handles=[], _bos_unattached=None)
         bridge.__dict__.update(_weights_then=None, _normalizers=None)
@@ -213,7 +215,7 @@ class KVTransformerBridge(TransformerBridge):
         normalizers = state["_normalizers"] = None if bias is None else Normalizers()
         for part in state["_parts"]:
             if isinstance(part, SoftmaxLayer):
-                part.normalizers = normalizers
+                part.forget(normalizers)
         if state["_bos_unattached"] is not None:
             self.cfg.default_prepend_bos, state["_bos_unattached"] = state["_bos_unattached"], None
         if bias is not None:

@@ -28,10 +28,10 @@ from transformer_lens.model_bridge.generalized_components import MLAAttentionBri
 
 from kvlens.bridge.cache import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
-from kvlens.components import LayerBias, Normalizers, is_hooked
+from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.parts import Form, HeadMatrices, Part, Point
-from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, ScaledMass, join_bias
+from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp, virtual_key_scores
 
@@ -85,7 +85,7 @@ class SoftmaxLayer(Part):
         self.rule = ScoreRule(scale, getattr(held, "attn_logit_softcapping", None), window=window)
         self.component_name = component_name
         self.is_unread = False
-        self.normalizers: Normalizers | None = None
+        self.forget(None)
         self.is_native = hasattr(attn, VALUES)
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
@@ -110,10 +110,18 @@ class SoftmaxLayer(Part):
         names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
         return {f"blocks.{self.layer}.attn.{name}": attrgetter(name)(self.attn) for name in names}
 
+    def forget(self, normalizers: Normalizers | None) -> None:
+        """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
+        self.normalizers = normalizers
+        self._layer_bias: Remembered[LayerBias] = Remembered()
+        self._of_weights: Remembered[Tensor] = Remembered()
+
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
         handle = RemovableHandle(self._given)
-        self._given[handle.id] = LayerBias.of(whole, self.layer, positions.device), positions
+        device = positions.device
+        of_layer = partial(LayerBias.of, whole, self.layer, device)
+        self._given[handle.id] = self._layer_bias.of(of_layer, *whole.tensors().values(), under=(whole, device)), positions
         self.is_unread = True
         return [handle]
 
@@ -223,24 +231,23 @@ class SoftmaxLayer(Part):
         held = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
         keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in held)
-        added = keys.new_zeros(1, 1, 1, keys.shape[2])
+        values, added = None, keys.new_zeros(1, 1, 1, keys.shape[2])
+        apart = is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]
+        extra = None if apart else bias.extra_keys(keys.dtype)
+        # the logarithm of a weight is too coarse in half precision
+        if extra is not None and (wide == hidden.dtype or not bool(extra.log_weights.any())):
+            values = extra.values
+            added = self._of_weights.of(partial(self._by_head, extra.log_weights[:, :, None]), extra.log_weights)
+            if self.normalizers is not None:
+                self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
         if self.rule.needs_distance:
-            added = distance_scores(self.rule, distance, positions, n)
-        if is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]:
-            values = None
-        elif not (bias.b_d.requires_grad or bool((bias.b_d != 1).any()) or bool(bias.log_scale.any())):
-            values = bias.b_kv  # a prompt's own; to divide each by its weight takes as long as the scores of a token
-        else:
-            extra = ExtraKeys.of(keys, bias.b_kv, bias.b_d, bias.log_scale)
-            # the logarithm of a weight is too coarse in half precision
-            values = None
-            if extra is not None and wide == hidden.dtype:
-                values, added = extra.values, added + extra.log_weights[:, :, None]
-        if values is not None and self.normalizers is not None:
-            self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
-        is_shared = bool((added == added[:, :1]).all())
-        added = added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // n, dim=1)
+            added = added + self._by_head(distance_scores(self.rule, distance, positions, n))
         return Columns(bias, keys, values, added)
+
+    def _by_head(self, added: Float[Tensor, "#batch kv_head #pos column"]) -> Float[Tensor, "#batch #head #pos column"]:
+        """Of each query head what is given of each key-value head; of one for all where they are equal."""
+        is_shared = bool((added == added[:, :1]).all())
+        return added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // added.shape[1], dim=1)
 
     def _mask(self, mask: Tensor | None, hidden: Float[Tensor, "batch pos d"], cache: Any, wanted: bool) -> Tensor | None:
         """The mask, to be added to scores if that is wanted, with what is added to those of the bias behind it."""
@@ -258,7 +265,7 @@ class SoftmaxLayer(Part):
         if columns is None:
             return mask
         added = columns.added.to(mask).clamp(min=lowest)
-        shape = torch.broadcast_shapes(mask.shape[:-1], added.shape[:-1])
+        shape = [max(sizes) for sizes in zip(mask.shape[:-1], added.shape[:-1], strict=True)]
         return torch.cat([mask.expand(*shape, -1), added.expand(*shape, -1)], dim=-1)
 
     def _apart(self, columns: Columns) -> list[RemovableHandle]:

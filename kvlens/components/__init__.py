@@ -27,6 +27,7 @@ from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.pos_embed import OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
+from kvlens.components.remembered import Remembered
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "LinearCacheEntry",
     "Normalizers",
     "OffsetPosEmbed",
+    "Remembered",
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
     "counted_by",

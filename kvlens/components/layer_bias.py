@@ -1,5 +1,6 @@
 """One layer's part of a KV bias, and how its attention reads it."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components.hooks import is_hooked, through
+from kvlens.components.remembered import Remembered
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
-from kvlens.ops.softmax_attention import ScaledFeatures
+from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
 
@@ -57,7 +59,7 @@ class LayerBias(NamedTuple):
 
     ``features`` is this layer's feature map as a softmax bias stores it, with its ``log_scale`` (b_KV and b_D then have one row
     per key-value head, or per query head if single heads were selected). None for linear attention, which uses the model's own
-    feature map.
+    feature map. ``unhooked`` and ``extra`` remember what :meth:`through_hooks` and :meth:`extra_keys` gave.
     """
 
     b_kv: Float[Tensor, "batch head d_phi d_head"]
@@ -66,8 +68,10 @@ class LayerBias(NamedTuple):
     last_v: Float[Tensor, "batch window_v kv_head d_head"]
     last_q: Float[Tensor, "batch window_q head d_head"]
     position_offset: int | Int[Tensor, " batch"]
-    features: SoftmaxFeatures | None = None
-    log_scale: Float[Tensor, "batch kv_head"] | None = None
+    features: SoftmaxFeatures | None
+    log_scale: Float[Tensor, "batch kv_head"] | None
+    unhooked: Remembered["LayerBias"]
+    extra: Remembered[ExtraKeys | None]
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
@@ -87,7 +91,18 @@ class LayerBias(NamedTuple):
         features = None if bias.features is None else bias.features.of_layer(layer)
         log_scale = None if bias.log_scale is None else here(bias.log_scale)
         b_kv, b_d, last_k, last_v, last_q = map(here, (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q))
-        return cls(b_kv, b_d, last_k, last_v, last_q, offset, features, log_scale)
+        return cls(b_kv, b_d, last_k, last_v, last_q, offset, features, log_scale, Remembered(), Remembered())
+
+    def extra_keys(self, dtype: torch.dtype) -> ExtraKeys | None:
+        """Virtual keys in ``dtype``, as additional keys of a softmax; None where it cannot express their weights."""
+        assert isinstance(self.features, VirtualKeys)
+        assert self.log_scale is not None
+        keys, b_kv, b_d, log_scale = self.features.keys, self.b_kv, self.b_d, self.log_scale
+
+        def make() -> ExtraKeys | None:
+            return ExtraKeys.of(keys.to(b_kv.device, dtype), b_kv, b_d, log_scale)
+
+        return self.extra.of(make, keys, b_kv, b_d, log_scale, under=(b_kv.device, dtype))
 
     def phi(
         self,
@@ -114,8 +129,8 @@ class LayerBias(NamedTuple):
             device, dtype: where it is read.
         """
         assert self.log_scale is not None
-        log_scale = self.log_scale.to(device)
-        plain = self._replace(b_kv=self.b_kv.to(device, dtype), b_d=self.b_d.to(device, dtype), log_scale=log_scale)
+        moved = partial(self._moved, device, dtype)
+        plain = self.unhooked.of(moved, self.b_kv, self.b_d, self.log_scale, under=(device, dtype))
         keyed = isinstance(self.features, VirtualKeys)
         hooks = {name: getattr(points, f"hook_{name}") for name in ("b_kv", "b_d", *(("b_keys",) if keyed else ()))}
         if not is_hooked(*hooks.values()):
@@ -124,9 +139,10 @@ class LayerBias(NamedTuple):
         left = {name: _through(hooks[name], b) for name, b in shown.items()}
         if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, shown[name]) for name, b in left.items()):
             return plain
-        n_kv_heads = log_scale.shape[-1]
+        assert plain.log_scale is not None
+        n_kv_heads = plain.log_scale.shape[-1]
         b_kv, b_d = _grouped_where_equal(n_kv_heads, left["b_kv"], left["b_d"])
-        changed = plain._replace(b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(log_scale))
+        changed = plain._replace(b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(plain.log_scale))
         if "b_keys" not in left:
             return changed
         assert isinstance(self.features, VirtualKeys)
@@ -134,6 +150,11 @@ class LayerBias(NamedTuple):
         distance = self.features.distance.to(device)
         distance = distance.repeat_interleave(keys.shape[1] // distance.shape[1], dim=1).expand(len(keys), -1, -1)
         return changed._replace(features=VirtualKeys(keys, distance))
+
+    def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerBias":
+        assert self.log_scale is not None
+        b_kv, b_d, log_scale = self.b_kv.to(device, dtype), self.b_d.to(device, dtype), self.log_scale.to(device)
+        return self._replace(b_kv=b_kv, b_d=b_d, log_scale=log_scale)
 
     def shown(self, name: str, n_heads: int) -> Tensor:
         """What the hook point of ``b_kv``, ``b_d`` or ``b_keys`` is given: a row per query head, and the numbers themselves.

@@ -26,11 +26,15 @@ from kvlens.ops.attention_variants.ridge import ridge_attention
 from kvlens.ops.rotary.rotate import rotate
 from kvlens.ops.softmax_attention import ExtraKeys, JoinedBias, ScaledMass
 from kvlens.ops.softmax_attention.bias import join_bias
-from kvlens.ops.softmax_attention.extra_keys import attend_with_extra_keys, merge_extra_keys
+from kvlens.ops.softmax_attention.extra_keys import attend_with_extra_keys, last_with_extra_keys, merge_extra_keys
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.visible import visible_keys
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import distance_scores
+
+FEW_KEYS = 1024
+"""Virtual keys of all rows up to which one kernel call is the faster for a single query (9 heads of 64, 14 of 64, one thread:
+127 microseconds instead of 527 of 128 keys, 680 instead of 1,140 of 1,024, and 8,000 instead of 6,000 of 8,192)."""
 
 
 def runs_fused(attn: Any) -> bool:
@@ -48,6 +52,7 @@ class SoftmaxHeads(Heads):
     | ridge attention | ``_solved`` |
     | no bias | ``_fused`` where :func:`runs_fused`, else ``_by_steps`` |
     | virtual keys of positive weight, no intermediate hooked: fused | ``_fused`` for the text, ``merge_extra_keys`` |
+    | ... and one query, few keys, plain scores | ``last_with_extra_keys`` |
     | ... and gradients are required | ``attend_with_extra_keys`` if scores are plain, otherwise as for any other bias |
     | any other bias | ``_fused`` or, with gradients, ``_by_steps`` for the text, joined to the bias by ``_joined`` |
     """
@@ -90,6 +95,8 @@ class SoftmaxHeads(Heads):
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=_window(attn), device=q.device)
                 return HeadOutputs(attend_with_extra_keys(q, k, v, extra, scale, visible))
+            if self._is_one_step(extra):
+                return HeadOutputs(last_with_extra_keys(q, k, v, extra, scale))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if not self.fused or (needs_normalizer and _wants_gradient(q, k, v)):
             return self._by_steps(bias)
@@ -121,14 +128,18 @@ class SoftmaxHeads(Heads):
             return None
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
-        q = self.q
-        keys, distance = bias.features.keys.to(q), bias.features.distance.to(q.device)
-        if not bias.b_kv.shape[1] == keys.shape[1] == self.k.shape[2]:  # query heads of a group read different things
+        if not bias.b_kv.shape[1] == bias.features.keys.shape[1] == self.k.shape[2]:  # heads of a group read different things
             return None
-        extra, rule = ExtraKeys.of(keys, bias.b_kv, bias.b_d, bias.log_scale.to(q)), score_rule(attn)
+        q, extra, rule = self.q, bias.extra_keys(self.q.dtype), score_rule(attn)
         if extra is None or not rule.needs_distance:
             return extra
+        distance = bias.features.distance.to(q.device)
         return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), q.shape[2]))
+
+    def _is_one_step(self, extra: ExtraKeys) -> bool:
+        """Whether a single query is read with so few virtual keys that a copy of them takes less time than a second kernel."""
+        few = self.q.shape[1] == 1 and len(self.q) * extra.keys.shape[2] <= FEW_KEYS
+        return few and extra.by_distance is None and self.q.dtype == extra.log_weights.dtype and self._scores_are_plain()
 
     def _scores_are_plain(self) -> bool:
         """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""

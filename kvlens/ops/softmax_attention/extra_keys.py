@@ -4,9 +4,10 @@
         = softmax over [keys of the text; virtual keys] of [s_ij; s_ir + log w_r], times [v_j; u_r]
 
 If weights are positive and the two summands are not needed separately, a single softmax suffices, and it is numerically
-stable. There are two forms. ``attend_with_extra_keys`` has gradients (a polishing step on stories260K takes 0.8 of the time
+stable. There are three forms. ``attend_with_extra_keys`` has gradients (a polishing step on stories260K takes 0.8 of the time
 that it takes to join the two parts afterwards, :mod:`kvlens.ops.softmax_attention.bias`). ``merge_extra_keys`` has none, and
-calls the kernel a second time, for the virtual keys.
+calls the kernel a second time, for the virtual keys. ``last_with_extra_keys`` is for one query that sees the whole text: it
+calls the kernel once, with virtual keys that were copied in front of the text's.
 """
 
 from typing import NamedTuple
@@ -42,14 +43,20 @@ class ExtraKeys(NamedTuple):
         log_scale: Float[Tensor, "#batch kv_head"],
     ) -> "ExtraKeys | None":
         """From a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
+        log_scale = log_scale.to(b_d)
+        if not b_d.requires_grad and bool((b_d == 1).all()):  # a prompt's own keys
+            return cls._expanded(keys, log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1]), b_kv)
         used = b_d > 0
         if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
             return None
         weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, even if it is masked
         log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
-        values = b_kv / weights[..., None]
-        n = max(len(keys), len(values), len(log_weights))  # a hook may have made one of the three differ from row to row
-        return cls(*(x.expand(n, *x.shape[1:]) for x in (keys, log_weights, values)))
+        return cls._expanded(keys, log_weights, b_kv / weights[..., None])
+
+    @classmethod
+    def _expanded(cls, *tensors: Tensor) -> "ExtraKeys":
+        n = max(map(len, tensors))  # a hook may have made one of the three differ from row to row
+        return cls(*(x.expand(n, *x.shape[1:]) for x in tensors))
 
     def added(self, n_heads: int) -> Float[Tensor, "#batch head #query r"]:
         """What is added to the scores of ``n_heads`` query heads: log w_r and the distance term."""
@@ -87,6 +94,23 @@ def attend_with_extra_keys(
         scores += F.pad(by_distance, (0, k.shape[1]))
     z = scores.softmax(dim=-1).flatten(2, 3) @ values
     return z.view(batch, kv_heads, n_heads // kv_heads, n_queries, d).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def last_with_extra_keys(
+    q: Float[Tensor, "batch 1 head d_head"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    v: Float[Tensor, "batch key kv_head d_head"],
+    extra: ExtraKeys,
+    scale: float,
+) -> Float[Tensor, "batch 1 head d_head"]:
+    """z of the text's last query, which sees every key of the text; for ``extra`` without a distance term."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    keys, values = (torch.cat([x.expand(len(q), -1, -1, -1), y], dim=2) for x, y in ((extra.keys, k), (extra.values, v)))
+    added = None
+    if bool(extra.log_weights.any()):
+        added = F.pad(extra.added(q.shape[1]), (0, k.shape[2])).to(q).expand(len(q), -1, -1, -1)
+    z = F.scaled_dot_product_attention(q, keys, values, added, scale=1 / scale, enable_gqa=q.shape[1] != k.shape[1])
+    return z.transpose(1, 2)
 
 
 def merge_extra_keys(
