@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformer_lens.weight_processing import ProcessWeights
 
-from kvlens._tl import ProcessWeights
 from kvlens.base import HookedTransformer
 from kvlens.base.weights import groups_differ
 from kvlens.checks import checked
