@@ -19,9 +19,9 @@ from kvlens.errors import nearest
 from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
 from kvlens.explanation.claims import Claim, claims_of, content_words, whole_response
 from kvlens.explanation.explained import CLAIMS, EFFECTS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
-from kvlens.explanation.response import Response
 from kvlens.explanation.runs import MORE_TOKENS, Outcome, Runs
 from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
+from kvlens.texts import Response
 from kvlens.units import By, Unit
 
 MOST_TOGETHER, MOST_PAIRED = 5, 5
