@@ -1,6 +1,7 @@
 """A response: the tokens that a model answers with, and the words that they spell."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +95,7 @@ def greedy(
     n_forced: Int[Tensor, " row"],
     n_most: int,
     stops: Any,
+    on_tokens: Callable[[int], None] = lambda n: None,
 ) -> list[list[int]]:
     """Greedy texts under each bias of a batch, whose first tokens are given.
 
@@ -105,6 +107,7 @@ def greedy(
         forced: how the texts begin; of row i only the first ``n_forced[i]``.
         n_most: tokens of a text.
         stops: ``stops(tokens)`` says whether a text ends there.
+        on_tokens: called with the number of tokens that each pass read for texts that had not ended.
 
     Returns:
         Row by row the tokens, the forced ones first.
@@ -116,6 +119,7 @@ def greedy(
     with model.kv_bias(biases):
         tokens, cache = torch.cat([first.expand(n_rows, -1), forced[:, :n_shared]], dim=1), None
         while True:
+            on_tokens(tokens.shape[1] * (n_rows - sum(ended)))
             logits, cache = model.next_logits(tokens, cache)  # type: ignore[attr-defined]
             chosen = logits.argmax(dim=-1).tolist()
             for row, text in enumerate(texts):
