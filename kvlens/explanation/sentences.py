@@ -223,22 +223,19 @@ def _of_positions(found: Any) -> Iterator[Sentence]:
     each = found.rows("positions", "each")
     if not len(each):
         return
-    named, those = found.named, "that part" if len(found.cause) == 1 else "those parts"
+    those = "that part" if len(found.cause) == 1 else "those parts"
     breaking = found.rows("positions", "breaking")
     for row in list(breaking.itertuples())[:MOST_NAMED]:
-        where = listed(GROUPS[name] for name in row.parts.split("+"))
-        yield Sentence(
-            _ended(
-                f"When the positions of {where} hold, in all layers, what the prompt without {those} leaves there, "
-                f"{outcome(named, row)}"
-            ),
-            (int(row.Index),),
-        )
+        text = f"When {_places(row)} from the prompt without {those}, in all layers, {outcome(found.named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
     if not len(breaking) or "+" in breaking.iloc[0].parts:
         yield Sentence(f"None of the {len(each)} groups of positions loses it alone.", tuple(map(int, each.index)))
     for row in list(found.rows("positions", "keeping").itertuples())[:MOST_NAMED]:
-        where = listed(GROUPS[name] for name in row.parts.split("+"))
-        yield Sentence(
-            _ended(f"When only the positions of {where} hold what the whole prompt leaves there, {outcome(named, row)}"),
-            (int(row.Index),),
-        )
+        text = f"When only {_places(row)} from the whole prompt, {outcome(found.named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
+
+
+def _places(row: Any) -> str:
+    groups = row.parts.split("+")
+    is_plural = len(groups) > 1 or groups[0] in ("cause", "end")
+    return f"{listed(GROUPS[name] for name in groups)} {'are' if is_plural else 'is'} read"

@@ -133,7 +133,7 @@ def _positions(found: Any) -> str:
         for row in each.itertuples()
     )
     return (
-        f"<h3>Positions: what {html_text(found.named)} loses when they hold what the prompt without the cause leaves there</h3>"
+        f"<h3>Positions: what {html_text(found.named)} loses when they are read from the prompt without the cause</h3>"
         f'<table class="positions">{rows}</table><p class="note">In all layers at once. Positions before the cause are '
         "equal in both prompts.</p>"
     )

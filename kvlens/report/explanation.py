@@ -47,7 +47,7 @@ def print_explanation(found: Explained) -> None:
         console.print(_strip(singles["nats"].tolist()))
     positions = found.rows("positions", "each")
     if len(positions):
-        console.print(f"\nnats that {visible(found.named)} loses, by positions of the prompt", style="bold")
+        console.print(f"\nnats that {visible(found.named)} loses when these are read without the cause", style="bold")
         for row in positions.itertuples():
             console.print(f"{GROUPS[row.parts]:<42}{row.nats:6.2f}  {row.verdict}")
     if found.left_out:

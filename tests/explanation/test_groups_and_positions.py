@@ -138,7 +138,11 @@ def test_positions_have_statements_sentences_and_a_table(model):
     start = int(found.units["start"][2])
     assert found.positions["position"].tolist() == [*range(start, start + len(found.positions))]
     breaking = found.rows("positions", "breaking")
-    assert len(breaking) and "When the positions of the rest of its document" in str(found) and "positions" in found.to_json()
+    assert (
+        len(breaking)
+        and "When the rest of its document or message is read from the prompt without that part" in str(found)
+        and "positions" in found.to_json()
+    )
     assert "<table" in explanation_view(found).to_html()
 
 
