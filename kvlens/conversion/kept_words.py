@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.chat import written_messages, has_chat_template
+from kvlens.chat import has_chat_template, written_messages
 from kvlens.kv_bias import KVBias
 from kvlens.kv_bias.recall import MATTERS, Recall, RecalledWord
 from kvlens.memory import NUMBERS_PER_PASS
@@ -91,7 +91,7 @@ def _said(model: KVModel, lead: str, sentence: str, device: Any) -> Said:
 def _read(
     model: Any, said: Sequence[Said], attached: KVBias | None, base: Int[Tensor, " base_pos"]
 ) -> list[tuple[Float[Tensor, " pos"], Tensor]]:
-    """Of each sentence's tokens the log-probability, and whether it is the first choice; 0 and True where nothing predicts it."""
+    """Of each token of the sentences the log-probability, and whether it is the first choice; 0 and True for a first one."""
     rows = [torch.cat([one.lead, one.tokens]) for one in said]
     longest = max(map(len, rows))
     padded = torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])

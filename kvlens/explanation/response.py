@@ -1,5 +1,6 @@
 """How a response is made: token by token, up to one that ends it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def greedy(
     n_forced: Int[Tensor, " row"],
     n_most: int,
     stops: Any,
+    on_tokens: Callable[[int], None] = lambda n: None,
 ) -> list[list[int]]:
     """Greedy texts under each bias of a batch, whose first tokens are given.
 
@@ -39,6 +41,7 @@ def greedy(
         forced: how the texts begin; of row i only the first ``n_forced[i]``.
         n_most: tokens of a text.
         stops: ``stops(tokens)`` says whether a text ends there.
+        on_tokens: called with the number of tokens that each pass read for texts that had not ended.
 
     Returns:
         Row by row the tokens, the forced ones first.
@@ -50,6 +53,7 @@ def greedy(
     with model.kv_bias(biases):
         tokens, cache = torch.cat([first.expand(n_rows, -1), forced[:, :n_shared]], dim=1), None
         while True:
+            on_tokens(tokens.shape[1] * (n_rows - sum(ended)))
             logits, cache = model.next_logits(tokens, cache)  # type: ignore[attr-defined]
             chosen = logits.argmax(dim=-1).tolist()
             for row, text in enumerate(texts):
