@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
 from kvlens.conversion import converted_rows
-from kvlens.explanation.response import Response, Word, greedy, stop_tokens
+from kvlens.explanation.response import greedy, stop_tokens
 from kvlens.explanation.verdicts import walk
 from kvlens.memory import NUMBERS_PER_PASS
+from kvlens.texts import Response, Word
 
 Positions = Literal["kept", "closed"]
 Key = tuple[object, ...]

@@ -21,10 +21,10 @@ from kvlens.explanation.by_position import Place, exchange_positions, places_of
 from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, Claim, claims_of, content_words, whole_response
 from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
-from kvlens.explanation.response import Response
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
 from kvlens.explanation.sentences import listed, quoted
 from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
+from kvlens.texts import Response
 from kvlens.units import By, Unit, cut
 
 MOST_TOKENS = 64

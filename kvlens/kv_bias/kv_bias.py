@@ -371,6 +371,48 @@ class KVBias:
         b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
+    def to_cache(self) -> Any:
+        """This bias as the cache of the Transformers model that it was converted with, on either front end.
+
+        It holds copies, and grows with the text, so each generation takes a new one. ``generate`` wants prompt and text, of
+        which it reads the text: of the prompt only the number of tokens matters.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from kvlens import KVTransformerBridge, convert_prompt
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=32, n_ctx=32, vocab_size=11)
+        >>> hf, same = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+        >>> loaded = same.load_state_dict(hf.state_dict())
+        >>> model = KVTransformerBridge.boot_transformers(same)  # into which TransformerLens puts its components
+        >>> prompt, text = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]])
+        >>> bias = convert_prompt(model, prompt)
+        >>> logits = hf(text, cache=bias.to_cache()).logits  # positions continue behind the prompt
+        >>> whole = torch.cat([prompt, text], dim=1)
+        >>> torch.allclose(logits, hf(whole).logits[:, 5:], atol=1e-5)
+        True
+        >>> options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        >>> torch.equal(hf.generate(whole, cache=bias.to_cache(), **options), hf.generate(whole, **options))
+        True
+
+        Before Transformers 5.24 the keyword is ``past_key_values``, which later ones take too.
+
+        Keys are [batch, kv_head, key, d_key] per layer, after RoPE, and values [batch, kv_head, key, d_head], in the bias's
+        dtype (:meth:`to`), with a batch of 1 for a single prompt (``cache.batch_repeat_interleave(n)`` repeats it). If every
+        key of the prompt was kept, the cache is as Transformers makes it, for any attention function. Keys with weights, or
+        fewer than the prompt's tokens, are read by the attention function that ``hf.set_attn_implementation("kvlens")``
+        chooses; all others fail on them (:mod:`kvlens.kv_bias.cache`).
+
+        Returns:
+            a ``transformers.DynamicCache``.
+
+        Raises:
+            KVLensError: a cache cannot hold what this bias holds: states of recurrent layers, features that are not keys,
+                negative weights, a shift state, prompts of different lengths, single heads, or values from which weight
+                processing removed b_V.
+        """
+        from kvlens.kv_bias.cache import cache_of  # which imports Transformers
+
+        return cache_of(self)
+
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}

@@ -17,9 +17,9 @@ from precision import LAW, relative_error
 
 from kvlens import KVLensError, convert_prompt, counterfactuals, explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
-from kvlens.explanation.response import Response
 from kvlens.explanation.runs import Runs
 from kvlens.model import heads_per_layer
+from kvlens.texts import Response
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
