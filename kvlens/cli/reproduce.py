@@ -33,7 +33,8 @@ def add_command(commands: Any) -> None:
         "--scale",
         choices=SCALES,
         default="small",
-        help="tiny: seconds, for tests; small: minutes; paper: the paper's sizes, up to days on a GPU (default: %(default)s)",
+        help="tiny: seconds, for tests; small: minutes; paper: the paper's sizes, of those that were run at them "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -42,7 +43,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
     add_settings(parser, "--set", "change settings, where VALUE is JSON or a string; summary.json lists all settings")
-    parser.add_argument("--all", action="store_true", help="run every experiment; those with results in DIR are skipped")
+    parser.add_argument(
+        "--all", action="store_true", help="run every experiment of the scale; those with results in DIR are skipped"
+    )
     parser.add_argument(
         "--out", metavar="DIR", help="output folder (default: NAME-SCALE); with --all, one folder per experiment goes there"
     )
@@ -69,10 +72,15 @@ def _reproduce(args: argparse.Namespace) -> int:
         print("\nRun one with: kvlens reproduce NAME [--scale tiny|small|paper] [--out DIR]")
         return 0
     if not args.all:
-        experiment = _with_settings(find_experiment(args.name), args, settings)
+        experiment = find_experiment(args.name)
+        if args.scale not in experiment.scales:
+            raise KVLensError(
+                f"--scale: {experiment.name} has the scales {', '.join(experiment.scales)}; change one with --set"
+            )
+        experiment = _with_settings(experiment, args, settings)
         _run(experiment, args, path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out))
         return 0
-    for experiment in all_experiments():
+    for experiment in (it for it in all_experiments() if args.scale in it.scales):
         folder = path_of("--out", "." if args.out is None else args.out) / f"{experiment.name}-{args.scale}"
         if not args.overwrite and (folder / SUMMARY).is_file():
             print(f"{experiment.name}: its results are in {visible(str(folder))}", flush=True)

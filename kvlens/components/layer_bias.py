@@ -120,8 +120,8 @@ class LayerBias(NamedTuple):
     def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> "LayerBias":
         """This softmax bias as the hooks on ``points`` leave it, with b_KV and b_D in ``dtype``.
 
-        A bias that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks,
-        bit for bit. A changed one has log-scale 0, and a row per query head unless those of every group are equal.
+        A bias that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks.
+        A changed one has log-scale 0, and a row per query head unless those of every group are equal.
 
         Args:
             points: has ``hook_b_kv``, ``hook_b_d`` and ``hook_b_keys``.

@@ -34,8 +34,7 @@ def may_be(name, value, own):
     return name in MAY_BE.get(json.dumps(value), ())
 
 
-@pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("experiment", "scale"), [(it.name, scale) for it in all_experiments() for scale in it.scales])
 def test_wrong_values_are_reported_before_anything_runs(experiment, scale):
     it = find_experiment(experiment)
     for (name, own), value in product(it.scales[scale].items(), WRONG):

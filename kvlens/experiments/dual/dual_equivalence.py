@@ -28,15 +28,15 @@ LARGEST = 1e-10
 @experiment(
     "DUAL th. 3.1, figs. 3, 11, 12 (left)",
     "Is attention one gradient step of its dual model?",
-    cost=("seconds", "about a minute on one core", "about an hour on one core (not run here)"),
+    cost=("seconds", "about a minute on one core"),
     d_x=dict(linear=11, trigonometric=6, exponential=5),
     n_demonstrations=15,
     batch_size=8,
-    steps=(4, 300, 5000),
+    steps=(4, 300),
     heldout_sequences=64,
-    test_sequences=(2, 8, 64),
+    test_sequences=(2, 8),
     learning_rate=0.05,
-    seeds=([0], [0, 1, 2], list(range(10))),
+    seeds=([0], [0, 1, 2]),
 )
 def dual_equivalence(settings: Settings, tell: Tell) -> Outcome:
     """Train one layer per task and seed, and compare on test sequences."""

@@ -33,14 +33,14 @@ TEXTS = {
 @experiment(
     "DUAL th. B.1, fig. 14",
     "Is a whole transformer layer one gradient step, and what is the rank of its labels?",
-    cost=("seconds", "under a minute on one core", "minutes on one core"),
-    seeds=([0, 1], list(range(8)), list(range(8))),
-    d_model=(6, 12, 12),
-    d_mlp=([4, 24], [6, 12, 24, 48, 96], [6, 12, 16, 24, 32, 48, 64, 96]),
+    cost=("seconds", "under a minute on one core"),
+    seeds=([0, 1], list(range(8))),
+    d_model=(6, 12),
+    d_mlp=([4, 24], [6, 12, 24, 48, 96]),
     n_tokens=16,
-    n_inputs=(3, 64, 1024),
-    models=(["facts-gpt2"], list(TEXTS), list(TEXTS)),
-    n_queries=(1, 3, 8),
+    n_inputs=(3, 64),
+    models=(["facts-gpt2"], list(TEXTS)),
+    n_queries=(1, 3),
 )
 def dual_layer(settings: Settings, tell: Tell) -> Outcome:
     """Random layers of every width and seed."""

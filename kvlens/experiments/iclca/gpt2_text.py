@@ -45,17 +45,16 @@ UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=F
     cost=(
         "seconds",
         "a minute on one core; with GPT-2 (--model FOLDER) about half an hour",
-        "minutes on two cores; more reference text and features",
     ),
     model="docs-gpt2",
     tokenizer=None,
     texts=None,
-    n_pairs=(2, 12, 12),
-    n_new=(4, 40, 40),
+    n_pairs=(2, 12),
+    n_new=(4, 40),
     ratio=0.5,
-    random=(16, 256, 4096),
+    random=(16, 256),
     seed=0,
-    reference=dict(n_continuations=(9, 24, 96), continuation_length=(8, 48, 64)),
+    reference=dict(n_continuations=(9, 24), continuation_length=(8, 48)),
 )
 def gpt2_text(settings: Settings, tell: Tell) -> Outcome:
     """Read every pair in every way."""

@@ -72,10 +72,8 @@ class Source(NamedTuple):
     cost=(
         "seconds",
         "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
-        "a minute and 12 GB of memory, with the paper's model converted to a kvlens folder KV_shifting_2.9B "
-        "(HookedKVTransformer.from_pretrained and save); not run here",
     ),
-    models=([], ["docs-shift", "docs-linear"], ["KV_shifting_2.9B"]),
+    models=([], ["docs-shift", "docs-linear"]),
     train=(
         dict(
             task=TINY_TEXT,
@@ -91,7 +89,6 @@ class Source(NamedTuple):
             rates=SMALL_RATES,
             seeds=[*SMALL_SEEDS, *MORE_SEEDS],
         ),
-        None,
     ),
 )
 def coefficients(settings: Settings, tell: Tell) -> Outcome:

@@ -39,21 +39,21 @@ LEARNED = 0.99
 @experiment(
     "KVSA fig. 1a",
     "Does one layer with KV shift learn induction, for which plain attention needs two?",
-    cost=("a few seconds", "55 minutes on one core", "hours on one GPU (the paper's vocabulary and length; not run here)"),
-    task=dict(vocab_size=(16, 64, 8000), length=(16, 32, 512), law="first_repeat"),
-    deep_task=dict(law=("repeated_block", "repeated_block", "first_repeat")),
-    model=dict(d_model=(16, 64, 1024), d_head=(8, 16, 64), **LLAMA_BLOCKS),
+    cost=("a few seconds", "55 minutes on one core"),
+    task=dict(vocab_size=(16, 64), length=(16, 32), law="first_repeat"),
+    deep_task=dict(law=("repeated_block", "repeated_block")),
+    model=dict(d_model=(16, 64), d_head=(8, 16), **LLAMA_BLOCKS),
     training=dict(
-        batch_size=(16, 128, 128),
+        batch_size=(16, 128),
         schedule="constant",
         stop_at_accuracy=0.999,
-        warmup_fraction=(..., ..., 0.05),  # 1,000 steps
-        steps=(6, 1000, 20_000),
-        eval_every=(3, 25, 100),
-        eval_sequences=(16, 256, 512),
+        warmup_fraction=(..., ...),  # 1,000 steps
+        steps=(6, 1000),
+        eval_every=(3, 25),
+        eval_sequences=(16, 256),
     ),
-    seeds=([0], [11, 12, 13, 14, 15, 16], [0, 1, 2, 3, 4, 5]),
-    rates=([5e-3], [1e-3, 3e-3], [1e-4, 2e-4, 6e-4]),
+    seeds=([0], [11, 12, 13, 14, 15, 16]),
+    rates=([5e-3], [1e-3, 3e-3]),
 )
 def induction_depth(settings: Settings, tell: Tell) -> Outcome:
     """Train the models, and compare the steps that they need."""

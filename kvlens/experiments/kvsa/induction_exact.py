@@ -41,14 +41,14 @@ P1 = [float(p) for p in range(1, 40, 2)]
 @experiment(
     "KVSA th. 1 and 2",
     "Can one layer with KV shift be an induction head exactly, where two layers without it only come close?",
-    cost=("a second", "half a minute on two cores", "seven minutes on two busy cores (the theorems name no size)"),
-    d=(5, 32, 128),
-    d_vocab=(11, 50, 1000),
-    length=(17, 128, 512),
-    batch=(2, 4, 4),
-    sigmas=([0.5], [0.25, 1.0], [0.25, 1.0]),
-    slopes=([0.1], [0.02, 0.0], [0.02, 0.0]),
-    p1=([1.0, 4.0, 6.0, 8.0, 10.0, 18.0, 38.0], P1, P1),
+    cost=("a second", "half a minute on two cores"),
+    d=(5, 32),
+    d_vocab=(11, 50),
+    length=(17, 128),
+    batch=(2, 4),
+    sigmas=([0.5], [0.25, 1.0]),
+    slopes=([0.1], [0.02, 0.0]),
+    p1=([1.0, 4.0, 6.0, 8.0, 10.0, 18.0, 38.0], P1),
     seed=0,
 )
 def induction_exact(settings: Settings, tell: Tell) -> Outcome:

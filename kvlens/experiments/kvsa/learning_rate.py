@@ -30,14 +30,12 @@ PAPER_RATE = 1e-2
     cost=(
         "seconds",
         "forty minutes on one core, twenty after `variants`",
-        "months on one large GPU (48 runs of about 1.5 billion parameters and 10 billion tokens), and a folder "
-        "pretraining-text with that much text in .txt files; not run here",
     ),
     task=TEXT,
     model=MODEL,
     training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), *TRAINING[1:]),
-    rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2], [1e-4, 2e-4, 1e-3, 1e-2]),
-    seeds=([0, 1], SMALL_SEEDS, [0, 1, 2, 3, 4, 5]),
+    rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2]),
+    seeds=([0, 1], SMALL_SEEDS),
 )
 def learning_rate(settings: Settings, tell: Tell) -> Outcome:
     """Train both models at every learning rate, and compare their losses and their divergence."""

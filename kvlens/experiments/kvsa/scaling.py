@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from kvlens.experiments.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.experiments.kvsa.text_scales import PAPER_MODEL, RATES, SEEDS, SMALL_MODEL, TEXT, TRAINING, text_goal, tokens_seen
+from kvlens.experiments.kvsa.text_scales import RATES, SEEDS, SMALL_MODEL, TEXT, TRAINING, text_goal, tokens_seen
 from kvlens.experiments.shared.curves import (
     MARKERS,
     differences_by_seed,
@@ -39,8 +39,6 @@ from kvlens.training import build_model
     cost=(
         "seconds",
         "seventy minutes on one core, fifty-five after `variants`",
-        "weeks on one large GPU (eight models of up to three billion parameters, 10 billion tokens each; the sizes "
-        "are of the paper's order, not its own), and a folder pretraining-text with that much text; not run here",
     ),
     task=TEXT,
     sizes=(
@@ -49,10 +47,6 @@ from kvlens.training import build_model
             "d 32": dict(n_layers=2, d_model=32, d_head=16),
             "d 64": SMALL_MODEL,
             "d 128": dict(n_layers=2, d_model=128, d_head=32, rates=[3e-3, 5e-3]),
-        },
-        {
-            f"d {width}": {**PAPER_MODEL, "n_layers": layers, "d_model": width}
-            for layers, width in ((12, 768), (24, 1024), (24, 2048), (32, 2560))
         },
     ),
     training=TRAINING,

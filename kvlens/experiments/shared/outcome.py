@@ -172,8 +172,8 @@ class Experiment:
         source: paper and figure, table or theorem.
         question: the question that it answers, in one sentence.
         run: ``run(settings, tell) -> Outcome``; ``tell(text)`` reports progress, ``settings`` is one of ``scales``.
-        scales: "tiny" (seconds, for tests), "small" (at most two hours on one core) and "paper", each the settings as
-            keyword -> value.
+        scales: "tiny" (seconds, for tests), "small" (at most two hours on one core) and, of an experiment that was run at it,
+            "paper", each the settings as keyword -> value.
         cost: scale -> what a run costs, in words ("6 minutes on two cores").
     """
 
@@ -186,32 +186,32 @@ class Experiment:
 
 
 def experiment(
-    source: str, question: str, *, cost: tuple[str, str, str], **settings: Any
+    source: str, question: str, *, cost: tuple[str, ...], **settings: Any
 ) -> Callable[[Callable[[Settings, Tell], Outcome]], Experiment]:
     """Decorator that declares a function of settings and ``tell`` as the experiment of its name.
 
     Args:
         source, question: as in `Experiment`.
-        cost: at the scales tiny, small and paper.
-        settings: by name, one value for all scales or a tuple of the values at the three, in dictionaries too; ``...`` where a
+        cost: at the scales tiny and small, and paper if there is that.
+        settings: by name, one value for all scales or a tuple of the values at each, in dictionaries too; ``...`` where a
             scale does not have the setting.
     """
 
     def declare(run: Callable[[Settings, Tell], Outcome]) -> Experiment:
-        scales = {scale: _at(number, settings) for number, scale in enumerate(SCALES)}
-        return Experiment(run.__name__.replace("_", "-"), source, question, run, scales, dict(zip(SCALES, cost, strict=True)))
+        costs = dict(zip(SCALES, cost, strict=False))
+        scales = {scale: _at(scale, list(costs), settings) for scale in costs}
+        return Experiment(run.__name__.replace("_", "-"), source, question, run, scales, costs)
 
     return declare
 
 
-def _at(scale: int, value: Any) -> Any:
-    """The value at a scale, by its number."""
+def _at(scale: str, scales: list[str], value: Any) -> Any:
+    """The value at one of the scales."""
     if isinstance(value, tuple):
-        tiny, small, paper = value
-        return (tiny, small, paper)[scale]
+        return dict(zip(scales, value, strict=True))[scale]
     if not isinstance(value, dict):
         return value
-    return {name: own for name, entry in value.items() if (own := _at(scale, entry)) is not ...}
+    return {name: own for name, entry in value.items() if (own := _at(scale, scales, entry)) is not ...}
 
 
 def how_made(experiment: Experiment, scale: str) -> str:

@@ -1,6 +1,6 @@
 """Checks of experiment settings that a user changes, before anything runs.
 
-The type of a setting is that of its values at the three scales: a number, a flag, a string, or a list or dictionary of these.
+The type of a setting is that of its values at the scales: a number, a flag, a string, or a list or dictionary of these.
 What these values do not show is declared here by the setting's name: ranges of numbers and allowed words.
 """
 
@@ -128,7 +128,9 @@ def _check_dict(what: str, name: str, value: Any, examples: Sequence[dict[str, A
             ensure(f"{what}: a key", one_of(known), key)
         elif name not in COLLECTIONS and key not in (names := {*known, *_other_fields(known)}):
             raise KVLensError(f"{what} has no field {key!r}{nearest(key, names)}; there are {', '.join(sorted(names))}")
-        own = known.get(key, everything if alike else [])
+        own = known.get(
+            key, everything if alike and name in COLLECTIONS else []
+        )  # further fields are checked where they are used
         if own and not (element is None and None in own):
             inner = key if key in WHOLE or key in NUMBERS or key in WORDS else name if alike else key
             _check(f"{what}, {key},", inner, element, [one for one in own if one is not None])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvlens.experiments.lecture import equivariance, function_class_claims, function_classes
 from kvlens.experiments.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
-from kvlens.tasks import FUNCTION_CLASSES, Batch, RegressionTask
+from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
 from kvlens.training import build_model
 
@@ -276,11 +276,6 @@ def test_claims_about_length_can_fail(beyond, learned, holds):
         for n, error in enumerate(errors)
     ]
     assert [c.holds for c in function_class_claims.compare_lengths(pd.DataFrame(rows))] == holds
-
-
-def test_paper_scale_is_the_papers():
-    paper = function_classes.function_classes.scales["paper"]
-    assert paper["task"] == dict(dimensions=20, n_points=41) and set(paper["classes"]) == set(FUNCTION_CLASSES)
 
 
 def test_the_margins_of_two_curves_add_up_in_their_gap():
