@@ -12,7 +12,7 @@ problem; the leading axis ("cell") runs over prompts and key-value heads.
 Sums over the queries are computed cell by cell, so that what is read repeatedly stays in the processor's cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -48,6 +48,11 @@ class Queries(NamedTuple):
     def part(self, rows: slice | Tensor) -> "Queries":
         """Some of the queries."""
         return Queries(self.q[:, rows], self.z[:, rows], self.log_n[:, rows], self.positions[rows])
+
+
+def joined(parts: Sequence[Queries]) -> Queries:
+    """The queries of several groups of texts after one another."""
+    return parts[0] if len(parts) == 1 else Queries(*map(torch.cat, zip(*parts, strict=True), (1, 1, 1, 0)))
 
 
 class PromptKeys(NamedTuple):
