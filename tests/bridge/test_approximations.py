@@ -130,11 +130,12 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
     """In front of the gate where there is one."""
     bias, texts = convert_prompt(model, PROMPT), TEXT[:2]
-    found = logit_effects.effects_on_logits(model, bias, texts, torch.Generator().manual_seed(3))
+    found = logit_effects.effects_on_logits(model, bias, texts, [3, 4])
     part = attention_parts(model)[0]
     with model.holding(bias), torch.no_grad():
         logits = model(texts)
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).double()
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        direction = torch.stack([torch.randn(logits.shape[1:], generator=each) for each in generators]).double()
         gate: list[torch.Tensor] = []
         if "gate" in part.attention_points():
             point, form = part.attention_points()["gate"]

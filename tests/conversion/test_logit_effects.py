@@ -26,10 +26,11 @@ STEP = 1e-5
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
     model, texts = small_model(**MORE, **KINDS[kind]), tokens(3, 7, seed=1)
     bias = convert_prompt(model, tokens(1, 11)[0])
-    found = effects_on_logits(model, bias, texts, torch.Generator().manual_seed(3))
+    found = effects_on_logits(model, bias, texts, [3, 4, 5])
     with model.kv_bias(bias), torch.no_grad():
         logits = model(texts)
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).double()
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4, 5)]
+        direction = torch.stack([torch.randn(logits.shape[1:], generator=each) for each in generators]).double()
         for layer, pos, head in ((0, 2, 1), (1, 6, 0)):
             for d in (0, 3):
 
@@ -53,14 +54,14 @@ def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
     monkeypatch.setattr(Landmark, "fit", lambda self, teacher: teachers.append(teacher) or exact)
     convert_prompt(model, prompts, method=Landmark(n_keys=3, **TEXTS), verbose=False)
     metrics = logit_metrics(teachers[0])
-    generator, n_texts = torch.Generator().manual_seed(0), teachers[0].seen[0].shape[1]
+    n_texts = teachers[0].seen[0].shape[1]
     flat = teachers[0].seen[0].flatten(0, 1)
     products = torch.zeros(2, 2, 3, model.cfg.d_head, model.cfg.d_head, dtype=torch.float64)
     for start in range(0, len(flat), 4):
         rows = range(start, min(start + 4, len(flat)))
         both = torch.stack([torch.tensor(row // n_texts) for row in rows])
         bias = exact._made(None, **exact._changed(lambda x: x[:, both], per_prompt_only=True))  # noqa: B023
-        for layer, g in enumerate(effects_on_logits(model, bias, flat[start : rows[-1] + 1], generator)):
+        for layer, g in enumerate(effects_on_logits(model, bias, flat[start : rows[-1] + 1], [row % n_texts for row in rows])):
             for row, of_text in zip(rows, g, strict=True):
                 for head in range(6):
                     products[layer, row // n_texts, head // 2] += of_text[:, head].T @ of_text[:, head]

@@ -1,4 +1,4 @@
-"""The text that a fit reads: the prompt repeated whole, behind words of the model's chat template, and given text of any kind."""
+"""The text that a fit reads: the prompt repeated whole, in the model's chat template, and given text of any kind."""
 
 import pytest
 import torch

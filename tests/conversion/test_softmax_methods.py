@@ -122,7 +122,7 @@ def test_any_reference_serves(reference):
 
 def test_a_batch_is_its_prompts():
     model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
-    at = dict(method="landmark", n_features=5, budget="equal", reference=TEXT[0], n_held_out=0, verbose=False)
+    at = dict(method="landmark", n_features=5, reference=TEXT[0], n_held_out=0, verbose=False)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
@@ -130,6 +130,17 @@ def test_a_batch_is_its_prompts():
         r = alone.d_phi
         assert relative_error(mine.b_KV[..., :r, :], alone.b_KV) < 1e-11
         assert not mine.b_D[..., r:].any()
+
+
+def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
+    """Of a model whose first head alone matters for the logits."""
+    model = small_model(**MORE, n_layers=1)
+    model.blocks[0].attn.W_O.data[1:] *= 1e-9
+    model.blocks[0].mlp.W_out.data.zero_()
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, **QUICK).select_prompt(0)
+    assert bias.fit.n_keys[0].tolist()[0] == 24
+    assert torch.equal(bias.b_D[0, 0], torch.ones(24, dtype=torch.float64))
+    assert error(model, bias) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -114,13 +114,23 @@ def fitted_keys(
     counts: Int[Tensor, "batch kv_head"],
     fitted: bool = True,
 ) -> LayerKeys:
-    """The first keys of each head's path, with fitted weights and values, or their own."""
+    """The first keys of each head's path, with fitted weights and values, or their own; a head that has them all keeps them
+    as they are.
+    """
     index = index[:, : max(1, int(counts.max()))]
-    active = torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]
+    real = torch.ones_like(prompt.distance[:, 0], dtype=torch.bool) if prompt.real is None else prompt.real
+    real = real.repeat_interleave(prompt.keys.shape[1], dim=0)
+    active = (torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]) & real.gather(1, index)
+    own = with_own_values(prompt, index, active)
     if not fitted:
-        return with_own_values(prompt, index, active)
+        return own
     weights = fit_weights(queries, prompt, index, active)
-    return with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
+    found = with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
+    whole = (active.sum(dim=1) == real.sum(dim=1)).view(counts.shape)[..., None]
+    return found._replace(
+        weights=torch.where(whole, own.weights, found.weights),
+        values=torch.where(whole[..., None], own.values, found.values),
+    )
 
 
 def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:

@@ -6,6 +6,7 @@ relative logits with respect to z: an error e of the output changes them by e^T 
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,8 +29,7 @@ TOKENS_AT_ONCE = 256
 def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
     """The mean of g g^T of each layer over reference texts after the prompt and the heads of a group, in float64."""
     n_layers, batch, n_kv_heads, _, d_head = teacher.exact.bias.b_KV.shape
-    generator = torch.Generator().manual_seed(teacher.options.seed)
-    device, texts = teacher.seen[0].device, some_of(teacher.seen)
+    seed, device, texts = teacher.options.seed, teacher.seen[0].device, some_of(teacher.seen)
     sums = torch.zeros(n_layers, batch, n_kv_heads, d_head, d_head, dtype=torch.float64, device=device)
     with teacher.timed("effects on logits"):
         for group in texts:
@@ -38,11 +38,13 @@ def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head 
             for part in torch.arange(batch * n_texts).split(rows_at_once(teacher.model, teacher.whole, n_pos, most)):
                 prompts = part // n_texts
                 bias = rows_of(teacher.whole, prompts)
-                found = effects_on_logits(teacher.model, bias, group.flatten(0, 1)[part.to(device)], generator)
+                seeds = [(seed + i) % 2**63 for i in (part % n_texts).tolist()]
+                found = effects_on_logits(teacher.model, bias, group.flatten(0, 1)[part.to(device)], seeds)
                 for layer, g in enumerate(found):
                     by_group = g.double().unflatten(2, (n_kv_heads, -1))
                     products = torch.einsum("tpgsd,tpgse->tgde", by_group, by_group)
                     sums[layer].index_add_(0, prompts.to(device), products.to(device))
+            seed += n_texts
     teacher.count("with gradients", texts)
     n_rows = sum(group[0].numel() for group in texts) * teacher.model.cfg.n_heads // n_kv_heads
     return list(sums / n_rows)
@@ -55,9 +57,11 @@ def some_of(texts: Texts) -> Texts:
 
 
 def effects_on_logits(
-    model: ReadsPrompts, bias: KVBias, texts: Int[Tensor, "text pos"], generator: torch.Generator
+    model: ReadsPrompts, bias: KVBias, texts: Int[Tensor, "text pos"], seeds: Sequence[int]
 ) -> list[Float[Tensor, "text pos head d_head"]]:
-    """g of every layer, at the heads' outputs before a gate, for one random direction, with ``bias`` attached."""
+    """g of every layer, at the heads' outputs before a gate, with ``bias`` attached, for one random direction of each text,
+    drawn with its own seed, so that it does not depend on what is read at once.
+    """
     parts, added, gates = attention_parts(model), [], {}
 
     def with_leaf(module: Any, args: Any, z: Tensor) -> Tensor:
@@ -74,7 +78,9 @@ def effects_on_logits(
             if "gate" in points:
                 stack.callback(points["gate"][0].register_forward_hook(partial(see_gate, layer)).remove)
         logits = model(texts, attention_mask=torch.ones_like(texts))
-        direction = torch.randn(logits.shape, generator=generator, dtype=torch.float32).to(logits)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        each = [torch.randn(logits.shape[1:], generator=generator, dtype=torch.float32) for generator in generators]
+        direction = torch.stack(each).to(logits)
         projected = (direction * logits / logits.detach().norm(dim=-1, keepdim=True)).sum()
         gradients = torch.autograd.grad(projected, added)
     found = []

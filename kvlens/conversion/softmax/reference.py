@@ -19,7 +19,7 @@ from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, rows_at_once
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import KVBias
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.ops.landmarks import Queries
 
@@ -149,7 +149,7 @@ def sample_continuations(
     logits = model.logits_of(exact.last_residual)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
-    at_once = min(ROWS_AT_ONCE, max(1, 2 * NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
+    at_once = min(ROWS_AT_ONCE, max(1, 2 * by_device(NUMBERS_AT_ONCE, whole.b_KV.device) // whole.b_KV[0, 0].numel()))
     return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(at_once)]).view(
         batch, n, length
     )

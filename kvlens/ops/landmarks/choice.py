@@ -49,7 +49,7 @@ def choose_among(
     """
     batch, kv_heads, n_keys, _ = prompt.keys.shape
     floors = None if floor is None else floor.repeat_interleave(kv_heads)
-    if not by_cell(batch * kv_heads, queries.log_n[0].numel() // kv_heads, n_keys):
+    if not by_cell(batch * kv_heads, queries.log_n[0].numel() // kv_heads, n_keys, queries.q.device):
         return choose_keys(statistics(queries, prompt, root_metric), r, floors)
     found = []
     for cell, own in enumerate(cells_of(queries, prompt)):
