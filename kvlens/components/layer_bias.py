@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 
-from kvlens._tl import HookPoint
 from kvlens.components.hooks import is_hooked, through
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvlens.explanation.response import Response, Word
+from kvlens.texts import Response, Word
 
 DEPENDS = 2.0
 """Nats by which a word falls that depends on the units."""

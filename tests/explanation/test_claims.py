@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvlens.explanation.claims import claims_of, content_words, normal
-from kvlens.explanation.response import Response, _words
 from kvlens.explanation.verdicts import FIRM, verdict, walk
+from kvlens.texts import Response, _words
 
 
 def response(*tokens: str) -> Response:
