@@ -192,7 +192,7 @@ def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatc
 
     monkeypatch.setattr(polishing, "descend", only_measured)
     texts = tokens(6, 3, seed=8)
-    at = dict(method="landmark", n_features=3, reference=texts, polish_steps=1, objective="kl", verbose=False)
+    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", polish_steps=1, objective="kl", verbose=False)
     bias, seen = convert_prompt(model, PROMPT, **at), texts
     whole = model(torch.cat([PROMPT.expand(6, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
     with model.kv_bias(bias):

@@ -71,7 +71,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
 
 
 def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path, capsys):
-    summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16")
+    summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16", "--budget", "equal")
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert summary["conversion"]["approximation"] == "landmark, 16 features per head"
     (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
