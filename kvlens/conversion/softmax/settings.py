@@ -31,7 +31,7 @@ class TextOptions:
 
     reference: str | Tensor | list | Callable | None = None
     n_continuations: Annotated[int, Within(2, MOST_ASKED)] = 24
-    continuation_length: Annotated[int, Within(2, MOST_ASKED)] = 32
+    continuation_length: Annotated[int, Within(2, MOST_ASKED)] = 64
     n_held_out: Annotated[int, Within(0, MOST_ASKED)] = 3
     seed: Seed = 0
 
