@@ -163,11 +163,12 @@ def look_at_heads(
         n_repeated = n_repeated or longest_repeat(model, prepend_bos, DEFAULT_LENGTH)
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
-    measured = measure_heads(model, repeated)
+    others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
+    measured = measure_heads(model, repeated, others)
     unknown = torch.full((len(KINDS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
-    donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
+    donors = repeat_tokens(model, others, prepend_bos)
     with bar_unless(on_progress, "ablating heads") as tell:
         ablated = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=tell)
     if model.cfg.attention_variant is not None:

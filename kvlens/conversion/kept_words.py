@@ -24,22 +24,26 @@ class Said(NamedTuple):
     tokens: Int[Tensor, " pos"]
 
 
-def has_sentences(model: KVModel, layout: Layout) -> bool:
-    """Whether a prompt is text."""
-    return model.tokenizer is not None and bool(layout.text.strip())
-
-
 @torch.no_grad()
-def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Recall:
-    """The recall of a bias.
+def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Recall | None:
+    """The recall of a bias; None if the prompt is no text, or leaves no room for a sentence behind it.
 
     Args:
         layout: of the prompt.
         whole, bias: its exact bias, and the one that is measured; nothing else is attached.
     """
+    if model.tokenizer is None or not layout.text.strip():
+        return None
+    lead = lead_of(model, layout)
+    n_lead = len(model.tokenizer(lead, add_special_tokens=False)["input_ids"])
+    room = (
+        model.cfg.n_ctx - int(torch.as_tensor(whole.position_offset).max()) - n_lead if model.cfg.has_position_limit else None
+    )
+    if room is not None and room < 2:
+        return None
     sentences = [unit.text.strip() for unit in cut(model, layout, "sentence")]
     base = layout.tokens[always_there(layout).to(layout.tokens.device)]
-    return recall_of(model, sentences, whole, bias, base, lead_of(model, layout))
+    return recall_of(model, sentences, whole, bias, base, lead, room)
 
 
 def recall_of(
@@ -49,6 +53,7 @@ def recall_of(
     bias: KVBias,
     base: Int[Tensor, " base_pos"],
     lead: str,
+    room: int | None = None,
 ) -> Recall:
     """The recall of given sentences.
 
@@ -56,8 +61,9 @@ def recall_of(
         base: what is always there, with which sentences are read without the prompt.
         lead: text between prompt and sentence; empty where the prompt ends with it, and the first word of each sentence, which
             the prompt's last token predicts, is then left out.
+        room: how many tokens of a sentence are read; None for all.
     """
-    said = [_said(model, lead, sentence, base.device) for sentence in sentences]
+    said = [_said(model, lead, sentence, room, base.device) for sentence in sentences]
     with_prompt, under, without = (_read(model, said, attached, base) for attached in (whole, bias, None))
     words = []
     for number, one in enumerate(said):
@@ -83,8 +89,9 @@ def lead_of(model: KVModel, layout: Layout) -> str:
     return "" if layout.tokens[-len(ids) :].tolist() == ids else lead
 
 
-def _said(model: KVModel, lead: str, sentence: str, device: Any) -> Said:
+def _said(model: KVModel, lead: str, sentence: str, room: int | None, device: Any) -> Said:
     ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (lead, sentence)]
+    ids[1] = ids[1][:room]
     return Said(*(torch.tensor(each, dtype=torch.long, device=device) for each in ids))
 
 
@@ -100,7 +107,8 @@ def _read(
     with model.kv_bias(attached) if attached is not None else contextlib.nullcontext():
         for some in padded.split(at_once):
             before = None if attached is not None or not len(base) else base.expand(len(some), -1)
-            logits = model.logits_on(some, longest, before=before)[:, :-1].float()
+            logits = model.logits_on(some, longest, before=before)[:, :-1]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             log_p = logits.log_softmax(dim=-1).gather(-1, some[:, 1:, None])[..., 0]
             is_first = logits.argmax(dim=-1) == some[:, 1:]
             found += list(zip(log_p.cpu(), is_first.cpu(), strict=True))

@@ -19,7 +19,7 @@ from kvlens.errors import nearest
 from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
 from kvlens.explanation.by_position import Place, exchange_positions, places_of
 from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
-from kvlens.explanation.claims import DEPENDS, Claim, claims_of, content_words, whole_response
+from kvlens.explanation.claims import DEPENDS, Claim, claim_of, claims_of, content_words
 from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
 from kvlens.explanation.sentences import listed, quoted
@@ -211,10 +211,11 @@ class _Explaining:
 
     def _claims(self) -> None:
         everything, falls = range(len(self.units)), self._of_words(self.nothing.falls)
-        self.claims = claims_of(self.response, falls, frozenset(self._asked()))
+        self.asked = frozenset(self._asked())
+        self.claims = claims_of(self.response, falls, self.asked)
         self.is_whole = not self.claims
         if self.is_whole:
-            self.claims = [whole_response(self.response, sum(falls))]
+            self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.asked)]
         for number in range(len(self.claims)):
             self.add(number, self.nothing, "units", "none", everything)
 
@@ -245,7 +246,7 @@ class _Explaining:
             if names[start:stop] == wanted:
                 words = self.response.words[start:stop]
                 nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                self.claims.append(Claim(about, words[0].start, words[-1].stop, content_words(words), nats))
+                self.claims.append(claim_of(self.response, start, stop, nats, self.asked))
                 self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
                 return len(self.claims) - 1
         said = [word.text for word in self.response.words if word.is_word]

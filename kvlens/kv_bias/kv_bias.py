@@ -446,6 +446,22 @@ class KVBias:
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
         return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
 
+    def toward(self, other: "KVBias", degree: float) -> "KVBias":
+        """This bias exchanged for another by degrees: 0 leaves it, 1 is the other, more goes beyond it.
+
+        ``a.toward(b, c)`` is ``a + c * (b - a)``, also for prompts of different lengths: the text begins behind the longer one,
+        as if tokens that nobody reads stood behind the shorter; where positions are distances (ALiBi, linear attention that
+        rotates features), both end where the text begins. The shift state, which is no sum, is that of the nearer bias.
+        With a degree between 0 and 1 no weight is negative; outside, normalizers may be, and what the model says can mean
+        nothing (a pass warns).
+        """
+        nearer: Literal["first", "last"] = "first" if degree < 0.5 else "last"
+        mixed = KVBias.combine(self, other, weights=[1 - degree, degree], shift_state=nearer)
+        offsets = self.position_offset, other.position_offset
+        rows = any(isinstance(offset, Tensor) for offset in offsets)
+        behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
+        return replace(mixed, position_offset=behind)
+
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.
 
