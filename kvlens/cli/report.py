@@ -58,9 +58,9 @@ def add_command(commands: Any) -> None:
     )
     softmax.add_argument(
         "--budget",
-        choices=("equal", "greedy"),
-        help="landmark, attention_matching: equally many keys for every head, or more where they reduce the error most "
-        "(default: equal)",
+        choices=("logits", "equal"),
+        help="landmark, attention_matching: more keys where they reduce the error of the logits most, or equally many for "
+        "every head (default: logits; of attention_matching, equal)",
     )
     softmax.add_argument(
         "--polish", type=int, metavar="STEPS", help="landmark: gradient steps on the logits after the fit (default: 0)"

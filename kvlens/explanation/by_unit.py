@@ -20,7 +20,9 @@ from kvlens.units import Layout, Unit, cut
 MANY = 12
 """So many units are removed one by one from the start."""
 NOTHING = 0.3
-"""Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either."""
+"""Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either. (SmolLM2, nine
+questions about two or three documents: none of the 12 sentences in such documents had a firm difference alone, and the largest
+fall was 0.33 nats; with a bound of 1 none of 29.)"""
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
 Set = tuple[int, ...]

@@ -59,8 +59,10 @@ def _ended(sentence: str) -> str:
 
 
 def _some(words: list[str], most: int = 6) -> str:
-    """Words in quotation marks, at most so many of them."""
-    more = [f"{len(words) - most} others"] if len(words) > most else []
+    """Words in quotation marks, each once, at most so many of them."""
+    words = list(dict.fromkeys(words))
+    n = len(words) - most
+    more = [f"{n} other{'s' if n > 1 else ''}"] if n > 0 else []
     return listed([*map(repr, words[:most]), *more])
 
 

@@ -35,9 +35,8 @@ class BiasFit:
         settings: the method's options as used; empty for several fits.
         n_reference_tokens: queries used for the fit, per layer and query head.
         n_held_out_tokens: queries not used for the fit, on which the heads' errors were measured.
-        prompt_passes: forward passes over the prompt, in units of one pass over its tokens.
-        reference_passes: forward passes over (and generation of) reference and held-out text, in units of one pass over the
-            prompt.
+        tokens: how many tokens the model has read for each prompt, by kind: of the "prompt", "sampled" one by one, "read" as
+            reference or held-out text, or read "with gradients".
         seconds: wall-clock time by step.
         n_keys: number of virtual keys (or features) with a weight, per layer and key-value head.
         head_output_error: relative root mean square error of each head's output z over the held-out queries, per layer and
@@ -55,8 +54,7 @@ class BiasFit:
     settings: dict[str, Any]
     n_reference_tokens: int
     n_held_out_tokens: int
-    prompt_passes: float
-    reference_passes: float
+    tokens: dict[str, int]
     seconds: dict[str, float]
     n_keys: Int[Tensor, "layer *batch kv_head"] | None
     head_output_error: Float[Tensor, "layer *batch head"] | None
@@ -73,6 +71,11 @@ class BiasFit:
         """The fits that the bias contains; this record itself if nothing was done to its bias."""
         return self.parts if self.history else (self,)
 
+    @property
+    def passes(self) -> float:
+        """Tokens read or sampled beside the prompt, in units of one pass over it."""
+        return sum(n for kind, n in self.tokens.items() if kind != "prompt") / max(1, self.tokens.get("prompt", 0))
+
     @staticmethod
     def of_several(records: Sequence["BiasFit"], step: str) -> "BiasFit":
         """The record of a bias that ``step`` made of biases with ``records``; none of them if it was made of an exact bias."""
@@ -84,8 +87,7 @@ class BiasFit:
             settings=only.settings if only else {},
             n_reference_tokens=sum(fit.n_reference_tokens for fit in parts),
             n_held_out_tokens=sum(fit.n_held_out_tokens for fit in parts),
-            prompt_passes=float(sum(fit.prompt_passes for fit in parts)),
-            reference_passes=float(sum(fit.reference_passes for fit in parts)),
+            tokens=_summed(fit.tokens for fit in parts),
             seconds=_summed(fit.seconds for fit in parts),
             n_keys=None,
             head_output_error=None,
@@ -173,8 +175,8 @@ class BiasFit:
             fits = "" if len(self.parts) < 2 else f" of {len(self.parts)} fits"
             off = f"error unknown{fits}, after: {'; '.join(self.history)}"
         known = "" if self.recall is None else f"; {self.recall.summary()}"
-        cost = f"{self.prompt_passes + self.reference_passes:.3g} prompt passes, {sum(self.seconds.values()):.3g} s"
-        return f"BiasFit({self.method}: {off}{known}; {self.n_reference_tokens} reference tokens, {cost})"
+        cost = ", ".join(f"{n:,} {kind}" for kind, n in self.tokens.items() if n)
+        return f"BiasFit({self.method}: {off}{known}; {sum(self.seconds.values()):.3g} s, tokens: {cost or 'none'})"
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,11 +184,11 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _summed(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
+def _summed(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = {}
     for some in each:
         for name, value in some.items():
-            total[name] = total.get(name, 0.0) + value
+            total[name] = total.get(name, 0) + value
     return total
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlens.components import ShiftedCacheEntry, hidden_tokens_keep_positions, runs_fused
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.ragged import padded
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.assembly import spread_bias
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.streaming import has_hooks, wants_gradients
@@ -151,7 +151,10 @@ def _segments(model: Any, tokens: Tensor, whole: bool = False) -> Iterator[slice
 
 def tokens_at_once(model: Any, batch: int, n_pos: int, n_keys: int) -> int:
     """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
-    return min(n_pos, max(1, NUMBERS_AT_ONCE // (batch * model.cfg.n_heads * (n_keys + n_pos))))
+    return min(
+        n_pos,
+        max(1, by_device(NUMBERS_AT_ONCE, torch.device(model.cfg.device)) // (batch * model.cfg.n_heads * (n_keys + n_pos))),
+    )
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def context(model: HookedKVTransformer, sizes: dict[str, Any], seed: int) -> lis
     texts = sampled(model, prompt.expand(sizes["n_texts"], -1), sizes["n_text"], generator)[:, prompt.shape[1] :]
     options = dict(method="landmark", continuation_length=sizes["n_text"], seed=seed, verbose=False)
     rows = []
-    for n_features, budget in itertools.product(sizes["keys"], ("equal", "greedy")):
+    for n_features, budget in itertools.product(sizes["keys"], ("equal", "logits")):
         bias = convert_prompt(model, prompt[0], n_features=n_features, budget=budget, **options)
         assert bias.fit is not None
         rows.append(

@@ -67,7 +67,7 @@ def convert_here(kind: str, n_prompt: int, n_keys: int) -> dict[str, Any]:
     return {
         "mib": taken,
         "seconds": seconds,
-        "passes": bias.fit.prompt_passes + bias.fit.reference_passes,
+        "passes": 1 + bias.fit.passes,
         "error": _by_block(new, old),
         "without": _by_block(without, old),
     }

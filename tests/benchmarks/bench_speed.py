@@ -354,7 +354,7 @@ def fit(run: Run) -> None:
         call()
         return now() - start
 
-    for budget, bound in (("equal", 10.0), ("greedy", 30.0)):
+    for budget, bound in (("equal", 10.0), ("logits", 30.0)):
         passes, fits, references = [], [], []
         for _ in range(run.repeats):
             passes.append(seconds(lambda: model(prompt)))
@@ -366,7 +366,7 @@ def fit(run: Run) -> None:
             passes.append(seconds(lambda: model(prompt)))
         forward, fitted, read = median(passes), median(fits), median(references)
         print(f"{budget} budgets: {fitted * 1e3:.4g} ms, a forward pass over the prompt {forward * 1e3:.4g} ms")
-        print(f"  beside it: {found.reference_passes:.3g} passes over reference text, {read / forward:.3g} times as long")
+        print(f"  beside it: {found.passes:.3g} passes over reference text, {read / forward:.3g} times as long")
         print(verdict("converting, in forward passes", fitted / forward, bound), flush=True)
 
 

@@ -30,9 +30,9 @@ from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
 PROMPT, TEXT = some_tokens(20), some_tokens(3, 10, seed=1)
 FEW = dict(n_continuations=9, continuation_length=6, n_held_out=2)
 METHODS = [
-    Landmark(n_keys=5, budget="greedy", **FEW),
-    Landmark(n_keys=5, budget="logits", polish_steps=2, **FEW),
-    Landmark(n_keys=5, layer_by_layer=True, reference="prompt", **FEW),
+    Landmark(n_keys=5, budget="equal", **FEW),
+    Landmark(n_keys=5, polish_steps=2, **FEW),
+    Landmark(n_keys=5, reference="prompt", **FEW),
     AttentionMatching(n_keys=5, on_policy=True, **FEW),
     StreamingLLM(n_keys=6, n_sink=1, **FEW),
     H2O(n_keys=6, **FEW),
@@ -130,11 +130,12 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
     """In front of the gate where there is one."""
     bias, texts = convert_prompt(model, PROMPT), TEXT[:2]
-    found = logit_effects.effects_on_logits(model, bias, texts, torch.Generator().manual_seed(3))
+    found = logit_effects.effects_on_logits(model, bias, texts, [3, 4])
     part = attention_parts(model)[0]
     with model.holding(bias), torch.no_grad():
         logits = model(texts)
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).double()
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        direction = torch.stack([torch.randn(logits.shape[1:], generator=each) for each in generators]).double()
         gate: list[torch.Tensor] = []
         if "gate" in part.attention_points():
             point, form = part.attention_points()["gate"]

@@ -36,7 +36,7 @@ PROMPT = tokens(1, 12)[0]
 FEW = dict(n_continuations=2, continuation_length=4, n_held_out=1, seed=3)
 SHORTHAND = {
     "exact": (Exact(), {}),
-    "landmark": (Landmark(n_keys=4, budget="greedy", **FEW), dict(n_features=4, budget="greedy")),
+    "landmark": (Landmark(n_keys=4, budget="equal", **FEW), dict(n_features=4, budget="equal")),
     "attention_matching": (AttentionMatching(n_keys=4, keys="attention", **FEW), dict(n_features=4, keys="attention")),
     "streaming_llm": (StreamingLLM(n_keys=4, n_sink=1, **FEW), dict(n_features=4, n_sink=1)),
     "h2o": (H2O(n_keys=4, **FEW), dict(n_features=4)),
@@ -90,7 +90,7 @@ def test_a_name_with_options_is_the_object(name, monkeypatch):
         assert by_object.fit.method == name
         assert by_name.fit.settings == by_object.fit.settings == method.to_json()
         assert set(by_object.fit.settings) == {field.name for field in fields(method)}  # its own options alone
-        assert by_object.fit.settings["reference"] == "own continuations"
+        assert by_object.fit.settings["reference"] == "prompt and own continuations"
 
 
 @pytest.mark.parametrize("kind", [*METHODS.values(), TextOptions])

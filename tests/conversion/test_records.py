@@ -12,7 +12,7 @@ from kvlens import HookedKVTransformer, KVBias, carry_bias, combine, convert_pro
 from kvlens.conversion import TextOptions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
-from kvlens.conversion.softmax.reference import own_texts
+from kvlens.conversion.softmax.reference import reference_text
 
 PROMPT, OTHER, TEXT = tokens(1, 24)[0], tokens(1, 10, seed=3)[0], tokens(1, 12, seed=1)
 FEW = dict(method="landmark", n_features=5, n_continuations=9, continuation_length=6, verbose=False)
@@ -162,11 +162,11 @@ def test_a_file_keeps_the_record(model, few, tmp_path):
 
 
 def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> torch.Tensor:
-    """The texts that an error is measured on where the reference is given: [text, pos]."""
+    """The texts that an error is measured on where the reference is the prompt: [text, pos]."""
     with contextlib.nullcontext() if old is None else model.kv_bias(old):
         exact = convert_exactly(model, PromptTokens(prompt[None], None, False), (), old, model.fingerprint())
-    options = TextOptions(continuation_length=6)
-    return own_texts(model, exact, convert_prompt(model, prompt[None], initial=old), options, n, apart=True)[0]
+    whole, options = convert_prompt(model, prompt[None], initial=old), TextOptions(n_held_out=n, continuation_length=6)
+    return reference_text(model, PromptTokens(prompt[None], None, False), exact, whole, options, fits=False).held_out[0]
 
 
 @pytest.mark.parametrize("start", ["nothing", "the prompt's BOS", "what was converted before"])
@@ -205,22 +205,23 @@ def test_the_recorded_answers_are_those_of_the_definition(start, model, exact):
 
 
 def test_no_fit_has_seen_the_texts_that_answers_are_measured_on(model, few):
-    """Own continuations: one in eight is kept from the fit, and more are drawn where three are wanted."""
-    few_more = convert_prompt(model, PROMPT, **{**FEW, "n_continuations": 24})
-    assert few_more.fit.answers.n_texts == few.fit.answers.n_texts == 3
-    assert few_more.fit.reference_passes == pytest.approx((2 * 24 + 3 * 3) * 6 / 24)  # sampled, read; thrice for the answers
-    assert few.fit.reference_passes == pytest.approx((2 * 9 + 3 + 3 * 3) * 6 / 24)
+    """The prompt repeated and nine continuations are fitted; three more are read for the heads, and thrice for the answers."""
+    assert few.fit.answers.n_texts == 3 and few.fit.n_held_out_tokens == 3 * 6
+    assert few.fit.tokens == {"prompt": 24, "sampled": 12 * 6, "read": 24 + 9 * 6 + 4 * 3 * 6, "with gradients": 24 + 9 * 6}
     exact = convert_exactly(model, PromptTokens(PROMPT[None], None, False), (), None, model.fingerprint())
-    options = TextOptions(continuation_length=6)
-    read, apart = (own_texts(model, exact, exact.bias, options, 9, apart=apart)[0] for apart in (False, True))
-    assert not {tuple(x) for x in read.tolist()} & {tuple(x) for x in apart.tolist()}
+    seen, held_out, _ = reference_text(
+        model, PromptTokens(PROMPT[None], None, False), exact, exact.bias, TextOptions(continuation_length=6)
+    )
+    assert [tuple(group.shape) for group in seen] == [(1, 1, 24), (1, 24, 6)]
+    assert not {tuple(x) for x in seen[1][0].tolist()} & {tuple(x) for x in held_out[0].tolist()}
 
 
-def test_measuring_can_be_turned_off_and_changes_nothing_else(model, few):
+def test_measuring_can_be_turned_off_and_changes_nothing_else(model):
     off = convert_prompt(model, PROMPT, n_held_out=0, **FEW)
     assert off.fit.answers is None and off.fit.history == () and "answers" not in off.fit.seconds
-    assert off.fit.reference_passes == pytest.approx(2 * 9 * 6 / 24)
-    assert torch.equal(off.b_KV, few.b_KV)
+    assert off.fit.tokens["read"] == 24 + 9 * 6 + 6  # one text for the heads
+    one = convert_prompt(model, PROMPT, n_held_out=1, **FEW)
+    assert one.fit.answers is not None and torch.equal(off.b_KV, one.b_KV)
 
 
 def test_each_prompt_of_a_batch_has_its_own_error(model):

@@ -57,7 +57,7 @@ def continuations(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", ["equal", "greedy"])
+@pytest.mark.parametrize("budget", ["equal", "logits"])
 def test_more_keys_are_nearer_to_the_prompt(kind, budget):
     at = dict(method="landmark", budget=budget, reference=continuations(kind), n_held_out=0, verbose=False)
     model = model_of(**KINDS[kind])
@@ -69,21 +69,26 @@ def test_more_keys_are_nearer_to_the_prompt(kind, budget):
 
 def test_the_record_is_what_was_done():
     model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
-    fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="greedy", seed=5, **QUICK).fit
-    assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "greedy", 5)
-    assert (fit.n_reference_tokens, fit.n_held_out_tokens, fit.prompt_passes) == (8 * 12, 12, 1.0)
-    assert fit.reference_passes == pytest.approx((2 * 9 + 3 + 3 * 3) * 12 / 24)  # three more, read thrice, for the answers
+    fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="logits", seed=5, **QUICK).fit
+    assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "logits", 5)
+    fitted, held_out = 24 + 9 * 12, 3 * 12  # the prompt repeated and nine continuations; three others
+    assert (fit.n_reference_tokens, fit.n_held_out_tokens) == (fitted, held_out)
+    read = {"read": fitted + held_out + 3 * held_out, "with gradients": fitted}
+    assert fit.tokens == {"prompt": 24, "sampled": 12 * 12, **read}
+    assert fit.passes == (12 * 12 + sum(read.values())) / 24
     assert int(fit.n_keys.sum()) <= 4 * 2 * 3
     assert len(fit.rows()) == 2 * 6
     assert all(row["head_output_error"] >= 0 and row["mass_error"] >= 0 and row["n_keys"] <= 24 for row in fit.rows())
 
 
-def test_held_out_errors_are_those_of_the_heads_outputs():
+def test_held_out_errors_are_those_of_the_heads_outputs(monkeypatch):
     """The record's errors, measured a second way: through the hooks of the model with either bias attached."""
-    model = model_of(n_layers=1)
-    exact = convert_prompt(model, PROMPT)
-    bias = convert_prompt(model, PROMPT, method="landmark", n_features=5, reference=TEXT[0], verbose=False)
-    held_out = TEXT[:, : 12 // 6 * 6].reshape(1, 6, -1)[:, :1].flatten(0, 1)  # the first of six pieces
+    model = small_model(**MORE, n_layers=1)  # no head has all of its attention on the prompt
+    exact, seen = convert_prompt(model, PROMPT), []
+    monkeypatch.setattr("kvlens.conversion.softmax.teacher.answer_errors", lambda *of: seen.append(of[-1]))
+    at = dict(n_features=5, budget="equal", reference=TEXT[0], verbose=False)
+    bias = convert_prompt(model, PROMPT, method="landmark", **at)
+    held_out = seen[0][0]
     z = []
     for each in (exact, bias):
         with torch.no_grad(), model.kv_bias(each):
@@ -92,7 +97,23 @@ def test_held_out_errors_are_those_of_the_heads_outputs():
     torch.testing.assert_close(bias.select_prompt(0).fit.head_output_error[0], expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("reference", [None, "prompt", TEXT[0], tokens(9, 10, seed=4)])
+QUESTIONS = [TEXT[0], tokens(1, 9, seed=4)[0], tokens(2, 12, seed=5)]
+"""Texts of two lengths."""
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        None,
+        "own",
+        "prompt",
+        TEXT[0],
+        tokens(9, 10, seed=4),
+        QUESTIONS,
+        lambda model, prompt: tokens(6, prompt.shape[1] // 2, seed=4),
+    ],
+    ids=["both", "own", "prompt", "text", "texts", "of several lengths", "function"],
+)
 def test_any_reference_serves(reference):
     model = model_of(positional_embedding_type="rotary")
     bias = convert_prompt(model, PROMPT, method="landmark", n_features=12, reference=reference, **QUICK)
@@ -101,7 +122,7 @@ def test_any_reference_serves(reference):
 
 def test_a_batch_is_its_prompts():
     model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
-    at = dict(method="landmark", n_features=5, reference=TEXT[0], budget="greedy", verbose=False)
+    at = dict(method="landmark", n_features=5, reference=TEXT[0], n_held_out=0, verbose=False)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
@@ -109,13 +130,23 @@ def test_a_batch_is_its_prompts():
         r = alone.d_phi
         assert relative_error(mine.b_KV[..., :r, :], alone.b_KV) < 1e-11
         assert not mine.b_D[..., r:].any()
-        assert relative_error(mine.fit.head_output_error, alone.fit.head_output_error) < 1e-11
+
+
+def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
+    """Of a model whose first head alone matters for the logits."""
+    model = small_model(**MORE, n_layers=1)
+    model.blocks[0].attn.W_O.data[1:] *= 1e-9
+    model.blocks[0].mlp.W_out.data.zero_()
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, **QUICK).select_prompt(0)
+    assert bias.fit.n_keys[0].tolist()[0] == 24
+    assert torch.equal(bias.b_D[0, 0], torch.ones(24, dtype=torch.float64))
+    assert error(model, bias) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_second_prompt_is_kept_next_to_the_first(kind):
     model, second = model_of(**kind), tokens(1, 10, seed=7)
-    at = dict(method="landmark", n_features=8, **QUICK)
+    at = dict(method="landmark", n_features=8, budget="equal", **QUICK)
     both = convert_prompt(model, second, initial=convert_prompt(model, PROMPT), **at)
     assert both.d_phi == 24 + 8
     assert both.position_offset == both.n_prompt_tokens == 34
@@ -124,20 +155,23 @@ def test_a_second_prompt_is_kept_next_to_the_first(kind):
     )
 
 
-def test_layer_by_layer_fits_as_well():
+def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
+    """One sum over queries: of two texts of one length, whether they come as one group or, with another text, as two."""
     model = model_of(positional_embedding_type="rotary")
-    at = dict(method="landmark", n_features=8, **QUICK)
-    one_shot, by_layer = convert_prompt(model, PROMPT, **at), convert_prompt(model, PROMPT, layer_by_layer=True, **at)
-    assert torch.equal(one_shot.b_KV[0], by_layer.b_KV[0])  # nothing lies below the first layer
-    assert not torch.equal(one_shot.b_KV[1], by_layer.b_KV[1])
-    assert error(model, by_layer) < 1.5 * error(model, one_shot)
+    at = dict(method="landmark", n_features=5, budget="equal", n_held_out=0, verbose=False)
+    together = convert_prompt(model, PROMPT, reference=QUESTIONS, **at)
+    apart = convert_prompt(model, PROMPT, reference=[QUESTIONS[1], *QUESTIONS[2], TEXT[0]], **at)
+    assert relative_error(together.b_KV, apart.b_KV) < 1e-11
+    fewer = convert_prompt(model, PROMPT, reference=QUESTIONS[:2], **at)
+    assert relative_error(together.b_KV, fewer.b_KV) > 1e-6
+    assert together.fit.n_reference_tokens == 12 + 9 + 2 * 12
 
 
 @pytest.mark.parametrize("objective", ["logits", "kl"])
 def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
     model.blocks[0].attn.W_O.requires_grad_(False)
-    at = dict(method="landmark", n_features=3, **{**QUICK, "n_continuations": 40})
+    at = dict(method="landmark", n_features=3, budget="equal", **{**QUICK, "n_continuations": 40})
     plain = convert_prompt(model, PROMPT, **at)
     polished = convert_prompt(model, PROMPT, polish_steps=20, objective=objective, **at)
     texts = tokens(1, 12, seed=8)
@@ -158,9 +192,9 @@ def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatc
 
     monkeypatch.setattr(polishing, "descend", only_measured)
     texts = tokens(6, 3, seed=8)
-    at = dict(method="landmark", n_features=3, reference=texts, polish_steps=1, objective="kl", verbose=False)
-    bias, seen = convert_prompt(model, PROMPT, **at), texts[1:]  # the first text is held out
-    whole = model(torch.cat([PROMPT.expand(5, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
+    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", polish_steps=1, objective="kl", verbose=False)
+    bias, seen = convert_prompt(model, PROMPT, **at), texts
+    whole = model(torch.cat([PROMPT.expand(6, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
     with model.kv_bias(bias):
         log_p = model(seen).log_softmax(dim=-1)
     forward, backward = ((a.exp() * (a - b)).sum(dim=-1).mean().item() for a, b in ((whole, log_p), (log_p, whole)))
@@ -209,7 +243,7 @@ def test_as_many_keys_as_tokens_is_exact_and_more_warns():
         assert convert_prompt(model, PROMPT, method="landmark", ratio=1.0).fit is None
     with pytest.warns(UserWarning, match="25 virtual keys for a prompt of 24 tokens: all 24 are kept"):
         assert error(model, convert_prompt(model, PROMPT, method="landmark", n_features=25)) < 1e-12
-    assert convert_prompt(model, PROMPT, method="landmark", ratio=0.1, **QUICK).d_phi == 3
+    assert convert_prompt(model, PROMPT, method="landmark", ratio=0.1, budget="equal", **QUICK).d_phi == 3
 
 
 def test_a_prompt_that_came_out_of_generate():
@@ -227,7 +261,11 @@ def test_half_precision_is_fitted_in_float32(method, few_steps):
     wide, narrow = (small_model(**at, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     for (_, a), (_, b) in zip(wide.named_parameters(), narrow.named_parameters(), strict=True):
         a.data.copy_(b.data)
-    options = {"landmark": dict(n_features=8, polish_steps=2), "random": dict(n_features=16), "learned": dict(n_features=8)}
+    options = {
+        "landmark": dict(n_features=8, budget="equal", polish_steps=2),
+        "random": dict(n_features=16),
+        "learned": dict(n_features=8),
+    }
     at = dict(method=method, reference="prompt", **options.get(method, {}), **QUICK)
     a, b = (convert_prompt(model, PROMPT, **at) for model in (wide, narrow))
     stored = (b.b_KV, b.b_D, b.log_scale, *b.features.tensors().values())
@@ -257,7 +295,7 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
     model.blocks[0].attn.b_K.data[0] = 0.0
     model.blocks[1].attn.W_V.data[2] = 0.0
     model.blocks[1].attn.b_V.data[2] = 0.0
-    for budget in ("equal", "greedy"):
+    for budget in ("equal", "logits"):
         bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
         assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.head_output_error, bias.fit.mass_error))
         assert error(model, bias) < dropped(model)

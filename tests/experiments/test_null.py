@@ -222,11 +222,11 @@ def layer_runs(runs):
 def conversion_runs(runs):
     """Every way of the experiment, each better than the one that it is held against; errors around 2."""
     s = softmax_conversion
-    settings = dict(continuations=[9, 10], random=[4], keys=[2], polish_steps=1, polished_budgets=["greedy"])
+    settings = dict(continuations=[9, 10], random=[4], keys=[2], polish_steps=1, polished_budgets=["logits"])
     settings |= dict(distil_steps=1, distil_texts=10)
     rank = {
         (s.DROPPED, 0, 0): 0, (s.IID, 4, 9): 1, (s.ORTHOGONAL, 4, 9): 1, (s.TOP, 2, 9): 1, (s.WINDOW, 2, 0): 1,
-        (s.EQUAL, 2, 9): 2, (s.GREEDY, 2, 9): 3, (s.GREEDY, 2, 10): 4, (s.POLISHED, 2, 10): 5,
+        (s.EQUAL, 2, 9): 2, (s.LOGITS, 2, 9): 3, (s.LOGITS, 2, 10): 4, (s.POLISHED, 2, 10): 5,
         **{(method, 0, 10): 2 for method in s.DISTILLED.values()},
     }  # fmt: skip
     contexts = stacked(
@@ -278,7 +278,7 @@ def imitation_runs(runs):
 def recall_runs(runs):
     """Shares of answers that are kept, story by story."""
     f = facts_recall
-    shares = {f.NO_FIT: runs(), f.GREEDY: runs(lead=1), f.EXACT: runs(), f.DROPPED: runs(), f.POLISHED: runs()}
+    shares = {f.NO_FIT: runs(), f.LOGITS: runs(lead=1), f.EXACT: runs(), f.DROPPED: runs(), f.POLISHED: runs()}
     answers = stacked(
         runs.table(v, story=np.arange(len(v)), way=way, ratio=f.AIM_RATIO, is_right=v, right_with_story=True)
         for way, v in shares.items()

@@ -9,17 +9,22 @@ import torch
 from ops_cases import normal
 
 from kvlens.ops.landmarks import (
+    Products,
     PromptKeys,
     Queries,
     Rows,
+    Statistics,
+    budgets_by_gain,
     choose_among,
     choose_keys,
     fit_values,
     fit_weights,
-    greedy_budgets,
+    lazy_paths,
+    levels,
     output_errors,
     shares,
     statistics,
+    waterline,
 )
 from kvlens.ops.landmarks.naive import (
     naive_choose_keys,
@@ -95,16 +100,15 @@ def test_sums_over_blocks_are_sums(monkeypatch):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("criterion", ["output", "normalizer", "mass"])
-def test_keys_of_a_long_prompt_are_chosen_alike_head_by_head_from_the_queries_rows(monkeypatch, criterion):
+def test_keys_of_a_long_prompt_are_chosen_alike_head_by_head_from_the_queries_rows(monkeypatch):
     queries, prompt = attention()
     some = queries.part(slice(0, 2))  # 2 queries of 2 heads are 4 rows, fewer than the 7 keys
-    rows = choose_among(some, prompt, roots(), 3, criterion)
+    rows = choose_among(some, prompt, roots(), 3)
     monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "as_rows", lambda n_rows, n_keys: False)
-    products = choose_among(some, prompt, roots(), 3, criterion)
+    products = choose_among(some, prompt, roots(), 3)
     monkeypatch.undo()
     monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
-    for other in (products, choose_among(some, prompt, roots(), 3, criterion)):
+    for other in (products, choose_among(some, prompt, roots(), 3)):
         for a, b in zip(rows, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert isinstance(statistics(some, prompt, roots()).gram, Rows)
@@ -124,10 +128,8 @@ def test_matching_pursuit_takes_the_key_after_which_least_is_left():
 def test_weights_are_the_best_that_are_not_negative():
     """Where dropping the negative ones, again and again, ends: it need not be the best set, and here it is."""
     queries, prompt = attention()
-    sums = statistics(queries, prompt, roots())
-    chosen = choose_keys(sums, 4)
-    index = chosen.keys
-    w = fit_weights(chosen, torch.ones_like(index, dtype=torch.bool))
+    index = choose_keys(statistics(queries, prompt, roots()), 4).keys
+    w = fit_weights(queries, prompt, index, torch.ones_like(index, dtype=torch.bool))
     psi, p, _, _ = shares(queries, prompt)
     for cell in range(BATCH * KV):
         expected = naive_fit_weights(psi[cell][:, index[cell]], p[cell])
@@ -167,17 +169,59 @@ def test_the_error_formula_is_the_error():
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
-def test_greedy_budgets_remove_most(total):
+def test_budgets_remove_most(total):
     """With gains that fall, as a pursuit's do, one key after the other is the best of all ways to give them out."""
     gain = normal(3, 4, seed=8).abs().sort(dim=-1, descending=True).values
-    got = greedy_budgets(gain[:, None, None], torch.tensor([total]))[:, 0, 0]
+    got = budgets_by_gain(list(gain[:, None]), torch.tensor([total]))[:, 0, 0]
     assert got.tolist() == naive_greedy_budgets(gain, total).tolist()
 
 
 def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
-    gain = torch.tensor([[0.1, 5.0, 0.0], [1.0, 0.5, 0.4]])
-    assert greedy_budgets(gain[:, None, None], torch.tensor([2]))[:, 0, 0].tolist() == [2, 0]
-    assert greedy_budgets(gain[:, None, None], torch.tensor([6]))[:, 0, 0].tolist() == [2, 3]  # none that removes nothing
+    gain = [torch.tensor([[0.1, 5.0, 0.0]]), torch.tensor([[1.0, 0.5, 0.4]])]
+    assert budgets_by_gain(gain, torch.tensor([2]))[:, 0, 0].tolist() == [2, 0]
+    assert budgets_by_gain(gain, torch.tensor([6]))[:, 0, 0].tolist() == [2, 3]  # none that removes nothing
+
+
+def test_levels_and_the_waterline_by_hand(monkeypatch):
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.budgets"], "AHEAD", 2)
+    gain = torch.tensor([[3.0, 1.0, 2.0, 0.5, 4.0, 0.25]])
+    assert levels(gain).tolist() == [[3.0, 2.0, 2.0, 2.0, 2.0, 0.25]]  # 4 comes too late to lift what was 2 before
+    other = torch.tensor([[2.5, 0.5]])
+    assert waterline([gain, other], torch.tensor([3])).tolist() == [2.0]
+    assert waterline([other], torch.tensor([3])).tolist() == [0.0]  # two keys are known, the third may be worth anything
+
+
+@pytest.mark.parametrize("total", [6, 14, 30])
+def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total):
+    """Keys and budgets; and less is computed."""
+    for module in ("budgets", "choice"):
+        monkeypatch.setattr(sys.modules[f"kvlens.ops.landmarks.{module}"], "AHEAD", 2)
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.budgets"], "FIRST_STEPS", 1)
+    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.choice"], "FEW_STEPS", 2)
+    n_keys, layers, problems = 23, 3, []
+    for layer in range(layers):
+        columns = normal(2 * KV, 40, n_keys, seed=layer)
+        size = torch.linspace(0, -9, n_keys, dtype=torch.float64).exp() / (1 + layer)
+        gram = columns.mT @ columns
+        target = gram @ (size[:, None] * normal(2 * KV, n_keys, 3, seed=10 + layer))
+        root = normal(2 * KV, seed=20 + layer).exp()  # some heads matter more
+        problems.append(
+            Statistics(Products(gram), root[:, None] * target[..., 0], root[:, None, None] * target[..., 1:], root, 40)
+        )
+    whole = [choose_keys(each, n_keys) for each in problems]
+
+    def path(layer, r, floor):
+        return choose_keys(problems[layer], r, floor.repeat_interleave(KV))
+
+    wanted = torch.tensor([total // 6, total // 3])  # two prompts
+    lazy = lazy_paths(path, layers, n_keys, wanted, KV)
+    budgets = budgets_by_gain([each.gain for each in whole], wanted * layers * KV)
+    assert torch.equal(budgets_by_gain([each.gain for each in lazy], wanted * layers * KV), budgets)
+    assert budgets.sum(dim=(0, 2)).tolist() == (wanted * layers * KV).tolist()
+    for mine, theirs, counts in zip(lazy, whole, budgets.flatten(1), strict=True):
+        for cell, n in enumerate(counts.tolist()):
+            assert torch.equal(mine.keys[cell, :n], theirs.keys[cell, :n])
+    assert sum(each.gain.shape[1] for each in lazy) < layers * n_keys
 
 
 def test_one_key_by_hand():
@@ -201,4 +245,4 @@ def test_one_key_by_hand():
     sums = statistics(queries, prompt, torch.ones(1, 1, 1, 1, dtype=torch.float64))
     chosen = choose_keys(sums, 1)
     assert chosen.keys.tolist() == [[0]]
-    assert float(fit_weights(chosen, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)
+    assert float(fit_weights(queries, prompt, chosen.keys, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)

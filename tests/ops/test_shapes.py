@@ -53,7 +53,6 @@ RULE = features.ScoreRule(2.0)
 QUERIES = landmarks.Queries("b p h d", "b p h d", "b p h", ints("p"))
 PROMPT = landmarks.PromptKeys("b g r d", "b g r d", ints("b g r"), None, RULE)
 SUMS = landmarks.Statistics(Products(torch.rand(6, 5, 5)), "c r", "c r d", "c", 14)
-CHOSEN = landmarks.Chosen(ints("c two"), "c two", "c two two", "c two")
 KERNEL = dual.LogKernel("h p p", None)
 EXTRA = softmax.ExtraKeys("b g r d", "b g r", "b g r d")
 PHI = softmax.ScaledFeatures("b p h r", "b p h")
@@ -99,9 +98,8 @@ OPS: dict[Any, dict[str, Any]] = {
     landmarks.shares: dict(queries=QUERIES, prompt=PROMPT),
     landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="b g d d"),
     landmarks.choose_keys: dict(sums=SUMS, r=2),
-    landmarks.fit_weights: dict(chosen=CHOSEN, active=bools("c two")),
+    landmarks.fit_weights: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), active=bools("c two")),
     landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
-    landmarks.greedy_budgets: dict(gain="n b g r", total=ints("b")),
     attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e d"], activation=torch.relu),
     attention_variants.lowest_scored: dict(scores="b h p key", visible=bools("b h p key"), k=2),
     attention_variants.mean_of_negatives: dict(

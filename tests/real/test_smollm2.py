@@ -52,8 +52,14 @@ def test_a_converted_prompt_is_as_exact_as_transformers_own_cache(smollm2, plain
     prompt, text = tokens
     cache = plain_smollm2(prompt, use_cache=True).past_key_values
     by_cache = error(plain_smollm2(text, past_key_values=cache).logits, expected)
-    with smollm2.kv_bias(convert_prompt(smollm2, prompt)):
+    bias = convert_prompt(smollm2, prompt)
+    with smollm2.kv_bias(bias):
         assert error(smollm2(text), expected) <= 2 * by_cache
+    assert error(plain_smollm2(text, past_key_values=bias.to_cache()).logits, expected) <= 2 * by_cache
+    both, options = torch.cat(tokens, dim=1), dict(max_new_tokens=8, do_sample=False)
+    options["attention_mask"] = torch.ones_like(both)
+    continued = plain_smollm2.generate(both, past_key_values=bias.to_cache(), **options)
+    assert torch.equal(continued, plain_smollm2.generate(both, **options))
     assert error(smollm2(text), expected) > 1e3 * by_cache  # without the prompt it says something else
 
 

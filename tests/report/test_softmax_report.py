@@ -58,20 +58,20 @@ def test_a_folder_of_transformers_with_landmark_keys(kind, tmp_path):
 
 
 def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
-    options = ["--method", "landmark", "--features", "8", "--budget", "greedy"]
+    options = ["--method", "landmark", "--features", "8", "--budget", "equal"]
     summary = report(outside_data, tmp_path / "out", *options)
     assert summary["conversion"]["exact_to_rounding"] is None
     assert summary["conversion"]["approximation"] == "landmark, 8 features per head"
     assert not any("keys of all heads" in note for note in summary["notes"])  # every head uses all that it has
     assert 8 * summary["conversion"]["rounding_error"] < summary["conversion"]["relative_error"] < 0.05  # measured: 0.02
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
-    assert bias.fit.settings["budget"] == "greedy"
+    assert bias.fit.settings["budget"] == "equal"
     assert "approximate: landmark" in " ".join(capsys.readouterr().out.split())
     assert "approximate: landmark" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path, capsys):
-    summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16")
+    summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16", "--budget", "equal")
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert summary["conversion"]["approximation"] == "landmark, 16 features per head"
     (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
@@ -129,7 +129,7 @@ def test_the_flags_belong_to_every_registered_method_that_has_their_options(monk
             assert made(name).name == name
     with pytest.raises(KVLensError, match="--polish has no effect with --method h2o; it belongs to --method landmark$"):
         made("h2o", features=3, polish=2)
-    assert made("attention_matching", features=3, budget="greedy").budget == "greedy"
+    assert made("attention_matching", features=3, budget="logits").budget == "logits"
 
 
 def test_a_report_takes_a_methods_object():

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import ReadsPrompts
 
 ROWS_AT_ONCE = 32
@@ -54,7 +54,7 @@ def answer_errors(
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     batch, n_texts, n_positions = texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
-    most = min(ROWS_AT_ONCE, max(1, NUMBERS_AT_ONCE // (4 * n_positions * model.cfg.d_vocab_out)))
+    most = min(ROWS_AT_ONCE, max(1, by_device(NUMBERS_AT_ONCE, texts.device) // (4 * n_positions * model.cfg.d_vocab_out)))
     at_once = rows_at_once(model, whole, n_positions, most)
     found = []
     for part in torch.arange(len(rows)).split(at_once):

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_values
-from kvlens.conversion.softmax.landmark import budgets_by_gain, longest_path, output_metrics, root_of
+from kvlens.conversion.softmax.landmark import chosen_keys
+from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
 from kvlens.ops.landmarks import MatchedBy, Queries
-from kvlens.ops.landmarks.choice import choose_among
 from kvlens.ops.landmarks.matching import match_among, match_mass, match_output
 
 
@@ -28,7 +28,7 @@ class AttentionMatching(FewKeys):
     Attributes:
         n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
         keys: those with the highest root mean square "attention", or by matching "pursuit" on the mass.
-        budget: "equal": the same number for every head; "greedy": that number on average, by kvlens' budgets
+        budget: "equal": the same number for every head; "logits": that number on average, by kvlens' budgets
             (:class:`Landmark`). The authors determine budgets once per model, from the loss as one head's budget changes.
         on_policy: fit each layer on the queries that the layers below, already reduced, produce.
         reference, n_continuations, continuation_length, n_held_out, seed: see
@@ -42,7 +42,7 @@ class AttentionMatching(FewKeys):
     fits_on_text: ClassVar[bool] = True
 
     keys: MatchedBy = "pursuit"
-    budget: Literal["equal", "greedy"] = "equal"
+    budget: Literal["equal", "logits"] = "equal"
     on_policy: bool = False
 
     @torch.no_grad()
@@ -72,7 +72,4 @@ class AttentionMatching(FewKeys):
     ) -> Int[Tensor, "layer batch kv_head"]:
         if self.budget == "equal":
             return wanted[None, :, None].expand(teacher.n_layers, -1, teacher.n_kv_heads)
-        path = longest_path(int(wanted.max()), teacher.exact.bias.d_phi)
-        every = zip(range(teacher.n_layers), queries, output_metrics(teacher), strict=True)
-        gains = [choose_among(own, teacher.keys(layer), root_of(metric), path).gain for layer, own, metric in every]
-        return budgets_by_gain(gains, wanted)
+        return chosen_keys(teacher, queries, logit_metrics(teacher), wanted, equal=False)[1]

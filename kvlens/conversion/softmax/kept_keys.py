@@ -46,25 +46,26 @@ class KeptKeys(FewKeys):
         """
 
     @torch.no_grad()
-    def fit(self, teacher: Teacher) -> KVBias:
+    def kept(self, teacher: Teacher) -> Bool[Tensor, "layer batch kv_head key"]:
+        """Which keys are kept."""
         wanted = torch.tensor([self.keys_kept(int(n)) for n in teacher.lengths], device=teacher.exact.bias.b_D.device)
-        prompts = [teacher.keys(layer) for layer in range(teacher.n_layers)]
         scores = torch.stack([each.double() for each in self.scores(teacher, wanted)])
         real = real_keys(teacher)
         scores = scores.masked_fill(~real[:, None], -torch.inf)
-        batch = len(wanted)
         if self.heads_compete:
             flat = scores.transpose(0, 1).flatten(1)
-            rank = _ranks(flat).view(batch, scores.shape[0], *scores.shape[2:]).transpose(0, 1)
-            kept = rank < (wanted * scores.shape[0] * scores.shape[2])[:, None, None]
-        else:
-            kept = _ranks(scores) < wanted[:, None, None]
-        kept &= real[:, None]
+            rank = _ranks(flat).view(len(wanted), scores.shape[0], *scores.shape[2:]).transpose(0, 1)
+            return (rank < (wanted * scores.shape[0] * scores.shape[2])[:, None, None]) & real[:, None]
+        return (_ranks(scores) < wanted[:, None, None]) & real[:, None]
+
+    @torch.no_grad()
+    def fit(self, teacher: Teacher) -> KVBias:
+        kept = self.kept(teacher)
         r = max(1, int(kept.sum(dim=-1).max()))
         layers = []
-        for prompt, some in zip(prompts, kept.flatten(1, 2), strict=True):
+        for layer, some in enumerate(kept.flatten(1, 2)):
             active, index = some.int().sort(dim=-1, descending=True, stable=True)
-            layers.append(with_own_values(prompt, index[:, :r], active[:, :r] > 0))
+            layers.append(with_own_values(teacher.keys(layer), index[:, :r], active[:, :r] > 0))
         return assembled(teacher.exact, layers)
 
 

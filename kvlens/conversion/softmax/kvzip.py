@@ -45,7 +45,7 @@ class KVzip(KeptKeys):
         room = min(room_after(teacher.model, teacher.whole), real.shape[1])
         again = teacher.prompt.tokens.gather(1, order)[:, :room]
         counts = real.gather(1, order)[:, :room]
-        queries = teacher.read(teacher.whole, again[:, None])
+        queries = teacher.read(teacher.whole, [again[:, None]])
         sinks = KEEP * first_keys(teacher, self.n_sink)[:, None]
         return [self._largest(teacher, layer, each, counts).double() + sinks for layer, each in enumerate(queries)]
 

@@ -6,8 +6,8 @@ mathematics.
 
 Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
 Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
-weights leave in the normalizer, so that it minimizes the error of the output itself; greedy budgets over heads by that error
-or by its effect on the logits; polishing through the whole model; and the result is a KV bias that can be added, subtracted and
+weights leave in the normalizer, so that it minimizes the error of the output itself; budgets of heads by the effect of that
+error on the logits; polishing through the whole model; and the result is a KV bias that can be added, subtracted and
 reduced. Fitted weights are never negative; those of a difference of biases have either sign.
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -24,17 +23,14 @@ from kvlens.checks import Within, checked
 from kvlens.conversion.softmax.few_keys import FewKeys, LayerKeys, assembled, with_own_values, with_values
 from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.polish import Objective, polish
-from kvlens.conversion.softmax.prompt_pass import attention_parts, continued
+from kvlens.conversion.softmax.prompt_pass import attention_parts
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.landmarks import Chosen, Criterion, Queries
-from kvlens.ops.landmarks.budgets import greedy_budgets
+from kvlens.ops.landmarks import Chosen, PromptKeys, Queries
+from kvlens.ops.landmarks.budgets import budgets_by_gain, lazy_paths
 from kvlens.ops.landmarks.choice import choose_among
 from kvlens.ops.landmarks.weights import fit_values, fit_weights
-
-LONGEST_PATH = 4
-"""A head gets at most this many times the average number of keys, or up to 64 keys if that is more."""
 
 
 @checked
@@ -42,29 +38,27 @@ LONGEST_PATH = 4
 class Landmark(FewKeys):
     """A few of the prompt's keys per key-value head, with fitted weights and values.
 
-    >>> Landmark(n_keys=32, budget="greedy").to_json()["budget"]
-    'greedy'
+    >>> Landmark(n_keys=32, budget="equal").to_json()["budget"]
+    'equal'
     >>> Landmark(n_kes=32)
     Traceback (most recent call last):
     kvlens.errors.WrongArguments: Landmark: no argument is called 'n_kes'; did you mean 'n_keys'? It takes ...
 
-    ``keys``, ``fitted``, ``layer_by_layer`` and ``objective`` exist for comparisons; their defaults gave the best results.
+    ``objective`` and ``fitted`` exist for comparisons; their defaults gave the best results.
 
     Attributes:
         n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
         ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
-        budget: "equal": the same number for every head; "greedy": that number on average, given to the heads where it removes
-            most error of their outputs after W_O; "logits": likewise, with errors (also those by which keys are chosen)
-            weighted by their effect on the logits (:mod:`~kvlens.conversion.softmax.logit_effects`; one backward pass over at
-            most 32 reference texts). The error is 0.30 to 0.42 times that of "greedy" on docs-gpt2, 0.96 to 1 on stories260K.
+        budget: "logits": that number on average, given to the heads where it removes most error, with errors (also those by
+            which keys are chosen) weighted by their effect on the logits (:mod:`~kvlens.conversion.softmax.logit_effects`; one
+            backward pass over about 512 tokens of reference text). A head may get every key, or none. "equal": the same
+            number for every head, with errors measured after W_O and no backward pass.
         polish_steps: number of gradient steps after the fit. On docs-gpt2, 200 of them leave 0.63 times the error of
-            ``budget="logits"``, and 0.22 times that of "greedy" without polishing.
+            ``budget="logits"``.
         texts_per_step: number of reference texts per gradient step.
         objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
             of the next-token distribution.
-        keys: criterion by which keys are chosen: the "output" of the head, its "normalizer", or a key's attention "mass".
         fitted: False keeps weight 1 and the key's own value (``fit=False`` as shorthand).
-        layer_by_layer: fit each layer on the queries that the layers below, already converted, produce.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the fit reads the reference text.
 
@@ -72,19 +66,24 @@ class Landmark(FewKeys):
     """
 
     name: ClassVar[str] = "landmark"
-    shorthand: ClassVar[Mapping[str, str]] = {**FewKeys.shorthand, "fit": "fitted"}
     fits_on_text: ClassVar[bool] = True
+    shorthand: ClassVar[Mapping[str, str]] = {**FewKeys.shorthand, "fit": "fitted"}
 
-    budget: Literal["equal", "greedy", "logits"] = "equal"
+    budget: Literal["logits", "equal"] = "logits"
     polish_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
     texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 16
     objective: Objective = "logits"
-    keys: Criterion = "output"
     fitted: bool = True
-    layer_by_layer: bool = False
 
     def fit(self, teacher: Teacher) -> KVBias:
-        bias = _Landmarks(teacher, self).fit()
+        queries = teacher.read(teacher.whole, teacher.seen)
+        metrics = output_metrics(teacher) if self.budget == "equal" else logit_metrics(teacher)
+        wanted = torch.tensor([self.keys_kept(int(n)) for n in teacher.lengths], device=queries[0].q.device)
+        with torch.no_grad():
+            with teacher.timed("keys"):
+                index, budgets = chosen_keys(teacher, queries, metrics, wanted, self.budget == "equal")
+            every = zip(map(teacher.keys, range(teacher.n_layers)), queries, index, budgets, strict=True)
+            bias = assembled(teacher.exact, [fitted_keys(*each, fitted=self.fitted) for each in every])
         if not self.polish_steps:
             return bias
         with teacher.timed("polish"):
@@ -92,58 +91,46 @@ class Landmark(FewKeys):
             return polish(teacher, bias, **how, objective=self.objective)
 
 
-class _Landmarks:
-    """One conversion, with the data that its steps share."""
+def chosen_keys(
+    teacher: Teacher, queries: list[Queries], metrics: list[Tensor], wanted: Int[Tensor, " batch"], equal: bool
+) -> tuple[list[Int[Tensor, "cell r"]], Int[Tensor, "layer batch kv_head"]]:
+    """The path of every head, layer by layer, and how many of its keys it gets: ``wanted`` on average, or each."""
 
-    def __init__(self, teacher: Teacher, options: Landmark):
-        self.teacher, self.options = teacher, options
-        self.wanted = torch.tensor([options.keys_kept(int(n)) for n in teacher.lengths])
-        longest = int(self.wanted.max())
-        self.path = longest if options.budget == "equal" else longest_path(longest, teacher.exact.bias.d_phi)
+    def path(layer: int, r: int, floor: Tensor | None = None) -> Chosen:
+        return choose_among(queries[layer], teacher.keys(layer), root_of(metrics[layer]), r, floor)
 
-    def fit(self) -> KVBias:
-        """The fitted bias of this prompt alone, with a batch axis."""
-        queries = self.teacher.read(self.teacher.whole, self.teacher.seen)
-        metrics = logit_metrics(self.teacher) if self.options.budget == "logits" else output_metrics(self.teacher)
-        with torch.no_grad():
-            return self._fit_to(queries, metrics)
+    if equal:
+        paths = [path(layer, int(wanted.max())) for layer in range(len(queries))]
+        return [each.keys for each in paths], wanted[None, :, None].expand(len(paths), -1, teacher.n_kv_heads)
+    paths = lazy_paths(path, len(queries), teacher.exact.bias.d_phi, wanted, teacher.n_kv_heads)
+    total = wanted * len(paths) * teacher.n_kv_heads
+    return [each.keys for each in paths], budgets_by_gain([each.gain for each in paths], total)
 
-    def _fit_to(self, queries: list[Queries], metrics: list[Tensor]) -> KVBias:
-        chosen = [self._chosen(layer, each, metrics) for layer, each in enumerate(queries)]
-        budgets = self._budgets(chosen)
-        if self.options.layer_by_layer:
-            return assembled(self.teacher.exact, self._fit_layer_by_layer(budgets, metrics))
-        every = zip(range(len(queries)), queries, chosen, budgets, strict=True)
-        return assembled(self.teacher.exact, [self._fit(*each) for each in every])
 
-    def _chosen(self, layer: int, queries: Queries, metrics: list[Tensor]) -> Chosen:
-        prompt = self.teacher.keys(layer)
-        return choose_among(queries, prompt, root_of(metrics[layer]), self.path, self.options.keys)
-
-    def _budgets(self, chosen: list[Chosen]) -> Int[Tensor, "layer batch kv_head"]:
-        if self.options.budget == "equal":
-            return self.wanted[None, :, None].expand(len(chosen), -1, self.teacher.n_kv_heads).to(chosen[0].gain.device)
-        return budgets_by_gain([each.gain for each in chosen], self.wanted)
-
-    def _fit(self, layer: int, queries: Queries, chosen: Chosen, budgets: Tensor) -> LayerKeys:
-        prompt, counts = self.teacher.keys(layer), budgets.flatten()
-        r = max(1, int(counts.max()))
-        chosen = chosen.first(r)
-        index = chosen.keys
-        active = torch.arange(r, device=index.device) < counts[:, None]
-        if not self.options.fitted:
-            return with_own_values(prompt, index, active)
-        weights = fit_weights(chosen, active)
-        return with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
-
-    def _fit_layer_by_layer(self, budgets: Tensor, metrics: list[Tensor]) -> list[LayerKeys]:
-        """Each layer on the queries that the layers below, already converted, produce."""
-        layers: list[LayerKeys] = []
-        for layer in range(self.teacher.n_layers):
-            so_far = continued(self.teacher.old, assembled(self.teacher.exact, layers))
-            queries = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
-            layers.append(self._fit(layer, queries, self._chosen(layer, queries, metrics), budgets[layer]))
-        return layers
+def fitted_keys(
+    prompt: PromptKeys,
+    queries: Queries,
+    index: Int[Tensor, "cell r"],
+    counts: Int[Tensor, "batch kv_head"],
+    fitted: bool = True,
+) -> LayerKeys:
+    """The first keys of each head's path, with fitted weights and values, or their own; a head that has them all keeps them
+    as they are.
+    """
+    index = index[:, : max(1, int(counts.max()))]
+    real = torch.ones_like(prompt.distance[:, 0], dtype=torch.bool) if prompt.real is None else prompt.real
+    real = real.repeat_interleave(prompt.keys.shape[1], dim=0)
+    active = (torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]) & real.gather(1, index)
+    own = with_own_values(prompt, index, active)
+    if not fitted:
+        return own
+    weights = fit_weights(queries, prompt, index, active)
+    found = with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
+    whole = (active.sum(dim=1) == real.sum(dim=1)).view(counts.shape)[..., None]
+    return found._replace(
+        weights=torch.where(whole, own.weights, found.weights),
+        values=torch.where(whole[..., None], own.values, found.values),
+    )
 
 
 def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
@@ -157,14 +144,3 @@ def root_of(metric: Float[Tensor, "*of d d"]) -> Float[Tensor, "*of d d"]:
     """R with R R^T = metric."""
     size, axes = torch.linalg.eigh(metric)
     return axes * size.clamp(min=0).sqrt()[..., None, :]
-
-
-def longest_path(longest: int, n_keys: int) -> int:
-    """The most keys that a head may get if ``longest`` is the average."""
-    return min(n_keys, max(LONGEST_PATH * longest, 64))
-
-
-def budgets_by_gain(gains: list[Tensor], wanted: Int[Tensor, " batch"]) -> Int[Tensor, "layer batch kv_head"]:
-    """Greedy budgets from the output error that each layer's keys remove, [batch x kv_head, key]."""
-    gain = torch.stack([rearrange(each, "(b g) r -> b g r", b=len(wanted)) for each in gains])
-    return greedy_budgets(gain, wanted.to(gain.device) * gain.shape[0] * gain.shape[2])

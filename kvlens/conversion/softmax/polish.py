@@ -60,12 +60,18 @@ def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, o
     with torch.inference_mode(False), torch.enable_grad():
         model.requires_grad_(False)
         try:
-            target = _target_logits(teacher, texts_per_step)
+            texts = [group[:, i] for group in teacher.seen for i in range(group.shape[1])]
+            with torch.no_grad():
+                target = [_logits(teacher, teacher.whole, text) for text in texts]
             state = Polished.of(bias)
+
+            def loss_on(rows: Tensor) -> Tensor:
+                return _loss(teacher, state.bias(bias), [(texts[i], target[i]) for i in rows.tolist()], objective)
+
             losses = descend(
                 state.free(),
-                lambda texts: _loss(teacher, state.bias(bias), texts, target, objective),
-                n_rows=teacher.seen.shape[1],
+                loss_on,
+                n_rows=len(texts),
                 rows_per_step=texts_per_step,
                 steps=steps,
                 learning_rate=LEARNING_RATE,
@@ -81,27 +87,28 @@ def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, o
         return state.bias(bias)
 
 
-def _logits(teacher: Teacher, bias: KVBias, texts: Int[Tensor, " text"]) -> Tensor:
-    """Logits of some reference texts of every prompt, [batch, text, pos, vocab]."""
-    tokens = teacher.seen[:, texts.to(teacher.seen.device)]
+def _logits(teacher: Teacher, bias: KVBias, *texts: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch text pos vocab"]:
+    """Logits of some reference texts of one length, of every prompt."""
+    tokens = torch.stack(texts, dim=1)
     rows = torch.arange(tokens.shape[0]).repeat_interleave(tokens.shape[1])
     flat = tokens.flatten(0, 1)
-    teacher.count(tokens[0].numel())
+    teacher.count("with gradients" if torch.is_grad_enabled() else "read", [tokens])
     with teacher.model.holding(rows_of(bias, rows)):
         return teacher.model(flat, attention_mask=torch.ones_like(flat)).unflatten(0, tokens.shape[:2])
 
 
-@torch.no_grad()
-def _target_logits(teacher: Teacher, texts_per_step: int) -> list[Tensor]:
-    """The prompted model's logits on each text, [batch, pos, vocab] each."""
-    every = torch.arange(teacher.seen.shape[1])
-    return [logits for part in every.split(texts_per_step) for logits in _logits(teacher, teacher.whole, part).unbind(dim=1)]
+def _loss(teacher: Teacher, bias: KVBias, texts: list[tuple[Tensor, Tensor]], objective: Objective) -> Float[Tensor, ""]:
+    """The mean over the positions of all texts, given with their target logits; those of one length are read together."""
+    converted, by_position = continued(teacher.old, bias), []
+    for length in {text.shape[1] for text, _ in texts}:
+        some, target = zip(*(one for one in texts if one[0].shape[1] == length), strict=True)
+        old, new = torch.cat(target, dim=1), _logits(teacher, converted, *some)
+        by_position.append(_divergence(old, new, objective).flatten())
+    return torch.cat(by_position).mean()
 
 
-def _loss(teacher: Teacher, bias: KVBias, texts: Tensor, target: list[Tensor], objective: Objective) -> Float[Tensor, ""]:
-    new = _logits(teacher, continued(teacher.old, bias), texts)
-    old = torch.stack([target[i] for i in texts.tolist()], dim=1)
+def _divergence(old: Tensor, new: Tensor, objective: Objective) -> Float[Tensor, "batch text pos"]:
     if objective == "kl":
         old, new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
-        return (old.exp() * (old - new)).sum(dim=-1).mean()
-    return ((new - old).square().sum(dim=-1) / old.square().sum(dim=-1)).mean()
+        return (old.exp() * (old - new)).sum(dim=-1)
+    return (new - old).square().sum(dim=-1) / old.square().sum(dim=-1)

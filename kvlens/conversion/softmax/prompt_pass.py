@@ -16,7 +16,7 @@ from kvlens.components import LayerBias
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.ragged import padded
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.prompt import every_key_kept
 from kvlens.model.protocol import KVModel, PromptTokens, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
@@ -73,7 +73,7 @@ def attention_parts(model: ReadsPrompts) -> list[Any]:
 
 def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:
     """How many texts of ``n_pos`` tokens can be read at once after ``bias``, at least one."""
-    return min(most, max(1, NUMBERS_AT_ONCE // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
+    return min(most, max(1, by_device(NUMBERS_AT_ONCE, bias.b_KV.device) // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
 
 
 def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:

@@ -1,78 +1,130 @@
-"""Reference text: likely continuations of the prompt, whose queries are used for the fits.
+"""Reference text: what may follow the prompt, whose queries are used for the fits. The exact bias replaces the prompt then.
 
-``None``: the model's own continuations, sampled at temperature 1 (the default, and the most accurate); ``"prompt"``: the prompt
-repeated; any other string, or tokens [pos] or [text, pos]: that text. The exact bias replaces the prompt while text is read.
+``None``, the default: the prompt repeated, and the model's own continuations, sampled at temperature 1. Where the tokenizer
+has a chat template, the repetition is the answer to an instruction. Repetition finds every key that a question about the
+prompt may need (Kim et al. 2025, arXiv 2505.23416), and continuations keep the error on what the model would write small.
+Texts of one length are one group, [batch, text, pos]; every group is fitted. Errors are measured on other continuations.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvlens.chat import has_chat_template, written_messages
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, rows_at_once, rows_of
 from kvlens.conversion.softmax.settings import TextOptions
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import KVBias
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.ops.landmarks import Queries
 
 ROWS_AT_ONCE = 32
-HELD_OUT = 8
-"""One in this many reference texts is held out for measuring the heads' errors."""
-APART = 2_654_435_769
-"""Offset between the seeds of continuations used for fitting and for measuring; torch uses the last 32 bits of a seed."""
+REPEAT = "Repeat the previous text exactly."
+LONGEST_PIECE = 2048
+"""Tokens of a prompt that are repeated in one text; a longer prompt is repeated in several."""
+WHAT = "convert_prompt: reference"
+
+Texts = list[Int[Tensor, "batch text pos"]]
 
 
 class ReferenceText(NamedTuple):
-    """Texts for each prompt. ``passes`` is the cost of making them, in units of one pass over the prompt."""
+    """Texts for each prompt: ``seen`` by the fit, ``held_out`` for measuring; ``n_sampled`` tokens were sampled for each."""
 
-    tokens: Int[Tensor, "batch text pos"]
-    passes: float
+    seen: Texts
+    held_out: Int[Tensor, "batch text pos"]
+    n_sampled: int
 
 
 def reference_text(
-    model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions
+    model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions, fits: bool = True
 ) -> ReferenceText:
     """The reference texts of every prompt.
 
     Args:
         whole: the exact bias, including the one that it continues.
+        fits: False if a method fits nothing to text: then there are only texts for measuring.
 
     Raises:
         KVLensError: an empty or unreadable text, or not enough positions left within ``n_ctx``.
     """
-    batch, given = prompt.tokens.shape[0], options.reference
-    room = room_after(model, whole)
-    if given is None:
-        tokens = own_texts(model, exact, whole, options, options.n_continuations)
-        return ReferenceText(tokens, tokens[0].numel() / prompt.tokens.shape[1])
-    if isinstance(given, str) and given == "prompt":
-        shortest = prompt.tokens.shape[1] if prompt.mask is None else int(prompt.mask.sum(dim=1).min())
-        return ReferenceText(_cut(prompt.tokens[:, None, : min(shortest, room)]), 0.0)
-    read = prompt_tokens(model, given, prepend_bos=False, what="convert_prompt: reference")
-    if read.mask is not None:
-        raise KVLensError("convert_prompt: reference texts must all have the same length; give one text, or tokens [text, pos]")
-    return ReferenceText(_cut(read.tokens[None, :, :room].expand(batch, -1, -1)), 0.0)
+    given, room = options.reference, room_after(model, whole)
+    is_own = given is None or _is(given, "own")
+    seen: Texts = []
+    if fits and (given is None or _is(given, "prompt")):
+        seen = [repetition(model, prompt, room)]
+    elif fits and not is_own:
+        seen = _read(model, given(model, prompt.tokens) if callable(given) else given, len(prompt.tokens), room)
+    n_own, n_held_out = options.n_continuations * (fits and is_own), max(1, options.n_held_out)
+    length = min(options.continuation_length, room)
+    own = sample_continuations(model, exact, whole, n_own + n_held_out, length, options.seed)
+    seen += [own[:, :n_own]] if n_own else []
+    return ReferenceText(seen, own[:, n_own:], own[0].numel())
 
 
-def own_texts(
-    model: ReadsPrompts, exact: ConvertedExactly, whole: KVBias, options: TextOptions, n: int, apart: bool = False
-) -> Int[Tensor, "batch text pos"]:
-    """``n`` of the model's own continuations of each prompt; with ``apart``, different ones from those used for fitting."""
-    length = min(options.continuation_length, room_after(model, whole))
-    return sample_continuations(model, exact, whole, n, length, (options.seed + APART * apart) % 2**63)
+def _is(given: Any, word: str) -> bool:
+    return isinstance(given, str) and given == word
 
 
-def _cut(tokens: Tensor) -> Tensor:
-    """Each text cut into two to eight segments, so that one can be held out: [batch, text, pos]."""
-    n_texts, length = tokens.shape[1:]
-    if n_texts >= HELD_OUT or length < 4:
-        return tokens
-    pieces = min(HELD_OUT, length // 2)
-    return tokens[..., : length // pieces * pieces].reshape(tokens.shape[0], n_texts * pieces, -1)
+def repetition(model: ReadsPrompts, prompt: PromptTokens, room: int) -> Int[Tensor, "batch piece pos"]:
+    """Each prompt as the model would repeat it, without special tokens, in as many pieces as needed. Shorter prompts of a batch
+    begin again where they end, so that all pieces have the same length.
+    """
+    special = torch.tensor(getattr(model.tokenizer, "all_special_ids", None) or [-1], device=prompt.tokens.device)
+    lead = prompt.tokens.new_tensor(_turn(model, REPEAT))
+    lead = lead if len(lead) < room else lead[:0]
+    real = torch.ones_like(prompt.tokens, dtype=torch.bool) if prompt.mask is None else prompt.mask
+    rows = [row[on] for row, on in zip(prompt.tokens, real, strict=True)]
+    rows = [words if len(words := row[~torch.isin(row, special)]) else row for row in rows]
+    longest = max(map(len, rows))
+    n_pieces = -(-longest // min(LONGEST_PIECE, room - len(lead)))
+    length = -(-longest // n_pieces)
+    pieces = torch.stack([row[torch.arange(n_pieces * length, device=row.device) % len(row)] for row in rows])
+    pieces = pieces.unflatten(1, (n_pieces, length))
+    return torch.cat([lead.expand(*pieces.shape[:2], -1), pieces], dim=-1)
+
+
+def _turn(model: KVModel, words: str) -> list[int]:
+    """What a chat has between the end of one answer and the beginning of the next if the user says ``words``; without a chat
+    template, nothing.
+    """
+    if not has_chat_template(model):
+        return []
+    mark = "KVLENSMARK"
+    turns = [("user", words), ("assistant", mark), ("user", words)]
+    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(mark)
+    return model.tokenizer(behind[-1], add_special_tokens=False)["input_ids"] if behind else []
+
+
+def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
+    """Given texts: a string, tokens [pos] or [text, pos], or a list of strings, of tokens, or of pairs (question, answer)."""
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not each:
+        raise KVLensError(f"{WHAT}: it has no text; give at least one")
+    rows = [row for one in each for row in _rows(model, one)]
+    longest = max(map(len, rows))
+    if longest > room:
+        raise KVLensError(
+            f"{WHAT}: a text of {longest:,} tokens does not fit after the prompt, where n_ctx={model.cfg.n_ctx:,} leaves "
+            f"{room:,} positions; give shorter texts"
+        )
+    groups = [torch.stack([row for row in rows if len(row) == n]) for n in dict.fromkeys(map(len, rows))]
+    return [group.expand(batch, -1, -1) for group in groups]
+
+
+def _rows(model: ReadsPrompts, one: Any) -> list[Tensor]:
+    if not isinstance(one, tuple):
+        return list(prompt_tokens(model, one, prepend_bos=False, what=WHAT).tokens)
+    if len(one) != 2 or not all(isinstance(text, str) and text.strip() for text in one):
+        raise KVLensError(f"{WHAT}: expected pairs (question, answer) of strings that are not empty, got {brief(one)}")
+    question, answer = one
+    lead = _turn(model, question)
+    read = prompt_tokens(model, answer if lead else f"{question} {answer}", prepend_bos=False, what=WHAT).tokens[0]
+    return [torch.cat([read.new_tensor(lead), read])]
 
 
 def room_after(model: KVModel, whole: KVBias) -> int:
@@ -97,7 +149,7 @@ def sample_continuations(
     logits = model.logits_of(exact.last_residual)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
-    at_once = min(ROWS_AT_ONCE, max(1, 2 * NUMBERS_AT_ONCE // whole.b_KV[0, 0].numel()))
+    at_once = min(ROWS_AT_ONCE, max(1, 2 * by_device(NUMBERS_AT_ONCE, whole.b_KV.device) // whole.b_KV[0, 0].numel()))
     return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(at_once)]).view(
         batch, n, length
     )
@@ -119,7 +171,7 @@ def _sample(
 def read_queries(
     model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
-    """Queries, outputs and log-normalizers of the texts, with ``bias`` replacing the prompt: one record per layer."""
+    """Queries, outputs and log-normalizers of texts of one length, with ``bias`` replacing the prompt: one record per layer."""
     batch, n_texts, pos = tokens.shape
     rows = torch.arange(batch).repeat_interleave(n_texts)
     whole: list[tuple[Tensor, ...]] = []
@@ -135,10 +187,3 @@ def read_queries(
     positions = torch.arange(pos, device=tokens.device).repeat(n_texts)
     by_prompt = [[x.view(batch, n_texts * pos, *x.shape[2:]) for x in layer] for layer in whole]
     return [Queries(q, z, log_n, positions) for q, z, log_n in by_prompt]
-
-
-def split_held_out(tokens: Int[Tensor, "batch text pos"]) -> tuple[Tensor, Tensor]:
-    """Texts to fit on and texts to measure on: one in :data:`HELD_OUT`, at least one; a single text serves as both."""
-    n = tokens.shape[1]
-    held_out = max(1, n // HELD_OUT)
-    return (tokens, tokens) if n == 1 else (tokens[:, held_out:], tokens[:, :held_out])

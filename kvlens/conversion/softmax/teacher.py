@@ -5,18 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from kvlens.components import LayerBias
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.answers import answer_errors, without_prompt
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, continued
-from kvlens.conversion.softmax.reference import own_texts, read_queries, reference_text, split_held_out
+from kvlens.conversion.softmax.reference import Texts, read_queries, reference_text
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.landmarks import PromptKeys, Queries
+from kvlens.ops.landmarks import PromptKeys, Queries, joined
 from kvlens.ops.landmarks.weights import output_errors
 
 
@@ -28,8 +27,8 @@ class Teacher:
         exact: all of this prompt's keys.
         old: the bias that the conversion continues.
         whole: the exact bias after ``old``, which replaces the prompt while reference text is read.
-        seen, held_out: reference texts for the fit, and for measuring the heads' errors.
-        asked: continuations by the model that are not used for fitting, for measuring the answers; None if that is off.
+        seen: reference texts for the fit, [batch, text, pos] each.
+        held_out: continuations by the model that are not used for fitting, for measuring errors.
         lengths: number of real tokens of each prompt.
         verbose: whether slow steps show a progress bar.
     """
@@ -49,21 +48,10 @@ class Teacher:
         self.seconds: dict[str, float] = {}
         with self.timed("reference"):
             self.whole = continued(old, exact.bias)
-            text = reference_text(model, prompt, exact, self.whole, options)
-            self.seen, self.held_out = split_held_out(text.tokens)
-            self.reference_passes = text.passes
-            self.asked = self._asked()
+            fits = getattr(options, "fits_on_text", True)
+            self.seen, self.held_out, n_sampled = reference_text(model, prompt, exact, self.whole, options, fits)
+        self.tokens = {"prompt": int(self.lengths.max()), "sampled": n_sampled}
         self.without = without_prompt(model, prompt, exact, old)
-
-    def _asked(self) -> Int[Tensor, "batch text pos"] | None:
-        n, is_own = self.options.n_held_out, self.options.reference is None
-        if n == 0:
-            return None
-        if is_own and n <= self.held_out.shape[1]:
-            return self.held_out[:, :n]
-        texts = own_texts(self.model, self.exact, self.whole, self.options, n, apart=True)
-        self.count(texts[0].numel())
-        return texts
 
     @property
     def n_layers(self) -> int:
@@ -79,15 +67,16 @@ class Teacher:
         """The prompt's keys of one layer."""
         return self.exact.keys(self.model, layer)
 
-    def read(self, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None) -> list[Queries]:
-        """Queries of texts, with ``bias`` replacing the prompt; counted as reference passes."""
-        self.count(tokens[0].numel())
+    def read(self, bias: KVBias, texts: Texts, layers: range | None = None) -> list[Queries]:
+        """Queries of texts, with ``bias`` replacing the prompt."""
+        self.count("read", texts)
         with self.timed("reference"):
-            return read_queries(self.model, bias, tokens, layers)
+            groups = [read_queries(self.model, bias, tokens, layers) for tokens in texts]
+            return [joined(own) for own in zip(*groups, strict=True)]
 
-    def count(self, n_tokens: int) -> None:
-        """Add to the number of reference tokens that the model has read for each prompt."""
-        self.reference_passes += n_tokens / int(self.lengths.max())
+    def count(self, kind: str, texts: Texts, times: int = 1) -> None:
+        """Add to the number of tokens that the model has read for each prompt."""
+        self.tokens[kind] = self.tokens.get(kind, 0) + times * sum(tokens[0].numel() for tokens in texts)
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -104,17 +93,16 @@ class Teacher:
         """The bias of this prompt alone in ``dtype``, with the errors of the stored numbers on held-out texts as its record."""
         stored = fit.to(dtype)
         bias = stored.to(fit.b_KV.dtype)
-        queries = self.read(self.whole, self.held_out)
+        queries = self.read(self.whole, [self.held_out])
         with self.timed("errors"):
             errors = [self._errors(bias, layer, each) for layer, each in enumerate(queries)]
         answers = self._answers(bias)
         record = BiasFit(
             method=method,
             settings=self.options.to_json(),
-            n_reference_tokens=self.seen[0].numel() if fits_on_text else 0,
+            n_reference_tokens=sum(tokens[0].numel() for tokens in self.seen) if fits_on_text else 0,
             n_held_out_tokens=self.held_out[0].numel(),
-            prompt_passes=1.0,
-            reference_passes=self.reference_passes,
+            tokens=dict(self.tokens),
             seconds=dict(self.seconds),
             n_keys=(bias.b_D != 0).sum(dim=-1),
             head_output_error=torch.stack([output for output, _ in errors]),
@@ -124,11 +112,11 @@ class Teacher:
         return stored._made(record)
 
     def _answers(self, bias: KVBias) -> AnswerErrors | None:
-        if self.asked is None:
+        if not self.options.n_held_out:
             return None
-        self.count(3 * self.asked[0].numel())
+        self.count("read", [self.held_out], times=3)
         with self.timed("answers"):
-            return answer_errors(self.model, self.whole, continued(self.old, bias), self.without, self.asked)
+            return answer_errors(self.model, self.whole, continued(self.old, bias), self.without, self.held_out)
 
     def _errors(self, bias: KVBias, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
         part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.b_KV.device), self.keys(layer)

@@ -16,8 +16,8 @@ intervals), ``contexts``, ``heads`` (error of each head's output), ``positions``
 Sources of the methods that keep keys: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, 2306.14048),
 SnapKV (Li et al. 2024, 2404.14469), Expected Attention (Devoto et al. 2025, 2510.00636), KVzip (Kim et al. 2025, 2505.23416),
 Attention Matching (Zweiger et al. 2026, 2602.16284). "Landmark" follows Attention Matching; the fit of
-values to the output over prompt and text, greedy budgets over heads, and a result that can be added, subtracted and attributed
-are kvlens' own. Changes of the weights: token patches (Dherin et al. 2025,
+values to the output over prompt and text, budgets of heads by their effect on the logits, and a result that can be added,
+subtracted and attributed are kvlens' own. Changes of the weights: token patches (Dherin et al. 2025,
 2507.16003; Goldwaser et al. 2025, 2511.17864), thought vectors and matrices (Mazzawi et al. 2025, 2510.08734), context
 distillation (Askell et al. 2021, 2112.00861; Snell et al. 2022, 2209.15189) with low rank (Hu et al. 2021, 2106.09685).
 """
@@ -114,7 +114,7 @@ def compaction(settings: Settings, tell: Tell) -> Outcome:
             "texts, and logits are compared.",
             "H2O evicts keys while it reads, and KVzip instructs the model to repeat the context; here H2O ranks keys by the "
             "attention of the whole prompt, and KVzip reads the prompt once more.",
-            "Attention Matching's weights are exact non-negative least squares; its greedy budgets are kvlens' (the authors "
+            "Attention Matching's weights are exact non-negative least squares; its budgets by logits are kvlens' (the authors "
             "measure budgets once per model).",
             "Token patches are exact, but only for the tokens they were made from, by reading these with the prompt; their "
             "numbers are those for one text. Thought patches are made from continuations of the prompt, not from instructions.",

@@ -34,7 +34,7 @@ from kvlens.experiments.shared.sampling import sampled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 
-OURS = "landmark, greedy budgets"
+OURS = "landmark, budgets by logits"
 METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
     "StreamingLLM": (StreamingLLM, {}),
     "Expected Attention": (ExpectedAttention, {}),
@@ -44,10 +44,9 @@ METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
     "Attention Matching, attention": (AttentionMatching, dict(keys="attention")),
     "Attention Matching, pursuit": (AttentionMatching, dict(keys="pursuit")),
     "Attention Matching, on policy": (AttentionMatching, dict(keys="pursuit", on_policy=True)),
-    "Attention Matching, greedy budgets": (AttentionMatching, dict(keys="pursuit", budget="greedy")),
-    "landmark, equal budgets": (Landmark, {}),
-    OURS: (Landmark, dict(budget="greedy")),
-    "landmark, budgets by logits": (Landmark, dict(budget="logits")),
+    "Attention Matching, budgets by logits": (AttentionMatching, dict(keys="pursuit", budget="logits")),
+    "landmark, equal budgets": (Landmark, dict(budget="equal")),
+    OURS: (Landmark, {}),
 }
 TOKENS, VECTORS, MATRICES = "token patches, for one text", "thought vectors", "thought matrices"
 DISTILLED = "distillation"
@@ -94,7 +93,7 @@ def kept_keys(model: HookedKVTransformer, prompt: Tensor, settings: Mapping[str,
             bias = convert_prompt(model, prompt, method=method, verbose=False)
             seconds = time.process_time() - start
             assert bias.fit is not None
-            yield Stored(name, keys, bias, None, bias.num_parameters, bias.fit.reference_passes, seconds)
+            yield Stored(name, keys, bias, None, bias.num_parameters, bias.fit.passes, seconds)
 
 
 def methods(keys: int, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, ConversionMethod]]:

@@ -6,8 +6,8 @@ of the model's correct answers with the story in context that stay correct:
 
     share kept = right with the story and with its bias / right with the story        at so many keys per head
 
-Ways to get fewer keys: *greedy* gives keys to the heads where they remove most error, *equal* gives each head the same number,
-*no fit* keeps the same keys unchanged, without fitted weights and values. *polished* continues from greedy, at a quarter of the
+Ways to get fewer keys: *logits* gives keys to the heads where they remove most error, *equal* gives each head the same number,
+*no fit* keeps the same keys unchanged, without fitted weights and values. *polished* continues from logits, at a quarter of the
 keys, with gradient steps on the next-token distribution over more continuations. *dropped* is no bias at all.
 
 The continuations are sampled from the model after the story. It was trained on stories with questions, so it mostly writes
@@ -36,9 +36,9 @@ from kvlens.tasks.facts.story import LONGEST_STATEMENT
 from kvlens.tasks.facts.tokenizer import words_of
 from kvlens.tasks.facts.words import KINDS
 
-GREEDY, EQUAL, NO_FIT, POLISHED, EXACT, DROPPED = "greedy", "equal", "no fit", "polished", "exact", "dropped"
+LOGITS, EQUAL, NO_FIT, POLISHED, EXACT, DROPPED = "logits", "equal", "no fit", "polished", "exact", "dropped"
 FEWER_KEYS: dict[str, dict[str, Any]] = {
-    GREEDY: dict(budget="greedy"),
+    LOGITS: dict(budget="logits"),
     EQUAL: dict(budget="equal"),
     NO_FIT: dict(budget="equal", fitted=False),
 }
@@ -132,7 +132,7 @@ def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
             yield name, ratio, Landmark(**shared, **options)
         if ratio == AIM_RATIO:
             polish = {**settings["polish"], "objective": "kl"}
-            yield POLISHED, ratio, Landmark(**{**shared, **FEWER_KEYS[GREEDY], **polish})
+            yield POLISHED, ratio, Landmark(**{**shared, **FEWER_KEYS[LOGITS], **polish})
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
@@ -157,13 +157,13 @@ def compare(answers: pd.DataFrame, guess: float) -> Iterator[Comparison]:
     what = f"of these, kept with every key ({_count(stay)})"
     yield Comparison(what, "the exact conversion keeps all", float(stay.mean()), bool(stay.all()))
     right = right[right["ratio"] == AIM_RATIO]
-    for way in (GREEDY, POLISHED):
+    for way in (LOGITS, POLISHED):
         stay = right[right["way"] == way]["is_right"]
         what = f"kept at a quarter of the story's keys, {way} ({_count(stay)})"
         yield Comparison.of_share(what, f"{AIM:.0%} or more", stay, AIM)
     by_story = right.pivot_table(index="story", columns="way", values="is_right", aggfunc="mean").astype(float)
-    what = "kept at a quarter, fitted with greedy budgets less no fit, mean over stories"
-    gain = (by_story[GREEDY] - by_story[NO_FIT]).tolist()
+    what = "kept at a quarter, fitted with budgets by logits less no fit, mean over stories"
+    gain = (by_story[LOGITS] - by_story[NO_FIT]).tolist()
     yield Comparison.tested_on(what, "choosing budgets and fitting keeps more answers", gain)
     dropped = answers[answers["way"] == DROPPED]["is_right"]
     what = f"right without the story ({_count(dropped)})"
@@ -186,7 +186,7 @@ def _differences(model: HookedKVTransformer, settings: Settings) -> Iterator[str
 
 # --- figure ---
 
-COLORS = {GREEDY: "#009E73", EQUAL: "#0072B2", NO_FIT: "#D55E00"}
+COLORS = {LOGITS: "#009E73", EQUAL: "#0072B2", NO_FIT: "#D55E00"}
 
 
 def draw(kept: pd.DataFrame) -> Figure:

@@ -3,7 +3,7 @@
     relative error = mean over tokens of ||new - old|| / ||old||      old: logits with the prompt in front      new: converted
 
 on texts not used for fitting: separately sampled continuations of the prompt. The methods of
-:func:`kvlens.convert_prompt` are compared with leaving the prompt out, keeping the most attended keys without a fit, a sliding
+:func:`kvlens.convert_prompt` are compared with leaving the prompt out, the chosen keys without a fit, a sliding
 window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
 (:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
 """
@@ -29,10 +29,10 @@ from kvlens.model import HookedKVTransformer
 
 SINKS = 4
 """The number of keys at the start that a sliding window keeps."""
-DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "most attended keys, no fit", "sliding window with sinks", "taylor features"
+DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "chosen keys, no fit", "sliding window with sinks", "taylor features"
 IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
-EQUAL, GREEDY = "landmark, equal budgets", "landmark, greedy budgets"
-EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, greedy and polished"
+EQUAL, LOGITS = "landmark, equal budgets", "landmark, budgets by logits"
+EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, by logits and polished"
 OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
 DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
 SIZE = ["method", "keys_per_head", "n_continuations"]
@@ -63,7 +63,7 @@ class Way(NamedTuple):
     n_texts=(2, 8, 8),
     continuations=([9, 10], [24], [24, 96]),
     polish_steps=(2, 0, 400),
-    polished_budgets=["equal", "greedy"],
+    polished_budgets=["equal", "logits"],
     keys=([4], [4, 8, 16, 32], [8, 16, 32]),
     random=([16], [64, 1024], [64, 4096]),
     taylor=True,
@@ -103,7 +103,7 @@ def softmax_conversion(settings: Settings, tell: Tell) -> Outcome:
 
 def _progress(rows: list[dict[str, Any]]) -> str:
     """The last context's errors of the landmark methods, by keys per head."""
-    last = [row for row in rows if row["context"] == rows[-1]["context"] and row["method"] in (GREEDY, POLISHED)]
+    last = [row for row in rows if row["context"] == rows[-1]["context"] and row["method"] in (LOGITS, POLISHED)]
     return ", ".join(f"{row['method']}, {row['keys_per_head']} keys: {row['relative_error']:.2%}" for row in last)
 
 
@@ -143,10 +143,10 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
     for m in settings["learned"]:
         yield Way(LEARNED, m, least, Learned(n_features=m, **few))
     for r in settings["keys"]:
-        yield Way(TOP, r, least, Landmark(n_keys=r, keys="mass", fitted=False, **few))
+        yield Way(TOP, r, least, Landmark(n_keys=r, budget="equal", fitted=False, **few))
         for n in settings["continuations"]:
-            yield Way(EQUAL, r, n, Landmark(n_keys=r, **texts(n)))
-            yield Way(GREEDY, r, n, Landmark(n_keys=r, budget="greedy", **texts(n)))
+            yield Way(EQUAL, r, n, Landmark(n_keys=r, budget="equal", **texts(n)))
+            yield Way(LOGITS, r, n, Landmark(n_keys=r, **texts(n)))
         if settings["polish_steps"]:
             polished = dict(n_keys=r, polish_steps=settings["polish_steps"], **texts(most))
             for budget in settings["polished_budgets"]:
@@ -170,7 +170,7 @@ def _cost(bias: KVBias) -> dict[str, float]:
     seconds = {f"{step}_seconds": bias.fit.seconds.get(step, 0.0) for step in ("reference", "fit", "polish")}
     heads = bias.fit.head_output_error
     assert heads is not None
-    return {"head_output_error": float(heads.mean()), "reference_passes": bias.fit.reference_passes, **seconds}
+    return {"head_output_error": float(heads.mean()), "reference_passes": bias.fit.passes, **seconds}
 
 
 def _window(exact: KVBias, r: int) -> KVBias:
@@ -232,12 +232,12 @@ def compare(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
         yield Comparison.tested_on(what, claim, gain.to_numpy(), ours=ours, paper=paper)
     nothing = (DROPPED, 0, 0)
     for r in settings["keys"]:
-        top, equal, greedy = (TOP, r, least), (EQUAL, r, least), (GREEDY, r, least)
-        steps = [(top, nothing), ((WINDOW, r, 0), nothing), (equal, top), (greedy, equal)]
+        top, equal, by_logits = (TOP, r, least), (EQUAL, r, least), (LOGITS, r, least)
+        steps = [(top, nothing), ((WINDOW, r, 0), nothing), (equal, top), (by_logits, equal)]
         if most > least:
-            steps.append(((GREEDY, r, most), greedy))
-        if settings["polish_steps"] and "greedy" in settings["polished_budgets"]:
-            steps.append(((POLISHED, r, most), (GREEDY, r, most)))
+            steps.append(((LOGITS, r, most), by_logits))
+        if settings["polish_steps"] and "logits" in settings["polished_budgets"]:
+            steps.append(((POLISHED, r, most), (LOGITS, r, most)))
         for better, worse in steps:
             ratio = error[better] / error[worse]
             more = f" on {better[2]} continuations" if better[0] == worse[0] else ""
@@ -250,8 +250,8 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Ite
     kl = contexts.set_index([*SIZE, "context"])["kl"].sort_index()
     r, least, n = min(settings["keys"]), min(settings["continuations"]), settings["distil_texts"]
     for method in DISTILLED.values() if settings["distil_steps"] else ():
-        ratio = kl[GREEDY, r, least] / kl[method, 0, n]
-        what = f"divergence of the next token: {GREEDY}, {r} keys, over {method}"
+        ratio = kl[LOGITS, r, least] / kl[method, 0, n]
+        what = f"divergence of the next token: {LOGITS}, {r} keys, over {method}"
         claim = "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)"
         yield Comparison.tested_on(what, claim, ratio.to_numpy(), 1.0, below=True)
 
@@ -264,7 +264,7 @@ def draw(table: pd.DataFrame) -> Figure:
     axes.axhline(dropped, color="#555555", linestyle=":", linewidth=1.4, label=DROPPED)
     lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
     for i, ((method, n), rows) in enumerate(lines):
-        label = f"{method}, {n} continuations" if method in (EQUAL, GREEDY) else method
+        label = f"{method}, {n} continuations" if method in (EQUAL, LOGITS) else method
         axes.plot(rows["stored_numbers"], rows["relative_error"], linewidth=1.8, label=label, **line_style(i))
     axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
     finish(axes, "Size and error of converted softmax prompts, on text not used for fitting", ncols=2, below=0.16)

@@ -34,7 +34,7 @@ NUMBERS: dict[str, Within] = {
     **dict.fromkeys(("facts_ratio", "ratio", "ratios", "trigger_rate", "stop_at_accuracy"), SHARE),
 }
 """The range of numbers, by the setting's name; any finite number for others."""
-WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "greedy")}
+WORDS: dict[str, tuple[str, ...]] = {"polished_budgets": ("equal", "logits")}
 """Allowed words, by the setting's name; any string for others (names and paths are checked where they are used)."""
 KEYS = ("d_x", "steps", "classes")
 """Dictionaries whose keys must be among those of the scales."""

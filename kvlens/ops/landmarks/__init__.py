@@ -7,8 +7,8 @@ they reduce the error most. Weights are never negative, as in Attention Matching
 """
 
 from kvlens.checks import doors
-from kvlens.ops.landmarks.budgets import greedy_budgets
-from kvlens.ops.landmarks.choice import CRITERIA, Chosen, Criterion, choose_among, choose_keys
+from kvlens.ops.landmarks.budgets import budgets_by_gain, lazy_paths, levels, waterline
+from kvlens.ops.landmarks.choice import Chosen, choose_among, choose_keys
 from kvlens.ops.landmarks.gram import Gram, Products, Rows
 from kvlens.ops.landmarks.matching import (
     Masses,
@@ -26,6 +26,7 @@ from kvlens.ops.landmarks.shares import (
     Shares,
     Statistics,
     blocks_of,
+    joined,
     key_shares,
     shares,
     statistics,
@@ -33,9 +34,7 @@ from kvlens.ops.landmarks.shares import (
 from kvlens.ops.landmarks.weights import Errors, fit_values, fit_weights, output_errors
 
 __all__ = [
-    "CRITERIA",
     "Chosen",
-    "Criterion",
     "Errors",
     "Gram",
     "Masses",
@@ -48,12 +47,15 @@ __all__ = [
     "Shares",
     "Statistics",
     "blocks_of",
+    "budgets_by_gain",
     "choose_among",
     "choose_keys",
     "fit_values",
     "fit_weights",
-    "greedy_budgets",
+    "joined",
     "key_shares",
+    "lazy_paths",
+    "levels",
     "masses",
     "match_among",
     "match_keys",
@@ -62,6 +64,7 @@ __all__ = [
     "output_errors",
     "shares",
     "statistics",
+    "waterline",
 ]
 
 doors(__name__)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, by_device
 
 T = TypeVar("T", bound=tuple)
 
@@ -67,9 +67,9 @@ def as_rows(n_rows: int, n_keys: int) -> bool:
     return n_rows < n_keys
 
 
-def by_cell(cells: int, n_rows: int, n_keys: int) -> bool:
+def by_cell(cells: int, n_rows: int, n_keys: int, device: torch.device) -> bool:
     """Whether the Gram matrices or rows of all cells are more than :data:`NUMBERS_AT_ONCE`: then one cell at a time."""
-    return cells * n_keys * min(n_rows, n_keys) > NUMBERS_AT_ONCE
+    return cells * n_keys * min(n_rows, n_keys) > by_device(NUMBERS_AT_ONCE, device)
 
 
 def concatenated(parts: Iterable[T], make: Callable[..., T]) -> T:

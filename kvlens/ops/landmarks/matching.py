@@ -70,7 +70,7 @@ def masses(queries: Queries, prompt: PromptKeys) -> Masses:
 def match_among(queries: Queries, prompt: PromptKeys, r: int, by: MatchedBy) -> Matched:
     """:func:`match_keys` for every head of one layer; for long prompts, one head at a time, so that memory stays bounded."""
     cells = prompt.keys.shape[0] * prompt.keys.shape[1]
-    if not by_cell(cells, queries.log_n[0].numel() // prompt.keys.shape[1], prompt.keys.shape[2]):
+    if not by_cell(cells, queries.log_n[0].numel() // prompt.keys.shape[1], prompt.keys.shape[2], queries.q.device):
         return match_keys(masses(queries, prompt), r, by)
     return concatenated((match_keys(masses(*own), r, by) for own in cells_of(queries, prompt)), Matched)
 

@@ -12,7 +12,7 @@ problem; the leading axis ("cell") runs over prompts and key-value heads.
 Sums over the queries are computed cell by cell, so that what is read repeatedly stays in the processor's cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.memory import BLOCK_NUMBERS
+from kvlens.memory import BLOCK_NUMBERS, by_device
 from kvlens.ops.landmarks.gram import Gram, Products, Rows, as_rows
 from kvlens.ops.softmax_features import ScoreRule
 from kvlens.ops.softmax_features.virtual_keys import grouped_key_scores
@@ -48,6 +48,11 @@ class Queries(NamedTuple):
     def part(self, rows: slice | Tensor) -> "Queries":
         """Some of the queries."""
         return Queries(self.q[:, rows], self.z[:, rows], self.log_n[:, rows], self.positions[rows])
+
+
+def joined(parts: Sequence[Queries]) -> Queries:
+    """The queries of several groups of texts after one another."""
+    return parts[0] if len(parts) == 1 else Queries(*map(torch.cat, zip(*parts, strict=True), (1, 1, 1, 0)))
 
 
 class PromptKeys(NamedTuple):
@@ -107,7 +112,7 @@ def shares(queries: Queries, prompt: PromptKeys) -> Shares:
 def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
     """The queries in blocks small enough that their shares of ``n_keys`` keys fit the memory budget."""
     batch, n, heads = queries.log_n.shape
-    size = max(1, BLOCK_NUMBERS // (batch * heads * n_keys))
+    size = max(1, by_device(BLOCK_NUMBERS, queries.q.device) // (batch * heads * n_keys))
     for first in range(0, n, size):
         yield queries.part(slice(first, first + size))
 

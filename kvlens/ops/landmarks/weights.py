@@ -15,8 +15,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.ops.landmarks.choice import Chosen
-from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, shares
+from kvlens.ops.landmarks.shares import PromptKeys, Queries, blocks_of, cells_of, key_shares, shares
 from kvlens.ops.softmax_attention import ScaledFeatures
 
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
@@ -33,9 +32,20 @@ class Errors(NamedTuple):
     mass: Float[Tensor, "batch head"]
 
 
-def fit_weights(chosen: Chosen, active: Bool[Tensor, "cell r"]) -> Float[Tensor, "cell r"]:
+def fit_weights(
+    queries: Queries, prompt: PromptKeys, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]
+) -> Float[Tensor, "cell r"]:
     """The weights w of the active keys, by non-negative least squares."""
-    return nonnegative_weights(chosen.gram, chosen.with_p, active)
+    r = index.shape[1]
+    gram = torch.zeros(len(index), r, r, dtype=torch.float64, device=index.device)
+    target = torch.zeros(len(index), r, dtype=torch.float64, device=index.device)
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        for block in blocks_of(own, keys.keys.shape[2]):
+            psi = key_shares(block, keys)[0]
+            p, psi = psi.sum(dim=-1), psi[:, index[cell]]
+            gram[cell] += psi.mT @ psi
+            target[cell] += psi.mT @ p
+    return nonnegative_weights(gram, target, active)
 
 
 def nonnegative_weights(

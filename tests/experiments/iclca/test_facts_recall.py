@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from kvlens.experiments.iclca import facts_recall
-from kvlens.experiments.iclca.facts_recall import DROPPED, EQUAL, EXACT, GREEDY, NO_FIT, POLISHED
+from kvlens.experiments.iclca.facts_recall import DROPPED, EQUAL, EXACT, LOGITS, NO_FIT, POLISHED
 from kvlens.tasks.facts import FactsTask, answers_after_story, answers_without_story, guess_in_story
 from kvlens.training import build_model
 
 
 def made_answers(n_stories: int, kept: dict[str, int], n_questions: int = 4, dropped: int = 0) -> pd.DataFrame:
     """Each story: the first question wrong even with the story, ``kept[way]`` of the others kept at a quarter."""
-    kept, rows = {POLISHED: kept[GREEDY], **kept}, []
+    kept, rows = {POLISHED: kept[LOGITS], **kept}, []
     for story in range(n_stories):
         for question in range(n_questions):
             right = question > 0
@@ -30,25 +30,25 @@ def verdicts(answers: pd.DataFrame) -> list[bool | None]:
 
 
 def test_only_answers_right_with_the_story_are_counted():
-    table = facts_recall.share_kept(made_answers(5, {GREEDY: 3, EQUAL: 2, NO_FIT: 0})).set_index("way")
+    table = facts_recall.share_kept(made_answers(5, {LOGITS: 3, EQUAL: 2, NO_FIT: 0})).set_index("way")
     assert table["n_answers"].tolist() == [15] * 6
-    assert table.loc[[EXACT, DROPPED, GREEDY, EQUAL, NO_FIT], "n_kept"].tolist() == [15, 0, 15, 10, 0]
-    assert table.loc[GREEDY, "share_kept"] == 1.0 and table.loc[GREEDY, "keys"] == 7.0
+    assert table.loc[[EXACT, DROPPED, LOGITS, EQUAL, NO_FIT], "n_kept"].tolist() == [15, 0, 15, 10, 0]
+    assert table.loc[LOGITS, "share_kept"] == 1.0 and table.loc[LOGITS, "keys"] == 7.0
 
 
 def test_verdicts_go_either_way_and_few_answers_give_none():
-    assert verdicts(made_answers(200, {GREEDY: 3, EQUAL: 3, NO_FIT: 2})) == [True, True, True, True, True]
-    assert verdicts(made_answers(200, {GREEDY: 2, EQUAL: 3, NO_FIT: 3}, dropped=3)) == [True, False, False, False, False]
+    assert verdicts(made_answers(200, {LOGITS: 3, EQUAL: 3, NO_FIT: 2})) == [True, True, True, True, True]
+    assert verdicts(made_answers(200, {LOGITS: 2, EQUAL: 3, NO_FIT: 3}, dropped=3)) == [True, False, False, False, False]
     # 15 of 15 do not show that 99 of 100 are kept; five stories cannot tell a gain; 0 of 20 is below 0.4.
-    assert verdicts(made_answers(5, {GREEDY: 3, EQUAL: 3, NO_FIT: 2})) == [True, None, None, None, True]
-    broken = made_answers(5, {GREEDY: 3, EQUAL: 3, NO_FIT: 2})
+    assert verdicts(made_answers(5, {LOGITS: 3, EQUAL: 3, NO_FIT: 2})) == [True, None, None, None, True]
+    broken = made_answers(5, {LOGITS: 3, EQUAL: 3, NO_FIT: 2})
     broken.loc[(broken["way"] == EXACT) & (broken["story"] == 2), "is_right"] = False
     assert verdicts(broken)[0] is False
 
 
 def test_the_settings_are_options_of_the_methods():
     named = [name for name, _, _ in facts_recall.ways(facts_recall.facts_recall.scales["small"])]
-    assert named == [EXACT, *[GREEDY, EQUAL, NO_FIT] * 3, POLISHED, GREEDY, EQUAL, NO_FIT]
+    assert named == [EXACT, *[LOGITS, EQUAL, NO_FIT] * 3, POLISHED, LOGITS, EQUAL, NO_FIT]
 
 
 def test_measuring_asks_every_first_time_question_once_in_every_way():
@@ -59,7 +59,7 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
         ratios=[0.25], reference=dict(n_continuations=2, continuation_length=6), polish=dict(polish_steps=2), seed=0
     )
     answers = facts_recall.measure(model, stories, facts_recall.ways(settings), first_story=10)
-    assert answers.groupby("way").size().to_dict() == dict.fromkeys((EXACT, DROPPED, GREEDY, EQUAL, NO_FIT, POLISHED), 9)
+    assert answers.groupby("way").size().to_dict() == dict.fromkeys((EXACT, DROPPED, LOGITS, EQUAL, NO_FIT, POLISHED), 9)
     exact, dropped = (answers[answers["way"] == way] for way in (EXACT, DROPPED))
     assert set(answers["story"]) == {10, 11, 12}
     assert (
@@ -70,7 +70,7 @@ def test_measuring_asks_every_first_time_question_once_in_every_way():
     assert dropped["is_right"].tolist() == answers_without_story(model, stories).is_right.tolist()
     assert exact["keys"].tolist() == [story.n_prompt_tokens for story in stories for _ in range(3)]
     most = [-(-story.n_prompt_tokens // 4) for story in stories for _ in range(3)]
-    for way in (GREEDY, EQUAL, NO_FIT, POLISHED):  # fewer where a fitted weight is 0
+    for way in (LOGITS, EQUAL, NO_FIT, POLISHED):  # fewer where a fitted weight is 0
         keys = answers.loc[answers["way"] == way, "keys"]
         assert all(0 < n <= bound for n, bound in zip(keys, most, strict=True))
 

@@ -6,7 +6,7 @@ import torch
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.experiments.iclca import softmax_conversion
-from kvlens.experiments.iclca.softmax_conversion import DISTILLED, DROPPED, GREEDY, POLISHED, SIZE, WINDOW, ways
+from kvlens.experiments.iclca.softmax_conversion import DISTILLED, DROPPED, LOGITS, POLISHED, SIZE, WINDOW, ways
 from kvlens.model import HookedKVTransformer
 
 TINY = softmax_conversion.softmax_conversion.scales["tiny"]
@@ -62,8 +62,8 @@ def made_table(factor: float, contexts: int = 6) -> pd.DataFrame:
         (of.TOP, 4, 9): 1,
         (WINDOW, 4, 0): 1,
         (of.EQUAL, 4, 9): 2,
-        (GREEDY, 4, 9): 3,
-        (GREEDY, 4, 10): 4,
+        (LOGITS, 4, 9): 3,
+        (LOGITS, 4, 10): 4,
     }
     ranks |= {(POLISHED, 4, 10): 5} | {(method, 0, 10): 2 for method in DISTILLED.values()}
     ranks |= {(kind, m, 9): 1 for kind in (of.IID, of.ORTHOGONAL) for m in TINY["random"]}

@@ -1,0 +1,182 @@
+"""How many answers about a document a fitted bias keeps: questions asked behind the document with a few of its keys.
+
+    python tests/benchmarks/bench_recall.py MODEL --out FILE [--documents final] [--ratios 0.05 0.1] [--ways logits ...]
+
+MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has nine invented documents of 320 to 400 tokens,
+each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
+model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
+those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS are
+of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped.
+
+All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
+and "kvzip fitted", its keys with fitted weights and values; and fitted keys of ``Landmark`` with the budgets that KVzip gives
+("shares"), or with the mean of the budgets that "logits" gave to the other documents ("others").
+"""
+
+import argparse
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_explanation import has_answer
+
+import kvlens
+from kvlens.conversion import KVzip, Landmark, Teacher
+from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.softmax.answers import answer_errors
+from kvlens.conversion.softmax.few_keys import assembled
+from kvlens.conversion.softmax.landmark import fitted_keys, root_of
+from kvlens.conversion.softmax.logit_effects import logit_metrics
+from kvlens.conversion.softmax.prompt_pass import convert_exactly
+from kvlens.explanation.response import greedy, stop_tokens
+from kvlens.ops.landmarks import budgets_by_gain, choose_among
+
+DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
+CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
+WAYS = ("logits", "equal", "shares", "others", "kvzip", "kvzip fitted")
+MOST = 16
+"""Tokens of an answer; the short answers have at most six."""
+Made = dict[str, Any]
+
+
+class Prepared:
+    """A document that is read once, and converted in every way."""
+
+    def __init__(self, model: Any, document: Made, reference: str | None):
+        self.model, self.document = model, document
+        self.before, self.questions = asked(model, document)
+        prompt = PromptTokens(self.before[None], None, False)
+        exact = convert_exactly(model, prompt, (), None, model.fingerprint())
+        self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference), verbose=False)
+
+    @functools.cached_property
+    def queries(self) -> list[Any]:
+        return self.teacher.read(self.teacher.whole, self.teacher.seen)
+
+    @functools.cached_property
+    def paths(self) -> list[Any]:
+        """Every head's whole path: cut at the waterline, what ``Landmark`` computes."""
+        metrics = logit_metrics(self.teacher)
+        every = enumerate(zip(self.queries, metrics, strict=True))
+        return [choose_among(own, self.teacher.keys(i), root_of(metric), len(self.before)) for i, (own, metric) in every]
+
+    def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        """The bias of the document alone, with a batch axis, and the budgets."""
+        kvzip = KVzip(ratio=ratio)
+        if way == "kvzip":
+            return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
+        n_layers, n_heads = self.teacher.n_layers, self.teacher.n_kv_heads
+        wanted = torch.tensor([Landmark(ratio=ratio).keys_kept(len(self.before))])
+        if way == "kvzip fitted":
+            kept = kvzip.kept(self.teacher)
+            index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
+        else:
+            index = [path.keys for path in self.paths]
+            if way == "logits":
+                budgets = budgets_by_gain([path.gain for path in self.paths], wanted * n_layers * n_heads)
+            elif way == "shares":
+                budgets = kvzip.kept(self.teacher).sum(dim=-1)
+            elif way == "others":
+                share = torch.stack(others).mean(dim=0) * len(self.before)
+                budgets = share.round().long().clamp(max=len(self.before))[:, None]
+            else:
+                budgets = wanted[None, :, None].expand(n_layers, 1, n_heads)
+        every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
+        return assembled(self.teacher.exact, [fitted_keys(*each) for each in every]), budgets
+
+    def cell(self, way: str, ratio: float, others: list[torch.Tensor]) -> Made:
+        """The answers to the document's questions under one bias, and its error on the model's own text."""
+        began, row = time.process_time(), {"document": self.document["name"], "way": way, "ratio": ratio}
+        with torch.no_grad():
+            if way == "exact":
+                bias, budgets = self.teacher.whole, None
+            else:
+                bias, budgets = self.bias(way, ratio, others)
+        row |= {"processor": time.process_time() - began, "n_tokens": len(self.before)}
+        said = answers(self.model, bias.select_prompt(0), self.questions)
+        row |= {"right": right(said, self.document), "said": said, "prepared": self.teacher.seconds}
+        if budgets is None:
+            return row
+        off = answer_errors(self.model, self.teacher.whole, bias, self.teacher.without, self.teacher.held_out)
+        off = off.map(lambda x: x[0])
+        return row | {"budgets": budgets[:, 0].tolist(), "error": float(off.logits_error), "lost_share": float(off.lost_share)}
+
+
+def asked(model: Any, document: Made) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The tokens before the questions, and those of each question; all of these begin with the last token that they share."""
+    chats = [kvlens.Chat.ask(q, {document["name"]: document["text"]}).tokens(model) for q, _ in document["questions"]]
+    shortest = min(map(len, chats))
+    same = (torch.stack([chat[:shortest] for chat in chats]) == chats[0][:shortest]).all(dim=0)
+    n_before = int(same.long().cumprod(dim=0).sum()) - 1
+    return chats[0][:n_before], [chat[n_before:] for chat in chats]
+
+
+def answers(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor]) -> list[str]:
+    """What the model says to each question under a bias, read in one batch."""
+    n_given = torch.tensor([len(question) - 1 for question in questions])
+    given = torch.nn.utils.rnn.pad_sequence([question[1:] for question in questions], batch_first=True)
+    stops, n_most = stop_tokens(model), int(n_given.max()) + MOST
+    texts = greedy(model, bias, questions[0][:1], given, n_given, n_most, lambda text: text[-1] in stops)
+    answered = [text[n:] for text, n in zip(texts, n_given.tolist(), strict=True)]
+    return [model.tokenizer.decode(text, skip_special_tokens=True) for text in answered]
+
+
+def right(said: list[str], document: Made) -> list[bool]:
+    return [has_answer(text, [answer]) for text, (_, answer) in zip(said, document["questions"], strict=True)]
+
+
+def table(rows: list[Made]) -> str:
+    """Answers kept by way and ratio, pooled over the documents that have all of them."""
+    exact = {row["document"]: row["right"] for row in rows if row["way"] == "exact"}
+    lines = [f"{len(exact)} documents, {sum(map(len, exact.values()))} questions, {sum(map(sum, exact.values()))} right"]
+    for way, ratio in dict.fromkeys((row["way"], row["ratio"]) for row in rows if row["way"] != "exact"):
+        some = [row for row in rows if (row["way"], row["ratio"]) == (way, ratio)]
+        kept = sum(a and b for row in some for a, b in zip(row["right"], exact[row["document"]], strict=True))
+        n = sum(sum(exact[row["document"]]) for row in some)
+        error = sum(row.get("error", float("nan")) for row in some) / len(some)
+        seconds = sum(row["processor"] for row in some) / len(some)
+        share = f"{way} at {ratio:.0%}: {kept} of {n} kept ({kept / max(n, 1):.0%}), {len(some)} documents"
+        lines.append(f"{share}; error on own text {error:.1%}; {seconds:.0f} s of processor time a fit")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or GGUF file of a chat model")
+    parser.add_argument("--out", type=Path, required=True, help="a file of one JSON line for each cell")
+    parser.add_argument("--documents", nargs="+", help='names, "choice", or "final" (the default)', default=["final"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
+    parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
+    args = parser.parse_args(argv)
+    every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
+    sets = {"choice": CHOICE, "final": [each["name"] for each in every if each["name"] not in CHOICE]}
+    names = [name for some in args.documents for name in sets.get(some, [some])]
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = {(row["document"], row["way"], row["ratio"]) for row in rows}
+    wanted = [("exact", 1.0), *((way, ratio) for ratio in args.ratios for way in args.ways)]
+    model = None
+    for document in every:
+        name = document["name"]
+        cells = [cell for cell in wanted if (name, *cell) not in done]
+        if name not in names or not cells:
+            continue
+        model = kvlens.load(args.model).requires_grad_(False) if model is None else model
+        prepared = Prepared(model, document, args.reference)
+        for way, ratio in cells:
+            alike = [row for row in rows if (row["way"], row["ratio"]) == ("logits", ratio) and row["document"] != name]
+            others = [torch.tensor(row["budgets"], dtype=torch.float64) / row["n_tokens"] for row in alike]
+            if way == "others" and not others:
+                continue
+            rows.append(prepared.cell(way, ratio, others))
+            with args.out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            print(name, way, ratio, sum(rows[-1]["right"]), f"{rows[-1]['processor']:.0f} s", flush=True)
+    print(table([row for row in rows if row["document"] in names]))
+
+
+if __name__ == "__main__":
+    main()

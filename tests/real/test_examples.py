@@ -1,0 +1,39 @@
+"""The examples of EXPLANATIONS.md name the causes that the page names."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[2] / "EXPLANATIONS.md").read_text(encoding="utf-8")
+SETUP, *EXAMPLES = PAGE.split("\n## ")
+NAMED = re.compile(r"Without (.*?), the model says|(No part) loses|(None of the parts) loses", re.DOTALL)
+
+
+def block(language, text):
+    return re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def namespace(smollm2_file):
+    with contextlib.chdir(smollm2_file.parent):
+        found: dict = {}
+        exec(block("python", SETUP), found)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0].lower().replace(" ", "_") for text in EXAMPLES])
+def test_an_example_names_the_causes_that_the_page_names(example, namespace):
+    """Not the numbers, nor every word that is said instead, which may hang on the last bit of a processor."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(block("python", example), dict(namespace))
+    assert named(printed.getvalue()) == named(block("text", example))
+
+
+def named(text):
+    """Parts without which something else is said, and whether none loses the answer."""
+    return [next(filter(None, each)) for each in NAMED.findall(" ".join(text.split()))]
