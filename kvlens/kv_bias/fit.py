@@ -226,4 +226,4 @@ def _after(record: Record, step: str) -> BiasFit:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether a field is unchanged: numbers are compared by value, tensors (and their containers) by identity."""
-    return a is b or (isinstance(a, int | Fingerprint) and a == b)
+    return a is b or (type(a) is type(b) and isinstance(a, int | Fingerprint) and a == b)

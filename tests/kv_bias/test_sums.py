@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import GROUPED, model_of, relative_error, tokens
 
-from kvlens import KVShiftConfig, carry_bias, combine, convert_prompt, counterfactuals
+from kvlens import KVBias, KVShiftConfig, carry_bias, combine, convert_prompt, counterfactuals
 
 EXACT = 1e-11
 ONE_LAYER = {
@@ -78,6 +78,14 @@ def test_toward_a_prompt_of_another_length_begins_behind_the_longer_one(name):
     assert relative_error(logits(model, a.toward(b, 0)), torch.stack(expected)) < EXACT
     assert relative_error(logits(model, b.toward(a, 0)), logits(model, b)) < EXACT
     assert a.toward(b, 0.5).position_offset == b.toward(a, 0.5).position_offset == b.position_offset
+
+
+def test_toward_goes_behind_the_longer_prompt_row_by_row():
+    model = one_layer("softmax, rope")
+    unequal = KVBias.batch([convert_prompt(model, FIRST[0, :n]).repeat(1) for n in (5, 9)])
+    equal = convert_prompt(model, FIRST[:, :7])
+    for bias in (unequal.toward(equal, 0.5), equal.toward(unequal, 0.5)):
+        assert bias.position_offset.tolist() == [7, 9]
 
 
 @pytest.mark.parametrize("name", ["rope after", "softmax, alibi"])
