@@ -66,7 +66,7 @@ def test_an_attached_bias_is_part_of_the_dual_model(name, role):
             assert dual.step().loss() < dual.reset().loss()
 
 
-@pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4)])
+@pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4, budget="equal")])
 @pytest.mark.parametrize("name", ["learned positions", "rotary, gqa, shift"])
 def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
     model = model_of(name)

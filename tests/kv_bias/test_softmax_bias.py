@@ -124,7 +124,7 @@ def test_one_prompt_of_a_batch():
 def a_fit(batch: int | None = None) -> BiasFit:
     lead = (LAYERS,) if batch is None else (LAYERS, batch)
     return BiasFit(
-        "landmark", {"n_features": R, "reference": "own"}, 100, 20, 1.0, 9.5, {"fit": 0.25},
+        "landmark", {"n_features": R, "reference": "own"}, 100, 20, {"prompt": 9, "sampled": 30}, {"fit": 0.25},
         torch.full((*lead, KV), R), normal(*lead, HEADS, seed=70).abs(), normal(*lead, HEADS, seed=71).abs(),
     )  # fmt: skip
 
