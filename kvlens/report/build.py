@@ -233,7 +233,7 @@ def build_report(
             by=by,
             on_progress=lambda what, done: tell(what, 0.4 + done / 2),
         )
-        tables |= {f"answer_{name}": table for name, table in explained.tables().items()}
+        tables |= {f"answer_{name}": table for name, table in explained.tables().items() if len(table)}
         summary["answer"] = answer_figures(explained)
     linked = None
     if "linked_shares" not in missing:
