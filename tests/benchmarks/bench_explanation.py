@@ -7,8 +7,8 @@ is a question about two or more documents: the passage that answers it, and othe
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
 counted, and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
 (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others of each case. A run is resumed where it
-stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause contains the short
-answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
+stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause contains the
+short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
 claim alone.
 """
 
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ def main(words: list[str]) -> None:
         if n_right >= args.right or time.perf_counter() - began > args.seconds:
             break
         tried += 1
-        case = {"right": has_answer(answer, rows[i]["answers"])}
+        case: dict[str, Any] = {"right": has_answer(answer, rows[i]["answers"])}
         if case["right"] or len(cases) - n_right < args.wrong:
             case = explained(model, plain, rows[i], chat, args.depth, args.again, random.Random(i))
             cases.append(case)
@@ -229,12 +229,10 @@ def main(words: list[str]) -> None:
     print(f"{tried} questions tried\n{summary(cases)}")
 
 
-def answers(
-    model: Any, rows: list[dict[str, Any]], asked: Iterable[tuple[int, dict[str, str]]]
-) -> Iterator[tuple[int, Any, str]]:
+def answers(model: Any, rows: list[dict[str, Any]], asked: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any, str]]:
     """Row by row the chat and its greedy answer, up to 64 tokens; `AT_ONCE` are read together."""
     stops = stop_tokens(model)
-    for group in itertools.batched(asked, AT_ONCE):
+    for group in iter(lambda: list(itertools.islice(asked, AT_ONCE)), []):
         chats = [kvlens.Chat.ask(rows[i]["question"].rstrip("?").capitalize() + "?", documents) for i, documents in group]
         prompts = [chat.tokens(model) for chat in chats]
         biases = KVBias.batch([kvlens.convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
