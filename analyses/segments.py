@@ -194,14 +194,22 @@ class PromptColumns:
 
 
 @contextlib.contextmanager
+def terminal_bar(what: str) -> Iterator[Any]:
+    """A bar from 0 to 1, on a terminal or in a notebook, that appears after some seconds and is removed at the end."""
+    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    in_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
+    hidden = True if multiprocessing.parent_process() else False if in_notebook else None  # None: without a terminal
+    with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=hidden, delay=BAR_AFTER) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
 def bar_unless(on_progress: Progress | None, what: str) -> Iterator[Progress]:
-    """``on_progress``, or else a progress bar on the terminal that appears after some seconds and is removed at the end."""
+    """``on_progress``, or else a :func:`terminal_bar`."""
     if on_progress is not None:
         yield on_progress
         return
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    hidden = True if multiprocessing.parent_process() else None  # workers share a terminal; None disables it without a terminal
-    with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=hidden, delay=BAR_AFTER) as bar:
+    with terminal_bar(what) as bar:
         yield lambda done: bar.update(done - bar.n) and None
 
 

@@ -106,7 +106,7 @@ class Chat:
         Raises:
             KVLensError: no tokenizer, no chat template, a template that refuses the messages (what it says is quoted).
         """
-        return _written(model, self.messages)
+        return written_messages(model, self.messages)
 
     def tokens(self, model: KVModel) -> Int[Tensor, " pos"]:
         """The tokens of :meth:`text`. A BOS is among them if the template writes one; none is added.
@@ -151,7 +151,7 @@ class Chat:
         mark = next(mark for i in range(len(text)) if (mark := f"KVLENS{i}PART") not in text)
         messages, parts = self.messages, [part.text for part in self._turns[turn][1]]
         messages[turn]["content"] = "".join([*parts[:at], mark, *parts[at + 1 :]])
-        pieces = _written(model, messages).split(mark)
+        pieces = written_messages(model, messages).split(mark)
         before, behind = pieces[0], pieces[-1]
         start, stop = len(before), len(text) - len(behind)
         if len(pieces) != 2 or start > stop or not (text.startswith(before) and text.endswith(behind)):
@@ -221,7 +221,7 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
 
 
-def _written(model: KVModel, messages: Messages) -> str:
+def written_messages(model: KVModel, messages: Messages) -> str:
     """The messages as the tokenizer's template writes them."""
     tokenizer = model.tokenizer
     if tokenizer is None:

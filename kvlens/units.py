@@ -122,6 +122,13 @@ def begins_with_bos(model: Any, tokens: Int[Tensor, " pos"]) -> bool:
     return model.tokenizer is not None and len(tokens) > 0 and int(tokens[0]) == model.tokenizer.bos_token_id
 
 
+def pieces_of_tokens(layout: Layout) -> list[Piece | None]:
+    """The message, document or question that each token belongs to; None for BOS and marks."""
+    pieces = [*layout.pieces, *layout.asked]
+    owners = _owners(layout, [Part(piece.name, None, piece.start, piece.stop) for piece in pieces])
+    return [None if owner is None else pieces[owner] for owner in owners]
+
+
 def always_there(layout: Layout) -> Bool[Tensor, " pos"]:
     """True at tokens that are in no unit whatever the level: BOS, and the marks and the question of a chat."""
     return torch.tensor([owner is None for owner in _owners(layout, _parts(layout, "message"))])

@@ -97,9 +97,9 @@ errors
 # ## Exchanging: `a + c * (b - a)`
 #
 # Two stories, `a` and `b`, differ in one word, Pavel's animal. `b - a` is what the exchange of this word does to the bias, and `a + c * (b - a)` does
-# it to a degree: nothing at c = 0, the other story at c = 1, more than that beyond. We measure the probability of the old and the new animal as the answer
-# to a question about Pavel, for six pairs of animals, on a linear and on a softmax model. (In the softmax model the text's first position follows the prompt's
-# length, so stories are of equal length.)
+# it to a degree: nothing at c = 0, the other story at c = 1, more than that beyond; `a.toward(b, c)` is this bias. We measure the probability of the old and the new animal as the answer
+# to a question about Pavel, for six pairs of animals, on a linear and on a softmax model. (`toward` takes prompts of any lengths: the text then begins behind
+# the longer one.)
 #
 # Two controls: the question about Kaya, whose animal is the same in both stories; and a third story `d`, in which *Kaya's* animal is
 # exchanged instead, under which Pavel's animal should stay the old one.
@@ -125,7 +125,7 @@ for name, facts in models.items():
     for old, new in zip(animals, animals[1:] + animals[:1], strict=True):
         a, b, d = (convert_prompt(facts, story.format(*pair)) for pair in [(old, "donkey"), (new, "donkey"), (old, "cow")])
         for c in degrees:
-            exchanged, elsewhere = a + c * (b - a), a + c * (d - a)
+            exchanged, elsewhere = a.toward(b, c), a.toward(d, c)
             answers = {"new": p(facts, exchanged, "Pavel", new), "old": p(facts, exchanged, "Pavel", old)}
             controls = {"Kaya's": p(facts, exchanged, "Kaya", "donkey"), "old, by d": p(facts, elsewhere, "Pavel", old)}
             rows.append({"model": name, "c": c, **answers, **controls})
@@ -191,7 +191,9 @@ wrote = pd.DataFrame(rows).set_index(["model", "bias"])
 wrote.style.format({"below 0": "{:.1%}"})
 
 # %% [markdown]
-# With c from 0 to 1 the weights $1 - c$ and $c$ are not negative, so no normalizer is. At c = 2 a few are on the softmax model, and the answer
+# With c from 0 to 1 the weights $1 - c$ and $c$ are not negative, so no normalizer is. A real model bears less than these: with SmolLM2-135M-Instruct and
+# system prompts for cheerful and gloomy answers, c from 0 to 1 leads from one to the other, at c = 1.2 it repeats itself, at 1.5 it writes nonsense, with
+# 1.5 % of the normalizers below 0. Here, at c = 2 a few are on the softmax model, and the answer
 # holds; at c = 10 its text falls apart. Under `-1 * a` all or most normalizers are negative, and neither model writes sentences. `b - a` by itself
 # happens to leave all of the linear model's positive, and breaks the softmax model.
 #

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 ORDER = [
-    "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "_tl", "kv_bias",
+    "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "kv_bias",
     "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "chat", "bridge", "loading", "conversion_methods",
     "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "explanation",
     "report", "papers", "reference", "cli",

@@ -1,6 +1,7 @@
 """What is explained: the log-probability of an answer behind a text, or how far it lies above a rival's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from kvlens.chat import prompt_layout
 from kvlens.units import By, Layout, Unit, always_there, cut
 
 from ..predictions import text_logits
+from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence
 
 
@@ -28,6 +30,14 @@ class Account:
         self.n_tokens += n_tokens
         if self.on_tokens is not None:
             self.on_tokens(self.n_tokens)
+
+    @contextmanager
+    def bar(self, on_progress: Progress | None, what: str, expected: int) -> Iterator[None]:
+        """Inside, ``on_progress``, or else a bar, follows how many of about ``expected`` tokens were read."""
+        with bar_unless(on_progress, what) as tell:
+            self.on_tokens = lambda n: tell(min(1.0, n / expected))
+            yield
+            tell(1.0)
 
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
@@ -93,6 +103,13 @@ class Question:
     def always_there(self) -> Bool[Tensor, " prompt_pos"]:
         """True at tokens that are part of the baseline and of no unit: BOS, and the marks and the question of a chat."""
         return always_there(self.layout)
+
+    @property
+    def n_read(self) -> int:
+        """So many tokens a bias is read with, for its score."""
+        longer = [len(tokens) for tokens in (self.answer, self.rival) if tokens is not None and len(tokens) > 1]
+        one_token = len(longer) < (1 if self.rival is None else 2)
+        return len(self.text) * one_token + sum(len(self.text) + n - 1 for n in longer)
 
     def units(self, by: By) -> list[Unit]:
         """The prompt cut into units, as :func:`kvlens.chat.prompt_units`."""

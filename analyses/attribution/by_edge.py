@@ -39,6 +39,7 @@ from kvlens.model import heads_per_layer
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..front_ends import on_its_front_ends
 from ..predictions import EFFECT
+from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
 from .by_position import without_each
@@ -48,6 +49,7 @@ WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
+    name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
     sender_layer=("int64", "from 0"),
     sender_head=("int64", "query head"),
@@ -249,14 +251,16 @@ def attribution_by_edge(
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     through_mlps: bool = True,
     n_confirmed: Annotated[int, Within(0)] | None = 20,
+    on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """Which earlier heads' outputs change the queries, keys and values of which later heads, for each unit of a prompt.
 
     Estimates take six passes over prompt and text for each head but the last layer's, from its layer on; an effect takes two.
 
     Args:
-        model, prompt, text, by, answer, rival: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without
-            a rival the effects of single edges fade where the answer is nearly certain.
+        model, prompt, text, by, answer, rival, on_progress: as
+            :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without a rival the effects of single edges fade
+            where the answer is nearly certain.
         replace_by: as :func:`kvlens.analyses.attribution.by_position.attribution_by_position`. The heads then read a prompt
             like others, from which nothing is missing.
         through_mlps: whether MLPs between sender and receiver are recomputed, or have the output of the pass as it is.
@@ -279,32 +283,37 @@ def attribution_by_edge(
     readings = [(sign, Reading(question, tokens, through_mlps)) for sign, tokens in scored]
     every = readings[0][1].edges()
     frames = []
-    for number, (unit, other) in enumerate(zip(units, others, strict=True)):
-        measured = [(sign, reading, *reading.other(other)) for sign, reading in readings]
-        estimate = torch.stack([sign * reading.estimates(change) for sign, reading, _, change in measured]).sum(dim=0)
-        order = estimate.abs().argsort(descending=True, stable=True)
-        edges, run = every[order], every[order[:n_confirmed]]
-        effect = torch.full_like(estimate, torch.nan)
-        effect[: len(run)] = sum(sign * reading.effects(run, change) for sign, reading, _, change in measured)
-        layer, later, input_, sender, head = edges.T
-        n_heads = torch.tensor(heads_per_layer(model))[layer]
-        frames.append(
-            COLUMNS.frame(
-                {
-                    "unit": number,
-                    "unit_text": unit.text,
-                    "sender_layer": layer,
-                    "sender_head": sender % n_heads,
-                    "where": [WHERE[each] for each in (sender >= n_heads).long().tolist()],
-                    "receiver_layer": later,
-                    "receiver_head": head,
-                    "input": [INPUTS[each] for each in input_.tolist()],
-                    "estimate": estimate[order],
-                    "effect": effect,
-                    "whole": sum(sign * (reading.score - score) for sign, reading, score, _ in measured),
-                }
+    n_edges = len(every) if n_confirmed is None else min(n_confirmed, len(every))
+    n_rows = sum(2 * n * len(INPUTS) for n in heads_per_layer(model)[:-1]) + 2 * n_edges
+    expected = len(units) * sum(reading.n_tokens for _, reading in readings) * n_rows
+    with question.account.bar(on_progress, "attribution_by_edge", expected):
+        for number, (unit, other) in enumerate(zip(units, others, strict=True)):
+            measured = [(sign, reading, *reading.other(other)) for sign, reading in readings]
+            estimate = torch.stack([sign * reading.estimates(change) for sign, reading, _, change in measured]).sum(dim=0)
+            order = estimate.abs().argsort(descending=True, stable=True)
+            edges, run = every[order], every[order[:n_confirmed]]
+            effect = torch.full_like(estimate, torch.nan)
+            effect[: len(run)] = sum(sign * reading.effects(run, change) for sign, reading, _, change in measured)
+            layer, later, input_, sender, head = edges.T
+            n_heads = torch.tensor(heads_per_layer(model))[layer]
+            frames.append(
+                COLUMNS.frame(
+                    {
+                        "unit": number,
+                        "name": unit.name,
+                        "unit_text": unit.text,
+                        "sender_layer": layer,
+                        "sender_head": sender % n_heads,
+                        "where": [WHERE[each] for each in (sender >= n_heads).long().tolist()],
+                        "receiver_layer": later,
+                        "receiver_head": head,
+                        "input": [INPUTS[each] for each in input_.tolist()],
+                        "estimate": estimate[order],
+                        "effect": effect,
+                        "whole": sum(sign * (reading.score - score) for sign, reading, score, _ in measured),
+                    }
+                )
             )
-        )
     return pd.concat(frames, ignore_index=True)
 
 

@@ -25,12 +25,14 @@ from ..bias.one_space import with_references
 from ..bias.parts import HEAD, exchangeable, indicators
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
+from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Positions, Question, Read, Rival
+from .answers import Answer, Positions, Question, Rival
 from .units import BY, Spans, Unit
 
 COLUMNS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
+    name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
     start=("int64", "position of its first token"),
     stop=("int64", "position behind its last token"),
@@ -66,11 +68,13 @@ def attribution_by_head(
     answer: Answer = None,
     rival: Rival = None,
     positions: Positions = "kept",
+    on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """What each head does for each unit of a prompt, and for the whole prompt against the baseline.
 
     Args:
-        model, prompt, text, by, answer, rival, positions: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
+        model, prompt, text, by, answer, rival, positions, on_progress: as
+            :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
 
     Returns:
         One row per unit (the whole prompt first), layer and part:
@@ -83,11 +87,12 @@ def attribution_by_head(
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = question.units(by)
     bias = convert_prompt(model, question.prompt)
-    everything = Unit("prompt", joined(unit.text for unit in units), *_whole(question))
+    everything = Unit("the whole prompt", joined(unit.text for unit in units), *_whole(question))
     others = convert_prompt(model, question.rows([[(unit.start, unit.stop)] for unit in units]))
     donors = [convert_prompt(model, question.baseline()), *(others.select_prompt(i).repeat(1) for i in range(len(units)))]
-    measured = [swapped_heads(question, bias, donor) for donor in donors]
     parts = exchangeable(bias)
+    with question.account.bar(on_progress, "attribution_by_head", len(donors) * (2 * len(parts) + 2) * question.n_read):
+        measured = [swapped_heads(question, bias, donor) for donor in donors]
     listed: Sequence[Unit] = [everything, *units]
     whole = torch.stack([each[0] for each in measured]).repeat_interleave(len(parts))
     swap, converse = (torch.cat([each[i] for each in measured]) for i in (1, 2))
@@ -95,6 +100,7 @@ def attribution_by_head(
     return COLUMNS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(len(parts)),
+            "name": [unit.name for unit in listed for _ in parts],
             "unit_text": [unit.text for unit in listed for _ in parts],
             "start": [unit.start for unit in listed for _ in parts],
             "stop": [unit.stop for unit in listed for _ in parts],
@@ -120,7 +126,6 @@ class HeadExchange:
     """Sets of parts of a converted prompt exchanged for those of another.
 
     Args:
-        question: what is asked.
         bias: of the prompt.
         other: of the other prompt, a batch of one.
         same_features: whether both are in the same features already.
@@ -131,10 +136,10 @@ class HeadExchange:
         at_once: how many rows a pass has room for.
     """
 
-    def __init__(self, question: Question | None, bias: KVBias, other: KVBias, *, same_features: bool = False):
+    def __init__(self, bias: KVBias, other: KVBias, *, same_features: bool = False):
         own, donors = (bias, other) if same_features else with_references(bias, other)
         assert donors is not None
-        self.question, self.own, self.donors = question, own, donors
+        self.own, self.donors = own, donors
         self.parts = exchangeable(own)
         self.at_once = rows_at_once(own)
         self._of_bias, self._of_shift_state = indicators(own, self.parts)
@@ -149,17 +154,12 @@ class HeadExchange:
         donor = torch.zeros(len(chosen), dtype=torch.long, device=chosen.device)
         return intervened(self.own, Interventions(keep_bias, keep_shift_state, donor, self.donors))
 
-    def read(self, exchanged: Bool[Tensor, "row part"]) -> Read:
-        """Reads a text with each set of parts exchanged."""
-        assert self.question is not None
-        return self.question.reads_under(self.biases(exchanged))
-
 
 def swapped_heads(
     question: Question, bias: KVBias, other: KVBias
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " part"], Float[Tensor, " part"]]:
     """(whole, swap, converse): by how much the score falls with all parts from ``other``, with one, and with all but one."""
-    exchange = HeadExchange(question, bias, other)
+    exchange = HeadExchange(bias, other)
     one = torch.eye(len(exchange.parts), dtype=torch.bool)
     rows = torch.cat([torch.zeros_like(one[:1]), torch.ones_like(one[:1]), one, ~one])
     found = torch.cat([question.scores_under(exchange.biases(some)) for some in rows.split(exchange.at_once)])

@@ -24,14 +24,16 @@ from ..bias.one_space import in_one_space
 from ..bias.parts import RECURRENT, has_shift_state, tensors_of, with_tensors
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
+from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Question, Read, Rival
+from .answers import Answer, Question, Rival
 from .by_head import rows_at_once
 from .terms import ALL, SHIFT_STATES, Terms, carriers, in_layer
 from .units import BY, Spans, Unit, positions_of
 
 COLUMNS = Columns(
     unit=("int64", "from 0"),
+    name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
     part=("str", "``position``, or ``shift_state``"),
     prompt_position=("int64", "from 0; -1 for the shift state"),
@@ -66,11 +68,13 @@ def attribution_by_position(
     rival: Rival = None,
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     each_layer: bool = False,
+    on_progress: Progress | None = None,
 ) -> pd.DataFrame:
     """What each position of the prompt holds of each unit.
 
     Args:
-        model, prompt, text, by, answer, rival: as :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
+        model, prompt, text, by, answer, rival, on_progress: as
+            :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
         replace_by: token range of a unit -> what stands there in the counterfactual prompt, of as many tokens; a unit that is
             not named is removed.
         each_layer: also a row for every layer, in addition to those of all layers at once.
@@ -91,32 +95,44 @@ def attribution_by_position(
     layers = [ALL, *(range(model.cfg.n_layers) if each_layer else ())]
     others = without_each(question, units, replace_by or {})
     carried = carriers(read.bias, positions_of(units, len(question.prompt)))
-    frames = []
-    for number, (unit, other) in enumerate(zip(units, others, strict=True)):
-        exchange = PositionExchange(question, read, other)
-        whole, swap, converse = exchanged_positions(exchange, layers)
-        parts = exchange.parts
-        at = torch.tensor(parts * len(layers))
-        own = (at >= unit.start) & (at < unit.stop)
-        behind = (at >= 0) & carried[number][at.clamp(min=0)] & ~own
-        frames.append(
-            COLUMNS.frame(
-                {
-                    "unit": [number] * len(at),
-                    "unit_text": unit.text,
-                    "part": ["shift_state" if p == ALL else "position" for p in parts] * len(layers),
-                    "prompt_position": at,
-                    "token": [None if p == ALL else tokens[p] for p in parts] * len(layers),
-                    "layer": torch.tensor(layers).repeat_interleave(len(parts)),
-                    "swap": swap,
-                    "converse": converse,
-                    "in_unit": own,
-                    "in_shift_window": behind,
-                    "whole": whole,
-                }
-            )
-        )
+    expected = len(units) * 2 * len(layers) * len(question.prompt) * question.n_read
+    with question.account.bar(on_progress, "attribution_by_position", expected):
+        frames = [
+            _of_unit(number, unit, PositionExchange(read, other), question, layers, carried[number], tokens)
+            for number, (unit, other) in enumerate(zip(units, others, strict=True))
+        ]
     return pd.concat(frames, ignore_index=True)
+
+
+def _of_unit(
+    number: int,
+    unit: Unit,
+    exchange: "PositionExchange",
+    question: Question,
+    layers: list[int],
+    carried: Bool[Tensor, " pos"],
+    tokens: Sequence[str],
+) -> pd.DataFrame:
+    whole, swap, converse = exchanged_positions(question, exchange, layers)
+    parts = exchange.parts
+    at = torch.tensor(parts * len(layers))
+    own = (at >= unit.start) & (at < unit.stop)
+    return COLUMNS.frame(
+        {
+            "unit": [number] * len(at),
+            "name": unit.name,
+            "unit_text": unit.text,
+            "part": ["shift_state" if p == ALL else "position" for p in parts] * len(layers),
+            "prompt_position": at,
+            "token": [None if p == ALL else tokens[p] for p in parts] * len(layers),
+            "layer": torch.tensor(layers).repeat_interleave(len(parts)),
+            "swap": swap,
+            "converse": converse,
+            "in_unit": own,
+            "in_shift_window": (at >= 0) & carried[at.clamp(min=0)] & ~own,
+            "whole": whole,
+        }
+    )
 
 
 def without_each(
@@ -137,11 +153,11 @@ def without_each(
 
 
 def exchanged_positions(
-    exchange: "PositionExchange", layers: list[int]
+    question: Question, exchange: "PositionExchange", layers: list[int]
 ) -> tuple[float, Float[Tensor, " row"], Float[Tensor, " row"]]:
     """(whole, swap, converse): by how much the score falls with everything exchanged, and for every layer with one part
     exchanged, and with all but one (in this layer; everything in the others)."""
-    score, one = exchange.question.scores_under, torch.eye(len(exchange.parts), dtype=torch.bool)
+    score, one = question.scores_under, torch.eye(len(exchange.parts), dtype=torch.bool)
     own, everything = (float(score(bias.repeat(1))[0]) for bias in (exchange.own, exchange.donor))
     found = [
         own - torch.cat([score(exchange.biases(some, layer, kept)) for some in one.split(exchange.at_once)])
@@ -156,7 +172,6 @@ class PositionExchange:
     """Sets of positions of a converted prompt, and its shift state, exchanged for those of a counterfactual prompt.
 
     Args:
-        question: what is asked.
         read: of the prompt.
         other: the counterfactual prompt, a single row.
 
@@ -166,10 +181,10 @@ class PositionExchange:
         at_once: how many rows a pass has room for.
     """
 
-    def __init__(self, question: Question, read: Terms, other: Counterfactuals):
-        self.question, self.n_positions = question, len(question.prompt)
+    def __init__(self, read: Terms, other: Counterfactuals):
+        self.n_positions = read.n_positions
         self.parts = [*range(self.n_positions), *([ALL] if has_shift_state(read.bias) else [])]
-        there = Terms.of_prompt(question.model, other)
+        there = Terms.of_prompt(read.model, other)
         self.own, self.donor = in_one_space(read.bias, there.bias)  # the other prompt's keys lie behind the prompt's
         behind = read.bias.d_phi + there.first_key
         self._sides = replace(read, bias=self.own), replace(there, bias=self.donor, first_key=behind)
@@ -188,13 +203,3 @@ class PositionExchange:
             meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
             mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])
         return with_tensors(whole, mixed)
-
-    def read(self, exchanged: Bool[Tensor, "row part"]) -> Read:
-        """Reads a text with each set exchanged in all layers; a set of more than half is what it leaves, put into the other
-        prompt's bias."""
-        most = exchanged.sum(dim=1) * 2 > len(self.parts)
-        back = torch.cat([torch.where(~most)[0], torch.where(most)[0]]).argsort()
-        rows = ((exchanged[~most], False), (~exchanged[most], True))
-        stacked = [tensors_of(self.biases(chosen, onto_other=side)) for chosen, side in rows if len(chosen)]
-        mixed = {name: torch.cat([each[name] for each in stacked], dim=1)[:, back] for name in stacked[0]}
-        return self.question.reads_under(with_tensors(self.own.repeat(len(exchanged)), mixed))

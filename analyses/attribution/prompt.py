@@ -26,6 +26,7 @@ FLOOR = 0.1
 
 COLUMNS = Columns(
     unit=("int64", "from 0, as the prompt has them"),
+    name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
     start=("int64", "position of its first token; BOS has 0 where there is one"),
     stop=("int64", "position behind its last token"),
@@ -75,7 +76,7 @@ def prompt_attribution(
         method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.null.Null`); None leaves p-values out.
         positions: ``kept``: what follows a removed unit stays where it stood; ``closed``: it moves up.
-        on_progress: called with the fraction done, in 0..1, about.
+        on_progress: called with the fraction done, in 0..1, about; None shows a progress bar on a terminal if it takes long.
 
     Returns:
         One row per unit, in the prompt's order:
@@ -87,15 +88,14 @@ def prompt_attribution(
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = question.units(by)
-    if on_progress is not None:
-        expected = _cost(question, units, null, method_of(method))
-        question.account.on_tokens = lambda n: on_progress(min(1.0, n / expected))
-    found = method_of(method).explain(question, units)
-    baseline = float(question.scores(question.baseline())[0])
-    whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
-    nothing = torch.full_like(found.effects, float("nan"))
-    p = nothing if null is None else p_values(found.effects, null.effects(question, units, found.without))
-    return units_table(question, units, found.effects, whole - baseline, p)
+    expected = _cost(question, units, null, method_of(method))
+    with question.account.bar(on_progress, "prompt_attribution", expected):
+        found = method_of(method).explain(question, units)
+        baseline = float(question.scores(question.baseline())[0])
+        whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
+        nothing = torch.full_like(found.effects, float("nan"))
+        p = nothing if null is None else p_values(found.effects, null.effects(question, units, found.without))
+        return units_table(question, units, found.effects, whole - baseline, p)
 
 
 def units_table(
@@ -117,6 +117,7 @@ def units_table(
     return COLUMNS.frame(
         {
             "unit": range(len(units)),
+            "name": [unit.name for unit in units],
             "unit_text": [unit.text for unit in units],
             "start": [unit.start for unit in units],
             "stop": [unit.stop for unit in units],

@@ -22,6 +22,7 @@ from kvlens.checks import Count, checked
 
 from ..declaration import Columns, analysis
 from ..predictions import KL, LOSS_CHANGE
+from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .outputs import bias_outputs, share_by_size
 from .parts import HEAD, heads_of
@@ -121,11 +122,13 @@ def _describe(
     """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)
-    tell = on_progress or (lambda done: None)
-    with_baseline = baseline_ablation(
-        model, prompt, text, units, bias=bias, batch_size=batch_size, on_progress=lambda done: tell(done / 2)
-    )
-    with_zero = bias_ablation(model, bias, text, units, batch_size=batch_size, on_progress=lambda done: tell((1 + done) / 2))
+    with bar_unless(on_progress, "ablating the bias") as tell:
+        with_baseline = baseline_ablation(
+            model, prompt, text, units, bias=bias, batch_size=batch_size, on_progress=lambda done: tell(done / 2)
+        )
+        with_zero = bias_ablation(
+            model, bias, text, units, batch_size=batch_size, on_progress=lambda done: tell((1 + done) / 2)
+        )
     return {
         "layer": [unit[0][0] for unit in units],
         "b_kv_norm": _norms(sizes(bias, "b_KV"), units),

@@ -36,6 +36,7 @@ from ..predictions import (
     log_probabilities,
     next_token_losses,
 )
+from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .baseline import baseline_of, has_baseline
@@ -133,7 +134,7 @@ def bias_effects(
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         batch_size: ablations per forward pass; None takes what memory allows.
         on_start: called once, before the first ablation, with their number.
-        on_progress: called with the fraction done after each forward pass.
+        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per ablation, by method and part in the order given, then layer, then head:
@@ -157,7 +158,8 @@ def bias_effects(
     else:
         bias, references = with_others(bias, [*([] if references is None else singles(references)), baseline])
     rows = _interventions(bias, ablations, references, n_references)
-    numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=on_progress)
+    with bar_unless(on_progress, "bias_effects") as tell:
+        numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=tell)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
     return COLUMNS.frame({**which, **numbers})
 

@@ -46,6 +46,7 @@ from kvlens.errors import brief, nearest
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
 from ..heads.shift_roles import shifted_projections
+from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
 from .interventions import logits_under
@@ -124,7 +125,7 @@ def activation_patching(
         batch_size: patches per forward pass; None takes what memory allows. Patches of shift coefficients run one per pass,
             since coefficients have no batch axis.
         on_start: called once, before the first patch, with their number.
-        on_progress: called with the fraction done after each forward pass.
+        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per patch; points in the order given, each by layer, then head, then whole layers, then everything:
@@ -153,15 +154,15 @@ def activation_patching(
     with model.kv_bias(corrupted):
         corrupted_metric = _values(metric, model(text[None], attention_mask=torch.ones_like(text[None])))[0]
     order, values = list[int](), list[float]()
-    for batched, size in ((True, batch_size), (False, 1)):
-        chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
-        order += chosen
-        of_chosen = [patches[number] for number in chosen]
-        rows, hooks_of = as_interventions(corrupted, of_chosen, donors), partial(patch_hooks, of_chosen, sources)
-        for logits in logits_under(model, text, corrupted, rows, batch_size=size, hooks_of=hooks_of):
-            values += _values(metric, logits)
-            if on_progress is not None:
-                on_progress(len(values) / len(patches))
+    with bar_unless(on_progress, "activation_patching") as tell:
+        for batched, size in ((True, batch_size), (False, 1)):
+            chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
+            order += chosen
+            of_chosen = [patches[number] for number in chosen]
+            rows, hooks_of = as_interventions(corrupted, of_chosen, donors), partial(patch_hooks, of_chosen, sources)
+            for logits in logits_under(model, text, corrupted, rows, batch_size=size, hooks_of=hooks_of):
+                values += _values(metric, logits)
+                tell(len(values) / len(patches))
     metrics = pd.Series(values, index=order, dtype=float).sort_index()
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(

@@ -17,6 +17,7 @@ from kvlens.checks import Count, checked
 
 from ..declaration import Columns
 from ..predictions import KL, LOSS_CHANGE
+from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_text_bias
 from ..stream.logit_attribution import logit_target
 from .baseline import baseline_of, has_baseline
@@ -55,7 +56,7 @@ def bias_ablation(
         text: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
         batch_size: removals per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
-        on_progress: called with the fraction done after each forward pass.
+        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per removal, in the order given:
@@ -76,7 +77,8 @@ def _effects(
 ) -> pd.DataFrame:
     """The table of what is not kept being replaced by the first of ``donors``."""
     rows = Interventions(keep, keep_shift_state, torch.zeros(len(keep), dtype=torch.long, device=keep.device), donors)
-    effects = measured_effects(model, text, bias, rows, logit_target(model, text), **options)
+    with bar_unless(options.pop("on_progress"), "ablating the bias") as tell:
+        effects = measured_effects(model, text, bias, rows, logit_target(model, text), on_progress=tell, **options)
     removed = {"removal": range(len(keep)), "n_heads": (1 - keep).sum(dim=(1, 2)).long()}
     return COLUMNS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 

@@ -25,6 +25,7 @@ from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
 from ..layers import heads_of_model
 from ..predictions import LOSS_CHANGE
+from ..segments import bar_unless
 from ..sequences import one_sequence
 from .ablation import AblationEffect, Progress, Start, resampling_ablation
 from .lags import KINDS
@@ -91,7 +92,7 @@ def induction_heads(
             (4 n_sequences runs per head; not in models with an attention variant).
         batch_size: rows per forward pass of the ablations; None goes by memory.
         on_start: called with the number of ablations before they start.
-        on_progress: called with the fraction of the ablations done.
+        on_progress: called with the fraction of the ablations done; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per head and kind, by layer, head, then kind in the order below:
@@ -162,12 +163,14 @@ def look_at_heads(
         n_repeated = n_repeated or longest_repeat(model, prepend_bos, DEFAULT_LENGTH)
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
-    measured = measure_heads(model, repeated)
+    others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
+    measured = measure_heads(model, repeated, others)
     unknown = torch.full((len(KINDS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
-    donors = repeat_tokens(model, draw_piece(model, piece.shape[0], piece.shape[1], generator), prepend_bos)
-    ablated = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=on_progress)
+    donors = repeat_tokens(model, others, prepend_bos)
+    with bar_unless(on_progress, "ablating heads") as tell:
+        ablated = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=tell)
     if model.cfg.attention_variant is not None:
         return HeadsFound(repeated, measured, ablated, unknown, None)
     asked = ablated.loss_change.abs() > WORTH_ASKING

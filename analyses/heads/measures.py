@@ -28,21 +28,37 @@ from .weights import wide_dtype
 class HeadMeasures(NamedTuple):
     """Measures of every head from one run of the text, means over its sequences.
 
-    The attribution is NaN in models whose heads do not write to the residual stream directly.
+    Attributes:
+        scores: of the repeated text.
+        control: of the same text whose first copy has other tokens, so that only a head that goes by position attends alike.
+        attribution: to the right next token's logit; NaN in models whose heads do not write to the residual stream directly.
+        taps: the shift coefficients as used.
     """
 
     scores: PatternScores
+    control: PatternScores
     attribution: Float[Tensor, "layer head"]
     taps: list[ShiftTaps]
 
 
-def measure_heads(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
-    """Run the text, as many sequences at a time as memory allows, and average over all of them."""
+def measure_heads(model: KVModel, repeated: RepeatedTokens, others: Int[Tensor, "batch piece"]) -> HeadMeasures:
+    """Run the text and its control, as many sequences at a time as memory allows, and average over all of them.
+
+    Args:
+        model: whose heads are measured.
+        repeated: the text.
+        others: the tokens that are the first copy in the control.
+    """
+    scores, attribution, taps = _measured(model, repeated)
+    return HeadMeasures(scores, _measured(model, repeated.control(others))[0], attribution, taps)
+
+
+def _measured(model: KVModel, repeated: RepeatedTokens) -> tuple[PatternScores, Tensor, list[ShiftTaps]]:
     parts = repeated.split(max(1, NUMBERS_PER_PASS // _numbers_per_sequence(model, repeated)))
-    measured = [_measure_part(model, part) for part in parts]
+    scores, attributions, taps = zip(*(_measure_part(model, part) for part in parts), strict=True)
     shares = [len(part.tokens) / len(repeated.tokens) for part in parts]
-    scores = PatternScores(*(_weighted(shares, tensors) for tensors in zip(*(m.scores for m in measured), strict=True)))
-    return HeadMeasures(scores, _weighted(shares, [m.attribution for m in measured]), measured[0].taps)
+    mean = PatternScores(*(_weighted(shares, tensors) for tensors in zip(*scores, strict=True)))
+    return mean, _weighted(shares, attributions), taps[0]
 
 
 def _numbers_per_sequence(model: KVModel, repeated: RepeatedTokens) -> int:
@@ -55,7 +71,7 @@ def _weighted(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([share * x for share, x in zip(shares, tensors, strict=True)]).sum(dim=0)
 
 
-def _measure_part(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
+def _measure_part(model: KVModel, repeated: RepeatedTokens) -> tuple[PatternScores, Tensor, list[ShiftTaps]]:
     """Run one forward pass; patterns are reduced to scores immediately and never kept."""
     coefficients: dict[str, Tensor] = {}
     outputs: list[Tensor] = []
@@ -81,7 +97,7 @@ def _measure_part(model: KVModel, repeated: RepeatedTokens) -> HeadMeasures:
     else:
         positions = slice(repeated.second, repeated.tokens.shape[1] - 1)
         attribution = stack_layers(_logit_attribution(model, path, outputs, positions, repeated.next_tokens))
-    return HeadMeasures(_stacked(scores), attribution, taps)
+    return _stacked(scores), attribution, taps
 
 
 def _stacked(scores: Sequence[PatternScores]) -> PatternScores:

@@ -1,6 +1,6 @@
 """The name of each head by its behavior on repeated text, and all measures with one number per head.
 
-Each head is described by the effect of what it reads (copying score, logit attribution), by the effect of ablating it, and by
+Each head is described by the effect of what it reads (logit attribution), by the effect of ablating it, and by
 the source of its attention: the earlier head that its keys read most, or, in a model with KV shift, its own coefficients
 (:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer. Its attention to each kind of
 position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
@@ -9,7 +9,7 @@ The verdict compares what the head *reads* with chance, and with ``ablations`` a
 something else there (:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head whose
 ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
 linear attention, is "inconclusive", not "none". The verdict does not depend on copying: a head that finds the right token and
-lowers its logit has the verdict ``induction`` and a negative ``copying_score``.
+lowers its logit has the verdict ``induction`` and a negative ``logit_attribution``.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.checks import Count, Seed, Within, checked
-from kvlens.model import head_matrices, heads_per_layer
+from kvlens.model import head_matrices
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis
@@ -45,7 +45,7 @@ from .induction import (
 from .repeated_tokens import LONGEST
 from .shift_roles import displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
-from .weights import composition_scores, copying_scores
+from .weights import composition_scores
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -53,7 +53,8 @@ COLUMNS = Columns(
     verdict=(
         "str",
         '"induction", "previous token", "duplicate token", "current token", or several joined by " / " if they are not '
-        'significantly different; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
+        'significantly different; "weak induction" and "weak duplicate token": less than an eighth of what the strongest head '
+        'of that kind reads there; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
         'induction" and so on: what it reads there raises the loss; "other" or "harmful": the model needs it, or does better '
         "without it, but not because of any one of these",
     ),
@@ -70,12 +71,6 @@ COLUMNS = Columns(
     ),
     threshold=("float64", "threshold of the verdict, as given"),
     role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
-    copying_score=(
-        "float64",
-        "sum(lambda) / sum(|lambda|), in [-1, 1], over the eigenvalues of W_E W_V W_O W_U, the last three folded: times their "
-        "norm's gain, less the mean over d_model that a LayerNorm takes away, W_U also less its mean over the vocabulary; NaN "
-        "for heads whose values are not linear in the residual stream (recurrent layers)",
-    ),
     logit_attribution=(
         "float64",
         "mean direct contribution to the centered logit of the right next token, second copy; NaN in models whose heads do not "
@@ -148,7 +143,8 @@ def induction_verdicts(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
         batch_size=batch_size, on_start=on_start, on_progress=on_progress,
     )  # fmt: skip
-    verdicts = name_heads(found.measured.scores, found.repeated, found.losses, threshold=threshold, ratio=ratio)
+    scores, control = found.measured.scores, found.measured.control
+    verdicts = name_heads(scores, control, found.repeated, found.losses, threshold=threshold, ratio=ratio)
     return _frame(model, found, verdicts, threshold)
 
 
@@ -161,11 +157,6 @@ def _frame(
     measured, heads = found.measured, heads_of_model(model)
     matrices = head_matrices(model)
     linear = [of_layer for of_layer in matrices if of_layer is not None]
-    scores = iter(copying_scores(model, linear))
-    copying = [
-        torch.full((n,), torch.nan) if w is None else next(scores)
-        for w, n in zip(matrices, heads_per_layer(model), strict=True)
-    ]
     of_heads = [verdicts[layer][head] for layer, head in zip(*(x.tolist() for x in heads), strict=True)]
     columns: dict[str, Any] = {
         "layer": heads[0],
@@ -177,7 +168,6 @@ def _frame(
         "spread": spreads(measured.scores, found.repeated)[heads],
         "threshold": threshold,
         "role": [role for taps in measured.taps for role in roles(taps)],
-        "copying_score": torch.cat([score.double() for score in copying]),
         "logit_attribution": measured.attribution[heads],
         "ablation_loss_change": found.ablation.loss_change[heads],
         "ablation_loss_error": found.ablation.loss_error[heads],

@@ -42,6 +42,11 @@ class RepeatedTokens:
         """The token after each position of the second copy but its last: N - 1 tokens that the first copy contains."""
         return self.tokens[:, self.second + 1 :]
 
+    def control(self, first: Int[Tensor, "batch piece"]) -> "RepeatedTokens":
+        """The same text with other tokens as its first copy: nothing repeats, and every lag is the same."""
+        before = self.tokens[:, : self.second - self.n_repeated]
+        return RepeatedTokens(torch.cat([before, first.to(before), self.tokens[:, self.second :]], dim=1), self.n_repeated)
+
     def split(self, n: int) -> list["RepeatedTokens"]:
         """The same sequences in parts of at most ``n``."""
         return [RepeatedTokens(part, self.n_repeated) for part in self.tokens.split(n)]

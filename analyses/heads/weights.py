@@ -7,8 +7,6 @@ matrices in all formulas below, and in the descriptions of columns that say "fol
 
     W_Q, W_K, W_V -> C diag(g) W        g: gain of the preceding norm; C = 1 - 11^T / d_model for a LayerNorm, else 1
     W_O           -> W_O diag(g') C     g': gain of an RMSNorm after it; C only if every norm that reads is a LayerNorm
-    W_U           -> C diag(g) W_U V    g, C: of the final norm; V = 1 - 11^T / d_vocab subtracts the mean over the vocabulary,
-                                        which does not affect probabilities (``center_unembed``)
 
 with g = 1 and C = 1 if there is no norm. Weights that TransformerLens has folded and centered do not change.
 
@@ -17,7 +15,7 @@ Grouped queries: every query head has its own W_Q and W_O and its group's W_K an
 Positions, norms of queries and keys, and shifts are left out too: rotary embeddings rotate W_Q W_K^T by a lag, and shift
 coefficients multiply W_K and W_V by numbers that cancel in all ratios below.
 
-Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (composition; eigenvalues of the OV circuit).
+Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (composition).
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import KVModel
 from kvlens.model import HeadMatrices
 
 COMPOSITION_KINDS = ("Q", "K", "V")
@@ -35,37 +33,6 @@ COMPOSITION_KINDS = ("Q", "K", "V")
 def wide_dtype(model: KVModel) -> torch.dtype:
     """The model's dtype, or float32 if that is wider."""
     return torch.promote_types(model.W_E.dtype, torch.float32)
-
-
-def copying_scores(model: KVModel, weights: Sequence[HeadMatrices]) -> list[Float[Tensor, " head"]]:
-    """sum(lambda) / sum(|lambda|) over the eigenvalues of W_E W_V W_O W_U, token in, logits out, of the folded matrices.
-
-    1: reading a token always raises its own logit; -1: it lowers it; random weights give about 0. The matrices are folded as
-    described in the module: with raw weights the formula would include means on which no output of the model depends, and would
-    change with the way the model was loaded. The nonzero eigenvalues are those of the d_head x d_head matrix
-    W_O (W_U W_E) W_V, so no vocabulary x vocabulary matrix is built.
-
-    Raises:
-        KVLensError: input and output vocabularies differ.
-    """
-    W_E, way = model.W_E, model.ends()
-    W_U = way.W_U
-    if W_E.shape[0] != W_U.shape[1]:
-        raise KVLensError(
-            f"the copying score needs one vocabulary for input and output; the model reads {W_E.shape[0]} tokens and "
-            f"predicts {W_U.shape[1]}"
-        )
-    dtype = wide_dtype(model)
-    W_U = W_U.to(dtype) if way.norm_weight is None else W_U.to(dtype) * way.norm_weight.to(dtype)[:, None]
-    W_U = W_U - W_U.mean(dim=1, keepdim=True)
-    W_U = W_U - W_U.mean(dim=0) if way.centers else W_U
-    unembed_embed = W_U @ W_E.to(dtype)
-    found = []
-    for w in weights:
-        circuits = w.W_O @ unembed_embed @ w.W_V
-        total = torch.linalg.eigvals(circuits).abs().sum(dim=-1)
-        found.append(_ratio(circuits.diagonal(dim1=-2, dim2=-1).sum(dim=-1), total))  # the trace is the sum of the eigenvalues
-    return found
 
 
 def composition_scores(weights: Sequence[HeadMatrices], kind: str) -> Float[Tensor, "layer head later_layer later_head"]:

@@ -41,7 +41,11 @@ def add_command(commands: Any) -> None:
         help="what is removed at a time: %(choices)s (default: %(default)s)",
     )
     explain.add_argument(
-        "--depth", choices=("units", "layers", "heads"), default="layers", help="how far it goes (default: %(default)s)"
+        "--depth",
+        choices=("units", "layers", "heads", "positions"),
+        default="layers",
+        help="how far it goes: %(choices)s (default: %(default)s)",
+        metavar="DEPTH",
     )
     explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")
     explain.add_argument(
@@ -75,7 +79,7 @@ def _explain(args: argparse.Namespace) -> int:
         check_device("--device", args.device)
         model = load(name, tokenizer=args.tokenizer, device=args.device)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
-        found = explain(model, prompt, text, on_progress=tell, **options)
+        found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
         if args.out is not None:
             from kvlens.report.write import EXPLANATION_PAGE, write_explanation
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 
-from kvlens._tl import HookPoint
 from kvlens.base import Attention, GroupedQueryAttention
 from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS

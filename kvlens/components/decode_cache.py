@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 
-from kvlens._tl import TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import RidgeState
 from kvlens.ops.linear_attention import LinearAttentionState

@@ -6,8 +6,7 @@ everything off a cache has exactly TransformerLens' keys.
 
 import torch
 from torch import Tensor, nn
-
-from kvlens._tl import HookPoint
+from transformer_lens.hook_points import HookPoint
 
 KVLENS_HOOKS = (
     *(f"hook_{x}_shift_coef" for x in "kvq"),

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 
-from kvlens._tl import HookPoint
 from kvlens.components.hooks import is_hooked, through
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
@@ -46,9 +46,9 @@ class Normalizers:
         self.told = True
         warn(
             f"under the attached KV bias {100 * n_below / n_seen:.3g} % of the normalizers of this pass (layers x heads x "
-            "tokens) are below 0. There a head does not average values, and its output has no bound: where the share is large, "
-            "what the model says means nothing. This takes negative weights, as in -1 * a, b - a or a + 10 * (b - a); "
-            "a + c * (b - a) with c from 0 to 1 has none"
+            "tokens) are below 0. There a head does not average values, and its output has no bound: models have written "
+            "nonsense at a share of 0.04 %. This takes negative weights, as in -1 * a, b - a or a + 10 * (b - a); "
+            "a.toward(b, c) with c from 0 to 1 has none"
         )
 
 

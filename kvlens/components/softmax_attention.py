@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
+from transformer_lens.utilities import get_offset_position_ids
 
-from kvlens._tl import TransformerLensKeyValueCacheEntry, get_offset_position_ids
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias

@@ -1,7 +1,7 @@
 """Converting prompts to weights: exactly for linear attention (ICLCA), exactly or compressed for softmax attention."""
 
 from kvlens.conversion.carry import carry_bias
-from kvlens.conversion.convert import convert_prompt
+from kvlens.conversion.convert import convert_prompt, recall
 from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
 from kvlens.conversion.recomputed import converted_rows, logits_after
 from kvlens.conversion.softmax import (
@@ -67,6 +67,7 @@ __all__ = [
     "logits_after",
     "method_of",
     "option_names",
+    "recall",
     "thought_matrices",
     "thought_vectors",
     "token_patches",

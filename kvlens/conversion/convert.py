@@ -5,26 +5,32 @@ Here a prompt is read and checked. :mod:`kvlens.conversion.linear` converts it f
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from kvlens.arguments import Span
+from kvlens.chat import Chat, as_prompt, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
+from kvlens.conversion.kept_words import recalled
 from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
-from kvlens.conversion.softmax.method import ConversionMethod, Exact
+from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
 from kvlens.conversion.softmax.methods import is_option, method_of
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias
+from kvlens.kv_bias.recall import Recall
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.units import layout_of_tokens
 
 
 @checked
@@ -142,9 +148,48 @@ def convert_prompt(
         _check_finite(model, bias)
         if not tokens.has_batch and (old is None or old.batch_size is None):
             bias = bias.select_prompt(0)
+        changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
+        if isinstance(way, Approximation) and way.n_held_out and old is None and not changed:
+            bias = _with_recall(cast(ReadsPrompts, model), prompt, tokens, bias)
         if is_softmax and on_progress is not None:
             on_progress(1.0)
     return bias
+
+
+@checked
+def recall(model: KVModel, prompt: Prompt, bias: KVBias) -> Recall | None:
+    """Which words of a prompt's own sentences the model would still say under a bias (:mod:`kvlens.kv_bias.recall`).
+
+    ``convert_prompt`` measures it for one prompt that is text or a chat, unless ``n_held_out=0``; here it is measured for
+    tokens, and for a bias that was changed since.
+
+    Args:
+        model: in which nothing is attached.
+        prompt: the prompt of the bias, as it was given to :func:`convert_prompt`.
+        bias: of this one prompt.
+
+    Returns:
+        None if the model has no tokenizer, or the prompt fills its context.
+
+    Raises:
+        KVLensError: a bias is attached, or the bias is a batch.
+    """
+    if model.attached_kv_bias is not None or bias.batch_size is not None:
+        raise KVLensError("recall: expected the bias of one prompt (select_prompt), and a model in which none is attached")
+    layout = prompt_layout(model, prompt)
+    return recalled(model, layout, convert_prompt(model, layout.tokens), bias)
+
+
+def _with_recall(model: ReadsPrompts, prompt: Any, tokens: PromptTokens, bias: KVBias) -> KVBias:
+    """The bias of one prompt, given as text or as a chat, with its recall in the record."""
+    fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
+    if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):
+        return bias
+    layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
+    whole = convert_softmax_prompt(model, tokens, None, bias.fingerprint, Exact()).select_prompt(0)
+    found = recalled(model, layout, whole, bias)
+    seconds = {**fit.seconds, "recall": time.perf_counter() - began}
+    return bias if found is None else bias._made(dataclasses.replace(fit, recall=found, seconds=seconds))
 
 
 def _read_prompt(

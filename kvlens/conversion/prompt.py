@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformer_lens.utilities import get_device_for_block_index
 
-from kvlens._tl import get_device_for_block_index
 from kvlens.chat import Chat, as_prompt
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptTokens

@@ -13,7 +13,7 @@ from kvlens.model import KVModel
 @analysis(
     STATEMENTS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
-    options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads"))},
+    options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
 )
 def explanation(
     model: KVModel,

@@ -115,7 +115,7 @@ class _Layers:
     def heads(self, layers: Sequence[int]) -> None:
         """Each key-value group and each head of some layers exchanged."""
         bias = self.explaining.runs.bias
-        exchange = HeadExchange(None, bias, self.donor.repeat(1))
+        exchange = HeadExchange(bias, self.donor.repeat(1))
         of_layer = [i for i, part in enumerate(exchange.parts) if part.layer in layers]
         groups: dict[tuple[int, int], list[int]] = {}
         for i in of_layer:

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvlens.explanation.response import Response, Word
+from kvlens.texts import Response, Word
 
 DEPENDS = 2.0
 """Nats by which a word falls that depends on the units."""
@@ -28,6 +28,7 @@ FUNCTION_WORDS = frozenset(
 )
 """Words that carry no content of their own (English)."""
 STOPS = frozenset('.!?;:()[]{}"\u201c\u201d\u00ab\u00bb\u2026\u3002\uff01\uff1f|*#')
+ALIKE = str.maketrans("\u2019\u2010\u2011\u2012\u2013\u2014", "'-----")
 COMMAS = frozenset(",\uff0c\u3001")
 
 
@@ -37,7 +38,8 @@ class Claim(NamedTuple):
     Attributes:
         text: as the response has it.
         start, stop: range of the response's tokens.
-        words: its content words, as :func:`normal` writes them; all words where it has none.
+        words: its content words, as :func:`normal` writes them, without those of the question, which any answer may repeat; all
+            content words, or all words, where it has no others. Each once.
         nats: by which it falls when all units are gone.
     """
 
@@ -49,14 +51,15 @@ class Claim(NamedTuple):
 
 
 def normal(word: str) -> str:
-    """A word without case, accents and a possessive ending, for comparisons."""
+    """A word without case, accents and a possessive ending, for comparisons; every dash is a hyphen."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", word.casefold()) if not unicodedata.combining(c))
-    return plain.replace("\u2019", "'").removesuffix("'s")
+    return plain.translate(ALIKE).removesuffix("'s")
 
 
 def content_words(words: Iterable[Word]) -> tuple[str, ...]:
-    """The content words among words and marks, as :func:`normal` writes them."""
-    return tuple(each for word in words if word.is_word and (each := normal(word.text)) not in FUNCTION_WORDS)
+    """The content words among words and marks, as :func:`normal` writes them, each once."""
+    normals = (normal(word.text) for word in words if word.is_word)
+    return tuple(dict.fromkeys(word for word in normals if word not in FUNCTION_WORDS))
 
 
 def claims_of(response: Response, falls: Sequence[float], asked: frozenset[str]) -> list[Claim]:
@@ -73,20 +76,16 @@ def claims_of(response: Response, falls: Sequence[float], asked: frozenset[str])
     for start, stop in spans:
         content = content_words(words[start:stop])
         if content and not asked.issuperset(content):
-            claims.append(_claim(response, start, stop, sum(falls[start:stop])))
+            claims.append(claim_of(response, start, stop, sum(falls[start:stop]), asked))
     return claims
 
 
-def whole_response(response: Response, nats: float) -> Claim:
-    """The whole response as one claim."""
-    return _claim(response, 0, len(response.words), nats)
-
-
-def _claim(response: Response, start: int, stop: int, nats: float) -> Claim:
+def claim_of(response: Response, start: int, stop: int, nats: float, asked: frozenset[str]) -> Claim:
+    """The words of a response from the start-th to before the stop-th as a claim."""
     chosen = response.words[start:stop]
-    first, last = chosen[0].start, chosen[-1].stop
-    words = content_words(chosen) or tuple(normal(word.text) for word in chosen)
-    return Claim(_text_of(response, start, stop), first, last, words, nats)
+    content = content_words(chosen)
+    words = tuple(word for word in content if word not in asked) or content or tuple(normal(word.text) for word in chosen)
+    return Claim(_text_of(response, start, stop), chosen[0].start, chosen[-1].stop, words, nats)
 
 
 def _text_of(response: Response, start: int, stop: int) -> str:

@@ -26,16 +26,21 @@ UNITS = Columns(
     unit_text=("str", "of the unit"),
     start=("int64", "position of its first token in the prompt"),
     stop=("int64", "behind its last token"),
-    effect=("float64", "by which the heading claim falls without it, nats"),
-    response_effect=("float64", "by which the whole response falls without it, nats"),
-    verdict=("str", "on the heading claim without it"),
+    effect=("float64", "by which the heading claim falls without it, nats; NaN where it was not removed by itself"),
+    response_effect=("float64", "by which the whole response falls without it, nats; likewise"),
+    verdict=("str", "on the heading claim without it; without its whole group where it was not removed by itself"),
     is_cause=("bool", "in the heading claim's cause"),
+    group=("str", "the document or paragraph that was removed first, whole; empty where single units were from the start"),
+    alone=("bool", "whether it was removed by itself; it was not where nothing changes without its whole group"),
 )
 EFFECTS = Columns(
     unit=("int64", "from 0"),
     word=("int64", "of the response, from 0"),
     text=("str", "the word"),
-    effect=("float64", "by which the word falls without the unit, nats; the words before it given"),
+    effect=(
+        "float64",
+        "by which the word falls without the unit, nats, the words before it given; NaN where it was not removed by itself",
+    ),
 )
 WORDS = Columns(
     word=("int64", "from 0"),
@@ -45,16 +50,17 @@ WORDS = Columns(
 )
 STATEMENTS = Columns(
     claim=("int64", "which claim it is about"),
-    about=("str", "``units``, ``layers``, ``groups`` (key-value groups) or ``heads``: what the set consists of"),
+    about=("str", "``units``, ``layers``, ``groups`` (key-value groups), ``heads`` or ``positions``: what the set consists of"),
     role=(
         "str",
-        "``none``: no unit is left; ``each``: one unit or layer; ``together``: a set; ``breaking``: the set loses the claim "
+        "``none``: no unit is left; ``group``: all units of a document or paragraph; ``each``: one unit, layer or group of "
+        "positions; ``together``: a set; ``breaking``: the set loses the claim "
         "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim",
     ),
-    parts=("str", "the set: units or layers by number, heads such as ``23.4``, joined by ``+``"),
+    parts=("str", "the set: units or layers by number, heads such as ``23.4``, groups of ``positions``, joined by ``+``"),
     others=("bool", "everything but the set is exchanged"),
     positions=("str", "``kept``: what follows removed units stays where it stood; ``closed``: it moves up"),
-    removed=("str", "units missing in the prompt that layers are exchanged with; empty for units"),
+    removed=("str", "units missing in the prompt that layers or positions are exchanged with; empty for units"),
     verdict=("str", "what becomes of the claim (:mod:`~kvlens.explanation.verdicts`)"),
     kept_words=("str", "its content words that are still said, where it is ``partly``"),
     nats=("float64", "by which the claim falls"),
@@ -62,11 +68,15 @@ STATEMENTS = Columns(
     p_after=("float64", "under the intervention"),
     says=("str", "the whole text that is said instead; missing where there is no firm difference, or it was not generated"),
 )
-
+POSITIONS = Columns(
+    group=("str", "``cause``, ``document``, ``between``, ``question`` or ``end``"),
+    position=("int64", "in the prompt"),
+    token=("str", "there"),
+)
 
 SEPARATOR = "+"
 """Between the members of a set."""
-TABLES = ("claims", "units", "effects", "words", "statements")
+TABLES = ("claims", "units", "effects", "words", "statements", "positions")
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Explained:
         words: `WORDS`.
         cause: the heading claim's cause, by number of units; empty where none was found.
         statements: `STATEMENTS`, a row for each intervention and claim.
+        positions: `POSITIONS`, of each group that was exchanged; empty unless asked for.
         without: what the model says without any unit; None where that has no firm difference.
         n_layers: how many layers were tried one by one; 0 where none were.
         n_tokens: how many tokens the model read.
@@ -102,6 +113,7 @@ class Explained:
     words: pd.DataFrame
     cause: tuple[int, ...]
     statements: pd.DataFrame
+    positions: pd.DataFrame
     without: str | None
     n_layers: int
     n_tokens: int

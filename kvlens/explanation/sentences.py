@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvlens.explanation.verdicts import LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
+from kvlens.explanation.by_position import GROUPS
+from kvlens.explanation.verdicts import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MOST_NAMED = 3
@@ -23,8 +24,8 @@ class Sentence(NamedTuple):
 
 
 def paragraphs(found: Any) -> list[list[Sentence]]:
-    """On the response and its claims, on the units, on the layers."""
-    return [each for each in (list(_of_claims(found)), list(_of_units(found)), list(_of_layers(found))) if each]
+    """On the response and its claims, on the units, on the layers, on positions."""
+    return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
 
 
 def in_words(found: Any) -> str:
@@ -111,8 +112,10 @@ def _of_claims(found: Any) -> Iterator[Sentence]:
 
 
 def _of_units(found: Any) -> Iterator[Sentence]:
+    yield from _of_groups(found)
     if not found.cause:
         yield from _no_cause(found)
+        yield from _one_way(found)
         return
     named = found.named
     breaking = found.rows("units", "breaking")
@@ -129,19 +132,62 @@ def _of_units(found: Any) -> Iterator[Sentence]:
         yield Sentence("None of the parts loses it alone.", tuple(map(int, each.index)))
     for row in found.rows("units", "only").itertuples():
         those = "that part" if len(found.cause) == 1 else "those parts"
-        yield Sentence(f"With only {those} left, {outcome(named, row)}.", (int(row.Index),))
+        yield Sentence(_ended(f"With only {those} left, {outcome(named, row)}"), (int(row.Index),))
+    yield from _one_way(found)
+
+
+def _of_groups(found: Any) -> Iterator[Sentence]:
+    """On the documents or paragraphs inside which nothing was removed by itself."""
+    whole = found.units[~found.units["alone"] & found.units["verdict"].isin([SAME, NEAR_TIES])]
+    if not len(whole):
+        return
+    rows = found.rows("units", "group")
+    members = {"+".join(map(str, units.index)): name for name, units in whole.groupby("group", sort=False)}
+    names = [members[parts] for parts in rows["parts"] if parts in members]
+    parts = f"The {len(whole)} parts of {listed(names)} were" if len(whole) > 1 else f"The part of {names[0]} was"
+    without = f"any of these {len(names)} as a whole" if len(names) > 1 else "all of it"
+    yield Sentence(
+        f"{parts} not removed one by one: without {without}, the model says the same but for near ties.",
+        tuple(map(int, rows.index[rows["parts"].isin(list(members))])),
+    )
+
+
+def _one_way(found: Any) -> Iterator[Sentence]:
+    """On units that lose the claim only while what follows stays where it stood."""
+    each = found.rows("units", "each")
+    kept = each[(each["positions"] == "kept") & each["verdict"].isin(GONE)]
+    closed = each[(each["positions"] == "closed") & ~each["verdict"].isin(GONE)]
+    both = kept.merge(closed.reset_index(), on="parts", suffixes=("", "_closed")).head(MOST_NAMED)
+    if len(both):
+        names = listed(unit_named(found, int(parts)) for parts in both["parts"])
+        rows = [*map(int, kept.index[kept["parts"].isin(both["parts"])]), *map(int, both["index"])]
+        is_lost = "it is lost, too," if found.cause else "it is lost"
+        yield Sentence(
+            f"Without {names} {is_lost} but only while what follows stays where it stood, and not when it moves up: that is no "
+            "cause here.",
+            tuple(rows),
+        )
 
 
 def _no_cause(found: Any) -> Iterator[Sentence]:
     each = found.rows("units", "each")
-    tried = found.rows("units", "each", "together")
+    tried = found.rows("units", "group", "each", "together")
+    groups = found.rows("units", "group")
+    lost = groups[groups["verdict"].isin(GONE)]
+    names = dict(zip(found.units["unit"].astype(str), found.units["group"], strict=True))
+    for row in list(lost.itertuples())[:MOST_NAMED]:
+        text = f"Without all of {names[row.parts.split('+')[0]]}, {outcome(found.named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
+    if not len(each):
+        return
+    whole = " that was removed by itself" if len(lost) else ", no whole document or paragraph," if len(groups) else ""
     most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
-    yield Sentence(f"No part{most} loses {found.named}, both with its gap kept and closed.", tuple(map(int, tried.index)))
+    text = f"No part{whole}{most} loses {found.named}, both with its gap kept and closed."
+    yield Sentence(text, tuple(map(int, tried.index)))
     row = each.loc[each["nats"].idxmax()]
+    name = unit_named(found, int(row.parts.split("+")[0]))
     yield Sentence(
-        f"It falls most, by {row.nats:.2g} nats, without {unit_named(found, int(row.parts.split('+')[0]))}: "
-        f"{outcome(found.named, row)}.",
-        (int(row.name),),
+        _ended(f"It falls most, by {row.nats:.2g} nats, without {name}: {outcome(found.named, row)}"), (int(row.name),)
     )
 
 
@@ -171,3 +217,25 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
             f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}.",
             (int(row.Index),),
         )
+
+
+def _of_positions(found: Any) -> Iterator[Sentence]:
+    each = found.rows("positions", "each")
+    if not len(each):
+        return
+    those = "that part" if len(found.cause) == 1 else "those parts"
+    breaking = found.rows("positions", "breaking")
+    for row in list(breaking.itertuples())[:MOST_NAMED]:
+        text = f"When {_places(row)} from the prompt without {those}, in all layers, {outcome(found.named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
+    if not len(breaking) or "+" in breaking.iloc[0].parts:
+        yield Sentence(f"None of the {len(each)} groups of positions loses it alone.", tuple(map(int, each.index)))
+    for row in list(found.rows("positions", "keeping").itertuples())[:MOST_NAMED]:
+        text = f"When only {_places(row)} from the whole prompt, {outcome(found.named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
+
+
+def _places(row: Any) -> str:
+    groups = row.parts.split("+")
+    is_plural = len(groups) > 1 or groups[0] in ("cause", "end")
+    return f"{listed(GROUPS[name] for name in groups)} {'are' if is_plural else 'is'} read"

@@ -1,8 +1,7 @@
 """`explain`: the claims of a response, the units of the prompt they rest on, and the layers that read those."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,22 +12,24 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.analyses.attribution.units import positions_of
-from kvlens.chat import Chat, as_prompt, one_sequence, prompt_tokens, prompt_units
+from kvlens.analyses.segments import terminal_bar
+from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
 from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
-from kvlens.explanation.claims import Claim, claims_of, content_words, whole_response
-from kvlens.explanation.explained import CLAIMS, EFFECTS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
-from kvlens.explanation.response import Response
-from kvlens.explanation.runs import MORE_TOKENS, Outcome, Runs
+from kvlens.explanation.by_position import Place, exchange_positions, places_of
+from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
+from kvlens.explanation.claims import DEPENDS, Claim, claim_of, claims_of, content_words
+from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
+from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
+from kvlens.explanation.sentences import listed, quoted
 from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
-from kvlens.units import By, Unit
+from kvlens.texts import Response
+from kvlens.units import By, Unit, cut
 
-MOST_TOGETHER, MOST_PAIRED = 5, 5
-"""Sets of the strongest units up to so many, and pairs of so many."""
 MOST_TOKENS = 64
 """Of a response that the model writes."""
-Depth = Literal["units", "layers", "heads"]
+Depth = Literal["units", "layers", "heads", "positions"]
 
 
 @checked
@@ -44,6 +45,7 @@ def explain(
     depth: Depth = "layers",
     budget: Count | None = None,
     on_progress: Callable[[str, float], None] | None = None,
+    on_found: Callable[[str], None] | None = None,
 ) -> Explained:
     """Why did the model say that: what it answers, which words depend on the prompt, on which units, read in which layers.
 
@@ -64,9 +66,12 @@ def explain(
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
             ends its response, or `MOST_TOKENS` tokens; behind a ``text``, which it continues, up to the end of a sentence.
         by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
-        depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim.
+        depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim; "positions"
+            (instead) which positions of the prompt hold what the model reads there about the cause.
         budget: tokens that may be read; what is left out then is named in ``left_out``.
-        on_progress: called with a description and the fraction done, in 0..1.
+        on_progress: called with a description and the fraction done, in 0..1, about; None shows a bar on a terminal or in a
+            notebook, if it takes long.
+        on_found: called with a line of text as soon as something is known: the response, then each part that was removed.
 
     Raises:
         KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is too small to
@@ -74,29 +79,54 @@ def explain(
     """
     if isinstance(answer, str) and not answer.strip():
         raise KVLensError(f"answer: expected at least one token, got {answer!r}")
-    tokens, units = _prompt_and_units(model, prompt, text, by)
+    read = _Prompt.of(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
-    tell = on_progress or (lambda what, done: None)
     continues = text is not None and not isinstance(as_prompt(prompt), Chat)
-    explaining = _Explaining(model, tokens, units, depth, budget, tell, continues)
-    return explaining.explained(about, given)
+    with terminal_bar("explain") as bar:
+
+        def show(what: str, done: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        tell = on_progress or show
+        return _Explaining(model, read, depth, budget, tell, on_found or (lambda line: None), continues).explained(about, given)
 
 
-def _prompt_and_units(model: KVModel, prompt: Any, text: Any, by: By) -> tuple[Tensor, list[Unit]]:
-    tokens, units = prompt_tokens(model, prompt), prompt_units(model, prompt, by)
-    if text is not None:
-        tokens = torch.cat([tokens, one_sequence(model, "text", text)])
-    if not units:
-        raise KVLensError("prompt: it has nothing but what is always there, and no unit to remove; give documents or a text")
-    if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
-        raise KVLensError(
-            f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"
-        )
-    if max(unit.stop for unit in units) >= len(tokens):
-        raise KVLensError(
-            "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
-        )
-    return tokens, units
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt, read and cut.
+
+    Attributes:
+        tokens: [pos].
+        units: what is removed.
+        groups: documents or paragraphs that are removed first; none where that does not pay.
+        places: what each position is a part of.
+    """
+
+    tokens: Tensor
+    units: list[Unit]
+    groups: list[Group]
+    places: list[Place]
+
+    @classmethod
+    def of(cls, model: KVModel, prompt: Any, text: Any, by: By) -> "_Prompt":
+        layout = prompt_layout(model, prompt)
+        units, tokens = cut(model, layout, by), layout.tokens
+        if text is not None:
+            tokens = torch.cat([tokens, one_sequence(model, "text", text)])
+        if not units:
+            raise KVLensError(
+                "prompt: it has nothing but what is always there, and no unit to remove; give documents or a text"
+            )
+        if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
+            raise KVLensError(
+                f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"
+            )
+        if max(unit.stop for unit in units) >= len(tokens):
+            raise KVLensError(
+                "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
+            )
+        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)))
 
 
 @dataclass
@@ -104,48 +134,73 @@ class _Explaining:
     """The steps of one explanation, and the statements so far."""
 
     model: KVModel
-    prompt: Tensor
-    units: list[Unit]
+    read: _Prompt
     depth: str
     budget: int | None
     tell: Callable[[str, float], None]
+    say: Callable[[str], None]
     is_continuation: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.prompt, self.units = self.read.tokens, self.read.units
         self.own = positions_of(self.units, len(self.prompt))
-        self.runs = Runs(self.model, self.prompt[:-1], self.prompt[-1:], self.own[:, :-1], self.is_continuation)
+        self.work = Work(self.tell)
+        self.runs = Runs(
+            self.model, self.prompt[:-1], self.prompt[-1:], self.own[:, :-1], self.is_continuation, self.work.count, self._heard
+        )
 
     def explained(self, about: str | None, answer: Tensor | None) -> Explained:
-        least = (len(self.units) + 2) * len(self.prompt)
+        search = UnitSearch(self, self.read.groups)
+        least = (len(search.first) + 2) * len(self.prompt)
         if self.budget is not None and self.budget < least:
             raise KVLensError(
-                f"budget: removing each of the {len(self.units)} units once reads up to {least:,} tokens, and {self.budget:,} "
-                "are allowed; give more, or larger units (by='paragraph')"
+                f"budget: removing each of the {len(search.first)} {search.noun} once reads up to {least:,} tokens, and "
+                f"{self.budget:,} are allowed; give more, or larger units (by='paragraph')"
             )
-        self.tell("the model answers", 0.0)
+        n, n_layers = len(self.prompt), self.runs.bias.n_layers
+        later = (len(search.first) + 3) * n // 2 + (0 if self.depth == "units" else (n_layers + 15) * 2 * MORE_TOKENS)
+        self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
         tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
+        self.say(f"The model answers: {quoted(response.text)}")
         self.log_p = self.runs.begin(response)
-        self.tell("removing units", 0.1)
-        units = range(len(self.units))
-        self.nothing, *each = self.runs.without([units, *([unit] for unit in units)])
+        longest = len(tokens) + MORE_TOKENS
+        self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
+        self.nothing = search.begin()
         self._claims()
         heading = self._heading(about)
-        causes = self._causes(each)
-        n_layers = 0
-        if causes[heading] and self.depth != "units" and self._room("layers", self._cost_of_layers()):
-            self.tell("exchanging layers", 0.6)
-            n_layers = exchange_layers(self, heading, causes[heading])
+        causes = search.causes()
+        n_tried, positions = 0, pd.DataFrame()
+        if causes[heading] and self.depth != "units" and self.room("layers", self._cost_of_layers()):
+            self.work.begin("exchanging layers", (n_layers + 15) * longest + 3 * longest * PASS)
+            n_tried = exchange_layers(self, heading, causes[heading])
+        if causes[heading] and self.depth == "positions" and self.room("positions", 3 * n + 20 * longest):
+            self.work.begin("exchanging positions", 3 * n + 20 * longest + 3 * longest * PASS)
+            positions = exchange_positions(self, heading, causes[heading], self.read.places)
         self.tell("done", 1.0)
-        return self._found(each, heading, causes, n_layers)
+        return self._found(search.each, heading, causes, n_tried, positions)
 
-    def _room(self, what: str, n_tokens: int) -> bool:
+    def _heard(self, without: frozenset[int], now: Outcome) -> None:
+        """Say what is known as soon as some units were removed, before the text that is said then is generated."""
+        if without == frozenset(range(len(self.units))):
+            name = "any of them"
+        else:
+            name = next((group.name for group in self.read.groups if without == group.members), "")
+            name = name or (self.units[min(without)].name if len(without) == 1 else "")
+        if name:
+            falls = zip(self.response.words, self._of_words(now.falls), strict=True)
+            fell = [f"{word.text!r} ({nats:.1f})" for word, nats in falls if word.is_word and nats > DEPENDS]
+            said = f"these words fall by so many nats: {listed(fell[:6])}" if fell else f"no word falls by {DEPENDS:.0f} nats"
+            self.say(f"Without {name}, {said}")
+
+    def room(self, what: str, n_tokens: int) -> bool:
         """Whether the budget has room for a step; what it has none for is left out."""
         if self.budget is None or self.runs.n_tokens + n_tokens <= self.budget:
             return True
-        self.left_out.append(what)
+        if what not in self.left_out:
+            self.left_out.append(what)
         return False
 
     def _cost_of_layers(self) -> int:
@@ -156,10 +211,11 @@ class _Explaining:
 
     def _claims(self) -> None:
         everything, falls = range(len(self.units)), self._of_words(self.nothing.falls)
-        self.claims = claims_of(self.response, falls, frozenset(self._asked()))
+        self.asked = frozenset(self._asked())
+        self.claims = claims_of(self.response, falls, self.asked)
         self.is_whole = not self.claims
         if self.is_whole:
-            self.claims = [whole_response(self.response, sum(falls))]
+            self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.asked)]
         for number in range(len(self.claims)):
             self.add(number, self.nothing, "units", "none", everything)
 
@@ -190,98 +246,29 @@ class _Explaining:
             if names[start:stop] == wanted:
                 words = self.response.words[start:stop]
                 nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                self.claims.append(Claim(about, words[0].start, words[-1].stop, content_words(words), nats))
+                self.claims.append(claim_of(self.response, start, stop, nats, self.asked))
                 self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
                 return len(self.claims) - 1
         said = [word.text for word in self.response.words if word.is_word]
         raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
 
-    # --- units --------------------------------------------------------------------------------------------------------
-
-    def _causes(self, each: list[Outcome]) -> list[tuple[int, ...]]:
-        """The statements on units; of each claim the first set that loses it."""
-        single = [self._losing(number, each) for number in range(len(self.claims))]
-        units = set(range(len(self.units)))
-        lost = dict.fromkeys(unit for of_claim in single for unit in of_claim)
-        strongest = dict.fromkeys(of_claim[0] for of_claim in single if of_claim and len(units) > 1)
-        self.runs.without_these(  # all in one batch
-            [*(([unit], "closed") for unit in lost), *((units - {unit}, "kept") for unit in strongest)]
-        )
-        return [self._cause(number, each, units) for number, units in enumerate(single)]
-
-    def _losing(self, number: int, each: list[Outcome]) -> list[int]:
-        """The units that lose a claim with their gap kept, the strongest first."""
-        claim = self.claims[number]
-        for unit, now in enumerate(each):
-            self.add(number, now, "units", "each", [unit])
-        order = sorted(range(len(each)), key=lambda unit: -self.fall(claim, each[unit]))
-        return [unit for unit in order if self.lost(number, each[unit])]
-
-    def _cause(self, number: int, each: list[Outcome], single: list[int]) -> tuple[int, ...]:
-        breaking: list[tuple[int, ...]] = [(unit,) for unit in single if self._closed(number, (unit,), each[unit])]
-        several = len(self.units) > 1 and self.lost(number, self.nothing)
-        if not breaking and several and self._room("sets of units", 2 * len(self.units) * len(self.prompt)):
-            breaking = self._together(number, each)
-        for parts in breaking[:1]:
-            self._only(number, parts)
-        return breaking[0] if breaking else ()
-
-    def _closed(self, number: int, parts: tuple[int, ...], kept: Outcome) -> bool:
-        """Whether a set that loses the claim with its gap kept does so with its gap closed."""
-        now = self.runs.without([parts], "closed")[0]
-        lost = self.lost(number, now)
-        self.add(number, now, "units", "breaking" if lost else "each", parts, positions="closed")
-        if lost:
-            self.add(number, kept, "units", "breaking", parts)
-        return lost
+    # --- what was found -----------------------------------------------------------------------------------------------
 
     def lost(self, number: int, now: Outcome) -> bool:
-        return self._of(self.claims[number], now).name in GONE
+        return self.of(self.claims[number], now).name in GONE
 
     def said(self, number: int, now: Outcome) -> bool:
-        return self._of(self.claims[number], now).name in SAID
-
-    def _together(self, number: int, each: list[Outcome]) -> list[tuple[int, ...]]:
-        """The strongest units together, then pairs of them; the smallest set that loses the claim."""
-        n = len(self.units)
-        alone = self.runs.without([set(range(n)) - {unit} for unit in range(n)])
-        claim = self.claims[number]
-        strength = [self.fall(claim, each[unit]) - self.fall(claim, alone[unit]) for unit in range(n)]
-        order = sorted(range(n), key=lambda unit: -strength[unit])
-        sets = [tuple(sorted(order[:size])) for size in range(2, min(MOST_TOGETHER, n - 1) + 1)]
-        found = self._first_lost(number, sets)
-        if found is None or len(found) > 2:
-            pairs = [tuple(sorted(pair)) for pair in itertools.combinations(order[:MOST_PAIRED], 2)]
-            found = self._first_lost(number, pairs) or found
-        return [] if found is None else [found]
-
-    def _first_lost(self, number: int, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-        outcomes = self.runs.without(sets)
-        for parts, now in zip(sets, outcomes, strict=True):
-            self.add(number, now, "units", "together", parts)
-        for parts, now in zip(sets, outcomes, strict=True):
-            if self.lost(number, now) and self._closed(number, parts, now):
-                return parts
-        return None
-
-    def _only(self, number: int, parts: tuple[int, ...]) -> None:
-        """Only the set is left of the units."""
-        others = set(range(len(self.units))) - set(parts)
-        if others:
-            now = self.runs.without([others])[0]
-            self.add(number, now, "units", "only", parts, others=True)
-
-    # --- what was found -----------------------------------------------------------------------------------------------
+        return self.of(self.claims[number], now).name in SAID
 
     def fall(self, claim: Claim, now: Outcome) -> float:
         return float(now.falls[claim.start : claim.stop].sum())
 
-    def _of(self, claim: Claim, now: Outcome) -> Verdict:
+    def of(self, claim: Claim, now: Outcome) -> Verdict:
         return verdict(claim, now.falls, now.differs, now.firm, now.words)
 
     def add(self, number: int, now: Outcome, about: str, role: str, parts: Iterable[object], **named: Any) -> None:
         claim = self.claims[number]
-        found, before = self._of(claim, now), float(self.log_p[claim.start : claim.stop].sum())
+        found, before = self.of(claim, now), float(self.log_p[claim.start : claim.stop].sum())
         self.rows.append(
             {
                 "claim": number,
@@ -300,65 +287,91 @@ class _Explaining:
             }
         )
 
-    def _found(self, each: list[Outcome], heading: int, causes: list[tuple[int, ...]], n_layers: int) -> Explained:
-        claims, units = self.claims, range(len(self.units))
-        words = range(len(self.response.words))
-        effects = [(unit, word, effect) for unit in units for word, effect in enumerate(self._of_words(each[unit].falls))]
+    def _found(
+        self,
+        each: dict[int, Outcome],
+        heading: int,
+        causes: list[tuple[int, ...]],
+        n_layers: int,
+        positions: pd.DataFrame,
+    ) -> Explained:
         statements = pd.DataFrame(self.rows)
-        behind = max((unit.stop for unit in self.units), default=0)
+        behind = max(unit.stop for unit in self.units)
         return Explained(
             asked=Response.of(self.model, self.prompt[:behind], self.prompt[behind:]).text,
             response=self.response.text,
             response_tokens=self.response.tokens,
-            claims=CLAIMS.frame(
-                {
-                    "claim": range(len(claims)),
-                    "text": [claim.text for claim in claims],
-                    "start": [claim.start for claim in claims],
-                    "stop": [claim.stop for claim in claims],
-                    "nats": [claim.nats for claim in claims],
-                    "p": [float(self.log_p[claim.start : claim.stop].sum().exp()) for claim in claims],
-                    "cause": [SEPARATOR.join(map(str, cause)) for cause in causes],
-                }
-            ),
+            claims=self._table_of_claims(causes),
             about=heading,
             is_whole=self.is_whole,
-            units=UNITS.frame(
-                {
-                    "unit": units,
-                    "name": [unit.name for unit in self.units],
-                    "unit_text": [unit.text for unit in self.units],
-                    "start": [unit.start for unit in self.units],
-                    "stop": [unit.stop for unit in self.units],
-                    "effect": [self.fall(claims[heading], each[unit]) for unit in units],
-                    "response_effect": [float(each[unit].falls.sum()) for unit in units],
-                    "verdict": [self._of(claims[heading], each[unit]).name for unit in units],
-                    "is_cause": [unit in causes[heading] for unit in units],
-                }
-            ),
-            effects=EFFECTS.frame(
-                {
-                    "unit": [unit for unit, _, _ in effects],
-                    "word": [word for _, word, _ in effects],
-                    "text": [self.response.words[word].text for _, word, _ in effects],
-                    "effect": [effect for _, _, effect in effects],
-                }
-            ),
-            words=WORDS.frame(
-                {
-                    "word": words,
-                    "text": [word.text for word in self.response.words],
-                    "nats": self._of_words(self.nothing.falls),
-                    "claim": [
-                        next((i for i, c in enumerate(claims) if c.start <= word.start < c.stop), -1)
-                        for word in self.response.words
-                    ],
-                }
-            ),
+            units=self._table_of_units(each, heading, causes[heading]),
+            effects=self._table_of_effects(each),
+            words=self._table_of_words(),
             cause=causes[heading],
             statements=STATEMENTS.frame({name: statements[name].tolist() for name in statements}),
+            positions=POSITIONS.frame({name: positions.get(name, []) for name in POSITIONS}),
             without=self.nothing.text,
             n_layers=n_layers,
             n_tokens=self.runs.n_tokens,
             left_out=tuple(self.left_out),
+        )
+
+    def _table_of_claims(self, causes: list[tuple[int, ...]]) -> pd.DataFrame:
+        return CLAIMS.frame(
+            {
+                "claim": range(len(self.claims)),
+                "text": [claim.text for claim in self.claims],
+                "start": [claim.start for claim in self.claims],
+                "stop": [claim.stop for claim in self.claims],
+                "nats": [claim.nats for claim in self.claims],
+                "p": [float(self.log_p[claim.start : claim.stop].sum().exp()) for claim in self.claims],
+                "cause": [SEPARATOR.join(map(str, cause)) for cause in causes],
+            }
+        )
+
+    def _table_of_units(self, each: dict[int, Outcome], heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
+        claim, units = self.claims[heading], range(len(self.units))
+        group_of = {unit: group for group in self.read.groups for unit in group.members}
+        nearest_run = {unit: each.get(unit) or self.runs.without([group_of[unit].members])[0] for unit in units}
+        return UNITS.frame(
+            {
+                "unit": units,
+                "name": [unit.name for unit in self.units],
+                "unit_text": [unit.text for unit in self.units],
+                "start": [unit.start for unit in self.units],
+                "stop": [unit.stop for unit in self.units],
+                "effect": [self.fall(claim, each[unit]) if unit in each else math.nan for unit in units],
+                "response_effect": [float(each[unit].falls.sum()) if unit in each else math.nan for unit in units],
+                "verdict": [self.of(claim, nearest_run[unit]).name for unit in units],
+                "is_cause": [unit in cause for unit in units],
+                "group": [group_of[unit].name if unit in group_of else "" for unit in units],
+                "alone": [unit in each for unit in units],
+            }
+        )
+
+    def _table_of_effects(self, each: dict[int, Outcome]) -> pd.DataFrame:
+        words = self.response.words
+        missing = [math.nan] * len(words)
+        return EFFECTS.frame(
+            {
+                "unit": [unit for unit in range(len(self.units)) for _ in words],
+                "word": [*range(len(words))] * len(self.units),
+                "text": [word.text for word in words] * len(self.units),
+                "effect": [
+                    effect
+                    for unit in range(len(self.units))
+                    for effect in (self._of_words(each[unit].falls) if unit in each else missing)
+                ],
+            }
+        )
+
+    def _table_of_words(self) -> pd.DataFrame:
+        words = self.response.words
+        return WORDS.frame(
+            {
+                "word": range(len(words)),
+                "text": [word.text for word in words],
+                "nats": self._of_words(self.nothing.falls),
+                "claim": [next((i for i, c in enumerate(self.claims) if c.start <= word.start < c.stop), -1) for word in words],
+            }
         )

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.explanation.claims import Claim, normal
-from kvlens.explanation.response import Word
+from kvlens.texts import Word
 
 FIRM = math.log(4)
 """Nats: four times the odds."""

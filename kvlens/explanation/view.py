@@ -6,6 +6,7 @@ what the claim loses without each; choosing a part shows what the model says wit
 
 from typing import Any
 
+from kvlens.explanation.by_position import GROUPS
 from kvlens.explanation.sentences import paragraphs, percent, quoted
 from kvlens.explanation.verdicts import GONE
 from kvlens.viz import Piece
@@ -32,7 +33,7 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
         f"Underlined: words that depend on them; choose one.</p>{told}"
         f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
-        f'<p class="says" role="status"></p>{_strip(found)}'
+        f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
         f'<script type="application/json">{script_json(_data(found))}</script></figure>'
     )
     return Piece(title, body)
@@ -70,22 +71,28 @@ def _units(found: Any) -> str:
 
 def _data(found: Any) -> dict[str, Any]:
     """Of each claim and unit the fall, what it is labelled with, and what is said without the unit."""
-    each = found.statements.query("about == 'units' and role == 'each' and positions == 'kept'")
+    runs = found.statements.query("about == 'units' and role in ('each', 'group') and positions == 'kept'")
     causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
     claims = []
-    for claim, rows in each.groupby("claim"):
+    for claim, rows in runs.groupby("claim"):
         named = found.named if claim == found.about else repr(found.claims["text"][claim])
-        claims.append(
-            [
-                {
-                    "nats": round(float(row.nats), 3),
-                    "label": f"{round(row.nats, 1) + 0.0:.1f} nats, {row.verdict}",
-                    "says": _says(found.units["name"][int(row.parts)], named, row, int(row.parts) in causes[claim]),
-                }
-                for row in rows.itertuples()
-            ]
-        )
+        of_unit = {int(unit): row for row in rows.itertuples() for unit in row.parts.split("+") if row.role == "group"}
+        of_unit |= {int(row.parts): row for row in rows.itertuples() if row.role == "each"}
+        claims.append([_entry(found, named, unit, of_unit[unit], unit in causes[claim]) for unit in range(len(found.units))])
     return {"about": found.about, "full": FULL_SHADE, "claims": claims}
+
+
+def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[str, Any]:
+    if row.role == "each":
+        label = f"{round(row.nats, 1) + 0.0:.1f} nats, {row.verdict}"
+        return {
+            "nats": round(float(row.nats), 3),
+            "label": label,
+            "says": _says(found.units["name"][unit], named, row, is_cause),
+        }
+    group = found.units["group"][unit]
+    says = f"{found.units['name'][unit]} was not removed by itself. {_says(f'all of {group}', named, row, False)}"
+    return {"nats": 0.0, "label": f"without all of {group}: {row.verdict}", "says": says}
 
 
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
@@ -112,4 +119,21 @@ def _strip(found: Any) -> str:
         f'<div class="layers" role="img" aria-label="falls by layer, the highest {top:.1f} nats">{bars}</div>'
         f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: '
         f"{top:.1f} nats. In the darker ones the claim is lost.</p>"
+    )
+
+
+def _positions(found: Any) -> str:
+    """A row for each group of positions: what the claim loses when it holds what the prompt without the cause leaves there."""
+    each = found.rows("positions", "each")
+    if not len(each):
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row">{html_text(GROUPS[row.parts])}</th><td style="{_shade(row.nats)}">{row.nats:.1f} nats, '
+        f"{row.verdict}</td></tr>"
+        for row in each.itertuples()
+    )
+    return (
+        f"<h3>Positions: what {html_text(found.named)} loses when they are read from the prompt without the cause</h3>"
+        f'<table class="positions">{rows}</table><p class="note">In all layers at once. Positions before the cause are '
+        "equal in both prompts.</p>"
     )

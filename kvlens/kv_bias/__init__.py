@@ -11,6 +11,7 @@ from kvlens.kv_bias.features import (
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit
 from kvlens.kv_bias.kv_bias import KVBias
+from kvlens.kv_bias.recall import Recall
 from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates
 from kvlens.kv_bias.validation import LAST_POSITION
 
@@ -25,6 +26,7 @@ __all__ = [
     "KVBias",
     "LearnedFeatures",
     "RandomFeatures",
+    "Recall",
     "RecurrentStates",
     "SoftmaxFeatures",
     "TaylorFeatures",

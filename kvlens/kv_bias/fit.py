@@ -19,6 +19,7 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.answers import AnswerErrors
 from kvlens.kv_bias.fingerprint import Fingerprint
+from kvlens.kv_bias.recall import Recall
 
 SEVERAL, UNKNOWN = "several", "unknown"
 """The method of a record with several fits, and of one without any."""
@@ -43,6 +44,8 @@ class BiasFit:
             query head. It shows where keys are missing; ``answers`` has the error of the model as a whole.
         mass_error: the same for the prompt's share of the normalizer.
         answers: errors of the logits and the next-token distribution; None if not measured.
+        recall: which words of the prompt's own sentences the model would still say under the bias; None if not measured:
+            :func:`kvlens.convert_prompt` does for one prompt that is text or a chat, :func:`kvlens.conversion.recall` for any.
         history: what was done to the bias since, each kind of step once. If it is not empty, ``n_keys``, the errors and
             ``answers`` are None, because they are not known.
         parts: if there is a history, the original fits with their measured errors.
@@ -59,6 +62,7 @@ class BiasFit:
     head_output_error: Float[Tensor, "layer *batch head"] | None
     mass_error: Float[Tensor, "layer *batch head"] | None
     answers: AnswerErrors | None = None
+    recall: Recall | None = None
     history: tuple[str, ...] = ()
     parts: tuple["BiasFit", ...] = ()
 
@@ -127,9 +131,11 @@ class BiasFit:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that are not tensors, as JSON types."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*self.BY_LAYER, "answers", "parts")}
-        answers = None if self.answers is None else self.answers.to_json()
-        return {**plain, "history": list(self.history), "answers": answers, "parts": [fit.to_json() for fit in self.parts]}
+        apart = (*self.BY_LAYER, "answers", "recall", "parts")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        answers, recall = (None if x is None else x.to_json() for x in (self.answers, self.recall))
+        parts = [fit.to_json() for fit in self.parts]
+        return {**plain, "history": list(self.history), "answers": answers, "recall": recall, "parts": parts}
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors."""
@@ -147,7 +153,7 @@ class BiasFit:
         Raises:
             KVLensError: a field is missing.
         """
-        known = {**dict.fromkeys(cls.BY_LAYER), **plain, **tensors}
+        known = {**dict.fromkeys((*cls.BY_LAYER, "recall")), **plain, **tensors}
         missing = [f.name for f in fields(cls) if f.name not in known]
         if not known.get("history"):
             missing += [name for name in cls.BY_LAYER if known[name] is None]
@@ -155,6 +161,8 @@ class BiasFit:
             raise KVLensError(f"KVBias.load: the record of the fit lacks {', '.join(sorted(missing))}")
         if known["answers"] is not None:
             known["answers"] = AnswerErrors.read(known["answers"], below("answers.", tensors))
+        if known["recall"] is not None:
+            known["recall"] = Recall.read(known["recall"])
         known["history"] = tuple(known["history"])
         known["parts"] = tuple(cls.read(each, below(f"parts.{i}.", tensors)) for i, each in enumerate(known["parts"]))
         return cls(**{f.name: known[f.name] for f in fields(cls)})
@@ -164,8 +172,9 @@ class BiasFit:
         if self.history:
             fits = "" if len(self.parts) < 2 else f" of {len(self.parts)} fits"
             off = f"error unknown{fits}, after: {'; '.join(self.history)}"
+        known = "" if self.recall is None else f"; {self.recall.summary()}"
         cost = f"{self.prompt_passes + self.reference_passes:.3g} prompt passes, {sum(self.seconds.values()):.3g} s"
-        return f"BiasFit({self.method}: {off}; {self.n_reference_tokens} reference tokens, {cost})"
+        return f"BiasFit({self.method}: {off}{known}; {self.n_reference_tokens} reference tokens, {cost})"
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ the states of the recurrent layers, and the other fields describe only the atten
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -31,6 +31,7 @@ from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
 from kvlens.kv_bias.ragged import packed, padded, used_keys
 from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates, recurrent_from
+from kvlens.kv_bias.rows import fields_of_batch, fields_of_exchange, fields_of_rows
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
 from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
 
@@ -294,35 +295,12 @@ class KVBias:
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
-    def _with_tensors(self, tensors: Mapping[str, Tensor], **counts: Any) -> "KVBias":
-        """Other tensors under the names of :meth:`tensors`."""
-        fields: dict[str, Any] = {name: tensors[name] for name in (*TENSORS, "log_scale") if name in tensors}
-        for part in ("features", "recurrent"):
-            own = {name.removeprefix(f"{part}."): x for name, x in tensors.items() if name.startswith(f"{part}.")}
-            if own:
-                fields[part] = replace(getattr(self, part), **own)
-        return self._made(None, **fields, **counts)
-
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch of exact biases, as a batch."""
         if self.batch_size is None:
             raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
-        counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
-        return self._with_tensors({name: x[:, rows.to(x.device)] for name, x in self.tensors().items()}, **counts)
-
-    def with_keys(self, n: int) -> "KVBias":
-        """An exact bias of a softmax model with ``n`` keys per head: those that are added have weight 0."""
-        more = n - self.d_phi
-        if not isinstance(self.features, VirtualKeys) or not more:
-            return self
-        tensors = self.tensors()
-        for name, axis in {"b_KV": -2, "b_D": -1, "features.keys": -2, "features.distance": -1}.items():
-            x = tensors[name]
-            shape = list(x.shape)
-            shape[axis] = more
-            tensors[name] = torch.cat([x, x.new_ones(shape) if name == "features.distance" else x.new_zeros(shape)], dim=axis)
-        return self._with_tensors(tensors)
+        return self._made(None, **fields_of_rows(self, rows))
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
@@ -331,17 +309,9 @@ class KVBias:
         Raises:
             KVLensError: single prompts.
         """
-        first = biases[0]
         if any(bias.batch_size is None for bias in biases):
             raise KVLensError("KVBias.batch: expected batches of biases; repeat(1) makes a batch of one prompt")
-        if len(biases) == 1:
-            return first
-        tensors = [bias.with_keys(max(bias.d_phi for bias in biases)).tensors() for bias in biases]
-        counts = {
-            name: torch.cat([torch.as_tensor(getattr(b, name), device=b.b_KV.device).expand(b.batch_size or 1) for b in biases])
-            for name in COUNTS
-        }
-        return first._with_tensors({name: torch.cat([x[name] for x in tensors], dim=1) for name in tensors[0]}, **counts)
+        return biases[0] if len(biases) == 1 else biases[0]._made(None, **fields_of_batch(biases))
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
@@ -358,12 +328,7 @@ class KVBias:
                 "exchange_layers: expected the biases of two single prompts of as many tokens; delete tokens with "
                 'positions="kept", so that both have as many keys'
             )
-        mixed = {}
-        for name, x in own.items():
-            which = self.recurrent.layers if name.startswith("recurrent.") else self.attention_layers
-            chosen = layers[:, list(which)].T.reshape(len(which), len(layers), *[1] * (x.dim() - 1))
-            mixed[name] = torch.where(chosen.to(x.device), theirs[name][:, None], x[:, None])
-        return self._with_tensors(mixed)
+        return self._made(None, **fields_of_exchange(self, other, layers))
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
@@ -406,6 +371,48 @@ class KVBias:
         b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
         return self._made(self.fit, b_KV=b_kv, b_D=b_d)
 
+    def to_cache(self) -> Any:
+        """This bias as the cache of the Transformers model that it was converted with, on either front end.
+
+        It holds copies, and grows with the text, so each generation takes a new one. ``generate`` wants prompt and text, of
+        which it reads the text: of the prompt only the number of tokens matters.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from kvlens import KVTransformerBridge, convert_prompt
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=32, n_ctx=32, vocab_size=11)
+        >>> hf, same = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+        >>> loaded = same.load_state_dict(hf.state_dict())
+        >>> model = KVTransformerBridge.boot_transformers(same)  # into which TransformerLens puts its components
+        >>> prompt, text = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]])
+        >>> bias = convert_prompt(model, prompt)
+        >>> logits = hf(text, cache=bias.to_cache()).logits  # positions continue behind the prompt
+        >>> whole = torch.cat([prompt, text], dim=1)
+        >>> torch.allclose(logits, hf(whole).logits[:, 5:], atol=1e-5)
+        True
+        >>> options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        >>> torch.equal(hf.generate(whole, cache=bias.to_cache(), **options), hf.generate(whole, **options))
+        True
+
+        Before Transformers 5.24 the keyword is ``past_key_values``, which later ones take too.
+
+        Keys are [batch, kv_head, key, d_key] per layer, after RoPE, and values [batch, kv_head, key, d_head], in the bias's
+        dtype (:meth:`to`), with a batch of 1 for a single prompt (``cache.batch_repeat_interleave(n)`` repeats it). If every
+        key of the prompt was kept, the cache is as Transformers makes it, for any attention function. Keys with weights, or
+        fewer than the prompt's tokens, are read by the attention function that ``hf.set_attn_implementation("kvlens")``
+        chooses; all others fail on them (:mod:`kvlens.kv_bias.cache`).
+
+        Returns:
+            a ``transformers.DynamicCache``.
+
+        Raises:
+            KVLensError: a cache cannot hold what this bias holds: states of recurrent layers, features that are not keys,
+                negative weights, a shift state, prompts of different lengths, single heads, or values from which weight
+                processing removed b_V.
+        """
+        from kvlens.kv_bias.cache import cache_of  # which imports Transformers
+
+        return cache_of(self)
+
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
@@ -438,6 +445,22 @@ class KVBias:
             came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
         return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
+
+    def toward(self, other: "KVBias", degree: float) -> "KVBias":
+        """This bias exchanged for another by degrees: 0 leaves it, 1 is the other, more goes beyond it.
+
+        ``a.toward(b, c)`` is ``a + c * (b - a)``, also for prompts of different lengths: the text begins behind the longer one,
+        as if tokens that nobody reads stood behind the shorter; where positions are distances (ALiBi, linear attention that
+        rotates features), both end where the text begins. The shift state, which is no sum, is that of the nearer bias.
+        With a degree between 0 and 1 no weight is negative; outside, normalizers may be, and what the model says can mean
+        nothing (a pass warns).
+        """
+        nearer: Literal["first", "last"] = "first" if degree < 0.5 else "last"
+        mixed = KVBias.combine(self, other, weights=[1 - degree, degree], shift_state=nearer)
+        offsets = self.position_offset, other.position_offset
+        rows = any(isinstance(offset, Tensor) for offset in offsets)
+        behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
+        return replace(mixed, position_offset=behind)
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-
-from kvlens._tl import HookPoint, Slice
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice
 
 BY_QUERY = ("hook_attn_scores", "hook_pattern")
 """[batch, head, query, key]; all other tensors have positions in the second axis, if at all."""

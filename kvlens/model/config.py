@@ -85,6 +85,7 @@ class _Given(HookedTransformerConfig):
     seed: int | None = None
     alibi_slopes: Sequence[float] | None = None
     attn_types: Sequence[str] | None = None  # type: ignore[assignment]
+    value_biases_folded: bool = False
 
 
 @checked
@@ -110,6 +111,8 @@ class HookedKVTransformerConfig(_Given):
         trainable_kv_bias: make b_KV and b_D parameters (ICLCA sec. 6.3).
         alibi_slopes: one slope per head, with ``positional_embedding_type="alibi"``; None uses powers of 2^(-8 / n_heads).
         positional_embedding_type: the base's values, and ``"sinusoidal"`` and ``"none"``.
+        value_biases_folded: weight processing moved b_V into b_O, so that values are not those of the original model; it is
+            set there.
         seed: seed of the initial weights; unlike in TransformerLens, the global generators are left unchanged.
 
     Raises:

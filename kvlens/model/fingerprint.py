@@ -171,6 +171,7 @@ def _shift_words(cfg: HookedKVTransformerConfig) -> str:
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:
     plain = cfg.to_json()
-    if cfg.attention_variant is None:  # a newer field: older biases stay valid
-        del plain["attention_variant"]
+    for name in ("attention_variant", "value_biases_folded"):  # newer fields: older biases stay valid
+        if not plain[name]:
+            del plain[name]
     return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)

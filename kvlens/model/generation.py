@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from jaxtyping import Int
 from torch import Tensor
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.arguments import is_number
 from kvlens.base import HookedTransformer
 from kvlens.checks import Within, ensure, unknown_argument

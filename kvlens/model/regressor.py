@@ -18,8 +18,8 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from transformer_lens import ActivationCache
 
-from kvlens._tl import ActivationCache
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.model.assembly import seeded

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
+from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
 
-from kvlens._tl import SUPPORTED_ACTIVATIONS
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.checks import MOST, Within, ensure

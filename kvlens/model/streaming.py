@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 
-from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache, get_attention_mask
 from kvlens.base import Output
 from kvlens.checks import Count, checked
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+from transformer_lens.utilities import USE_DEFAULT_VALUE
 
-from kvlens._tl import USE_DEFAULT_VALUE, TransformerLensKeyValueCache
 from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.checks import checked
 from kvlens.components import (

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformer_lens.weight_processing import ProcessWeights
 
-from kvlens._tl import ProcessWeights
 from kvlens.base import HookedTransformer
 from kvlens.base.weights import groups_differ
 from kvlens.checks import checked
@@ -57,6 +57,7 @@ class ProcessesWeights(HookedTransformer):
         weights.clear()
         steps |= {"fold_value_biases": fold_value_biases, "refactor_factored_attn_matrices": refactor_factored_attn_matrices}
         steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
+        self.cfg.value_biases_folded |= _changes_values(filled, steps)
         if steps["fold_ln"]:
             self.forget_norm_weights()
         for names, process in pieces(self.cfg, filled):
@@ -92,6 +93,13 @@ class ProcessesWeights(HookedTransformer):
         """As TransformerLens', refused where it would change the output."""
         check_weight_processing(self.cfg, False, True)
         return super().refactor_factored_attn_matrices(state_dict)
+
+
+def _changes_values(weights: Mapping[str, Tensor], steps: Mapping[str, bool]) -> bool:
+    """Whether processing makes other values than the weights do now: without b_V, part of which comes from a folded norm."""
+    names = ("attn.b_V", "attn._b_V", "ln1.b") if steps["fold_ln"] else ("attn.b_V", "attn._b_V")
+    biases = (weight for name, weight in weights.items() if name.endswith(names))
+    return steps["refactor_factored_attn_matrices"] or (steps["fold_value_biases"] and any(bool(b.any()) for b in biases))
 
 
 Process = Callable[[dict[str, Tensor], Mapping[str, bool]], dict[str, Tensor]]

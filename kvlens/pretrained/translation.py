@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformers import PreTrainedModel
 
-from kvlens._tl import POST_NORM_ARCHITECTURES
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.families import convert, translate
 from kvlens.base.loading import SHORTER, beginning

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
+from kvlens.explanation.by_position import GROUPS
 from kvlens.explanation.sentences import quoted
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
@@ -35,12 +36,20 @@ def print_explanation(found: Explained) -> None:
     for paragraph in paragraphs(found):
         console.print(_wrapped(" ".join(sentence.text for sentence in paragraph)), end="\n\n")
     console.print(_units(found))
-    if len(found.units) > MOST_ROWS:
-        console.print(f"(the {MOST_ROWS} largest of {len(found.units)})")
+    n_alone = int(found.units["alone"].sum())
+    if n_alone < len(found.units):
+        console.print(f"(the other {len(found.units) - n_alone} parts only with their whole document or paragraph)")
+    if n_alone > MOST_ROWS:
+        console.print(f"(the {MOST_ROWS} largest of {n_alone})")
     singles = found.rows("layers", "each")
     if len(singles):
         console.print(f"\nnats that {visible(found.named)} loses, layer by layer", style="bold")
         console.print(_strip(singles["nats"].tolist()))
+    positions = found.rows("positions", "each")
+    if len(positions):
+        console.print(f"\nnats that {visible(found.named)} loses when these are read without the cause", style="bold")
+        for row in positions.itertuples():
+            console.print(f"{GROUPS[row.parts]:<42}{row.nats:6.2f}  {row.verdict}")
     if found.left_out:
         console.print(f"\nLeft out, as the budget had no room for it: {', '.join(found.left_out)}.")
     console.print("\nWhat the words mean", style="bold")
@@ -60,8 +69,8 @@ def _units(found: Explained) -> Any:
     table.add_column("nats", justify="right")
     table.add_column("")
     table.add_column("verdict", no_wrap=True)
-    shown = found.units.nlargest(MOST_ROWS, "effect").sort_values("unit")
-    top = max(1e-9, float(found.units["effect"].max()))
+    shown = found.units[found.units["alone"]].nlargest(MOST_ROWS, "effect").sort_values("unit")
+    top = max(1e-9, float(shown["effect"].max()))
     for row in shown.to_dict("records"):
         bar = "█" * round(BAR * max(0.0, row["effect"]) / top)
         name = f"{row['name']}: {' '.join(row['unit_text'].split())}"

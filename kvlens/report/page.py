@@ -186,6 +186,9 @@ def _conversion(summary: dict[str, Any]) -> Piece:
             ("share of the prompt's effect that is missing", percent(held_out["lost_share"], least=0.0), "on the same"),
         ]
     )
+    recall = figures["recall"]
+    if recall is not None and recall["n_words"]:
+        rows.append(("words of the prompt that are still known", percent(recall["share"], least=0.0), recall["in_words"]))
     rows += [
         ("relative error of the logits", number(figures["relative_error"]), verdict),
         (

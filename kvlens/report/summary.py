@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvlens.explanation import Explained, in_words
 from kvlens.kv_bias import BiasFit, KVBias
+from kvlens.kv_bias.recall import Recall
 from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.texts import stripped, token_texts
 from kvlens.viz._text import percent
@@ -25,12 +26,19 @@ def conversion_figures(bias: KVBias, errors: pd.DataFrame) -> dict[str, Any]:
     return {
         "approximation": None if bias.fit is None else _approximation(bias.fit),
         "held_out": None if bias.fit is None or bias.fit.answers is None else bias.fit.answers.to_dict(),
+        "recall": None if bias.fit is None or bias.fit.recall is None else _recall_figures(bias.fit.recall),
         "relative_error": float((errors["squared_error"].sum() / errors["squared_norm"].sum()) ** 0.5),
         "rounding_error": float(errors["rounding_error"].iloc[0]),
         "exact_to_rounding": bool(errors["exact_to_rounding"].iloc[0]) if bias.fit is None else None,
         "max_abs_error": float(errors["max_abs_error"].max()),
         "argmax_agreement": float(errors["argmax_agrees"].mean()),
     }
+
+
+def _recall_figures(recall: Recall) -> dict[str, Any]:
+    """How much the bias still knows of the prompt's sentences."""
+    sentences = json.loads(recall.table().to_json(orient="records"))
+    return {"n_words": len(recall.words), "share": recall.share, "in_words": recall.summary(), "sentences": sentences}
 
 
 def _approximation(fit: BiasFit) -> str:

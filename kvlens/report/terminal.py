@@ -98,6 +98,9 @@ def _conversion(summary: dict[str, Any]) -> Padding:
             "error of the logits, held out", percent(held_out["logits_error"], least=0.0), "on continuations of the prompt"
         )
         table.add_row("share of the prompt's effect that is missing", percent(held_out["lost_share"], least=0.0), "on the same")
+    recall = figures["recall"]
+    if recall is not None and recall["n_words"]:
+        table.add_row("words of the prompt that are still known", percent(recall["share"], least=0.0), recall["in_words"])
     table.add_row("relative error of the logits", f"{figures['relative_error']:.1e}", verdict)
     table.add_row("rounding error of the original", f"{figures['rounding_error']:.1e}", "up to 4 times this is exact")
     table.add_row("largest difference of any logit", f"{figures['max_abs_error']:.1e}")

@@ -27,6 +27,20 @@ def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
     assert stderr.getvalue().split("\r")[-1].strip() == ""
 
 
+def test_a_bar_shows_in_a_notebook_that_has_no_terminal(monkeypatch):
+    seen = {}
+
+    class tqdm_notebook(segments.tqdm):
+        def __init__(self, **options):
+            seen.update(options)
+            super().__init__(**options | {"disable": True})
+
+    monkeypatch.setattr(segments, "tqdm", tqdm_notebook)
+    with bar_unless(None, "looking") as tell:
+        tell(0.5)
+    assert seen["disable"] is False
+
+
 def test_a_callback_is_called_instead_of_showing_a_bar():
     told = []
     with bar_unless(told.append, "looking") as tell:

@@ -28,9 +28,9 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1] / "model"))
 
 from scaled_models import REAL, scaled_up
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 
 SINGLE, DOUBLE = 2.0, 1e-12
 """At most: the error of the converted pass against float64 over that of the plain one, of the median prompt; in float64."""

@@ -6,21 +6,25 @@ Of untrained models: how many heads get a name, with and without ablations (the 
 102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head
 has its commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same
 name, and what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name
-follows the loss, which the length may change: those two figures have no bound.
+follows the loss, which the length may change: those two figures have no bound. Last, the heads that are named "induction" are
+ablated together (each replaced by its mean on text that does not repeat), those called weak likewise, and as many random heads
+without either name, five times: the loss on the second copy.
 """
 
 import argparse
+import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from kvlens.analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from kvlens.analyses.heads.naming import induction_verdicts
-from kvlens.analyses.heads.repeated_tokens import longest_repeat
+from kvlens.analyses.heads.repeated_tokens import draw_piece, longest_repeat, repeat_tokens
 from timing import verdict
 
+import kvlens
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 
@@ -84,7 +88,7 @@ def same(first: list[pd.DataFrame], second: list[pd.DataFrame]) -> float:
 
 def trust(source: str, n_lengths: int) -> None:
     """The verdicts of one trained model."""
-    model = HookedKVTransformer.load(source) if Path(source).is_dir() else HookedKVTransformer.from_zoo(source)
+    model = kvlens.load(source)
     model.requires_grad_(False)
     longest = longest_repeat(model, None, LONGEST)
     steps = range(n_lengths)
@@ -110,6 +114,38 @@ def trust(source: str, n_lengths: int) -> None:
     print(verdict("without a name", sum(names[name] for name in UNNAMED), 0))
 
 
+@torch.no_grad()
+def together(source: str, n: int = 40, seed: int = 11) -> None:
+    """The loss on the second copy without the named heads, without the weak ones, and without as many others."""
+    model = kvlens.load(source)
+    n, generator = longest_repeat(model, None, n), torch.Generator().manual_seed(seed)
+    piece, other = (draw_piece(model, 8, n, generator) for _ in range(2))
+    own = repeat_tokens(model, piece, None)
+    zs = [f"blocks.{layer}.attn.hook_z" for layer in range(model.cfg.n_layers)]
+    _, cache = model.run_with_cache(own.control(other).tokens, names_filter=zs)
+    means = {name: cache[name].mean(dim=(0, 1)) for name in zs}
+
+    def loss(heads: list[tuple[int, int]]) -> float:
+        def ablate(z: Any, hook: Any) -> Any:
+            of_layer = [head for layer, head in heads if zs[layer] == hook.name]
+            z = z.clone()
+            z[:, :, of_layer] = means[hook.name][of_layer]
+            return z
+
+        logits = model.run_with_hooks(own.tokens, fwd_hooks=[(zs[layer], ablate) for layer in {layer for layer, _ in heads}])
+        right = logits[:, own.second : -1].log_softmax(dim=-1).gather(-1, own.next_tokens[..., None])
+        return -float(right.mean())
+
+    rows = list(induction_verdicts(model)[["layer", "head", "verdict"]].itertuples(index=False, name=None))
+    others = [(layer, head) for layer, head, name in rows if "induction" not in name]
+    print(f"  loss on the second copy {loss([]):.2f}")
+    for kind in ("induction", "weak induction"):
+        named = [(layer, head) for layer, head, name in rows if name.split(" / ")[0] == kind]
+        draws = [loss(random.Random(draw).sample(others, min(len(named), len(others)))) for draw in range(5)]
+        print(f"  without the {len(named)} called {kind}: {loss(named):.2f}", end="; ")
+        print(f"without as many others: {min(draws):.2f} to {max(draws):.2f}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
@@ -123,6 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     if "models" in args.only:
         for source in args.models or (["induction-shift-1l"] if args.small else names()):
             trust(source, 1 if args.small else args.lengths)
+            together(source)
 
 
 if __name__ == "__main__":

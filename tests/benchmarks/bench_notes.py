@@ -111,7 +111,7 @@ def patched(question: Question, span: tuple[int, int]) -> Patched:
 def swaps_with_shift_states(question: Question, span: tuple[int, int]) -> torch.Tensor:
     """The fall of log p with each head and its own shift state from the prompt without the span, by layer and head."""
     bias, other = (convert_prompt(question.model, x) for x in (question.prompt, question.rows([[span]])))
-    exchange = HeadExchange(question, bias, other)
+    exchange = HeadExchange(bias, other)
     places = [(part.layer, part.head) for part in exchange.parts]  # as many key-value heads as query heads
     rows = torch.tensor([[place == each for place in places] for each in dict.fromkeys(places)])
     scores = question.scores_under(exchange.biases(torch.cat([torch.zeros_like(rows[:1]), rows])))

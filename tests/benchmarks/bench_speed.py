@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from timing import CLOCKS, check_close, fastest, medians, peak_gib, verdict
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.analyses import (
     attribution_by_head,
     attribution_by_position,

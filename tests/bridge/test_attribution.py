@@ -7,8 +7,9 @@ import torch
 from bridge_models import place_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_head import swapped_heads
+from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.null import Null
-from kvlens.analyses.attribution.terms import hidden_from_text, state_terms
+from kvlens.analyses.attribution.terms import Terms, hidden_from_text, state_terms
 from kvlens.analyses.bias.one_space import with_references
 from kvlens.analyses.bias.parts import Part, exchangeable
 from pandas.testing import assert_frame_equal
@@ -16,9 +17,9 @@ from precision import LAW, relative_error
 
 from kvlens import KVLensError, convert_prompt, counterfactuals, explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
-from kvlens.explanation.response import Response
 from kvlens.explanation.runs import Runs
 from kvlens.model import heads_per_layer
+from kvlens.texts import Response
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -90,6 +91,24 @@ def test_recurrent_layers_are_explained_too(model):
     (without,) = runs.without([[1]])
     assert (all_of_them.falls - without.falls).abs().max() < 1e-4 and none.falls.abs().max() < 1e-4
     assert without.falls.abs().max() > 1e-3
+
+
+def test_all_positions_exchanged_are_the_prompt_without_the_cause(model):
+    """And none is the whole prompt: keys, values, states and convolutions."""
+    gone = positions_of_spans(UNITS[1:2], len(PROMPT))
+    other = counterfactuals(model, PROMPT, gone)
+    exchange = PositionExchange(Terms.of_prompt(model, PROMPT), other)
+    every = torch.ones(len(exchange.parts), dtype=torch.bool)
+    donor, own = convert_prompt(model, other).select_prompt(0), convert_prompt(model, PROMPT)
+    mixed = exchange.biases(torch.stack([every, ~every]))
+    read = [logits_under(model, bias) for bias in (mixed, donor.repeat(1), own.repeat(1))]
+    assert relative_error(read[0][:1], read[1]) < LAW and relative_error(read[0][1:], read[2]) < LAW
+    assert relative_error(read[1], read[2]) > 1e-3
+
+
+def logits_under(model, bias):
+    with model.kv_bias(bias):
+        return model.logits_on(TEXT.expand(bias.batch_size, -1), len(TEXT))
 
 
 def positions_of_spans(spans, n):

@@ -60,7 +60,7 @@ SAME = {
 LARGE = {
     "attribution_by_edge": "effect",
     "induction_heads": "loss_change",
-    "induction_verdicts": "copying_score",
+    "induction_verdicts": "logit_attribution",
     "prompt_attribution": "total_effect",
 }
 """What must not be around 0 for a comparison to mean something."""

@@ -6,9 +6,9 @@ from precision import LAW, float64, relative_error
 from scaled_models import REAL, scaled_up
 from small_models import SOFTMAX, by_steps, model_of, small_model, tokens
 from tiny_hf import tiny_hf_model
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 
 DOUBLE = dict(dtype=torch.float64)
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.conversion.softmax import learned
 
 

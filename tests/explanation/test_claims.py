@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kvlens.explanation.claims import claims_of, content_words, normal
-from kvlens.explanation.response import Response, _words
+from kvlens.explanation.claims import claim_of, claims_of, content_words, normal
 from kvlens.explanation.verdicts import FIRM, verdict, walk
+from kvlens.texts import Response, _words
 
 
 def response(*tokens: str) -> Response:
@@ -59,6 +59,16 @@ def test_what_the_question_has_already_is_no_claim():
 def test_comparisons_ignore_case_accents_and_possessives():
     assert normal("Röntgen's") == normal("ROENTGEN".replace("OE", "O")) == "rontgen"
     assert content_words(response("The", " King", " of", " Spain").words) == ("king", "spain")
+
+
+def test_words_of_the_question_do_not_tell_whether_a_claim_is_said():
+    """ "won the MVP award in 2014–15": an answer "the MVP award in 2018" repeats the question, and nothing of the claim."""
+    old, asked = response("MVP", " award", " in", " 2014\u201315", " award"), frozenset({"mvp", "award"})
+    claim = claims_of(old, [5.0, 5.0, 0.0, 5.0, 5.0], asked)[-1]
+    assert claim.words == ("2014-15",) and claim_of(old, 0, 2, 1.0, asked).words == ("mvp", "award")
+    fell = torch.full((5,), 2.0)
+    assert verdict(claim, fell, 1, 3, response("MVP", " award", " in", " 2018").words).name == "lost"
+    assert verdict(claim, fell, 1, 3, response("in", " 2014-15").words).name == "other words"
 
 
 def of(log_p: list[dict[int, float]], d_vocab: int = 4) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import GROUPED, model_of, relative_error, tokens
 
-from kvlens import KVShiftConfig, carry_bias, combine, convert_prompt
+from kvlens import KVShiftConfig, carry_bias, combine, convert_prompt, counterfactuals
 
 EXACT = 1e-11
 ONE_LAYER = {
@@ -49,6 +49,43 @@ def test_at_one_layer_the_carried_first_and_the_second_from_its_place_are_the_co
     assert relative_error(logits(model, convert_prompt(model, SECOND, initial=a)), expected) < EXACT
     sum_error = relative_error(logits(model, combine(a, convert_prompt(model, SECOND), shift_state="last")), expected)
     assert sum_error < EXACT if name in A_SUM_IS_ENOUGH else sum_error > 0.01
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_toward_is_the_exchange_by_degrees_and_ends_at_the_other_prompt(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, FIRST[:, :7]), convert_prompt(model, SECOND)
+    for degree in (0, 0.25, 1, 1.5):
+        by_hand = combine(a, b, weights=[1 - degree, degree], shift_state="first" if degree < 0.5 else "last")
+        assert relative_error(logits(model, a.toward(b, degree)), logits(model, by_hand)) < EXACT
+    assert relative_error(logits(model, a.toward(b, 0)), logits(model, a)) < EXACT
+    assert relative_error(logits(model, a.toward(b, 1)), logits(model, b)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["softmax, rope", "softmax, learned positions"])
+def test_toward_a_prompt_of_another_length_begins_behind_the_longer_one(name):
+    """As behind tokens that are not read, which take positions all the same."""
+    model = one_layer(name)
+    longer, shorter = FIRST, SECOND
+    a, b = convert_prompt(model, shorter), convert_prompt(model, longer)
+    unread = torch.ones_like(longer, dtype=torch.bool)
+    unread[:, : shorter.shape[1]] = False
+    behind = torch.cat([shorter, longer[:, shorter.shape[1] :]], dim=1)
+    expected = [
+        logits(model, convert_prompt(model, counterfactuals(model, behind[row], unread[row : row + 1])))[row]
+        for row in range(len(longer))
+    ]
+    assert relative_error(logits(model, a.toward(b, 0)), torch.stack(expected)) < EXACT
+    assert relative_error(logits(model, b.toward(a, 0)), logits(model, b)) < EXACT
+    assert a.toward(b, 0.5).position_offset == b.toward(a, 0.5).position_offset == b.position_offset
+
+
+@pytest.mark.parametrize("name", ["rope after", "softmax, alibi"])
+def test_where_positions_are_distances_both_prompts_end_where_the_text_begins(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, SECOND), convert_prompt(model, FIRST)
+    for start, end in ((a, b), (b, a)):
+        assert relative_error(logits(model, start.toward(end, 0)), logits(model, start)) < EXACT
 
 
 def read(model, bias):

@@ -5,9 +5,9 @@ import torch
 from precision import LAW
 from small_models import ATTENTION_VARIANTS as VARIANTS
 from small_models import PARALLEL, WITHOUT_BIAS, Shared, model_of, relative_error, small_model, tokens
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.model import AttentionVariantConfig, Negative, Regularised
 from kvlens.ops.attention_variants import naive_negative, naive_regularised, naive_ridge
 

@@ -10,9 +10,9 @@ from precision import LAW, share
 from small_models import linear_model, relative_error, tokens
 from tiny_text_model import tiny_text_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 
 TEXTS = ["The widget", "Return the gadget and the widget"]
 GREEDY = dict(max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_hf import tiny_hf_model
+from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
-from kvlens._tl import ProcessWeights
 from kvlens.model.weights import pieces, processed_end
 from kvlens.pretrained import load_pretrained_parts
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from precision import LAW, relative_error
 from small_models import plain_model, small_model, tokens
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
-from kvlens._tl import TransformerLensKeyValueCache
 
 F64 = dict(dtype=torch.float64)
 VARIANTS = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kvlens.analyses.bias.patches import POINTS
 from precision import LAW, relative_error
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from unequal_heads import HEADS, SIZES, unequal, with_empty_heads
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, analyses, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.base import HookedTransformer, HookedTransformerConfig
 
 PROMPT, SECOND, TEXT = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -109,17 +109,35 @@ class Run(NamedTuple):
     text: list[int] | None
 
 
+def exchanged(row: Any, layer: int, groups: dict[str, list[int]], nothing: Tensor) -> Tensor:
+    """True at the positions of a layer that come from the other prompt."""
+    if row.about == "layers":
+        return torch.full_like(nothing, (str(layer) in row.parts.split("+")) != row.others)
+    named = set(row.parts.split("+"))
+    chosen = nothing.clone()
+    chosen[[i for name, positions in groups.items() if (name in named) != row.others for i in positions]] = True
+    return chosen
+
+
 def again(
-    plain: Plain, prompt: Tensor, units: list[tuple[int, int]], response: Tensor, row: Any, claim: tuple[int, int], ends: Any
+    plain: Plain,
+    prompt: Tensor,
+    units: list[tuple[int, int]],
+    response: Tensor,
+    row: Any,
+    claim: tuple[int, int],
+    ends: Any,
+    groups: dict[str, list[int]] | None = None,
 ) -> Run:
     """Run one statement again.
 
     Args:
         prompt: [pos], with its last token.
         units: token ranges.
-        row: of ``Explained.statements``, about units or layers.
+        row: of ``Explained.statements``, about units, layers or positions.
         claim: the claim's token range in the response.
         ends: whether a text ends.
+        groups: the positions of each group, of ``Explained.positions``.
     """
     before, last, n = prompt[:-1], prompt[-1:], len(prompt) - 1
     nothing = torch.zeros(n, dtype=torch.bool, device=prompt.device)
@@ -132,9 +150,9 @@ def again(
         return gone
 
     every = dict.fromkeys(range(plain.n_layers), nothing)
-    parts = {int(part) for part in row.parts.split("+")}
     start = n
     if row.about == "units":
+        parts = {int(part) for part in row.parts.split("+")}
         gone = without(set(range(len(units))) - parts if row.others else parts)
         if row.positions == "closed":
             before, start = before[~gone], n - int(gone.sum())
@@ -143,11 +161,12 @@ def again(
     else:
         missing = without({int(unit) for unit in row.removed.split("+")})
         donor = plain.read(before, missing)
-        exchanged = set(range(plain.n_layers)) - parts if row.others else parts
-        cache = DynamicCache()
+        cache, masks = DynamicCache(), {}
         for layer in range(plain.n_layers):
-            cache.update(*layer_of(donor if layer in exchanged else whole, layer), layer)
-        masks = {layer: missing if layer in exchanged else nothing for layer in range(plain.n_layers)}
+            theirs = exchanged(row, layer, groups or {}, nothing)
+            pairs = zip(layer_of(donor, layer), layer_of(whole, layer), strict=True)
+            cache.update(*(torch.where(theirs[:, None], other, own) for other, own in pairs), layer)
+            masks[layer] = missing & theirs
     text = torch.cat([last, response[:-1]])
     old = plain.continued(whole, every, text, n)[0].double().log_softmax(dim=-1)
     new = plain.continued(cache, masks, text, start)[0].double().log_softmax(dim=-1)

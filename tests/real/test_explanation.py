@@ -18,13 +18,13 @@ ASKED = Chat.ask("In which city will the new office be? Answer in one short sent
 
 @pytest.fixture(scope="module")
 def found(smollm2):
-    return explain(smollm2, ASKED, about="Rotterdam")
+    return explain(smollm2, ASKED, about="Rotterdam", depth="positions")
 
 
 def test_the_stating_sentence_is_the_cause_of_the_city(found):
     assert "Rotterdam" in found.response
     assert "Rotterdam" in found.claim and found.units["name"][found.cause[0]] == "minutes.txt, sentence 2"
-    assert found.n_layers == 30
+    assert found.n_layers == 30 and len(found.rows("positions", "each")) >= 4
 
 
 def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found):
@@ -33,6 +33,7 @@ def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found)
     )
     prompt, stops = ASKED.tokens(smollm2), stop_tokens(smollm2)
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
+    groups = {name: table["position"].tolist() for name, table in found.positions.groupby("group")}
 
     def ends(text):
         enough = len(text) >= len(found.response_tokens) + MORE_TOKENS
@@ -42,10 +43,13 @@ def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found)
     told = [row for row in printed if isinstance(found.statements.loc[row, "says"], str)]
     others = [row for row in found.statements.index if row not in told]
     assert len(told) >= 2
-    for row in told[:4] + random.Random(0).sample(others, 4):
+    draw = random.Random(0)
+    of_positions = found.statements.index[found.statements["about"] == "positions"]
+    for row in told[:4] + draw.sample(others, 4) + draw.sample(list(of_positions), 3):
         statement = found.statements.loc[row]
         claim = found.claims.loc[int(statement["claim"])]
-        second = again(Plain(hf), prompt, units, found.response_tokens, statement, (claim["start"], claim["stop"]), ends)
+        span = (claim["start"], claim["stop"])
+        second = again(Plain(hf), prompt, units, found.response_tokens, statement, span, ends, groups)
         assert second.fall == pytest.approx(statement["nats"], abs=1e-3)
         if second.text is not None:
             says = smollm2.tokenizer.decode(second.text, skip_special_tokens=True)

@@ -8,9 +8,9 @@ import design_reference as judge
 import pytest
 import torch
 from precision import LAW, relative_error
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVShiftConfig, convert_prompt
-from kvlens._tl import TransformerLensKeyValueCache
 from kvlens.corpus import train_bpe_tokenizer
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, act_fn="gelu", device="cpu", dtype=torch.float64)

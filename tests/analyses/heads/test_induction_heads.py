@@ -77,7 +77,6 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
     assert delayed["prefix_matching_score"] == delayed["duplicate_token_score_value"] == pytest.approx(1, abs=1e-12)
     assert delayed["prefix_matching_score_value"] == pytest.approx(0, abs=1e-12)
     assert plain["duplicate_token_score_value"] == pytest.approx(0.5, abs=1e-12)
-    assert frame["copying_score"].tolist() == pytest.approx([1, 1, 1, 1])
     assert frame["k_composition_layer"].isna().all() and frame["k_composition_score"].isna().all()
 
 
@@ -92,15 +91,14 @@ def test_the_two_layer_circuit_is_found_with_its_k_composition():
     assert (induction["k_composition_layer"], induction["k_composition_head"]) == (0, 1)
     # W_OV is the identity between two spaces of D_VOCAB dimensions and W_QK 60 times that: sqrt(D) / (sqrt(D) sqrt(D))
     assert induction["k_composition_score"] == pytest.approx(1 / math.sqrt(D_VOCAB))
-    assert induction["copying_score"] == pytest.approx(1)
 
 
-def test_a_head_that_lowers_what_it_finds_has_the_opposite_copying_score_and_attribution():
+def test_a_head_that_lowers_what_it_finds_has_the_opposite_attribution():
     model = shifted_heads()
     model.blocks[0].attn.W_O[0] *= -1
     row = induction_verdicts(model, n_sequences=2, n_repeated=N).iloc[0]
     assert row["verdict"] == "induction"
-    assert (row["copying_score"], row["logit_attribution"]) == pytest.approx((-1, 1 / D_VOCAB - 1))
+    assert row["logit_attribution"] == pytest.approx(1 / D_VOCAB - 1)
 
 
 def test_the_verdict_does_not_see_a_rescaling_of_the_coefficients_against_the_values():

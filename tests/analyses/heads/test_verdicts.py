@@ -22,13 +22,16 @@ UNNAMED = (NO_VERDICT, INCONCLUSIVE)
 ONE = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
 
 
-def verdicts(patterns, n, taps=ONE):
-    """The verdicts on heads with given patterns [text, head, query, key], on 2 n positions."""
+def verdicts(patterns, n, taps=ONE, control=None):
+    """The verdicts on heads with given patterns [text, head, query, key], on 2 n positions; uniform ones on the control."""
     repeated = RepeatedTokens(torch.arange(n).repeat(2)[None], n)
     given = ShiftTaps(*(x.expand(patterns.shape[1], -1) for x in (ONE, taps, ONE)))
-    scores = pattern_scores(patterns, repeated, given)
-    layered = type(scores)(*(x[None] for x in scores))
-    return name_heads(layered, repeated, threshold=THRESHOLD, ratio=RATIO)[0]
+    control = uniform(n).expand_as(patterns) if control is None else control
+    scores, of_control = (
+        type(scores)(*(x[None] for x in scores))
+        for scores in (pattern_scores(each, repeated, given) for each in (patterns, control))
+    )
+    return name_heads(scores, of_control, repeated, threshold=THRESHOLD, ratio=RATIO)[0]
 
 
 def verdict(pattern, n, taps=ONE):
@@ -97,6 +100,29 @@ def test_each_kind_by_its_lag_and_the_larger_variance_of_two(n):
         pair[whole] *= 1 - of_itself
         pair[torch.arange(1, 2 * n), torch.arange(1, 2 * n)] += of_itself
         assert verdict(pair, n).name == name
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_head_that_reads_the_same_place_without_a_repetition_matches_nothing(kind):
+    n = 24
+    looks_back = mixed(n, n - 1 + kind, 0.9, slice(n, 2 * n))[None, None]
+    half = mixed(n, n - 1 + kind, 0.5, slice(n, 2 * n))[None, None]
+    less = mixed(n, n - 1 + kind, 0.3, slice(n, 2 * n))[None, None]
+    assert verdicts(looks_back, n)[0].name == ("induction", "duplicate token")[kind]
+    assert {verdicts(looks_back, n, control=control)[0].name for control in (looks_back, half)} <= set(UNNAMED)
+    assert verdicts(looks_back, n, control=less)[0].name == ("induction", "duplicate token")[kind]
+
+
+def test_a_head_far_weaker_than_the_strongest_of_its_kind_is_called_weak():
+    n = 60
+    heads = torch.stack([mixed(n, n - 1, weight, slice(n, 2 * n)) for weight in (0.9, 0.2, 0.08)])
+    assert [head.name for head in verdicts(heads[None], n)] == ["induction", "induction", "weak induction"]
+    assert verdicts(heads[None, 2:], n)[0].name == "induction"  # the strongest of its model
+
+
+def test_a_previous_token_head_is_found_wherever_its_stretch_is():
+    n = 60
+    assert verdict(mixed(n, 1, 0.6, slice(70, 100)), n).name == "previous token"
 
 
 def test_below_the_threshold_or_near_chance_there_is_no_name():
@@ -329,7 +355,7 @@ def test_swaps_equal_one_hooked_forward_pass_each(settings):
     model, n = random_model(**settings), 6
     generator = torch.Generator().manual_seed(0)
     own, donors = (repeat_tokens(model, draw_piece(model, 3, n, generator), None) for _ in range(2))
-    taps = measure_heads(model, own).taps
+    taps = measure_heads(model, own, donors.tokens[:, -n:]).taps
     asked = torch.ones(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
     asked[0, 1] = False
     costs, errors = swap_costs(model, own, donors, taps, asked, batch_size=2)

@@ -1,0 +1,121 @@
+"""How a bias's recall of its prompt is measured (:mod:`kvlens.kv_bias.recall`): three passes over the prompt's sentences."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.chat import has_chat_template, written_messages
+from kvlens.kv_bias import KVBias
+from kvlens.kv_bias.recall import MATTERS, Recall, RecalledWord
+from kvlens.memory import NUMBERS_PER_PASS
+from kvlens.model.protocol import KVModel
+from kvlens.texts import Response
+from kvlens.units import Layout, always_there, cut
+
+
+class Said(NamedTuple):
+    """What precedes a sentence, and the sentence, as tokens."""
+
+    lead: Int[Tensor, " lead_pos"]
+    tokens: Int[Tensor, " pos"]
+
+
+@torch.no_grad()
+def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Recall | None:
+    """The recall of a bias; None if the prompt is no text, or leaves no room for a sentence behind it.
+
+    Args:
+        layout: of the prompt.
+        whole, bias: its exact bias, and the one that is measured; nothing else is attached.
+    """
+    if model.tokenizer is None or not layout.text.strip():
+        return None
+    lead = lead_of(model, layout)
+    n_lead = len(model.tokenizer(lead, add_special_tokens=False)["input_ids"])
+    room = (
+        model.cfg.n_ctx - int(torch.as_tensor(whole.position_offset).max()) - n_lead if model.cfg.has_position_limit else None
+    )
+    if room is not None and room < 2:
+        return None
+    sentences = [unit.text.strip() for unit in cut(model, layout, "sentence")]
+    base = layout.tokens[always_there(layout).to(layout.tokens.device)]
+    return recall_of(model, sentences, whole, bias, base, lead, room)
+
+
+def recall_of(
+    model: KVModel,
+    sentences: Sequence[str],
+    whole: KVBias,
+    bias: KVBias,
+    base: Int[Tensor, " base_pos"],
+    lead: str,
+    room: int | None = None,
+) -> Recall:
+    """The recall of given sentences.
+
+    Args:
+        base: what is always there, with which sentences are read without the prompt.
+        lead: text between prompt and sentence; empty where the prompt ends with it, and the first word of each sentence, which
+            the prompt's last token predicts, is then left out.
+        room: how many tokens of a sentence are read; None for all.
+    """
+    said = [_said(model, lead, sentence, room, base.device) for sentence in sentences]
+    with_prompt, under, without = (_read(model, said, attached, base) for attached in (whole, bias, None))
+    words = []
+    for number, one in enumerate(said):
+        for word in Response.of(model, one.lead, one.tokens).words:
+            some = slice(word.start, word.stop)
+            if not word.is_word or word.start + len(one.lead) == 0:
+                continue
+            p, b, w = (log_p[number][0][some].sum() for log_p in (with_prompt, under, without))
+            if p - w > MATTERS:
+                first = (bool(of[number][1][some].all()) for of in (with_prompt, under))
+                words.append(RecalledWord(number, word.text, float(p - w), float(p - b), *first))
+    return Recall(tuple(sentences), tuple(words))
+
+
+def lead_of(model: KVModel, layout: Layout) -> str:
+    """What stands between a prompt and what the model says: the chat template's marks, if the prompt does not end with them."""
+    if not has_chat_template(model):
+        return "\n"
+    mark = "KVLENSMARK"
+    _, *behind = written_messages(model, [{"role": "user", "content": mark}]).split(mark)
+    lead = behind[-1] if behind else "\n"
+    ids = model.tokenizer(lead, add_special_tokens=False)["input_ids"]
+    return "" if layout.tokens[-len(ids) :].tolist() == ids else lead
+
+
+def _said(model: KVModel, lead: str, sentence: str, room: int | None, device: Any) -> Said:
+    ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (lead, sentence)]
+    ids[1] = ids[1][:room]
+    return Said(*(torch.tensor(each, dtype=torch.long, device=device) for each in ids))
+
+
+def _read(
+    model: Any, said: Sequence[Said], attached: KVBias | None, base: Int[Tensor, " base_pos"]
+) -> list[tuple[Float[Tensor, " pos"], Tensor]]:
+    """Of each token of the sentences the log-probability, and whether it is the first choice; 0 and True for a first one."""
+    rows = [torch.cat([one.lead, one.tokens]) for one in said]
+    longest = max(map(len, rows))
+    padded = torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
+    at_once = max(1, NUMBERS_PER_PASS // (longest * model.cfg.d_vocab))
+    found = []
+    with model.kv_bias(attached) if attached is not None else contextlib.nullcontext():
+        for some in padded.split(at_once):
+            before = None if attached is not None or not len(base) else base.expand(len(some), -1)
+            logits = model.logits_on(some, longest, before=before)[:, :-1]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_p = logits.log_softmax(dim=-1).gather(-1, some[:, 1:, None])[..., 0]
+            is_first = logits.argmax(dim=-1) == some[:, 1:]
+            found += list(zip(log_p.cpu(), is_first.cpu(), strict=True))
+    cut_out = []
+    for one, (log_p, is_first) in zip(said, found, strict=True):
+        n, first = len(one.tokens), len(one.lead) - 1
+        if first < 0:
+            log_p, is_first, first = torch.cat([log_p.new_zeros(1), log_p]), torch.cat([is_first.new_ones(1), is_first]), 0
+        cut_out.append((log_p[first : first + n], is_first[first : first + n]))
+    return cut_out

@@ -1,0 +1,208 @@
+"""Which units of the prompt lose a claim: documents or paragraphs first, then the units inside, then sets.
+
+1. A prompt of more than `MANY` units has its documents or paragraphs (the *groups*) removed first, each whole. Inside a group
+   whose removal changes nothing (no firm difference, and no claim that falls by more than `NOTHING` nats), no unit is removed
+   by itself, and nothing is said about single ones.
+2. Every other unit is removed, its gap kept. Units that lose a claim are removed again with what follows moved up: those that
+   lose it both ways are causes.
+3. Where no unit alone is one, the strongest are removed together, then pairs of them; of groups first. So a fact that stands in
+   two documents, neither of which changes anything, is found: the documents are lost together, and their units are then tried.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kvlens import KVModel
+from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
+from kvlens.units import Layout, Unit, cut
+
+MANY = 12
+"""So many units are removed one by one from the start."""
+NOTHING = 0.3
+"""Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either."""
+MOST_TOGETHER, MOST_PAIRED = 5, 5
+"""Sets of the strongest units up to so many, and pairs of so many."""
+Set = tuple[int, ...]
+
+
+class Group(NamedTuple):
+    """Units that are removed as a whole.
+
+    Attributes:
+        name: such as ``minutes.txt``, or ``minutes.txt, paragraph 2``.
+        members: units by number.
+    """
+
+    name: str
+    members: frozenset[int]
+
+
+def groups_of(model: KVModel, layout: Layout, units: Sequence[Unit]) -> list[Group]:
+    """The documents or the paragraphs of a prompt, whichever take fewer runs if one of them matters; none if that is no less
+    than the number of units."""
+    best: list[Group] = []
+    fewest = len(units)
+    for level in ("document", "paragraph") if len(units) > MANY and model.tokenizer is not None else ():
+        groups = [
+            Group(each.name, frozenset(i for i, unit in enumerate(units) if each.start <= unit.start < each.stop))
+            for each in cut(model, layout, level)
+        ]
+        groups = [group for group in groups if group.members]
+        is_partition = sorted(i for group in groups for i in group.members) == list(range(len(units)))
+        n_runs = len(groups) + max((len(group.members) for group in groups), default=0)
+        if is_partition and len(groups) > 1 and n_runs < fewest:
+            best, fewest = groups, n_runs
+    return best
+
+
+class UnitSearch:
+    """The removals of one explanation's units.
+
+    Args:
+        explaining: the explanation.
+        groups: of :func:`groups_of`.
+
+    Attributes:
+        each: what is said without each unit that was removed by itself.
+        first: the sets that are removed first: groups, or single units.
+    """
+
+    def __init__(self, explaining: Any, groups: Sequence[Group]) -> None:
+        self.explaining, self.runs, self.groups = explaining, explaining.runs, groups
+        self.everything = frozenset(range(len(explaining.units)))
+        self.each: dict[int, Outcome] = {}
+        self.first = [group.members for group in groups] or [frozenset({unit}) for unit in self.everything]
+
+    @property
+    def noun(self) -> str:
+        return "documents or paragraphs" if self.groups else "units"
+
+    def cost(self) -> int:
+        """About what it takes to remove what is removed first, and the units of one group: see `Work`."""
+        n, n_response = len(self.explaining.prompt), len(self.explaining.response.tokens) + MORE_TOKENS
+        n_rows = len(self.first) + 3 + max((len(group.members) for group in self.groups), default=0)
+        return n_rows * (n // 2 + n_response) + (4 if self.groups else 2) * n_response * PASS
+
+    def begin(self) -> Outcome:
+        """Remove everything, and what is removed first; returns what is said without everything."""
+        nothing, *first = self.runs.without([self.everything, *self.first])
+        self.of_groups = list(zip(self.groups, first, strict=True)) if self.groups else []
+        if not self.groups:
+            self.each = dict(enumerate(first))
+        return nothing
+
+    def causes(self) -> list[Set]:
+        """The statements on units; of each claim the first set that loses it."""
+        claims = range(len(self.explaining.claims))
+        for number in claims:
+            for group, now in self.of_groups:
+                self.add(number, now, "group", group.members)
+        self._open([group for group, now in self.of_groups if self._matters(now)])
+        single = [self._losing(number) for number in claims]
+        lost = dict.fromkeys(unit for of_claim in single for unit in of_claim)
+        strongest = dict.fromkeys(of_claim[0] for of_claim in single if of_claim and len(self.everything) > 1)
+        self.runs.without_these(  # all in one batch
+            [*(([unit], "closed") for unit in lost), *((self.everything - {unit}, "kept") for unit in strongest)]
+        )
+        return [self._cause(number, units) for number, units in enumerate(single)]
+
+    def _matters(self, now: Outcome) -> bool:
+        falls = (self.explaining.fall(claim, now) for claim in self.explaining.claims)
+        return now.firm is not None or max(falls) > NOTHING
+
+    def _open(self, groups: Sequence[Group]) -> None:
+        """Remove the units of some groups one by one, and add what was found on all claims so far."""
+        new = [unit for group in groups for unit in sorted(group.members) if unit not in self.each]
+        n_tokens = len(new) * len(self.explaining.prompt)
+        if self.groups and new and self.explaining.room("units inside documents or paragraphs", n_tokens):
+            self.each |= dict(zip(new, self.runs.without([[unit] for unit in new]), strict=True))
+        else:
+            new = [] if self.groups else list(self.each)
+        for number, unit in itertools.product(range(len(self.explaining.claims)), new):
+            self.add(number, self.each[unit], "each", [unit])
+
+    def _losing(self, number: int) -> list[int]:
+        """The units that lose a claim with their gap kept, the strongest first."""
+        order = sorted(self.each, key=lambda unit: -self.fall(number, self.each[unit]))
+        return [unit for unit in order if self.explaining.lost(number, self.each[unit])]
+
+    def _cause(self, number: int, single: list[int]) -> Set:
+        breaking: list[Set] = [(unit,) for unit in single if self._closed(number, (unit,), self.each[unit])]
+        several = len(self.everything) > 1 and self.explaining.lost(number, self.explaining.nothing)
+        n_tokens = 2 * len(self.each or self.first) * len(self.explaining.prompt)
+        if not breaking and several and self.explaining.room("sets of units", n_tokens):
+            breaking = self._together(number)
+        for parts in breaking[:1]:
+            self._only(number, parts)
+        return breaking[0] if breaking else ()
+
+    def _closed(self, number: int, parts: Iterable[int], kept: Outcome) -> bool:
+        """Whether a set that loses the claim with its gap kept does so with its gap closed."""
+        now = self.runs.without([parts], "closed")[0]
+        lost = bool(self.explaining.lost(number, now))
+        self.add(number, now, "breaking" if lost else "each", parts, positions="closed")
+        if lost:
+            self.add(number, kept, "breaking", parts)
+        return lost
+
+    def _together(self, number: int) -> list[Set]:
+        """The smallest set of units that loses the claim, of those that were tried."""
+        if self.groups:
+            self._open([self.groups[i] for i in self._groups_together(number)])
+            single: list[Set] = [(i,) for i in self._losing(number) if self._closed(number, (i,), self.each[i])]
+            if single:
+                return single
+        units = sorted(self.each)
+        order = [units[i] for i in self._by_strength(number, [frozenset({unit}) for unit in units])]
+        most = min(MOST_TOGETHER, len(self.everything) - 1, len(order))
+        found = self._first_lost(number, [tuple(sorted(order[:size])) for size in range(2, most + 1)])
+        if found is None or len(found) > 2:
+            pairs = [tuple(sorted(pair)) for pair in itertools.combinations(order[:MOST_PAIRED], 2)]
+            found = self._first_lost(number, pairs) or found
+        return [] if found is None else [found]
+
+    def _groups_together(self, number: int) -> list[int]:
+        """The groups in which a set is looked for: one that loses the claim alone, or the strongest that do together."""
+        outcomes = [now for _, now in self.of_groups]
+        n = len(outcomes)
+        order = sorted(range(n), key=lambda i: -self.fall(number, outcomes[i]))
+        alone = [i for i in order if self.explaining.lost(number, outcomes[i])]
+        if alone:
+            return alone[:1]
+        order = self._by_strength(number, self.first)
+        for size in range(2, min(MOST_TOGETHER, n - 1) + 1):
+            chosen = order[:size]
+            members = frozenset().union(*(self.first[i] for i in chosen))
+            (now,) = self.runs.without([members])
+            self.add(number, now, "together", sorted(members))
+            if self.explaining.lost(number, now):
+                return chosen
+        return order[:MOST_TOGETHER]
+
+    def _by_strength(self, number: int, sets: Sequence[frozenset[int]]) -> list[int]:
+        """Numbers of sets, first those that cost most when they go and least when they alone stay."""
+        gone, only = self.runs.without(sets), self.runs.without([self.everything - each for each in sets])
+        strength = [self.fall(number, a) - self.fall(number, b) for a, b in zip(gone, only, strict=True)]
+        return sorted(range(len(sets)), key=lambda i: -strength[i])
+
+    def _first_lost(self, number: int, sets: Sequence[Set]) -> Set | None:
+        outcomes = self.runs.without(sets)
+        for parts, now in zip(sets, outcomes, strict=True):
+            self.add(number, now, "together", parts)
+        for parts, now in zip(sets, outcomes, strict=True):
+            if self.explaining.lost(number, now) and self._closed(number, parts, now):
+                return parts
+        return None
+
+    def _only(self, number: int, parts: Set) -> None:
+        """Only the set is left of the units."""
+        others = self.everything - set(parts)
+        if others:
+            self.add(number, self.runs.without([others])[0], "only", parts, others=True)
+
+    def fall(self, number: int, now: Outcome) -> float:
+        return float(self.explaining.fall(self.explaining.claims[number], now))
+
+    def add(self, number: int, now: Outcome, role: str, parts: Iterable[int], **named: Any) -> None:
+        self.explaining.add(number, now, "units", role, sorted(parts), **named)

@@ -1,0 +1,202 @@
+"""A bias as the cache of a Transformers model, which then generates, or does whatever takes a cache, without kvlens.
+
+A prompt's own keys and values, each with weight 1, are what Transformers' ``DynamicCache`` holds. Other keys have weights, of
+another number in every layer and head, while the mask of a Transformers model is one for all layers and heads. So each key
+carries, in :data:`N_COLUMNS` further dimensions, what is to be added to its score, and the attention function
+:data:`ATTENTION`, which ``model.set_attn_implementation("kvlens")`` chooses, reads it there:
+
+    softmax over [q.c_r / scale + log w_r; q.k_j / scale], c_r the keys of the bias and k_j the text's
+
+Any other attention function fails on keys of that size, instead of giving other numbers.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import eager_mask
+
+from kvlens.errors import KVLensError
+from kvlens.kv_bias.features import VirtualKeys
+from kvlens.kv_bias.ragged import used_keys
+from kvlens.ops.softmax_attention import ExtraKeys
+
+ATTENTION = "kvlens"
+N_COLUMNS = 4
+"""The logarithm of a key's weight and the key's distance from the text, in two parts each, since half precision has 8 bits."""
+FURTHEST, PART = 2**15 - 1, 2**7
+
+
+def cache_of(bias: Any) -> DynamicCache:
+    """See :meth:`kvlens.KVBias.to_cache`."""
+    _refuse_what_no_cache_holds(bias)
+    layers = [bias.of_layer(layer) for layer in range(len(bias.attention_layers))]
+    cache = DynamicCache()
+    if all(map(_is_a_prompts_own, layers)):
+        for layer, held in enumerate(layers):
+            cache.update(_as_batch(held, held.features.keys), _as_batch(held, held.b_KV), layer)
+    else:
+        cache.layers = [_weighted(held) for held in layers]
+    return cache
+
+
+def _refuse_what_no_cache_holds(bias: Any) -> None:
+    """Raise KVLensError with the reason where Transformers' cache cannot hold a bias."""
+    f = bias.fingerprint
+    virtual = isinstance(bias.features, VirtualKeys)
+    by_query_head = bias.b_KV.shape[-3] != f.n_kv_heads and not f.layers_differ
+    offsets = torch.as_tensor(bias.position_offset)
+    changed = "value_biases_folded True", '"weights_processed": true'
+    reasons = [
+        (f.attention == "linear", "a model with linear attention has no keys to cache: attach the bias to it"),
+        (bool(bias.recurrent.layers), "it holds states of recurrent layers; attach the bias to the model in kvlens"),
+        (not virtual, "its features are no keys; convert with a method that keeps or fits keys, such as landmark"),
+        (f.d_key is not None, "the cache of latent attention holds no keys, but what they are computed from"),
+        (f.kv_shift != "none", "no model of Transformers shifts keys and values; attach the bias to the model"),
+        (
+            by_query_head,
+            "query heads of a group read different keys, since single heads were selected; select layers",
+        ),
+        (
+            bool((offsets != offsets.flatten()[0]).any()),
+            "its prompts differ in length; select_prompt takes one",
+        ),
+        (
+            any(word in f.rest for word in changed),
+            "weight processing moved the biases of values into b_O, so its values are not those of the Transformers model; "
+            "load the model with kvlens.load, or with HookedKVTransformer.from_pretrained_no_processing, and convert again",
+        ),
+    ]
+    for is_refused, reason in reasons:
+        if is_refused:
+            raise KVLensError(f"to_cache: this bias cannot be a cache of Transformers: {reason}")
+
+
+def _as_batch(held: Any, tensor: Tensor) -> Tensor:
+    """The tensor of the one layer in ``held``, with a batch axis."""
+    return tensor[0] if held.batch_size is not None else tensor
+
+
+def _is_a_prompts_own(held: Any) -> bool:
+    """Whether the keys of a layer are those of all tokens before the text, in order and with weight 1."""
+    distance = held.features.distance
+    in_order = torch.arange(held.d_phi, 0, -1, device=distance.device)
+    whole = held.d_phi == int(torch.as_tensor(held.position_offset).flatten()[0])
+    return whole and bool((held.b_D == 1).all()) and not bool(held.log_scale.any()) and bool((distance == in_order).all())
+
+
+def _weighted(held: Any) -> "BiasLayer":
+    """The cache of one layer, whose keys carry their weights."""
+    if held.fingerprint.positional_embedding_type == "alibi":
+        raise KVLensError("to_cache: in a model with ALiBi only a bias that keeps every key of its prompt can be a cache")
+    keys, b_kv, b_d, log_scale, distance = (
+        _as_batch(held, x) for x in (held.features.keys, held.b_KV, held.b_D, held.log_scale, held.features.distance)
+    )
+    wide = torch.promote_types(b_d.dtype, torch.float32)
+    extra = ExtraKeys.of(keys, b_kv.to(wide), b_d.to(wide), log_scale.to(wide))
+    if extra is None:
+        raise KVLensError(
+            "to_cache: this bias cannot be a cache of Transformers: some of its keys have a negative weight, or a value "
+            "without a weight, which a softmax cannot express; attach the bias to the model in kvlens"
+        )
+    used = used_keys(b_kv[None], b_d[None], keys.shape[1])[0]
+    order = distance.masked_fill(~used, FURTHEST).argsort(dim=-1, descending=True, stable=True)  # as masks of windows expect
+    log_weights, distance = (x.gather(-1, order) for x in (extra.log_weights, distance))
+    keys, values = (x.gather(-2, order[..., None].expand_as(x)) for x in (keys, extra.values))
+    columns = _columns(log_weights, distance).to(keys)
+    return BiasLayer(torch.cat([keys, columns], dim=-1), values.to(keys), int(torch.as_tensor(held.position_offset).max()))
+
+
+def _columns(
+    log_weights: Float[Tensor, "batch kv_head r"], distance: Int[Tensor, "batch kv_head r"]
+) -> Float[Tensor, "batch kv_head r 4"]:
+    """Weights and distances as columns of keys; the inverse is :func:`_read_columns`."""
+    lowest = torch.finfo(torch.float16).min  # of any dtype; as a weight it is 0
+    log_weights = log_weights.clamp(min=lowest)
+    coarse = log_weights.bfloat16().to(log_weights)
+    distance = distance.clamp(max=FURTHEST)
+    return torch.stack([coarse, log_weights - coarse, distance // PART, distance % PART], dim=-1)
+
+
+def _read_columns(
+    columns: Float[Tensor, "batch kv_head key 4"], window: int | None, n_queries: int
+) -> Float[Tensor, "batch kv_head #pos key"]:
+    """What is added to the scores of the last ``n_queries`` tokens: log w_r, and minus infinity beyond the window."""
+    coarse, rest, far, near = columns.to(torch.promote_types(columns.dtype, torch.float32)).unbind(dim=-1)
+    added, distance = (coarse + rest)[:, :, None], (far * PART + near)[:, :, None]
+    if window is None:
+        return added
+    n_text = int((distance[0, 0, 0] == 0).sum())
+    positions = torch.arange(n_text - n_queries, n_text, device=columns.device)[:, None]
+    return added.masked_fill((distance > 0) & (distance + positions >= window), -torch.inf)
+
+
+class BiasLayer(DynamicLayer):
+    """The cache of one layer: the keys of a bias, then the text's.
+
+    Transformers counts the tokens before the text as if all of them were there, so positions continue behind the prompt, and
+    takes the keys of the bias for its last ones.
+
+    Args:
+        keys, values: [batch, kv_head, r, d_key + 4] and [batch, kv_head, r, d_head].
+        n_positions: how many positions the prompt has.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, n_positions: int):
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.n_positions, self.n_of_bias = keys, values, n_positions, keys.shape[-2]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As Transformers' own: all keys and values, with those of new tokens behind them."""
+        return super().update(F.pad(key_states, (0, N_COLUMNS)), value_states)
+
+    def get_seq_length(self) -> int:
+        """Tokens before the next one."""
+        return self.n_positions + self.keys.shape[-2] - self.n_of_bias
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys in the next pass, and the position of the first."""
+        return self.keys.shape[-2] + query_length, self.n_positions - self.n_of_bias
+
+    def reset(self) -> None:
+        """Forget the text, and keep the bias."""
+        self.keys, self.values = self.keys[..., : self.n_of_bias, :], self.values[..., : self.n_of_bias, :]
+
+
+def attention_with_weights(
+    module: Any,
+    query: Float[Tensor, "batch head pos d_key"],
+    key: Float[Tensor, "batch kv_head key d_stored"],
+    value: Float[Tensor, "batch kv_head key d_head"],
+    attention_mask: Float[Tensor, "batch #head pos key"] | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Float[Tensor, " head"] | None = None,
+    **unused: Any,
+) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
+    """Softmax attention, step by step as in Transformers; to scores of keys that carry weights, these are added."""
+    d, n_queries, group = query.shape[-1], query.shape[2], query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (key[..., :d], value))
+    scores = query @ keys.mT * (d**-0.5 if scaling is None else scaling)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    if key.shape[-1] > d:
+        scores = scores + _read_columns(key[..., d:], sliding_window, n_queries).repeat_interleave(group, dim=1)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    pattern = scores.softmax(dim=-1)[..., : keys.shape[2]].to(value.dtype)
+    return (F.dropout(pattern, dropout, module.training) @ values).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention_with_weights)
+AttentionMaskInterface.register(ATTENTION, eager_mask)
