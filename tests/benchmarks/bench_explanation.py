@@ -7,14 +7,15 @@ is a question about two or more documents: the passage that answers it, and othe
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
 counted, and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
 (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others of each case. A run is resumed where it
-stopped: one JSON line a case. Printed: cases tried and right; the share of right answers of which a cause contains the short
-answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
+stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause contains the
+short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
 claim alone.
 """
 
 import argparse
 import collections
 import gzip
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,14 @@ from plain_transformers import Plain, again
 from transformers import AutoModelForCausalLM
 
 import kvlens
+from kvlens import KVBias
 from kvlens.explanation import paragraphs
-from kvlens.explanation.response import stop_tokens
+from kvlens.explanation.response import greedy, stop_tokens
 from kvlens.explanation.runs import ENDS, MORE_TOKENS
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
 LEAST, MOST = 8, 16
+AT_ONCE, MOST_TOKENS = 8, 64
 
 
 def plain_words(text: str) -> str:
@@ -67,14 +71,10 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
     return {row["title"]: row["text"] for row in chosen}
 
 
-def explained(
-    model: Any, plain: Plain, row: dict[str, Any], documents: dict[str, str], n_again: int, draw: random.Random
-) -> dict:
+def explained(model: Any, plain: Plain, row: dict[str, Any], chat: Any, depth: Any, n_again: int, draw: random.Random) -> dict:
     """One case: what was found, and its statements run again."""
-    question = row["question"].rstrip("?").capitalize() + "?"
-    chat = kvlens.Chat.ask(question, documents)
     began, worked = time.perf_counter(), time.process_time()
-    found = kvlens.explain(model, chat)
+    found = kvlens.explain(model, chat, depth=depth)
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
     stating = [i for i, text in enumerate(found.units["unit_text"]) if has_answer(text, row["answers"])]
@@ -105,7 +105,7 @@ def explained(
         if abs(second.fall - statement.nats) > 0.01 or not same:
             false.append([int(i), statement.about, statement.parts, statement.nats, second.fall, statement.says, says])
     return {
-        "question": question,
+        "question": row["question"],
         "answers": row["answers"],
         "response": found.response,
         "right": has_answer(found.response, row["answers"]),
@@ -196,6 +196,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
     say.add_argument("--again", type=int, default=12)
+    say.add_argument("--depth", default="layers")
     say.add_argument("--seed", type=int, default=0)
     say.add_argument("--first", type=int, default=0)
     say.add_argument("--device", default="cpu")
@@ -205,10 +206,10 @@ def main(words: list[str]) -> None:
     if args.stories:
         print(on_stories(args.model, args.stories))
         return
-    with gzip.open(args.data, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    cases = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {case["i"] for case in cases}
+    with gzip.open(args.data, "rt", encoding="utf-8") as data:
+        rows = [json.loads(line) for line in data]
+    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    cases, done = [line for line in lines if "causes" in line], {line["i"] for line in lines}
     model = kvlens.load(args.model, device=args.device)
     folder = Path(args.model)
     where = dict(gguf_file=folder.name) if folder.suffix == ".gguf" else {}
@@ -218,41 +219,35 @@ def main(words: list[str]) -> None:
     plain = Plain(hf.eval().to(args.device))
     began, tried = time.perf_counter(), len(done)
     shard, n_shards = map(int, args.shard.split("/"))
-    for i in range(args.first + shard, len(rows), n_shards):
+    chosen = (i for i in range(args.first + shard, len(rows), n_shards) if i not in done)
+    asked = ((i, documents) for i in chosen if (documents := case_of(rows, i, args.seed)) is not None)
+    for i, chat, answer in answers(model, rows, asked):
         n_right = sum(case["right"] for case in cases)
         if n_right >= args.right or time.perf_counter() - began > args.seconds:
             break
-        documents = None if i in done else case_of(rows, i, args.seed)
-        if documents is None:
-            continue
         tried += 1
-        chat = kvlens.Chat.ask(rows[i]["question"].rstrip("?").capitalize() + "?", documents)
-        with torch.no_grad():
-            out = plain_answer(model, chat)
-        if not has_answer(out, rows[i]["answers"]) and len(cases) - n_right >= args.wrong:
-            continue
-        case = explained(model, plain, rows[i], documents, args.again, random.Random(i))
-        cases.append({"i": i, **case})
+        case: dict[str, Any] = {"right": has_answer(answer, rows[i]["answers"])}
+        if case["right"] or len(cases) - n_right < args.wrong:
+            case = explained(model, plain, rows[i], chat, args.depth, args.again, random.Random(i))
+            cases.append(case)
+            print(i, case["right"], f"{case['seconds']:.1f} s, {case['n_again']} again, {len(case['false'])} false", flush=True)
         with args.out.open("a") as out_file:
-            out_file.write(json.dumps(cases[-1]) + "\n")
-        print(
-            i,
-            "right" if case["right"] else "wrong",
-            f"{case['seconds']:.1f} s",
-            f"{case['n_again']} again, {len(case['false'])} false",
-            flush=True,
-        )
+            out_file.write(json.dumps({"i": i, **case}) + "\n")
     print(f"{tried} questions tried\n{summary(cases)}")
 
 
-def plain_answer(model: Any, chat: Any) -> str:
-    """The greedy answer, up to 64 tokens."""
-    tokens = chat.tokens(model)[None]
+def answers(model: Any, rows: list[dict[str, Any]], asked: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any, str]]:
+    """Row by row the chat and its greedy answer, up to 64 tokens; `AT_ONCE` are read together."""
     stops = stop_tokens(model)
-    new = model.generate(tokens, max_new_tokens=64, do_sample=False, verbose=False, return_type="tokens", stop_at_eos=True)
-    text = new[0, tokens.shape[1] :].tolist()
-    text = text[: next((i for i, token in enumerate(text) if token in stops), len(text))]
-    return str(model.tokenizer.decode(text, skip_special_tokens=True))
+    for group in iter(lambda: list(itertools.islice(asked, AT_ONCE)), []):
+        chats = [kvlens.Chat.ask(rows[i]["question"].rstrip("?").capitalize() + "?", documents) for i, documents in group]
+        prompts = [chat.tokens(model) for chat in chats]
+        biases = KVBias.batch([kvlens.convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
+        none = prompts[0].new_zeros(len(prompts), 0)
+        first = torch.zeros(len(prompts), dtype=torch.long)
+        texts = greedy(model, biases, prompts[0][-1:], none, first, MOST_TOKENS, lambda text: text[-1] in stops)
+        for (i, _), chat, text in zip(group, chats, texts, strict=True):
+            yield i, chat, str(model.tokenizer.decode(text, skip_special_tokens=True))
 
 
 if __name__ == "__main__":
