@@ -70,7 +70,7 @@ class LayerBias(NamedTuple):
     position_offset: int | Int[Tensor, " batch"]
     features: SoftmaxFeatures | None
     log_scale: Float[Tensor, "batch kv_head"] | None
-    unhooked: Remembered["LayerBias"]
+    unhooked: Remembered[Any]
     extra: Remembered[ExtraKeys | None]
 
     @classmethod
