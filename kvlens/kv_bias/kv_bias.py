@@ -446,7 +446,7 @@ class KVBias:
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
         return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
 
-    def toward(self, other: "KVBias", degree: float) -> "KVBias":
+    def toward(self, other: "KVBias", degree: float | int) -> "KVBias":
         """This bias exchanged for another by degrees: 0 leaves it, 1 is the other, more goes beyond it.
 
         ``a.toward(b, c)`` is ``a + c * (b - a)``, also for prompts of different lengths: the text begins behind the longer one,

@@ -29,14 +29,14 @@ LONGEST_PIECE = 2048
 """Tokens of a prompt that are repeated in one text; a longer prompt is repeated in several."""
 WHAT = "convert_prompt: reference"
 
-Texts = list[Int[Tensor, "batch text pos"]]
+Texts = list[Int[Tensor, "batch _ _"]]
 
 
 class ReferenceText(NamedTuple):
     """Texts for each prompt: ``seen`` by the fit, ``held_out`` for measuring; ``n_sampled`` tokens were sampled for each."""
 
     seen: Texts
-    held_out: Int[Tensor, "batch text pos"]
+    held_out: Int[Tensor, "batch _ _"]
     n_sampled: int
 
 
