@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.chat import has_chat_template, written_messages
+from kvlens.chat import MARK, has_chat_template, written_behind
 from kvlens.kv_bias import KVBias
 from kvlens.kv_bias.recall import MATTERS, Recall, RecalledWord
 from kvlens.memory import NUMBERS_PER_PASS
@@ -82,9 +82,8 @@ def lead_of(model: KVModel, layout: Layout) -> str:
     """What stands between a prompt and what the model says: the chat template's marks, if the prompt does not end with them."""
     if not has_chat_template(model):
         return "\n"
-    mark = "KVLENSMARK"
-    _, *behind = written_messages(model, [{"role": "user", "content": mark}]).split(mark)
-    lead = behind[-1] if behind else "\n"
+    behind = written_behind(model, ("user", MARK))
+    lead = "\n" if behind is None else behind
     ids = model.tokenizer(lead, add_special_tokens=False)["input_ids"]
     return "" if layout.tokens[-len(ids) :].tolist() == ids else lead
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.chat import has_chat_template, written_messages
+from kvlens.chat import MARK, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptTokens, prompt_tokens
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly, rows_at_once, rows_of
 from kvlens.conversion.softmax.settings import TextOptions
@@ -94,10 +94,8 @@ def _turn(model: KVModel, words: str) -> list[int]:
     """
     if not has_chat_template(model):
         return []
-    mark = "KVLENSMARK"
-    turns = [("user", words), ("assistant", mark), ("user", words)]
-    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(mark)
-    return model.tokenizer(behind[-1], add_special_tokens=False)["input_ids"] if behind else []
+    behind = written_behind(model, ("user", words), ("assistant", MARK), ("user", words))
+    return [] if behind is None else model.tokenizer(behind, add_special_tokens=False)["input_ids"]
 
 
 def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
