@@ -6,7 +6,7 @@ MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``
 is a question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer,
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
 counted, and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
-(``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others of each case. A run is resumed where it
+(``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others, of the first ``--cases-again`` cases. A run is resumed where it
 stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause contains the
 short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
 claim alone.
@@ -71,8 +71,10 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
     return {row["title"]: row["text"] for row in chosen}
 
 
-def explained(model: Any, plain: Plain, row: dict[str, Any], chat: Any, depth: Any, n_again: int, draw: random.Random) -> dict:
-    """One case: what was found, and its statements run again."""
+def explained(
+    model: Any, plain: Plain | None, row: dict[str, Any], chat: Any, depth: Any, n_again: int, draw: random.Random
+) -> dict:
+    """One case: what was found, and its statements run again, if there is a program that runs them."""
     began, worked = time.perf_counter(), time.process_time()
     found = kvlens.explain(model, chat, depth=depth)
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
@@ -88,7 +90,7 @@ def explained(model: Any, plain: Plain, row: dict[str, Any], chat: Any, depth: A
     printed = [i for i in printed if found.statements.loc[i, "about"] in ("units", "layers")]
     said = [i for i in printed if isinstance(found.statements.loc[i, "says"], str)]
     others = [i for i in found.statements.index if i not in said and found.statements.loc[i, "about"] in ("units", "layers")]
-    chosen = said + draw.sample(others, min(n_again, len(others)))
+    chosen = [] if plain is None else said + draw.sample(others, min(n_again, len(others)))
     prompt = chat.tokens(model)
     response = found.response_tokens
     stops, tokenizer = stop_tokens(model), model.tokenizer
@@ -99,6 +101,7 @@ def explained(model: Any, plain: Plain, row: dict[str, Any], chat: Any, depth: A
     false = []
     for i in chosen:
         statement, claim = found.statements.loc[i], found.claims.iloc[int(found.statements.loc[i, "claim"])]
+        assert plain is not None
         second = again(plain, prompt, units, response, statement, (int(claim.start), int(claim.stop)), ends)
         says = None if second.text is None else tokenizer.decode(second.text, skip_special_tokens=True)
         same = says is None or says.split() == statement.says.split()
@@ -196,6 +199,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
     say.add_argument("--again", type=int, default=12)
+    say.add_argument("--cases-again", type=int, default=20, help="of so many cases statements are run again")
     say.add_argument("--depth", default="layers")
     say.add_argument("--seed", type=int, default=0)
     say.add_argument("--first", type=int, default=0)
@@ -228,7 +232,8 @@ def main(words: list[str]) -> None:
         tried += 1
         case: dict[str, Any] = {"right": has_answer(answer, rows[i]["answers"])}
         if case["right"] or len(cases) - n_right < args.wrong:
-            case = explained(model, plain, rows[i], chat, args.depth, args.again, random.Random(i))
+            second = plain if sum(case["n_again"] > 0 for case in cases) < args.cases_again else None
+            case = explained(model, second, rows[i], chat, args.depth, args.again, random.Random(i))
             cases.append(case)
             print(i, case["right"], f"{case['seconds']:.1f} s, {case['n_again']} again, {len(case['false'])} false", flush=True)
         with args.out.open("a") as out_file:
