@@ -1,13 +1,13 @@
 """How a response is made: token by token, up to one that ends it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import KVBias, KVModel
+from kvlens import KVBias, KVModel, convert_prompt
 
 
 def stop_tokens(model: KVModel) -> frozenset[int]:
@@ -24,7 +24,7 @@ def stop_tokens(model: KVModel) -> frozenset[int]:
 def greedy(
     model: KVModel,
     biases: KVBias,
-    first: Int[Tensor, " first_pos"],
+    first: Int[Tensor, "*row first_pos"],
     forced: Int[Tensor, "row n_forced"],
     n_forced: Int[Tensor, " row"],
     n_most: int,
@@ -37,7 +37,7 @@ def greedy(
 
     Args:
         biases: of what comes before, a batch.
-        first: tokens between that and the texts, which are read and are no part of these.
+        first: tokens between that and the texts, which are read and are no part of these; of all rows, or of each.
         forced: how the texts begin; of row i only the first ``n_forced[i]``.
         n_most: tokens of a text.
         stops: ``stops(tokens)`` says whether a text ends there.
@@ -65,3 +65,22 @@ def greedy(
             if all(ended):
                 return texts
             tokens = torch.tensor([[text[-1]] for text in texts], device=first.device)
+
+
+def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int, ends: Sequence[str] = ()) -> list[list[int]]:
+    """The greedy responses to prompts, which are read together, with the token that ends each.
+
+    Args:
+        prompts: of at least two tokens each.
+        n_most: tokens of a response.
+        ends: a response also ends with a token that ends so.
+    """
+    stops = stop_tokens(model)
+
+    def is_end(text: list[int]) -> bool:
+        return text[-1] in stops or (bool(ends) and str(model.tokenizer.decode(text[-1:])).endswith(tuple(ends)))
+
+    biases = KVBias.batch([convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
+    last = torch.stack([prompt[-1:] for prompt in prompts])
+    nothing, none = last.new_zeros(len(prompts), 0), torch.zeros(len(prompts), dtype=torch.long)
+    return greedy(model, biases, last, nothing, none, n_most, is_end)

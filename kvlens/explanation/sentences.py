@@ -7,6 +7,23 @@ from kvlens.explanation.by_position import GROUPS
 from kvlens.explanation.verdicts import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
+MEANINGS = (
+    ("without", "these tokens are deleted, the others keep their positions, and the model is run again"),
+    ("the gap is closed", "what follows the deleted tokens moves up, as if they had never been there"),
+    (
+        "lost",
+        "its words fall by more than ln 4 nats, and the text that is said instead does not have them; partly: it has some",
+    ),
+    ("still said", "the model says something else, which has them"),
+    ("does not come to, or not reached", "it goes another way before these words, which do not fall themselves"),
+    ("near ties", "tokens differ only where the odds between two moved by less than a factor of 4"),
+    (
+        "a layer reads the prompt without a part",
+        "its keys and values of everything before the answer are those of a run without it",
+    ),
+    ("nats", "the log-probability of the words with the whole prompt, minus that without, the words before them given"),
+)
+"""What the sentences' words mean."""
 MOST_NAMED = 3
 """Units or layers that lose a claim alone, of which so many are described."""
 
@@ -75,9 +92,9 @@ def unit_named(found: Any, number: int, with_text: bool = True) -> str:
 
 def outcome(named: str, row: Any) -> str:
     """What the model says then, and what that makes of the claim, as sentences name it."""
-    said = "the model says the same words" if row.verdict == SAME else None
+    said = "the model answers as before" if row.verdict == SAME else None
     if row.verdict == NEAR_TIES:
-        said = "the model says the same but for near ties"
+        said = "the model answers as before, but for near ties"
     if said is not None:
         return said
     instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
@@ -94,23 +111,23 @@ def outcome(named: str, row: Any) -> str:
 def _of_claims(found: Any) -> Iterator[Sentence]:
     nothing = found.rows("units", "none").iloc[0]
     row = int(nothing.name)
-    instead = "it gives this answer" if nothing.verdict == SAME else None
+    instead = "the model gives the same answer" if nothing.verdict == SAME else None
     if nothing.verdict == NEAR_TIES:
-        instead = "it gives this answer but for near ties"
+        instead = "the model gives the same answer, but for near ties"
     without = instead or f"the model says {quoted(found.without)}"
     n = len(found.units)
-    units = f"any of the {n} parts of the prompt" if n > 1 else "the prompt's one part"
+    gone = f"With all {n} parts of the prompt removed" if n > 1 else "With the prompt's one part removed"
     if found.is_whole:
-        yield Sentence(_ended(f"No single word of it depends on the prompt's parts. Without {units}, {without}"), (row,))
+        yield Sentence(_ended(f"No single word of it depends on the prompt's parts. {gone}, {without}"), (row,))
         return
     others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
     first = found.claims.iloc[found.about]
-    told = f"Of its words, {first.text!r} depends most on the prompt: it falls by {first.nats:.1f} nats without {units}"
-    yield Sentence(_ended(f"{told}, when {without}"), (row,))
+    most = f"{first.text!r} falls{' most,' if others else ''} by {first.nats:.1f} nats of log-probability"
+    yield Sentence(_ended(f"{gone}, {most}, and {without}"), (row,))
     if others:
         named = listed(f"{claim.text!r} ({claim.nats:.1f})" for claim in others)
         rows = found.statements[found.statements["role"] == "none"].index
-        yield Sentence(f"So {'does' if len(others) == 1 else 'do'} {named}.", tuple(map(int, rows)))
+        yield Sentence(f"Other words that fall: {named}.", tuple(map(int, rows)))
 
 
 def _of_units(found: Any) -> Iterator[Sentence]:
@@ -126,7 +143,7 @@ def _of_units(found: Any) -> Iterator[Sentence]:
         parts = [int(part) for part in row.parts.split("+")]
         names = listed(unit_named(found, part) for part in parts)
         both = [int(row.Index), *map(int, closed.index[closed["parts"] == row.parts])]
-        yield Sentence(f"Without {names}, {outcome(named, row)}, also when what follows moves up.", tuple(both))
+        yield Sentence(f"Without {names}, {outcome(named, row)}, also when the gap is closed.", tuple(both))
     if len(kept) > MOST_NAMED:
         yield Sentence(f"{len(kept) - MOST_NAMED} other parts lose it alone, too.", tuple(map(int, kept.index[MOST_NAMED:])))
     if len(found.cause) > 1:
@@ -149,7 +166,7 @@ def _of_groups(found: Any) -> Iterator[Sentence]:
     parts = f"The {len(whole)} parts of {listed(names)} were" if len(whole) > 1 else f"The part of {names[0]} was"
     without = f"any of these {len(names)} as a whole" if len(names) > 1 else "all of it"
     yield Sentence(
-        f"{parts} not removed one by one: without {without}, the model says the same but for near ties.",
+        f"{parts} not removed one by one: without {without}, the model answers as before, but for near ties.",
         tuple(map(int, rows.index[rows["parts"].isin(list(members))])),
     )
 
@@ -165,8 +182,7 @@ def _one_way(found: Any) -> Iterator[Sentence]:
         rows = [*map(int, kept.index[kept["parts"].isin(both["parts"])]), *map(int, both["index"])]
         is_lost = "it is lost, too," if found.cause else "it is lost"
         yield Sentence(
-            f"Without {names} {is_lost} but only while what follows stays where it stood, and not when it moves up: that is no "
-            "cause here.",
+            f"Without {names} {is_lost} but only while the gap is left, and not when it is closed: that is no cause here.",
             tuple(rows),
         )
 
@@ -184,7 +200,7 @@ def _no_cause(found: Any) -> Iterator[Sentence]:
         return
     whole = " that was removed by itself" if len(lost) else ", no whole document or paragraph," if len(groups) else ""
     most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
-    text = f"No part{whole}{most} loses {found.named}, both with its gap kept and closed."
+    text = f"No part{whole}{most} loses {found.named}, with the gap left and with it closed."
     yield Sentence(text, tuple(map(int, tried.index)))
     row = each.loc[each["nats"].idxmax()]
     name = unit_named(found, int(row.parts.split("+")[0]))
@@ -200,10 +216,12 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
     named, n = found.named, found.n_layers
     those = "that part" if len(found.cause) == 1 else "those parts"
     breaking = found.rows("layers", "breaking")
-    for row in list(breaking.itertuples())[:MOST_NAMED]:
+    for i, row in enumerate(breaking.head(MOST_NAMED).itertuples()):
         parts = row.parts.split("+")
         which = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
-        yield Sentence(f"When {which} the prompt without {those}, {outcome(named, row)}.", (int(row.Index),))
+        when = f"{which} the prompt without {those}, and the other layers read all of it"
+        when = f"layer {parts[0]} alone does so" if i else when
+        yield Sentence(_ended(f"When {when}, {outcome(named, row)}"), (int(row.Index),))
     if not len(breaking):
         yield Sentence(f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index)))
     elif "+" in breaking.iloc[0].parts:
@@ -215,10 +233,8 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
     for row in found.rows("layers", "keeping").itertuples():
         parts = row.parts.split("+")
         which = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
-        yield Sentence(
-            f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}.",
-            (int(row.Index),),
-        )
+        text = f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}"
+        yield Sentence(_ended(text), (int(row.Index),))
 
 
 def _of_positions(found: Any) -> Iterator[Sentence]:

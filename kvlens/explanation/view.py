@@ -7,7 +7,7 @@ what the claim loses without each; choosing a part shows what the model says wit
 from typing import Any
 
 from kvlens.explanation.by_position import GROUPS
-from kvlens.explanation.sentences import paragraphs, percent, quoted
+from kvlens.explanation.sentences import MEANINGS, listed, paragraphs, percent, quoted
 from kvlens.explanation.verdicts import GONE
 from kvlens.viz import Piece
 from kvlens.viz._text import html_text, script_json
@@ -27,6 +27,7 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>'
         for paragraph in paragraphs(found)
     )
+    meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)
     body = (
         f'<figure class="piece explained" data-kvlens="explained"><figcaption>The model answers</figcaption>'
         f'<div class="tokens response">{_response(found)}</div>'
@@ -34,6 +35,7 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         f"Underlined: words that depend on them; choose one.</p>{told}"
         f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
+        f"<details><summary>What the words mean</summary><dl>{meanings}</dl></details>"
         f'<script type="application/json">{script_json(_data(found))}</script></figure>'
     )
     return Piece(title, body)
@@ -97,7 +99,7 @@ def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[
 
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
     said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
-    cause = " It is a cause: the claim is lost as well when what follows moves up." if is_cause else ""
+    cause = " It is a cause: the claim is also lost when the gap is closed." if is_cause else ""
     return f"Without {unit}, {said}. {claim}: {row.verdict}, {percent(row.p_before)} to {percent(row.p_after)}.{cause}"
 
 
@@ -106,19 +108,22 @@ def _strip(found: Any) -> str:
     singles = found.rows("layers", "each")
     if not len(singles):
         return ""
-    top = max(0.5, float(singles["nats"].max()))
+    highest = max(0.0, float(singles["nats"].max()))
+    top = max(0.5, highest)
     bars = "".join(
         f'<div class="layer{" lost" if row.verdict in GONE else ""}" style="height:{100 * max(0.0, row.nats) / top:.1f}%" '
         f'title="layer {row.parts}: {row.nats:+.2f} nats, {row.verdict}"></div>'
         for row in singles.itertuples()
     )
-    last = len(singles) - 1
+    without = html_text(listed(found.units["name"][unit] for unit in found.cause))
+    last, n_lost = len(singles) - 1, int(singles["verdict"].isin(GONE).sum())
+    lost = "In the darker ones the claim is lost." if n_lost else "None of them alone loses the claim."
     axis = "".join(f"<span>{i if i % 5 == 0 or i == last else ''}</span>" for i in range(len(singles)))
     return (
-        f"<h3>Layers: what {html_text(found.named)} loses when that layer alone reads the prompt without the cause</h3>"
-        f'<div class="layers" role="img" aria-label="falls by layer, the highest {top:.1f} nats">{bars}</div>'
+        f"<h3>Layers: what {html_text(found.named)} loses when that layer alone reads the prompt without {without}</h3>"
+        f'<div class="layers" role="img" aria-label="falls by layer, the highest {highest:.2f} nats">{bars}</div>'
         f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: '
-        f"{top:.1f} nats. In the darker ones the claim is lost.</p>"
+        f"{highest:.2g} nats. {lost}</p>"
     )
 
 

@@ -7,26 +7,12 @@ from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.by_position import GROUPS
-from kvlens.explanation.sentences import quoted
+from kvlens.explanation.sentences import MEANINGS, quoted
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
 
 MOST_ROWS = 12
 BAR = 10
-MEANINGS = (
-    ("without", "these tokens are deleted, the others keep their positions, and the model is run again"),
-    (
-        "lost",
-        "its words fall by more than ln 4 nats, and the text that is said instead does not have them; partly: it has some",
-    ),
-    ("still said", "the model says something else, which has them"),
-    ("same but for near ties", "tokens differ only where the odds between two moved by less than a factor of 4"),
-    (
-        "a layer reads the prompt without a part",
-        "its keys and values of everything before the answer are those of a run without it",
-    ),
-    ("nats", "the log-probability of the words with the whole prompt, minus that without, the words before them given"),
-)
 
 
 def print_explanation(found: Explained) -> None:

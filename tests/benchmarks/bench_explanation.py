@@ -5,11 +5,11 @@
 MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``, ``answers``, ``title`` and ``text``. A case
 is a question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer,
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
-counted, and the first ``--wrong`` of them are explained as well, for reading. Statements are run again by plain Transformers
-(``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others, of the first ``--cases-again`` cases. A run is resumed where it
-stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause contains the
-short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers that lose the
-claim alone.
+counted, and the first ``--wrong`` of them are explained, too, for reading. Of the first ``--cases-again`` cases statements are
+run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others. A run is
+resumed where it stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause
+contains the short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers
+that lose the claim alone.
 """
 
 import argparse
@@ -33,9 +33,8 @@ from plain_transformers import Plain, again
 from transformers import AutoModelForCausalLM
 
 import kvlens
-from kvlens import KVBias
 from kvlens.explanation import paragraphs
-from kvlens.explanation.response import greedy, stop_tokens
+from kvlens.explanation.response import responses, stop_tokens
 from kvlens.explanation.runs import ENDS, MORE_TOKENS
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
@@ -243,14 +242,9 @@ def main(words: list[str]) -> None:
 
 def answers(model: Any, rows: list[dict[str, Any]], asked: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any, str]]:
     """Row by row the chat and its greedy answer, up to 64 tokens; `AT_ONCE` are read together."""
-    stops = stop_tokens(model)
     for group in iter(lambda: list(itertools.islice(asked, AT_ONCE)), []):
         chats = [kvlens.Chat.ask(rows[i]["question"].rstrip("?").capitalize() + "?", documents) for i, documents in group]
-        prompts = [chat.tokens(model) for chat in chats]
-        biases = KVBias.batch([kvlens.convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
-        none = prompts[0].new_zeros(len(prompts), 0)
-        first = torch.zeros(len(prompts), dtype=torch.long)
-        texts = greedy(model, biases, prompts[0][-1:], none, first, MOST_TOKENS, lambda text: text[-1] in stops)
+        texts = responses(model, [chat.tokens(model) for chat in chats], MOST_TOKENS)
         for (i, _), chat, text in zip(group, chats, texts, strict=True):
             yield i, chat, str(model.tokenizer.decode(text, skip_special_tokens=True))
 

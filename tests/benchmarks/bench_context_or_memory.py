@@ -1,0 +1,101 @@
+"""Answers about facts that a document states otherwise than the world: from the context, or from memory?
+
+    python tests/benchmarks/bench_context_or_memory.py MODEL --data relations.json --out FILE [--facts 60] [--layers]
+
+MODEL is a folder or GGUF file of a chat model, DATA a list of relations with ``templates`` and ``samples`` of ``subject`` and
+``object``. Each fact is stated twice, once with another subject's object and once with its own, between the
+sentences of two other relations, and asked about by its template. Printed: how often each origin comes about, with its 95 %
+interval; and, with ``--layers``, the layers that alone lose an answer from the context. Written: a row for each fact.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import kvlens
+from kvlens.explanation.context_or_memory import ORIGINS, StatedFact, context_or_memory
+
+QUESTION = "Complete this sentence with the name or the word that is missing, in a few words: {} ..."
+LONGEST = 3
+"""Words of an object."""
+
+
+def facts_of(relations: list[dict[str, Any]], n: int, seed: int, is_true: bool) -> list[StatedFact]:
+    """Facts of all relations in turn, each with another object than its own, or with its own."""
+    draw, chosen, found = random.Random(seed), list(relations), []
+    draw.shuffle(chosen)
+    while len(found) < n:
+        relation = chosen[len(found) % len(chosen)]
+        samples = [each for each in relation["samples"] if len(each["object"].split()) <= LONGEST]
+        subject = draw.choice(samples)
+        own = {each["object"].casefold() for each in relation["samples"] if each["subject"] == subject["subject"]}
+        others = sorted({each["object"] for each in samples if each["object"].casefold() not in own})
+        if len(others) < 2:
+            chosen.remove(relation)
+            continue
+        false, other = draw.sample(others, 2)
+        around = []
+        for beside in draw.sample([each for each in relations if each is not relation], 2):
+            sample = draw.choice(beside["samples"])
+            around.append(f"{beside['templates'][0].format(sample['subject'])} {sample['object']}.")
+        begins = relation["templates"][0].format(subject["subject"])
+        fact = StatedFact(
+            sentence=f"{begins.replace('{', '').replace('}', '')} {{}}.",
+            object=subject["object"] if is_true else false,
+            other=other,
+            question=QUESTION.format(begins),
+            before=around[0],
+            behind=around[1],
+        )
+        if all(name.casefold() not in fact.question.casefold() for name in (fact.object, false, other)):
+            found.append(fact)
+    return found
+
+
+def wilson(n: int, of: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson's)."""
+    p, share = n / of, z * z / of
+    half = z * math.sqrt(p * (1 - p) / of + share / (4 * of))
+    return (p + share / 2 - half) / (1 + share), (p + share / 2 + half) / (1 + share)
+
+
+def told(table: pd.DataFrame) -> str:
+    """How often each origin comes about."""
+    lines = []
+    for origin in ("from the context", "from memory", "both agree", "neither"):
+        n = int((table["origin"] == origin).sum())
+        low, high = wilson(n, len(table))
+        lines.append(f"{origin}: {n} of {len(table)} ({100 * low:.0f} to {100 * high:.0f} %)")
+    layers = Counter(layer for row in table["layers"] for layer in row.split(",") if layer)
+    n_none = int(((table["origin"] == "from the context") & (table["layers"] == "")).sum())
+    return "; ".join(lines) + f"; layers alone: {layers.most_common(6)}, none in {n_none}"
+
+
+def main(words: list[str]) -> None:
+    """Ask about the facts, stated falsely and truly."""
+    say = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    say.add_argument("model")
+    say.add_argument("--data", type=Path, required=True)
+    say.add_argument("--out", type=Path, required=True)
+    say.add_argument("--facts", type=int, default=60)
+    say.add_argument("--seed", type=int, default=0)
+    say.add_argument("--layers", action="store_true")
+    args = say.parse_args(words)
+    relations, model = json.loads(args.data.read_text()), kvlens.load(args.model)
+    tables = []
+    for is_true in (False, True):
+        table = context_or_memory(model, facts_of(relations, args.facts, args.seed, is_true), args.layers and not is_true)
+        print(f"stated {'truly' if is_true else 'falsely'}: {told(table)}", flush=True)
+        tables.append(table.assign(is_true=is_true))
+        pd.concat(tables)[[*ORIGINS, "is_true"]].to_json(args.out, orient="records", lines=True, force_ascii=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
