@@ -1,12 +1,12 @@
 """From the context or from memory: where the answer comes from when the prompt states a fact that the model may know otherwise.
 
-Each fact is asked about three times: as it is stated, without the sentence that states it, and with another object in its
-place. What is said then decides:
+Each fact is asked about four times: as it is stated, without the sentence that states it, with another object in its place, and
+without the whole document, which is what the model says from memory. What is said then decides:
 
-- *from the context*: the answer has the stated object, it has not without the sentence, and it follows the replacement.
-- *both agree*: it has the stated object, without the sentence as well.
-- *from memory*: it does not have the stated object but what the model says without the sentence, and no replacement either.
-- *neither*: everything else, such as an answer that the sentence changes without being followed.
+- *both agree*: the answer has the stated object, and it has it from memory as well.
+- *from the context*: it has the stated object, not without the sentence, and follows the replacement.
+- *from memory*: it has what the model says from memory and not the stated object, nor follows the replacement.
+- *neither*: everything else, such as an answer that the sentence changes without being followed, or another sentence's.
 
 Names are compared by their content words, without case, accents and possessive endings.
 """
@@ -37,6 +37,7 @@ ORIGINS = Columns(
     answer=("str", "what the model says"),
     without=("str", "what it says without the sentence that states the fact"),
     replaced=("str", "what it says with the other object in the sentence"),
+    memory=("str", "what it says without the document"),
     origin=("str", "`from the context`, `from memory`, `both agree` or `neither`"),
     layers=("str", "each of which alone loses the object when it reads the prompt without the sentence, such as ``20,23``"),
 )
@@ -85,14 +86,18 @@ def context_or_memory(model: KVModel, facts: Sequence[StatedFact], layers: bool 
         raise KVLensError("facts: expected at least one StatedFact, got none")
     for fact in facts:
         _check(fact)
-    prompts = [_prompt(model, fact, stated) for fact in facts for stated in (fact.object, None, fact.other)]
+    prompts = [
+        _prompt(model, fact.question, document)
+        for fact in facts
+        for document in (fact.document(fact.object), fact.document(None), fact.document(fact.other), "")
+    ]
     texts = _said(model, prompts)
     rows = []
     for number, fact in enumerate(facts):
-        answer, without, replaced = texts[3 * number : 3 * number + 3]
-        origin = origin_of(fact, answer, without, replaced)
+        said = texts[4 * number : 4 * number + 4]
+        origin = origin_of(fact, *said)
         losing = _losing_layers(model, fact) if layers and origin == CONTEXT else ""
-        rows.append((number, fact.object, answer.text, without.text, replaced.text, origin, losing))
+        rows.append((number, fact.object, *(each.text for each in said), origin, losing))
     return ORIGINS.frame({name: list(values) for name, values in zip(ORIGINS, zip(*rows, strict=True), strict=True)})
 
 
@@ -106,23 +111,23 @@ def _check(fact: StatedFact) -> None:
         raise KVLensError(f"other: expected another object than {fact.object!r}")
 
 
-def _prompt(model: KVModel, fact: StatedFact, stated: str | None) -> Int[Tensor, " pos"]:
-    document = fact.document(stated)
+def _prompt(model: KVModel, question: str, document: str) -> Int[Tensor, " pos"]:
     if has_chat_template(model):
-        return Chat.ask(fact.question, [document] if document else None).tokens(model)
-    return torch.cat([prompt_tokens(model, document), one_sequence(model, "question", fact.question)])
+        return Chat.ask(question, [document] if document else None).tokens(model)
+    if not document:
+        return prompt_tokens(model, question)
+    return torch.cat([prompt_tokens(model, document), one_sequence(model, "question", question)])
 
 
-def origin_of(fact: StatedFact, answer: Response, without: Response, replaced: Response) -> str:
-    """The verdict on three answers: with the fact, without it, and with another object in its place."""
+def origin_of(fact: StatedFact, answer: Response, without: Response, replaced: Response, memory: Response) -> str:
+    """The verdict on four answers: with the fact, without it, with another object in its place, and without the document."""
     asked = set(_words(fact.question))
-    says = [set(content_words(each.words)) - asked for each in (answer, without, replaced)]
+    says, left, followed, known = (set(content_words(each.words)) - asked for each in (answer, without, replaced, memory))
     stated, other = (set(_words(name)) - asked for name in (fact.object, fact.other))
-    if stated <= says[0]:
-        if stated <= says[1]:
-            return AGREE
-        return CONTEXT if other <= says[2] else NEITHER
-    return MEMORY if says[1] and says[1] <= says[0] and not other <= says[2] else NEITHER
+    if stated <= says:
+        follows = not stated <= left and other <= followed
+        return AGREE if stated <= known else CONTEXT if follows else NEITHER
+    return MEMORY if known and known <= says and not other <= followed else NEITHER
 
 
 def _said(model: KVModel, prompts: list[Int[Tensor, " _"]]) -> list[Response]:

@@ -63,7 +63,7 @@ def wilson(n: int, of: int, z: float = 1.96) -> tuple[float, float]:
     """The 95 % interval of a share (Wilson's)."""
     p, share = n / of, z * z / of
     half = z * math.sqrt(p * (1 - p) / of + share / (4 * of))
-    return (p + share / 2 - half) / (1 + share), (p + share / 2 + half) / (1 + share)
+    return max(0.0, p + share / 2 - half) / (1 + share), (p + share / 2 + half) / (1 + share)
 
 
 def told(table: pd.DataFrame) -> str:
@@ -74,8 +74,7 @@ def told(table: pd.DataFrame) -> str:
         low, high = wilson(n, len(table))
         lines.append(f"{origin}: {n} of {len(table)} ({100 * low:.0f} to {100 * high:.0f} %)")
     layers = Counter(layer for row in table["layers"] for layer in row.split(",") if layer)
-    n_none = int(((table["origin"] == "from the context") & (table["layers"] == "")).sum())
-    return "; ".join(lines) + f"; layers alone: {layers.most_common(6)}, none in {n_none}"
+    return "; ".join(lines) + (f"; layers that lose it alone: {layers.most_common(6)}" if layers else "")
 
 
 def main(words: list[str]) -> None:

@@ -18,20 +18,21 @@ def said(text):
 
 
 @pytest.mark.parametrize(
-    ("answer", "without", "replaced", "origin"),
+    ("answer", "without", "replaced", "memory", "origin"),
     [
-        ("It is Lyon.", "The capital is Paris.", "It is Nice.", "from the context"),
-        ("Lyon's the capital.", "Paris", "nice", "from the context"),
-        ("It is Lyon.", "Paris", "It is Lyon.", "neither"),  # the sentence matters, and is not what is followed
-        ("The capital of France is Paris.", "Paris.", "Paris", "from memory"),
-        ("Paris", "Paris", "Nice", "neither"),
-        ("Rome", "Paris", "Rome", "neither"),
-        ("Lyon", "The capital is Lyon", "Nice", "both agree"),
-        ("", "", "", "neither"),
+        ("It is Lyon.", "The capital is Paris.", "It is Nice.", "Paris", "from the context"),
+        ("Lyon's the capital.", "Rome", "nice", "Paris.", "from the context"),
+        ("It is Lyon.", "Paris", "It is Lyon.", "Paris", "neither"),  # the sentence matters, and is not what is followed
+        ("It is Lyon.", "It is Lyon.", "It is Lyon.", "Paris", "neither"),  # another sentence says so
+        ("The capital of France is Paris.", "Paris.", "Paris", "Paris.", "from memory"),
+        ("Paris", "Paris", "Nice", "Paris", "neither"),
+        ("Rome", "Rome", "Rome", "Paris", "neither"),  # another sentence is followed
+        ("Lyon", "Paris", "Nice", "The capital is Lyon", "both agree"),
+        ("", "", "", "", "neither"),
     ],
 )
-def test_verdicts(answer, without, replaced, origin):
-    assert origin_of(LYON, said(answer), said(without), said(replaced)) == origin
+def test_verdicts(answer, without, replaced, memory, origin):
+    assert origin_of(LYON, *map(said, (answer, without, replaced, memory))) == origin
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,11 @@ def test_a_model_that_reads_stories_answers_from_the_context(model):
         StatedFact("Kaya feeds a {}.", "donkey", "goat", QUESTION, before="At night Kaya feeds a donkey."),
     ]
     found = context_or_memory(model, facts, layers=True)
-    assert found["origin"].tolist() == ["from the context", "both agree"]
+    assert found["origin"].tolist() == ["from the context", "neither"]
     assert found["answer"].tolist() == ["donkey."] * 2 and found["replaced"][0] == "goat."
-    assert "donkey" not in found["without"][0] and found["layers"].tolist() == ["0", ""]
+    assert (
+        "donkey" not in found["without"][0] and found["layers"].tolist() == ["0", ""] and (found["memory"] != "donkey.").all()
+    )
 
 
 @pytest.mark.parametrize(
