@@ -22,7 +22,5 @@ def test_the_first_command_names_the_cause_that_the_readme_names(smollm2_file, t
     words[words.index("--model") + 1] = str(smollm2_file)
     assert main(words) == 0
     assert (
-        named(capsys.readouterr().out)
-        == named(printed)
-        == ['minutes.txt, sentence 2 ("The new office will be in Rotterdam."),']
+        named(capsys.readouterr().out) == named(printed) == ['minutes.txt, sentence 2 ("The new office will be in Rotterdam.")']
     )
