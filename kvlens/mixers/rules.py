@@ -121,7 +121,7 @@ class StateSpace(Rule):
 
 
 class Selective(StateSpace):
-    """T_t = Diag(a_t), with one a per token, head and state, and the same skip connection (:mod:`kvlens.ops.selective_scan`)."""
+    """T_t = Diag(a_t), with one a per token, head and state; D as there (:mod:`kvlens.ops.selective_scan`)."""
 
     carries = scan
 

@@ -148,9 +148,15 @@ FALCON_H1 = {
 }
 GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0}
 
+JAMBA = {
+    **MOE,
+    **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4},
+    **{"mamba_d_state": 6, "mamba_expand": 1, "mamba_dt_rank": 5},
+}
 HYBRIDS: Rows = {
     "bamba": ("bamba", {**GQA, **MAMBA_2, "attn_layer_indices": [1]}),
     "granite_hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "jamba": ("jamba", JAMBA),
     "kimi_linear": ("kimi_linear", KIMI),
     "minimax": ("minimax", MINIMAX),
     "qwen3_5": ("qwen3_5_text", DELTA),

@@ -11,7 +11,14 @@ from kvlens.ops.linear_attention.parallel import (
     running_normalizer,
 )
 from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
-from kvlens.ops.linear_attention.state import ffn_with_state, read_state, real_steps, rebase_state, retnet_decay, without_padding
+from kvlens.ops.linear_attention.state import (
+    ffn_with_state,
+    read_state,
+    real_steps,
+    rebase_state,
+    retnet_decay,
+    without_padding,
+)
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
 
 __all__ = [
