@@ -2,6 +2,7 @@
 
 from kvlens.kv_bias.answers import AnswerErrors
 from kvlens.kv_bias.features import (
+    EluFeatures,
     LearnedFeatures,
     RandomFeatures,
     SoftmaxFeatures,
@@ -22,6 +23,7 @@ __all__ = [
     "NO_STATES",
     "AnswerErrors",
     "BiasFit",
+    "EluFeatures",
     "Fingerprint",
     "KVBias",
     "LearnedFeatures",

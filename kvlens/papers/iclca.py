@@ -36,7 +36,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | eq. 9-11, theorem 4.1: plain linear attention | ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` for the bias and the text's own part |
 | eq. 14-16, theorem 4.5, and algorithm 1 (ICLCA) | `kvlens.convert_prompt`; one layer's step is `kvlens.ops.linear_attention.carry_state` |
-| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" or "learned" (theirs), "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
+| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" (theirs), "learned" with ``kernel=`` "phi_mlp" (that of the slides), "hedgehog" or "split" (kvlens' own), "elu_plus_one", "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
 | eq. 19: the recurrence; the bias is its initial state | `kvlens.ops.linear_attention.recurrent_linear_attention` |
 | sec. 7: Mamba and H3 | `kvlens.ops.selective_scan`, which `kvlens.mixers.mamba1.Mamba1Mixer` runs on the bridge; `kvlens.ops.h3`, of which no public checkpoint class is known |
 | app. D: the prompt's term in the FFN | `kvlens.ops.linear_attention.ffn_with_state` |
