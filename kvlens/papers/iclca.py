@@ -31,7 +31,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 
 | equation | here |
 |---|---|
-| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the reference implementation), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the reference implementation), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention`; without the mask `kvlens.ops.linear_attention.unmasked_linear_attention`, an op alone |
 | eq. 6: the key-value matrix | `kvlens.ops.linear_attention.final_state` |
 | eq. 9-11, theorem 4.1: plain linear attention | ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` for the bias and the text's own part |
@@ -72,7 +72,7 @@ sec. 4.1, app. A, slides | "ICL conversion cannot be achieved through modifying 
 th. 4.1, eq. 10-11 | the conversion of plain linear attention
     tests/model/test_laws.py::test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces | holds | identity features without a normalizer among the models there, at 1e-11 in float64 |
 assumption 4.2 | without the causal mask "a conversion satisfying one input prompt may not satisfy another"
-    - | not tested | unmasked linear attention is refused |
+    tests/ops/test_unmasked_attention.py::test_a_bias_replaces_the_prompt_in_one_layer_and_not_in_two | holds | without the mask a bias replaces the prompt in one layer, at 1e-11 in float64, and not in two |
 assumption 4.3 | relative positions are "not an absolute necessity"
     tests/model/test_laws.py::test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces | holds | learned, sinusoidal and no positions are among the models there: ``position_offset`` of the bias takes the place of the transformation |
 th. 4.5, eq. 14-16 | the conversion with RoPE and a normalizer

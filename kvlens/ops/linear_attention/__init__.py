@@ -20,6 +20,7 @@ from kvlens.ops.linear_attention.state import (
     without_padding,
 )
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.unmasked import unmasked_linear_attention
 
 __all__ = [
     "LinearAttentionOutput",
@@ -38,6 +39,7 @@ __all__ = [
     "recurrent_linear_attention",
     "retnet_decay",
     "running_normalizer",
+    "unmasked_linear_attention",
     "without_padding",
 ]
 
