@@ -18,6 +18,7 @@ What to know before relying on one:
 
 from kvlens.kv_bias.answers import AnswerErrors
 from kvlens.kv_bias.features import (
+    EluFeatures,
     LearnedFeatures,
     RandomFeatures,
     SoftmaxFeatures,
@@ -38,6 +39,7 @@ __all__ = [
     "NO_STATES",
     "AnswerErrors",
     "BiasFit",
+    "EluFeatures",
     "Fingerprint",
     "KVBias",
     "LearnedFeatures",
