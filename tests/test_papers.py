@@ -1,6 +1,7 @@
 """The papers' claims: every one has a result or a reason, every experiment its claims, and RESULTS.md the same tables."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from paper_claims import CLAIMS, PAPERS, RESULTS, unlisted
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.cli import main
 from kvlens.experiments import EXPERIMENTS
 from kvlens.papers.claims import UNTESTED, VERDICTS, claims_table, read_claims
 
@@ -62,6 +64,17 @@ def test_results_and_the_papers_page_have_its_table(paper):
     table = claims_table(CLAIMS[paper])
     assert table in importlib.import_module(f"kvlens.papers.{paper}").__doc__
     assert table in (ROOT / "RESULTS.md").read_text(), f"RESULTS.md lacks this table:\n{table}"
+
+
+def test_the_training_settings_as_printed_can_be_set(tmp_path, capsys):
+    """KVSA sec. 4.1 and table 6, with the words of the page."""
+    (given,) = re.findall(r"``--set '(training=.*?)'``", importlib.import_module("kvlens.papers.kvsa").__doc__, re.DOTALL)
+    command = ["reproduce", "learning-rate", "--scale", "tiny", "--runs", f"{tmp_path}/runs", "--out", f"{tmp_path}/out"]
+    assert main([*command, "--set", given.replace("\n", " ")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    training = summary["settings"]["training"]
+    assert training["schedule"] == "constant" and training["betas"] == [0.9, 0.95] and training["weight_decay"] == 0.1
+    assert training["steps"] == 2 and "clipped at norm inf " in summary["differences"][1]
 
 
 def test_the_shift_adds_four_numbers_for_each_key_value_head():

@@ -31,13 +31,15 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 
 | equation | here |
 |---|---|
-| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the reference implementation), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| definitions 3.2 and 3.3, eq. 3 and 5: linearized attention, masked | `kvlens.ops.linear_attention.naive_linear_attention` (the reference implementation), `kvlens.ops.linear_attention.parallel_linear_attention`, `kvlens.ops.linear_attention.chunked_linear_attention`, `kvlens.ops.linear_attention.recurrent_linear_attention`; without the mask `kvlens.ops.linear_attention.unmasked_linear_attention`, an op alone |
 | eq. 6: the key-value matrix | `kvlens.ops.linear_attention.final_state` |
 | eq. 9-11, theorem 4.1: plain linear attention | ``feature_map="identity"``, ``normalizer="none"`` |
 | eq. 12-13: RoPE after the feature map, with bias | ``rotary_placement="after"``; the sum of `kvlens.ops.linear_attention.read_state` for the bias and the text's own part |
 | eq. 14-16, theorem 4.5, and algorithm 1 (ICLCA) | `kvlens.convert_prompt`; one layer's step is `kvlens.ops.linear_attention.carry_state` |
-| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" or "learned" (theirs), "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
+| eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" (theirs), "learned" with ``kernel=`` "phi_mlp" (that of the slides), "hedgehog" or "split" (kvlens' own), "elu_plus_one", "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
 | eq. 19: the recurrence; the bias is its initial state | `kvlens.ops.linear_attention.recurrent_linear_attention` |
+| sec. 7: Mamba and H3 | `kvlens.ops.selective_scan`, which `kvlens.mixers.mamba1.Mamba1Mixer` runs on the bridge; `kvlens.ops.h3`, of which no public checkpoint class is known |
+| app. D: the prompt's term in the FFN | `kvlens.ops.linear_attention.ffn_with_state` |
 | eq. 22-24: the rotary matrix and its group law | `kvlens.ops.rotary.naive_rotate`; moving a state's origin is `kvlens.ops.linear_attention.rebase_state` |
 | assumption 4.4 (1a): elu + 1; (1b): random features | `kvlens.ops.feature_maps.elu_plus_one`, `kvlens.ops.feature_maps.random_features` |
 | assumption 4.4 (2): RetNet | ``feature_map="identity"``, ``normalizer="none"``; their RetNet has no decay. Here it can: `kvlens.ops.linear_attention.retnet_decay` |
@@ -70,7 +72,7 @@ sec. 4.1, app. A, slides | "ICL conversion cannot be achieved through modifying 
 th. 4.1, eq. 10-11 | the conversion of plain linear attention
     tests/model/test_laws.py::test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces | holds | identity features without a normalizer among the models there, at 1e-11 in float64 |
 assumption 4.2 | without the causal mask "a conversion satisfying one input prompt may not satisfy another"
-    - | not tested | unmasked linear attention is refused |
+    tests/ops/test_unmasked_attention.py::test_a_bias_replaces_the_prompt_in_one_layer_and_not_in_two | holds | without the mask a bias replaces the prompt in one layer, at 1e-11 in float64, and not in two |
 assumption 4.3 | relative positions are "not an absolute necessity"
     tests/model/test_laws.py::test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces | holds | learned, sinusoidal and no positions are among the models there: ``position_offset`` of the bias takes the place of the transformation |
 th. 4.5, eq. 14-16 | the conversion with RoPE and a normalizer
@@ -96,7 +98,8 @@ sec. 6.4 | fitted keys come nearer than random features (ours)
 sec. 7, eq. 19 | the bias is the initial state of the recurrence
     tests/ops/test_linear_attention.py | holds | the recurrent form, started from the bias, equals the parallel form with it |
 sec. 7 | "we could extend our ICL conversion method to those autoregressive RNN architectures", H3 and Mamba
-    - | not tested | Mamba-2 and other recurrent layers are converted exactly (`kvlens.mixers`); Mamba-1 and H3 are not among them |
+    tests/bridge/test_pure_recurrent.py::test_converted_equals_prompted | holds | Mamba and Falcon-Mamba, tiny random models: logits 5e-16 from the prompted ones in float64, the state and the convolution's inputs being the bias; Jamba 7e-16 (tests/bridge/test_exactness.py) |
+    tests/ops/test_h3.py::test_a_prompt_is_its_initial_states | holds | H3, at 1e-11 in float64, as an op: no public checkpoint class has it |
 sec. 8 | "the precision of our method should always be better than approximating the full softmax with all the tokens"
     - | not tested | the command has no model in which every token is approximated |
 sec. 8 | the conversion is "a potential initialization for existing fine-tuning methods to reduce the number of training steps required"
@@ -104,7 +107,7 @@ sec. 8 | the conversion is "a potential initialization for existing fine-tuning 
 app. C | other places for the parameters give the same result, or none that is exact
     - | not tested | considerations, without a number |
 app. D | the term can stand in the FFN of a GPT-J block: FFN(q) + q sum R phi(k) v
-    - | not tested | kvlens adds the term to attention |
+    tests/model/test_term_in_the_ffn.py::test_side_by_side_it_is_the_prompt_and_one_after_the_other_it_is_not | holds | at 1e-11 in float64, with a normalizer of 1 and attention beside the FFN, as the paper says; one after the other it is off |
 app. D.1, algorithm 2 | the conversion of softmax attention by random features
     tests/conversion/test_softmax_methods.py | holds | features come near where scores are small, and every key kept is exact; of the sum of scores, algorithm 2 is ``method="random"`` |
 slides, naive conversion | fine-tuning on generated answers "cannot achieve exact conversion"

@@ -46,6 +46,24 @@ token, and copies it: an induction head, in one layer.
 | table 7, app. I: arithmetic | `kvlens.experiments.kvsa.arithmetic`, task `kvlens.tasks.ArithmeticTask` |
 | app. J: queries shifted too | ``queries=True`` of `kvlens.KVShiftConfig` |
 
+# Settings as printed, and here
+
+| setting | sec. 4.1, table 6, app. G (1.5 billion parameters) | `variants`, `learning-rate` and `scaling`, scale small |
+|---|---|---|
+| layers, width, MLP | 28, 2,048, 5,504 | 2, 64 (32 and 128 in `scaling`), four times the width |
+| blocks | Llama's: RMSNorm, a gated MLP with SiLU | LayerNorm, an MLP with GELU |
+| vocabulary | 36,000 | 300 |
+| context | 2,048 tokens | 64 tokens |
+| base of RoPE | 100,000 | 10,000 |
+| tokens | 10 billion | 1.2 million |
+| learning rate | 2e-4, constant after 1,000 steps of warm-up | the best of 5e-3 and 1e-2, a cosine to a tenth of it after 2 % of the steps |
+| AdamW | betas 0.9 and 0.95, weight decay 0.1 | betas 0.9 and 0.99, weight decay 0.01 |
+| clipping | not mentioned | gradients at a norm of 1, which hinders the divergence of fig. 5c |
+
+Those of training can be set as printed, and were not run so: ``--set 'training={"schedule": "constant", "betas": [0.9, 0.95], "weight_decay": 0.1,
+"max_grad_norm": Infinity}'``. The toy models of app. G train at 2e-4 after 1,000 steps, 4,096 sequences a step; `induction-depth` and `induction-width`
+take 128.
+
 # Misprints and open points
 
 | place | printed | correct |

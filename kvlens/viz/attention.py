@@ -120,7 +120,8 @@ def attention_under_bias(
 
     ``hook_pattern`` under a bias lacks the columns of the bias, which are nearly all of it, so that circuitsvis draws it blank.
 
-    >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
+    >>> from kvlens import load
+    >>> model = load("facts-gpt2")
     >>> attention_under_bias(model, "Mira keeps a goat.", " Mira keeps a", layer=1).save_html("attention.html")
 
     Args:
