@@ -46,6 +46,8 @@ HOMES = ANALYSES | {
     "TEXT": "kvlens.analyses.declaration",
     "RIVAL": "kvlens.analyses.declaration",
     "analysis": "kvlens.analyses.declaration",
+    "AttentionUnderBias": "kvlens.analyses.heads.under_bias",
+    "attention_under_bias": "kvlens.analyses.heads.under_bias",
     "baseline_ablation": "kvlens.analyses.bias.removal",
     "bias_ablation": "kvlens.analyses.bias.removal",
     "bias_by_layer": "kvlens.analyses.bias.by_head",

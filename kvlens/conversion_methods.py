@@ -15,6 +15,7 @@ CONVERSION_METHODS = {
     "kvzip": "kvlens.conversion.softmax.kvzip:KVzip",
     "random": "kvlens.conversion.softmax.free_features:RandomProjections",
     "taylor": "kvlens.conversion.softmax.free_features:Taylor",
+    "elu_plus_one": "kvlens.conversion.softmax.free_features:EluPlusOne",
     "learned": "kvlens.conversion.softmax.free_features:Learned",
 }
 """name -> MODULE:CLASS."""

@@ -29,13 +29,14 @@ def load(
     device: Any = None,
     dtype: Any = None,
     verify: bool | None = None,
+    download: bool = False,
 ) -> KVModel:
     """The model of ``source``: a HookedKVTransformer where that class can build it, else a KVTransformerBridge.
 
     The bridge runs Transformers' own model of architectures that HookedKVTransformer does not have: Qwen3.5, Qwen3-Next,
     GPT-OSS and others. To choose the front end, or for more options, call what this function calls:
     ``HookedKVTransformer.from_zoo``, ``load``, ``from_pretrained`` or ``from_llama2c``, or ``KVTransformerBridge.from_zoo`` or
-    ``boot_transformers``. All read files on this machine; nothing is fetched.
+    ``boot_transformers``. It reads files on this machine, and fetches nothing unless ``download``.
 
     >>> from kvlens import load
     >>> load("bigram-linear").cfg.attention
@@ -50,12 +51,13 @@ def load(
         dtype: of the weights; None keeps the stored one of a kvlens folder, and is float32 elsewhere.
         verify: compare the model with Transformers' own on a few tokens, as ``from_pretrained`` and ``boot_transformers`` do;
             False saves the time. Folders of kvlens and llama2.c checkpoints have nothing to be compared with.
+        download: fetch the files of a name on the hub into Hugging Face's cache, where it lacks them.
 
     Raises:
         KVLensError: there is no such model, or none that can be read; a tokenizer for anything but a llama2.c checkpoint;
             ``verify=True`` where there is nothing to compare with.
     """
-    found = source_of(source, "load") if isinstance(source, str) else path_of("load: source", source)
+    found = source_of(source, "load", download) if isinstance(source, str) else path_of("load: source", source)
     options = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(found, Path) and found.is_file() and not is_gguf(found):
@@ -105,7 +107,7 @@ def _in_the_cache(name: str) -> Path | str:
     if not isinstance(try_to_load_from_cache(official, "config.json"), str):
         raise KVLensError(
             f"load: TransformerLens knows {name!r}, but its files are not in the local cache ({HF_HUB_CACHE}): "
-            f'HookedKVTransformer.from_pretrained("{official}", local_files_only=False) fetches them; or give its folder'
+            "--download, or download=True, fetches them; or give its folder"
         )
     return official
 

@@ -23,6 +23,8 @@ WITH_EXAMPLES = (
     "kvlens.kv_bias.kv_bias",
     "kvlens.conversion.convert",
     "kvlens.conversion.softmax.landmark",
+    "kvlens.model",
+    "kvlens.viz.attention",
     "kvlens.viz.tokens",
     "kvlens.tasks",
     "analyses.declaration",

@@ -26,7 +26,7 @@ from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
 from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
 
-NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention")
+NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
 RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
 """What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""

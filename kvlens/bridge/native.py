@@ -26,7 +26,7 @@ VALUES = "hook_values"
 POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_layer"
 """The attribute of a Transformers module that holds its :class:`kvlens.bridge.softmax.SoftmaxLayer`."""
-WITHOUT_EFFECT = {"cache_position", "output_attentions", "position_ids", "use_cache"}
+WITHOUT_EFFECT = {"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"}
 """Keywords that reach Transformers' attention functions and change nothing in them."""
 
 

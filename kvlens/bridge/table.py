@@ -48,9 +48,11 @@ class Family(NamedTuple):
 
 CONVOLUTION = "inputs of short convolutions"
 DELTA, KDA, LIGHTNING, SSD = "gated delta rule", "Kimi delta attention", "lightning attention", "state space (Mamba-2)"
+SELECTIVE = "selective scan (Mamba-1)"
 _WINDOW = "sliding window"
 _EXPERTS = "experts"
 _BEHIND = "norms behind attention"
+_AS_MAMBA_2 = "generates with a cache only, unless it has a tokenizer"
 FAMILIES: dict[str, Family] = {
     "gpt2": Family("GPT-2", remarks="learned positions"),
     "gpt_neox": Family(
@@ -92,7 +94,10 @@ FAMILIES: dict[str, Family] = {
         "Falcon-H1", states=SSD, logits_of_heads=False, remarks="attention and state in every layer; factors behind them"
     ),
     "nemotron_h": Family("Nemotron-H", states=SSD, remarks=f"layers of one kind each, MLPs and {_EXPERTS} among them"),
-    "mamba2": Family("Mamba-2", attention=False, states=SSD, remarks="generates with a cache only, unless it has a tokenizer"),
+    "mamba2": Family("Mamba-2", attention=False, states=SSD, remarks=_AS_MAMBA_2),
+    "mamba": Family("Mamba", attention=False, states=SELECTIVE, remarks=f"every channel is a head; {_AS_MAMBA_2}"),
+    "falcon_mamba": Family("Falcon-Mamba", attention=False, states=SELECTIVE, remarks=f"as Mamba; {_AS_MAMBA_2}"),
+    "jamba": Family("Jamba", states=SELECTIVE, remarks=f"as Mamba; attention without positions; {_EXPERTS}"),
     "lfm2": Family("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
 }
 """By Transformers' ``model_type``."""

@@ -22,7 +22,8 @@ def add_command(commands: Any) -> None:
         description="The model answers, and every part of the prompt (sentence, document, ...) is removed in turn: which words "
         "of the answer are lost, and what does the model say instead? Then layers read the prompt without these parts. "
         "Every sentence that is printed is about a run that was made. Without a question or a prompt, an example is explained.",
-        epilog="  kvlens explain --model DIR --question 'In which city will the office be?' --document minutes.txt\n"
+        epilog="  kvlens explain --model HuggingFaceTB/SmolLM2-135M-Instruct --download --question 'In which city ...?' "
+        "--document minutes.txt\n"
         "  kvlens explain --model DIR --messages chat.json --about Rotterdam\n"
         "  kvlens explain --prompt 'Pavel has a parrot. Kaya feeds a donkey.' --text ' Kaya keeps a'",
         allow_abbrev=False,
@@ -77,7 +78,7 @@ def _explain(args: argparse.Namespace) -> int:
         from kvlens import explain, load
 
         check_device("--device", args.device)
-        model = load(name, tokenizer=args.tokenizer, device=args.device)
+        model = load(name, tokenizer=args.tokenizer, device=args.device, download=args.download)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
         if args.out is not None:

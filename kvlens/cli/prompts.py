@@ -32,6 +32,7 @@ def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> Non
         "GGUF file, a llama2.c checkpoint, or a name on the hub, if its files are in the local Hugging Face cache "
         f"(default: {EXAMPLE_MODEL} for the built-in example, {TEXT_MODEL} for your own prompt)",
     )
+    command.add_argument("--download", action="store_true", help="fetch the files of a name on the hub where they are not here")
     command.add_argument("--tokenizer", metavar="FILE", help="tokenizer file; needed only for a llama2.c checkpoint")
 
 
@@ -94,7 +95,7 @@ def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str]":
     """
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
-    source_of(name)
+    source_of(name, download=args.download)
     return name, *(given or example_for(name))
 
 

@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
         "--features",
         type=int,
         metavar="N",
-        help="largest number of keys (or features) per key-value head; needed for every method but exact and taylor",
+        help="largest number of keys (or features) per key-value head; needed by every method but exact, taylor, elu_plus_one",
     )
     softmax.add_argument(
         "--budget",

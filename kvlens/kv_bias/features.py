@@ -7,6 +7,7 @@ A linear model has its own features, so its biases store none (``bias.features``
 | VirtualKeys | exp(score of q and a virtual key c_r), with soft-cap, ALiBi and window | yes: its keys, or fitted ones |
 | RandomFeatures | exp(w_r.q' - |q'|^2 / 2) / sqrt(m) | no |
 | TaylorFeatures | [1, q', vec(q' q'^T) / sqrt 2] | no |
+| EluFeatures | elu(q'_r) + 1 | no |
 | LearnedFeatures | exp(w_r.q + a_r), w and a trained to match the attention | yes: trained on it |
 
 Adding two biases concatenates their virtual keys; with features that do not depend on the prompt, b_KV and b_D are added.
@@ -24,7 +25,7 @@ from torch import Tensor
 from kvlens.errors import KVLensError
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
-from kvlens.ops.softmax_features.positive import learned_log_features, random_log_features
+from kvlens.ops.softmax_features.positive import elu_log_features, learned_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
 from kvlens.ops.softmax_features.virtual_keys import scaled_exp, virtual_key_scores
 
@@ -184,6 +185,24 @@ class LearnedFeatures(PositiveFeatures):
 
 
 @dataclass(frozen=True, eq=False)
+class EluFeatures(PositiveFeatures):
+    """elu + 1 of each coordinate. It stores only the dimension of a key."""
+
+    d_key: int
+    kind: ClassVar[str] = "elu_plus_one"
+
+    @property
+    def n_features(self) -> int:
+        return self.d_key
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+        return elu_log_features(q, rule.scale)
+
+
+@dataclass(frozen=True, eq=False)
 class TaylorFeatures(SoftmaxFeatures):
     """The exponential to second order. It stores only the dimension of a key."""
 
@@ -203,7 +222,7 @@ class TaylorFeatures(SoftmaxFeatures):
         return taylor_features(q, rule.scale)
 
 
-FAMILIES = {family.kind: family for family in (VirtualKeys, RandomFeatures, TaylorFeatures, LearnedFeatures)}
+FAMILIES = {family.kind: family for family in (VirtualKeys, RandomFeatures, TaylorFeatures, EluFeatures, LearnedFeatures)}
 
 
 def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxFeatures:
@@ -214,9 +233,9 @@ def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxF
     """
     if kind not in FAMILIES:
         raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(FAMILIES)}: upgrade kvlens")
-    if kind == TaylorFeatures.kind:
-        return TaylorFeatures(d_key)
     family = FAMILIES[kind]
+    if family in (TaylorFeatures, EluFeatures):
+        return family(d_key)  # type: ignore[call-arg]
     names = {f.name for f in fields(family)}
     if set(tensors) != names:
         raise KVLensError(

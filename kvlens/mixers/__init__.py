@@ -7,7 +7,7 @@ fire both at prefill and at every decoded token.
 |---|---|---|
 | ``hook_q``, ``hook_k`` | [batch, pos, key_head, d_k] | queries and keys as used in the recurrence: normalized and scaled |
 | ``hook_v`` | [batch, pos, head, d_v] | values, after convolution and activation |
-| ``hook_log_decay`` | [batch, pos, head(, d_k)] | log a_t, at most 0; per key channel in KDA; [head] in lightning |
+| ``hook_log_decay`` | [batch, pos, head(, d_k)] | log a_t, at most 0; per key channel in KDA and Mamba-1; [head] in lightning |
 | ``hook_write_strength`` | [batch, pos, head] | b_t; does not fire where it is always 1 (lightning attention) |
 | ``hook_b_kv`` | [batch or 1, head, d_k, d_v] | the KV bias as read, at every pass, if there is one |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_v] | the two summands of ``hook_z`` if there is a bias |

@@ -57,7 +57,8 @@ class MixerInputs(NamedTuple):
         q: queries, normalized and scaled; ``key_head`` divides ``head``.
         k: keys, normalized if the model does so.
         v: values.
-        log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA, [head] in lightning attention.
+        log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA and Mamba-1, [head] in
+            lightning attention.
         write_strength: b_t; None if it is always 1.
         gate: gate of the output; its shape depends on the family.
         conv: the next ``RecurrentState.conv``.

@@ -5,6 +5,7 @@ from torch import nn
 from kvlens.errors import KVLensError
 from kvlens.mixers.kimi_linear import KimiMixer
 from kvlens.mixers.lfm2 import Lfm2Mixer
+from kvlens.mixers.mamba1 import Mamba1Mixer
 from kvlens.mixers.mamba2 import Mamba2Mixer
 from kvlens.mixers.minimax import MiniMaxMixer
 from kvlens.mixers.olmo_hybrid import OlmoHybridMixer
@@ -18,6 +19,7 @@ MIXERS: tuple[type[Mixer], ...] = (
     OlmoHybridMixer,
     KimiMixer,
     MiniMaxMixer,
+    Mamba1Mixer,
     Mamba2Mixer,
     Lfm2Mixer,
 )

@@ -1,5 +1,7 @@
 """The update rules of mixers, in terms of :mod:`kvlens.ops`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from kvlens.ops.delta_rule import recurrent
 from kvlens.ops.lightning import carried as lightning
 from kvlens.ops.lightning.forms import chunked_lightning, recurrent_lightning
 from kvlens.ops.linear_attention.state import without_padding
+from kvlens.ops.selective_scan import scan
 from kvlens.ops.ssd import carried as ssd
 from kvlens.ops.ssd.forms import chunked_ssd, recurrent_ssd
 
@@ -81,13 +84,19 @@ class StateSpace(Rule):
         skip: D, per head.
     """
 
+    carries: Any = ssd
+    """The module of what the recurrence carries."""
+
     def __init__(self, skip: Tensor) -> None:
         self.skip = skip
 
+    def form(self, n_tokens: int) -> Any:
+        """The form of the recurrence for that many tokens."""
+        return recurrent_ssd if n_tokens == 1 else chunked_ssd
+
     def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
-        form = recurrent_ssd if inputs.v.shape[1] == 1 else chunked_ssd
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
-        z, final = form(*arguments, output_final_state=True)
+        z, final = self.form(inputs.v.shape[1])(*arguments, output_final_state=True)
         assert final is not None
         z = z + self.skip.to(z)[:, None] * (inputs.v if mask is None else without_padding(inputs.v, mask))
         if not with_map:
@@ -95,17 +104,29 @@ class StateSpace(Rule):
         return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
 
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
-        return ssd.carried_queries(inputs.q, inputs.log_decay, mask)
+        carried: Tensor = self.carries.carried_queries(inputs.q, inputs.log_decay, mask)
+        return carried
 
     def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
-        return ssd.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+        carried: Tensor = self.carries.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+        return carried
 
     def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
-        return ssd.state_map(inputs.k, inputs.log_decay, mask)
+        left: Tensor = self.carries.state_map(inputs.k, inputs.log_decay, mask)
+        return left
 
     def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
-        pattern = ssd.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+        pattern: Tensor = self.carries.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
         return pattern + torch.diag_embed(self.skip.to(pattern)[:, None].expand(-1, pattern.shape[-1]))
+
+
+class Selective(StateSpace):
+    """T_t = Diag(a_t), with one a per token, head and state; D as there (:mod:`kvlens.ops.selective_scan`)."""
+
+    carries = scan
+
+    def form(self, n_tokens: int) -> Any:
+        return scan.selective_scan
 
 
 def _carried(carried_q: Tensor, final: Tensor, state_map: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,25 @@
-"""The hooked model and its configuration, loading and saving."""
+"""The hooked model and its configuration, loading and saving.
+
+A model of your own; with softmax attention and ``kv_shift``, the identity at first, it computes what it did without:
+
+>>> import tempfile, torch
+>>> from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+>>> sizes = dict(n_layers=2, d_model=64, d_head=16, n_ctx=512, d_vocab=100, act_fn="gelu", seed=0, device="cpu")
+>>> linear = dict(attention="linear", feature_map="elu_plus_one", positional_embedding_type="rotary")
+>>> model = HookedKVTransformer(HookedKVTransformerConfig(**sizes, **linear, kv_shift=KVShiftConfig()))
+>>> model(torch.randint(0, 100, (4, 32)), return_type="loss").backward()
+>>> model.blocks[0].attn.k_shift_coef.grad is not None
+True
+>>> softmax = HookedKVTransformer(HookedKVTransformerConfig(**sizes))
+>>> shifted = HookedKVTransformer.from_hooked_transformer(softmax, kv_shift=KVShiftConfig(init="identity"))
+>>> folder = tempfile.mkdtemp() + "/my-model"
+>>> shifted.save(folder)  # safetensors, config and tokenizer; no pickle
+>>> HookedKVTransformer.load(folder).cfg.kv_shift.window
+1
+
+``HookedKVTransformer.from_pretrained`` accepts every name that TransformerLens does, a Hugging Face folder, or a loaded Hugging
+Face model; a folder in the format of Baichuan-M1-14B, the public model with KV shift, loads without running the code in it.
+"""
 
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig

@@ -7,6 +7,18 @@
 | `kvlens.papers.dual` | Ren, Liu 2024, *Towards Understanding How Transformers Learn In-context Through a Representation Learning Lens* (DUAL) |
 | `kvlens.papers.lecture` | Vitercik 2024, MS&E 236 Lecture 16, *Transformers* (LECTURE) |
 
+Methods of other papers, by the names that code and tables use:
+
+- methods that keep some keys as they are: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, arXiv 2306.14048), SnapKV (Li et
+  al. 2024, arXiv 2404.14469), Expected Attention (Devoto et al. 2025, arXiv 2510.00636), KVzip (Kim et al. 2025, arXiv 2505.23416);
+- Attention Matching (Zweiger, Fu, Guo, Kim 2026, *Fast KV Compaction via Attention Matching*, arXiv 2602.16284): a few of the prompt's keys with fitted
+  weights and values, fitted on the prompt repeated and the model's own text. ``method="landmark"`` builds on it. New in kvlens: values that make up for the
+  error of the weights, fitted to the head's output over prompt and text; budgets that give keys to the heads where they remove most error of the
+  logits, to first order; and the result as one object that can be saved, added, subtracted (only then do weights have either sign), and attributed to heads;
+- prompts as changes of the weights (`kvlens.conversion.weights`): rank-1 patches of the MLPs for every token (Dherin et al. 2025, arXiv 2507.16003;
+  Goldwaser et al. 2025, arXiv 2511.17864), thought vectors and matrices (Mazzawi et al. 2025, arXiv 2510.08734), context distillation (Askell et al.
+  2021, arXiv 2112.00861; Snell et al. 2022, arXiv 2209.15189), also with low rank (Hu et al. 2021, arXiv 2106.09685).
+
 Two conventions hold on all pages. **Positions start at 0** here and at 1 in the papers. **Vectors are rows**, as in
 TransformerLens: $q = x W_Q + b_Q$. Formulas are for a single head.
 """  # noqa: E501

@@ -1,9 +1,9 @@
 """Figures of a converted prompt, for notebooks, papers and web pages that work offline.
 
-Every function draws the result of an analysis, a table or tensors, and never runs a model. It returns a `Piece`, which is shown
-inline in a notebook; ``save_html`` writes it as one self-contained file; ``save_png`` and ``save_svg`` write a static figure if
-there is one. A `Page` combines several in one file. Functions with a static figure can also draw into matplotlib axes, given
-as ``ax=`` (``axes=`` for several), and then return these axes.
+Every function draws the result of an analysis, a table or tensors, and runs no model; only `attention_under_bias` does. It
+returns a `Piece`, which is shown inline in a notebook; ``save_html`` writes it as one self-contained file; ``save_png`` and
+``save_svg`` write a static figure if there is one. A `Page` combines several in one file. Functions with a static figure can
+also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and then return these axes.
 
     from kvlens.analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
@@ -13,7 +13,7 @@ as ``ax=`` (``axes=`` for several), and then return these axes.
 """
 
 from kvlens.viz.arcs import induction_arcs
-from kvlens.viz.attention import attention_view
+from kvlens.viz.attention import attention_under_bias, attention_view
 from kvlens.viz.bars import contribution_bars
 from kvlens.viz.depth import depth_map
 from kvlens.viz.dual import dual_view
@@ -28,6 +28,7 @@ from kvlens.viz.tokens import colored_tokens
 __all__ = [
     "Page",
     "Piece",
+    "attention_under_bias",
     "attention_view",
     "colored_tokens",
     "contribution_bars",

@@ -2,7 +2,7 @@
 
 circuitsvis only draws square patterns. After a conversion the queries are those of the text, and the keys those of prompt and
 text: the prompt's tokens, now in the bias, come first as virtual rows and columns. Their rows are those of the prompt's own
-forward pass if they are given, and empty otherwise.
+forward pass if they are given, and empty otherwise. :func:`attention_under_bias` runs the model and draws what it attends to.
 """
 
 import functools
@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens import KVBias, KVModel, analyses
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
@@ -77,9 +78,8 @@ def attention_view(
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
-        notes.append(
-            "p0, p1, ... are the prompt's tokens, stored in the bias; their rows are from the prompt's own forward pass"
-        )
+        own = "; their rows are from the prompt's own forward pass" if int(rows[0]) < n_prompt else ""
+        notes.append(f"p0, p1, ... are the prompt's tokens, stored in the bias{own}")
     if n_too_many + n_left_out:
         n_all = len(tokens) + n_left_out
         notes.append(f"{n_too_many + n_left_out:,} of {n_all:,} tokens are left out, those with the least attention")
@@ -102,6 +102,53 @@ def attention_view(
         '<button type="button" class="draw">Draw with circuitsvis</button><div></div></div></figure>'
     )
     return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, square, labels, names, top, title))
+
+
+@checked
+def attention_under_bias(
+    model: KVModel,
+    prompt: Any,
+    text: Any,
+    layer: Annotated[int, Within(0)],
+    *,
+    bias: KVBias | None = None,
+    heads: Sequence[int] | None = None,
+    title: str | None = None,
+    **options: Any,
+) -> Piece | Any:
+    """The attention of one layer's heads under a bias, to the prompt's tokens and the text's, drawn by circuitsvis.
+
+    ``hook_pattern`` under a bias lacks the columns of the bias, which are nearly all of it, so that circuitsvis draws it blank.
+
+    >>> from kvlens import load
+    >>> model = load("facts-gpt2")
+    >>> attention_under_bias(model, "Mira keeps a goat.", " Mira keeps a", layer=1).save_html("attention.html")
+
+    Args:
+        model, prompt, text, layer, bias: as of :func:`kvlens.analyses.attention_under_bias`, which gives the numbers.
+        heads: which heads are drawn; None draws all.
+        title: title above the view; None says what it shows.
+        options: ``max_tokens`` and ``axes`` of :func:`attention_view`.
+
+    Returns:
+        As :func:`attention_view`.
+
+    Raises:
+        KVLensError: a head that the layer does not have; as both functions.
+    """
+    found = analyses.attention_under_bias(model, prompt, text, layer, bias=bias)
+    n_heads = len(found.pattern)
+    chosen = list(range(n_heads) if heads is None else heads)
+    if not chosen or not {*chosen} <= {*range(n_heads)}:
+        raise KVLensError(f"attention_under_bias: heads: layer {layer} has heads 0 to {n_heads - 1}, got {brief(heads)}")
+    return attention_view(
+        found.tokens,
+        found.pattern[chosen],
+        n_prompt=found.n_prompt,
+        head_names=[f"L{layer} H{head}" for head in chosen],
+        title=f"layer {layer}: the text's attention under the bias" if title is None else title,
+        **options,
+    )
 
 
 def _checked(

@@ -5,13 +5,16 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, nearest, nearest_name
+from kvlens.errors import KVLensError, first_line, nearest, nearest_name
 from kvlens.files import read_json
 
 _ROOT = Path(str(files("kvlens.zoo")))
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Configuration and tokenizer."""
 
 
 def names() -> list[str]:
@@ -46,19 +49,21 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 @checked
-def source_of(name: str, asked: str = "--model") -> Path | str:
+def source_of(name: str, asked: str = "--model", download: bool = False) -> Path | str:
     """Find the model that a user names, without importing torch.
 
     Args:
         name: what the user named.
         asked: what asked for it, for the message.
+        download: fetch the files of a name that is none of ours and no path from the hub into that cache, where it lacks them.
 
     Returns:
         The folder of a shipped model, or ``name`` itself as a folder or a file; else ``name``, if it may be one on the hub
         and the local Hugging Face cache has files; :func:`kvlens.load` then looks for them.
 
     Raises:
-        KVLensError: it is none of these; the nearest shipped name is proposed.
+        KVLensError: it is none of these, and the nearest shipped name is proposed; or the hub cannot be reached, or has no such
+            model.
     """
     shipped = names()
     if name in shipped:
@@ -66,16 +71,25 @@ def source_of(name: str, asked: str = "--model") -> Path | str:
     path = os.path.expanduser(name)
     if os.path.exists(path):  # False if it cannot be a path
         return Path(path)
-    cache = Path(HF_HUB_CACHE)
-    if (
-        re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name)
-        and nearest_name(name, shipped, 0.8) is None
-        and any(cache.glob("models--*"))
-    ):
-        return name
+    cache, may_be_on_the_hub = Path(HF_HUB_CACHE), re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name) is not None
+    if may_be_on_the_hub and nearest_name(name, shipped, 0.8) is None:
+        if download:
+            _fetch(name, asked)
+        if any(cache.glob("models--*")):
+            return name
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
     raise KVLensError(
         f"{asked}: {name!r} is neither a shipped model nor a folder or file that holds one; {listed}{nearest(name, shipped)} "
         f"(a name on the hub is taken where its files are in the local cache, {cache}: "
-        "HookedKVTransformer.from_pretrained(name, local_files_only=False) fetches those of TransformerLens' names)"
+        "--download, or download=True, fetches them)"
     )
+
+
+def _fetch(name: str, asked: str) -> None:
+    """Put the files of a model on the hub into Hugging Face's cache: weights as safetensors, or in torch's format without."""
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns="*/*"))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns="*.bin", ignore_patterns="*/*")
+    except (OSError, ValueError, RuntimeError) as error:  # no network, no such model, a model that asks for a login
+        raise KVLensError(f"{asked}: {name!r} cannot be downloaded from Hugging Face ({first_line(error)})") from error

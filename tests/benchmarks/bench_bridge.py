@@ -82,10 +82,10 @@ def compare(family: str, n_prompt: int, n_text: int, repeats: int) -> list[tuple
     tokens = torch.randint(50, (1, n_prompt + n_text), generator=torch.Generator().manual_seed(0))
     prompt, text = tokens[:, :n_prompt], tokens[:, n_prompt:]
     given = {"past_key_values": TextLength()} if family == "minimax" else {}
-    name = "cache_params" if family == "mamba2" else "past_key_values"
+    name = "cache_params" if family in PURELY_RECURRENT else "past_key_values"
     filled = getattr(model.original_model(prompt, use_cache=True, **given), name)
     caches = [copy.deepcopy(filled) for _ in range(repeats + 2)]
-    at = {} if family == "mamba2" else {"position_ids": torch.arange(n_prompt, n_prompt + n_text)[None]}
+    at = {} if family in PURELY_RECURRENT else {"position_ids": torch.arange(n_prompt, n_prompt + n_text)[None]}
 
     def theirs() -> Tensor:
         logits: Tensor = model(text, **{name: caches.pop()}, use_cache=True, **at)

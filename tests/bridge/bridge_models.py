@@ -30,7 +30,7 @@ class TextLength(MiniMaxCache):
 
 def cut_and_continued(model: PreTrainedModel, prompt: Tensor, text: Tensor) -> Tensor:
     """Logits of a text that continues from Transformers' own cache of a prompt; Bamba's positions would ignore the cache."""
-    if model.config.model_type == "mamba2":
+    if model.config.model_type in PURELY_RECURRENT:
         return model(text, cache_params=model(prompt, use_cache=True).cache_params, use_cache=True).logits
     cache = TextLength() if model.config.model_type == "minimax" else None
     cache = model(prompt, use_cache=True, past_key_values=cache).past_key_values

@@ -22,6 +22,7 @@ MAMBA_2 = ("bamba", "granitemoehybrid", "nemotron_h")
 STATES = {
     "kimi_linear": (3, 6, 6, 3, 3 * 3 * 6),
     "minimax": (6, 8, 8, 0, 0),
+    "jamba": (48, 6, 1, 3, 48),
     **dict.fromkeys(MAMBA_2, (4, 6, 12, 3, 2 * 2 * 6 + 4 * 12)),
 }
 """Heads, d_k, d_v of a recurrent layer's state, and rows and channels of its convolution, where they are not Qwen3.5's."""
@@ -53,7 +54,8 @@ def test_the_states_are_those_of_transformers_cache(model):
             assert relative_error(bias.recurrent.b_KV[row], cache.linear_cache[layer]) < LAW
             continue
         state = cache.layers[layer].recurrent_states[0]
-        state = state.mT if model.original_model.config.model_type in MAMBA_2 else state  # stored transposed
+        kind = model.original_model.config.model_type
+        state = state.mT if kind in MAMBA_2 else state[..., None] if kind == "jamba" else state  # stored transposed, or flat
         assert relative_error(bias.recurrent.b_KV[row], state) < LAW
         assert relative_error(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
 

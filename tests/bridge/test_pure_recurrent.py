@@ -1,4 +1,4 @@
-"""A model without attention (Mamba-2) on the bridge: its bias is the states alone."""
+"""Models without attention (Mamba-2, Mamba, Falcon-Mamba) on the bridge: its bias is the states alone."""
 
 import pytest
 import torch
@@ -28,18 +28,20 @@ def test_converted_equals_prompted(model, plain):
     assert torch.equal(model(TEXT), plain(TEXT).logits) and relative_error(model(TEXT), whole) > 0.01  # it matters
 
 
-def test_the_bias_is_the_states_alone(model, plain, tmp_path):
+def test_the_bias_is_the_states_alone(model, plain, family, tmp_path):
+    n_heads, d_v = (4, 12) if family == "mamba2" else (48, 1)
     bias = convert_prompt(model, PROMPT)
     assert bias.attention_layers == () and bias.recurrent.layers == (0, 1, 2) and not bias.b_KV.numel()
-    assert bias.recurrent.b_KV.shape == (3, 2, 4, 6, 12) and bias.num_parameters == bias.recurrent.b_KV.numel()
-    assert repr(bias).startswith("KVBias(batch 2, 3 recurrent layers x 4 heads, 6 x 12, n_prompt_tokens=13")
+    assert bias.recurrent.b_KV.shape == (3, 2, n_heads, 6, d_v) and bias.num_parameters == bias.recurrent.b_KV.numel()
+    assert repr(bias).startswith(f"KVBias(batch 2, 3 recurrent layers x {n_heads} heads, 6 x {d_v}, n_prompt_tokens=13")
     cache = plain(PROMPT, use_cache=True).cache_params
     for layer in range(3):
-        assert relative_error(bias.recurrent.b_KV[layer], cache.layers[layer].recurrent_states[0].mT) < LAW
+        theirs = cache.layers[layer].recurrent_states[0]
+        assert relative_error(bias.recurrent.b_KV[layer], theirs.mT if family == "mamba2" else theirs[..., None]) < LAW
     bias.save(tmp_path / "bias.safetensors")
     with model.kv_bias(bias):
         expected = model(TEXT)
-    rest = bias.select(heads=[(1, head) for head in (0, 1, 3)])
+    rest = bias.select(heads=[(1, head) for head in range(n_heads) if head != 2])
     for same in (
         KVBias.load(tmp_path / "bias.safetensors"),
         bias.select(layers=[0, 2], heads=[(1, 2)]) + rest,
@@ -53,11 +55,11 @@ def test_the_bias_is_the_states_alone(model, plain, tmp_path):
         assert relative_error(model(TEXT[1:]), expected[1:]) < LAW
 
 
-def test_bad_input_is_refused_with_a_message(model):
+def test_bad_input_is_refused_with_a_message(model, family):
     bias = convert_prompt(model, PROMPT)
     with pytest.raises(KVLensError, match="layer 3 does not exist; there are 3"):
         bias.select(layers=[3])
     with pytest.raises(KVLensError, match="holds 2 prompts and the input has batch 1"), model.kv_bias(bias):
         model(TEXT[:1])
     with pytest.raises(KVLensError, match="weights differs"):
-        KVTransformerBridge.boot_transformers(tiny_hf_model("mamba2", seed=1)).attach_kv_bias(bias)
+        KVTransformerBridge.boot_transformers(tiny_hf_model(family, seed=1)).attach_kv_bias(bias)

@@ -12,6 +12,7 @@ from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.mixers.lfm2 import Lfm2Mixer
+from kvlens.mixers.mamba1 import Mamba1Mixer
 from kvlens.mixers.mamba2 import Mamba2Mixer
 from kvlens.mixers.rules import DeltaRule, Lightning
 from kvlens.model import heads_per_layer, read_attention
@@ -53,8 +54,8 @@ def test_a_row_says_what_happens(family, bridge_of):
 def rule_of(mixer):
     if isinstance(mixer, Lfm2Mixer):
         return table.CONVOLUTION
-    if isinstance(mixer, Mamba2Mixer):
-        return table.SSD
+    if isinstance(mixer, Mamba1Mixer | Mamba2Mixer):
+        return table.SELECTIVE if isinstance(mixer, Mamba1Mixer) else table.SSD
     if isinstance(mixer.rule, Lightning):
         return table.LIGHTNING
     assert isinstance(mixer.rule, DeltaRule)

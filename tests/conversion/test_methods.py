@@ -16,6 +16,7 @@ from kvlens.conversion import (
     METHODS,
     Approximation,
     AttentionMatching,
+    EluPlusOne,
     Exact,
     ExpectedAttention,
     KVzip,
@@ -48,7 +49,8 @@ SHORTHAND = {
         dict(n_features=5, random_feature_kind="iid"),
     ),
     "taylor": (Taylor(**FEW), {}),
-    "learned": (Learned(n_features=3, **FEW), dict(n_features=3)),
+    "elu_plus_one": (EluPlusOne(**FEW), {}),
+    "learned": (Learned(n_features=4, kernel="hedgehog", **FEW), dict(n_features=4, kernel="hedgehog")),
 }
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from precision import LAW
 from small_models import relative_error, small_model, tokens
 
 from kvlens import KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.conversion.softmax import learned
 from kvlens.conversion.softmax import polish as polishing
+from kvlens.ops.softmax_features import ScoreRule
 
 MORE = dict(n_ctx=120, dtype=torch.float64)
 KINDS = {
@@ -213,7 +215,10 @@ def few_steps(monkeypatch):
     [
         ("random", dict(n_features=4000), 0.5, 0.1),
         ("taylor", {}, 0.5, 0.05),
+        ("elu_plus_one", {}, 0.5, 0.45),  # 0.29
         ("learned", dict(n_features=12), 1.0, 0.08),  # 0.053; what training starts from is off by 0.117
+        ("learned", dict(n_features=12, kernel="phi_mlp"), 1.0, 0.25),  # 0.10
+        ("learned", dict(n_features=12, kernel="hedgehog"), 1.0, 0.35),  # 0.15
     ],
 )
 def test_features_come_near_where_scores_are_small(method, options, key_scale, share, few_steps):
@@ -225,6 +230,29 @@ def test_features_come_near_where_scores_are_small(method, options, key_scale, s
     assert bias.features.n_features == options.get("n_features", bias.d_phi)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "elu_plus_one"},
+        *({"method": "learned", "n_features": 6, "kernel": kernel} for kernel in ("phi_mlp", "hedgehog")),
+    ],
+)
+def test_one_map_for_queries_and_keys_sums_over_the_prompts_keys(options, few_steps):
+    """b_D = sum_j phi(k_j) and b_KV = sum_j phi(k_j) v_j^T, with the map that the queries have; Hedgehog's comes in pairs."""
+    model = model_of(positional_embedding_type="rotary")
+    exact, bias = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, **options, **QUICK)
+    for layer in range(model.cfg.n_layers):
+        keys, values = exact.features.keys[layer].transpose(1, 2), exact.b_KV[layer]
+        rule = ScoreRule(scale=model.blocks[layer].attn.attn_scale)
+        phi = bias.features.of_layer(layer).log_features(keys, rule, None).exp()
+        size = bias.log_scale[layer].exp()[..., None]
+        assert relative_error(size * bias.b_D[layer], phi.sum(dim=1)) < LAW
+        assert relative_error(size[..., None] * bias.b_KV[layer], torch.einsum("bjgr,bgjd->bgrd", phi, values)) < LAW
+    if options.get("kernel") == "hedgehog":
+        first, second = bias.features.weight.chunk(2, dim=-2)
+        assert torch.equal(first, -second)
+
+
 def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_steps):
     """Scores of some 50: random features would be nowhere near. Off by 0.21 and 0.28, before training by 0.42 and 0.48."""
     model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
@@ -233,6 +261,11 @@ def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_ste
     for row in range(2):
         without = error(model, biases.select_prompt(row).zero_like(), prompts[row : row + 1])
         assert error(model, biases.select_prompt(row), prompts[row : row + 1]) < 0.35 * without
+
+
+def test_hedgehogs_features_come_in_pairs():
+    with pytest.raises(KVLensError, match="n_features must be even, got 3"):
+        convert_prompt(model_of(), PROMPT, method="learned", n_features=3, kernel="hedgehog")
 
 
 def test_as_many_keys_as_tokens_is_exact_and_more_warns():

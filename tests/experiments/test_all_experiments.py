@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from paper_claims import unlisted
 
 from kvlens.cli import main, reproduce
 from kvlens.conversion.softmax import learned
@@ -98,6 +99,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
         assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict"}
         assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
+    assert unlisted(name, [comparison["claim"] for comparison in summary["comparisons"]]) == [], "not on the paper's page"
     assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
     assert summary["name"] == name and told.strip()
     for check in BESIDES.get(name, ()):

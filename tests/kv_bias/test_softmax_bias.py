@@ -7,7 +7,7 @@ import torch
 from precision import LAW, relative_error
 
 from kvlens import KVBias, KVLensError, combine
-from kvlens.kv_bias import BiasFit, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
+from kvlens.kv_bias import BiasFit, EluFeatures, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -34,7 +34,7 @@ def features(kind: str, lead: tuple[int, ...], seed: int, r: int = R):
         return RandomFeatures(normal(LAYERS, KV, r, D, seed=99))
     if kind == "learned":
         return LearnedFeatures(normal(LAYERS, KV, r, D, seed=98), normal(LAYERS, KV, r, seed=97))
-    return TaylorFeatures(D)
+    return EluFeatures(D) if kind == "elu_plus_one" else TaylorFeatures(D)
 
 
 def bias(kind: str = "virtual_keys", seed: int = 1, batch: int | None = None, r: int = R, **changes) -> KVBias:
@@ -67,7 +67,7 @@ def assert_same(a: KVBias, b: KVBias) -> None:
         assert relative_error(x, y) < LAW
 
 
-@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "learned"])
+@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "elu_plus_one", "learned"])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_arithmetic_is_that_of_what_the_bias_means(kind, batch):
     a, b = bias(kind, 1, batch), bias(kind, 2, batch)
@@ -129,7 +129,7 @@ def a_fit(batch: int | None = None) -> BiasFit:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "learned"])
+@pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "elu_plus_one", "learned"])
 def test_a_file_keeps_everything(kind, tmp_path):
     saved = bias(kind, batch=2, fit=a_fit(2))
     saved.save(tmp_path / "b.safetensors")

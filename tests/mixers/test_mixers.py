@@ -32,7 +32,7 @@ def layer_of(family, dtype=torch.float64):
 
 
 def hidden(family, pos=POS, seed=1):
-    d_model = 48 if family == "olmo_hybrid" else 24
+    d_model = 48 if family in ("jamba", "olmo_hybrid") else 24
     return torch.randn(BATCH, pos, d_model, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -162,7 +162,8 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
         assert torch.equal(seen["hook_b_kv"], state.b_kv)
         assert relative_error(seen["hook_z"], seen["hook_z_bias"] + seen["hook_z_context"]) < LAW
         assert seen["hook_state"].shape == (BATCH, mixer.n_heads, mixer.d_k, mixer.d_v)
-        by_head = {"minimax": heads[-1:], "kimi_linear": (*heads, mixer.d_k)}.get(family, heads)
+        by_state = dict.fromkeys(("kimi_linear", "jamba", "mamba", "falcon_mamba"), (*heads, mixer.d_k))
+        by_head = {"minimax": heads[-1:], **by_state}.get(family, heads)
         assert seen["hook_log_decay"].shape == by_head
         assert "hook_write_strength" in quiet or seen["hook_write_strength"].shape == heads
         if pos > 1:  # of one token, the context is also what the state holds

@@ -1,5 +1,7 @@
 """A model by its name: what ships is not looked for at Hugging Face, nor the other way round; the command line takes both."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from huggingface_hub import constants
@@ -80,3 +82,47 @@ def test_load_takes_names_paths_and_what_the_cache_holds(tmp_path, monkeypatch):
             load(source)
     with pytest.raises(KVLensError, match="load: a tokenizer file is for a llama2.c checkpoint"):
         load("docs-linear", tokenizer="tok512.bin")
+
+
+def test_a_name_is_downloaded_when_asked_and_then_here(tmp_path, monkeypatch, capsys):
+    """The hub is a stand-in that puts a tiny model where the hub's client would."""
+    asked = []
+
+    def hub(name: str, **patterns) -> str:
+        asked.append((name, patterns))
+        if name != "someone/small":
+            raise OSError("404: there is no such model\nmore lines")
+        if len(asked) == 1:
+            cached(tmp_path, name, "qwen2")
+        return str(Path(tmp_path, "hub", "models--someone--small", "snapshots", "0" * 40))
+
+    for module in (constants, loading, zoo):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(zoo, "snapshot_download", hub)
+    with pytest.raises(KVLensError, match="--download, or download=True, fetches them"):
+        load("someone/small", device="cpu")
+    assert not asked
+    assert isinstance(load("someone/small", device="cpu", download=True), HookedKVTransformer)
+    assert [name for name, _ in asked] == ["someone/small"]  # its weights are safetensors, so that no others were asked for
+    assert "*.safetensors" in asked[0][1]["allow_patterns"]
+    with pytest.raises(
+        KVLensError, match=r"'someone/els' cannot be downloaded from Hugging Face \(404: there is no such model\)"
+    ):
+        load("someone/els", download=True)
+    load("docs-linear", download=True)  # ships
+    assert len(asked) == 2
+    monkeypatch.chdir(tmp_path)
+    command = [
+        "explain",
+        "--model",
+        "someone/small",
+        "--download",
+        "--prompt",
+        "The widget.",
+        "--text",
+        " is",
+        "--depth",
+        "units",
+    ]
+    assert main(command) == 0 and len(asked) == 4
+    assert "The model answers" in capsys.readouterr().out

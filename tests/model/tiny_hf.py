@@ -148,9 +148,15 @@ FALCON_H1 = {
 }
 GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0}
 
+JAMBA = {
+    **MOE,
+    **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4},
+    **{"mamba_d_state": 6, "mamba_expand": 1, "mamba_dt_rank": 5},
+}
 HYBRIDS: Rows = {
     "bamba": ("bamba", {**GQA, **MAMBA_2, "attn_layer_indices": [1]}),
     "granite_hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "jamba": ("jamba", JAMBA),
     "kimi_linear": ("kimi_linear", KIMI),
     "minimax": ("minimax", MINIMAX),
     "qwen3_5": ("qwen3_5_text", DELTA),
@@ -160,7 +166,12 @@ HYBRIDS: Rows = {
 }
 """Of the bridge alone. Layers 0 and 2 are recurrent, layer 1 is attention; layers 3 and 4 of Nemotron-H: experts and an MLP."""
 MAMBA_ALONE = {"num_heads": 4, "head_dim": 12, "state_size": 6, "n_groups": 2}
-PURELY_RECURRENT: Rows = {"mamba2": ("mamba2", {"hidden_size": 24, "num_hidden_layers": N_LAYERS, **MAMBA_ALONE})}
+MAMBA_1 = {"hidden_size": 24, "num_hidden_layers": N_LAYERS, "state_size": 6, "expand": 2, "time_step_rank": 5}
+PURELY_RECURRENT: Rows = {
+    "mamba2": ("mamba2", {"hidden_size": 24, "num_hidden_layers": N_LAYERS, **MAMBA_ALONE}),
+    "mamba": ("mamba", MAMBA_1),
+    "falcon_mamba": ("falcon_mamba", MAMBA_1),
+}
 """Of the bridge alone: no layer is attention."""
 ON_BRIDGE_ALONE: Rows = {
     **HYBRIDS,
@@ -211,7 +222,7 @@ def with_drawn_weights(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.eval().named_parameters():
         center = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
-        if name.endswith("dt_bias"):
+        if name.endswith(("dt_bias", "dt_proj.bias")):
             center = -3.0  # a trained state forgets a token after ten others or so, one around 0 at once
         parameter.copy_(center + 0.2 * torch.FloatTensor(parameter.shape).normal_(generator=generator))
     return model

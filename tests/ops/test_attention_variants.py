@@ -158,3 +158,27 @@ def test_regularised_is_one_step_of_the_regularised_loss(form):
         for i in range(1, 7):  # scores as a kernel of one-hot keys with the query's scores
             naive = dual.naive_dual(scores[0, 0, i], keys[: i + 1], v[0, 0, : i + 1], i, lambda a, b: (a @ b).exp(), alpha=0.3)
             torch.testing.assert_close(naive.after, slow[i], **TIGHT)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_small_alpha_makes_any_pattern_full_rank(causal):
+    """DUAL lemma D.1, on a pattern that lacks rank: two tokens alike, or a token that no later one and itself attends to."""
+    pattern = normal(2, 3, 7, 7, seed=1).softmax(dim=-1)
+    if causal:
+        pattern = normal(2, 3, 7, 7, seed=1).tril().masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).softmax(dim=-1)
+        pattern[..., 4, 4] = 0.0
+    else:
+        pattern[..., 5, :] = pattern[..., 2, :]
+    limit = variants.full_rank_limit(pattern)
+    one = torch.eye(7, dtype=pattern.dtype)
+    assert (torch.linalg.matrix_rank(pattern) == 6).all()
+    for share in (-0.9, -0.1, 0.1, 0.5, 0.9):
+        assert (torch.linalg.matrix_rank(pattern - share * limit[..., None, None] * one) == 7).all()
+    smallest = torch.linalg.svdvals(pattern.to(torch.complex128) - nearest_root(pattern)[..., None, None] * one)[..., -1]
+    assert (smallest < 1e-12).all()  # and at the root itself it has not
+
+
+def nearest_root(pattern):
+    """The smallest eigenvalue but the one that is zero."""
+    roots = torch.linalg.eigvals(pattern)
+    return roots.gather(-1, roots.abs().argsort(dim=-1)[..., 1:2])[..., 0]

@@ -93,7 +93,7 @@ def test_a_page_holds_all_pieces_and_circuitsvis_once_compressed():
     for make in PICTURES.values():
         page.add(make())
     html = page.add(PICTURES["attention_view"]()).to_html()
-    assert html.count('class="paper" data-kvlens="attention"') == 2
+    assert html.count('class="paper" data-kvlens="attention"') == 3
     (packed,) = re.findall(r'<script type="text/plain" id="circuitsvis">([^<]*)</script>', html)
     assert gzip.decompress(base64.b64decode(packed)).decode() == (bundle := circuitsvis_bundle())
     assert f"'sha256-{base64.b64encode(hashlib.sha256(bundle.encode()).digest()).decode()}'" in html

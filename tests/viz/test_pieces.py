@@ -10,9 +10,12 @@ import pandas as pd
 import pytest
 import torch
 from pictures import ARCS, PLACES, SCORES, by_depth, data_of, demonstrations, heads, losses, shares, values
+from tiny_text_model import PROMPT, TEXT, softmax
 
+from kvlens import analyses
 from kvlens.analyses import HeadDetails
 from kvlens.viz import (
+    attention_under_bias,
     attention_view,
     colored_tokens,
     contribution_bars,
@@ -68,6 +71,16 @@ def test_attention_gives_circuitsvis_a_square_of_known_rows():
     assert props["attention"] == [[[0, 0, 0, 0], [0, 0, 0, 0], [0.1, 0.2, 0.7, 0], [0.4, 0, 0.3, 0.2]]]
     assert props["maxValue"] == -props["minValue"] == 0.7
     assert "1 values are not finite" in piece.body
+
+
+def test_attention_under_a_bias_is_drawn_whole():
+    """A map of ``hook_pattern`` under a bias was blank: its rows, after 128 tokens, summed to 0.002."""
+    model = softmax()
+    piece = attention_under_bias(model, PROMPT, TEXT, 1, heads=[2, 0])
+    found, props = analyses.attention_under_bias(model, PROMPT, TEXT, 1), props_of(piece)
+    assert props["attentionHeadNames"] == ["L1 H2", "L1 H0"] and len(props["tokens"]) == len(found.tokens)
+    half_a_digit = dict(rtol=0.005, atol=1e-9)  # a page keeps three
+    torch.testing.assert_close(torch.tensor(props["attention"]), found.pattern[[2, 0]], **half_a_digit)
 
 
 def test_long_attention_keeps_what_counts_and_says_what_it_leaves_out():

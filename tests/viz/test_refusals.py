@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from pictures import ARCS, SCORES, by_depth, demonstrations, heads, losses, shares
+from tiny_text_model import softmax
 
 from kvlens import viz
 
@@ -39,6 +40,7 @@ REFUSED = [
     ),
     (f"queries: {NUMBERS}, got 'x'", lambda: attention(AB, 1, 2, 2, queries="x")),
     ("n_prompt must lie in 0..1", lambda: attention(["a"], 1, 1, 1, n_prompt=2)),
+    ("heads: layer 1 has heads 0 to ", lambda: viz.attention_under_bias(softmax(), "ab", "c", 1, heads=[99])),
     ("2 heads and 1 names", lambda: attention(["a"], 2, 1, 1, head_names=["x"])),
     ("max_tokens must be at least 4, got 3", lambda: attention(["a"], 1, 1, 1, max_tokens=3)),
     ("no column 'b_kv_nrom'; did you mean 'b_kv_norm'", lambda: viz.head_heatmap(heads(), "b_kv_nrom")),

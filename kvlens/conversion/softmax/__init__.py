@@ -4,7 +4,7 @@ from kvlens.checks import doors
 from kvlens.conversion.softmax.attention_matching import AttentionMatching
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.expected_attention import ExpectedAttention
-from kvlens.conversion.softmax.free_features import Learned, RandomProjections, Taylor
+from kvlens.conversion.softmax.free_features import EluPlusOne, Learned, RandomProjections, Taylor
 from kvlens.conversion.softmax.kept_keys import H2O, KeptKeys, SnapKV, StreamingLLM
 from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
@@ -19,6 +19,7 @@ __all__ = [
     "Approximation",
     "AttentionMatching",
     "ConversionMethod",
+    "EluPlusOne",
     "Exact",
     "ExpectedAttention",
     "KVzip",

@@ -1,4 +1,4 @@
-"""Features that are not keys: method="random", "taylor" and "learned" (ICLAA in ICLCA sec. 5 and 6.4).
+"""Features that are not keys: method="random", "taylor", "elu_plus_one" and "learned" (ICLAA in ICLCA sec. 5 and 6.4).
 
     b_KV = sum_j phi(k_j) v_j^T        b_D = sum_j phi(k_j)
 
@@ -16,15 +16,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import Within, checked
-from kvlens.conversion.softmax.learned import train_features
+from kvlens.conversion.softmax.learned import Kernel, train_features
 from kvlens.conversion.softmax.method import Approximation, needs_plain_scores
 from kvlens.conversion.softmax.prompt_pass import ConvertedExactly
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.kv_bias import KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.feature_maps.projections import draw_projections
-from kvlens.ops.softmax_features.positive import random_log_features
+from kvlens.ops.softmax_features.positive import elu_log_features, random_log_features
 from kvlens.ops.softmax_features.taylor import taylor_features
 
 
@@ -69,21 +70,49 @@ class Learned(FreeFeatures):
 
     Attributes:
         n_features: number of features per key-value head.
+        kernel: "split", kvlens' own, with one map for queries and one for keys; "phi_mlp", that of ICLCA's slides, with one map
+            for both; "hedgehog", whose features come in pairs of opposite signs.
         reference, n_continuations, continuation_length, n_held_out, seed: see
             :class:`~kvlens.conversion.softmax.settings.TextOptions`; the features are trained on the reference text.
 
-    Source: ICLCA's slides (phi_mlp).
+    Source: ICLCA's slides ("various linearization methods"); Hedgehog, Zhang et al. 2024.
     """
 
     name: ClassVar[str] = "learned"
     fits_on_text: ClassVar[bool] = True
 
     n_features: Annotated[int, Within(1, MOST_ASKED)]
+    kernel: Kernel = "split"
+
+    def __post_init__(self) -> None:
+        if self.kernel == "hedgehog" and self.n_features % 2:
+            raise KVLensError(
+                f"learned: kernel='hedgehog' has features in pairs, so n_features must be even, got {self.n_features}"
+            )
 
     def fit(self, teacher: Teacher) -> KVBias:
-        trained = train_features(teacher, self.n_features)
+        trained = train_features(teacher, self.n_features, self.kernel)
         queries = trained.queries
         return _summed(teacher.exact, list(trained.log_keys), LearnedFeatures(queries.weight, queries.offset))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class EluPlusOne(FreeFeatures):
+    """phi(x) = elu(x / sqrt(scale)) + 1, the kernel of linear attention, which grows linearly, not as exp(q.k). For comparison.
+
+    Attributes:
+        reference, n_continuations, continuation_length, n_held_out, seed: see
+            :class:`~kvlens.conversion.softmax.settings.TextOptions`; the text is used only to measure errors.
+
+    Source: Katharopoulos et al. 2020, which ICLCA sec. 8 names among "more sophisticated kernels".
+    """
+
+    name: ClassVar[str] = "elu_plus_one"
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        logs = [elu_log_features(_keys(teacher, layer), _scale(teacher, layer)) for layer in range(teacher.n_layers)]
+        return _summed(teacher.exact, logs, EluFeatures(teacher.keys(0).keys.shape[-1]))
 
 
 @checked

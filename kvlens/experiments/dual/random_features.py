@@ -47,8 +47,8 @@ def _projection(kind: Any, m: int, d: int, draws: torch.Generator) -> Float[Tens
 @experiment(
     "DUAL app. E.1, figs. 6 to 9",
     "How many random features approximate the softmax kernel well, and which kind is best?",
-    cost=("seconds", "under a minute on one core"),
-    seeds=([0, 1], list(range(20))),
+    cost=("seconds", "about a minute on one core"),
+    seeds=([0, 1], list(range(100, 700))),
     size=0.5,
     d_head=(4, 12),
     n_tokens=(6, 16),

@@ -11,9 +11,10 @@ Each is measured twice, with the features, states and sums of linear attention i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -77,7 +78,7 @@ def conversion_error(settings: Settings, tell: Tell) -> Outcome:
     return Outcome(
         tables={"error": summary, "pairs": errors},
         figure=lambda: draw(summary),
-        comparisons=[*compare(summary)],
+        comparisons=[*compare(summary), *compare_sizes(errors), compare_bias_sizes(settings["sizes"], errors)],
         differences=[*_differences(summary)],
     )
 
@@ -185,6 +186,29 @@ def compare(summary: pd.DataFrame) -> Iterator[Comparison]:
     what = "largest relative error, over all sizes, with the sums of linear attention in float64"
     claim = "the conversion is exact: the error is only rounding, and shrinks with it"
     yield Comparison(what, claim, float(wide.max()), bool((wide < table[CONVERSION, "float32"]).all()))
+
+
+def compare_sizes(errors: pd.DataFrame) -> Iterator[Comparison]:
+    """Sec. 8: how the error grows with the model, fitted for each number of a pair; nothing for a single size."""
+    here = errors[(errors["measure"] == CONVERSION) & (errors["accumulation"] == "float32")]
+    by_size = (
+        here.pivot_table(index="n_parameters", columns="pair", values="relative_error").dropna(axis="columns").sort_index()
+    )
+    if len(by_size) < 2:
+        return
+    x = np.log10(by_size.index.to_numpy(dtype=float))  # sizes in ascending order, as a pivot table has them
+    growth = 10 ** np.polyfit(x, np.log10(by_size.to_numpy()), 1)[0]
+    what = "factor by which the conversion's error grows when the model has ten times the parameters"
+    claim = "ten times the size doubles the rounding error (sec. 8)"
+    yield Comparison.tested_on(what, claim, growth, 2.0, paper=2.0)
+
+
+def compare_bias_sizes(sizes: Sequence[Mapping[str, Any]], errors: pd.DataFrame) -> Comparison:
+    """Sec. 1: the numbers of b_KV and b_D, d_head + 1 for each dimension of a layer, over those of the model."""
+    counts = errors.groupby("size", sort=False)["n_parameters"].first()
+    shares = [size["n_layers"] * size["d_model"] * (size["d_head"] + 1) / int(counts[size["name"]]) for size in sizes]
+    what, claim = "numbers of the bias over the model's parameters, by size", "the bias is about 1 % of the model (sec. 1)"
+    return Comparison.stated(what, claim, ", ".join(f"{share:.2%}" for share in shares), paper="about 1%")
 
 
 def _differences(summary: pd.DataFrame) -> Iterator[str]:

@@ -58,7 +58,6 @@ COLUMNS = ["model", "seed", "n_ops", "way", "accuracy", "row", "stands_for", "ma
         batch_size=(8, 32),
         eval_every=(3, 100),
         eval_sequences=(8, 128),
-        precision=(..., ...),
     ),
 )
 def arithmetic(settings: Settings, tell: Tell) -> Outcome:

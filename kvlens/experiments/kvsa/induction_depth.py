@@ -47,7 +47,6 @@ LEARNED = 0.99
         batch_size=(16, 128),
         schedule="constant",
         stop_at_accuracy=0.999,
-        warmup_fraction=(..., ...),  # 1,000 steps
         steps=(6, 1000),
         eval_every=(3, 25),
         eval_sequences=(16, 256),

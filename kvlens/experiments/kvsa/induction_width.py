@@ -37,7 +37,6 @@ LEARNED = 0.5
     training=dict(
         batch_size=(16, 128),
         stop_at_accuracy=0.999,
-        warmup_fraction=(..., ...),  # 1,000 steps
         steps=(6, 600),
         eval_every=(3, 50),
         eval_sequences=(16, 256),

@@ -50,7 +50,8 @@ def learning_rate(settings: Settings, tell: Tell) -> Outcome:
             f"The models have {runs.curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings):,} tokens of "
             "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
             f"{plain:g}, the shifted one at {shifted:g}.",
-            "Gradients are clipped at norm 1; a run counts as diverged when its held-out loss ends above that of the token "
+            f"Gradients are clipped at norm {settings['training'].get('max_grad_norm', 1):g} (the paper mentions no "
+            "clipping). A run counts as diverged when its held-out loss ends above that of the token "
             f"frequencies ({no_context:.3f} nats).",
         ],
     )

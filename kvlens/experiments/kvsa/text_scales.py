@@ -1,6 +1,6 @@
-"""The texts on which `variants`, `learning-rate` and `scaling` train, by scale, and the training of the paper's order.
+"""The texts on which `variants`, `learning-rate` and `scaling` train, by scale, and how.
 
-``pretraining-text`` is a folder of ``.txt`` files that the user provides.
+The paper's settings are on its page (:mod:`kvlens.papers.kvsa`), with the options that set those that do not depend on size.
 """
 
 from collections.abc import Mapping

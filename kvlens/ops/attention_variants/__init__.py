@@ -14,12 +14,14 @@ from kvlens.checks import doors
 from kvlens.ops.attention_variants.augmented import augment
 from kvlens.ops.attention_variants.naive import naive_negative, naive_regularised, naive_ridge
 from kvlens.ops.attention_variants.negative import Negatives, lowest_scored, mean_of_negatives
+from kvlens.ops.attention_variants.rank import full_rank_limit
 from kvlens.ops.attention_variants.ridge import RidgeState, ridge_attention, ridge_state, ridge_step, ridge_steps
 
 __all__ = [
     "Negatives",
     "RidgeState",
     "augment",
+    "full_rank_limit",
     "lowest_scored",
     "mean_of_negatives",
     "naive_negative",

@@ -11,8 +11,16 @@ from kvlens.ops.linear_attention.parallel import (
     running_normalizer,
 )
 from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
-from kvlens.ops.linear_attention.state import read_state, real_steps, rebase_state, retnet_decay, without_padding
+from kvlens.ops.linear_attention.state import (
+    ffn_with_state,
+    read_state,
+    real_steps,
+    rebase_state,
+    retnet_decay,
+    without_padding,
+)
 from kvlens.ops.linear_attention.types import LinearAttentionOutput, LinearAttentionState
+from kvlens.ops.linear_attention.unmasked import unmasked_linear_attention
 
 __all__ = [
     "LinearAttentionOutput",
@@ -20,6 +28,7 @@ __all__ = [
     "carry_state",
     "causal_scores",
     "chunked_linear_attention",
+    "ffn_with_state",
     "final_state",
     "naive_carry_state",
     "naive_linear_attention",
@@ -30,6 +39,7 @@ __all__ = [
     "recurrent_linear_attention",
     "retnet_decay",
     "running_normalizer",
+    "unmasked_linear_attention",
     "without_padding",
 ]
 

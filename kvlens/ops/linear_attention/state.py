@@ -32,6 +32,27 @@ def read_state(
     return read * factor[..., None]
 
 
+def ffn_with_state(
+    ffn: Float[Tensor, "batch pos d_model"],
+    phi_q: Float[Tensor, "batch pos head d_phi"],
+    kv: Float[Tensor, "#batch head_or_kv_head d_phi d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "batch pos d_model"]:
+    """FFN(x_i) + sum_h phi~(q_ih)^T A_h W_O,h: the prompt's term in the FFN's output, attention left as it is (ICLCA app. D).
+
+    Exact where attention and FFN read the same stream and add to it side by side, as in GPT-J, and where the normalizer is 1:
+    there the two sums only change places. In a block whose FFN reads what attention wrote it is not, and a normalizer would
+    divide attention's own part by the prompt's, which the FFN does not see.
+
+    Args:
+        ffn: the FFN's output.
+        phi_q: queries with their features and rotation (``hook_rot_q``; ``hook_phi_q`` without RoPE), over ``attn_scale``.
+        kv: A, as `read_state` reads it: ``b_KV`` of the bias.
+        W_O: attention's output projection.
+    """
+    return ffn + torch.einsum("bphd,hdm->bpm", read_state(phi_q, kv), W_O)
+
+
 def rebase_state(
     kv: Float[Tensor, "*lead d_phi d_head"],
     cos: Float[Tensor, "*#lead rotary_dim"],

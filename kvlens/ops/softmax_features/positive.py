@@ -2,7 +2,8 @@
 
 - **random** (FAVOR+, Choromanski et al. 2021; ICLCA sec. 6.4): E[phi(q).phi(k)] = exp(q.k / scale) for w_r ~ N(0, I), with a
   variance that grows like exp(|q + k|^2 / scale) / m.
-- **learned** (ICLCA's slides, phi_mlp; Hedgehog, Zhang et al. 2024): w and a are trained, one map for queries and one for keys.
+- **learned** (:mod:`kvlens.conversion.softmax.learned`): w and a are trained.
+- **elu + 1** (Katharopoulos et al. 2020): phi(x) = elu(x') + 1, not an exponential, with x' = x / sqrt(scale).
 
 Both are returned as logarithms: the features of a real model's queries span hundreds of orders of magnitude.
 """
@@ -30,6 +31,12 @@ def learned_log_features(
 ) -> Float[Tensor, "batch pos head m"]:
     """log phi(x) = w.x + a."""
     return _project(x, weight) + offset.repeat_interleave(x.shape[2] // offset.shape[0], dim=0)
+
+
+def elu_log_features(x: Float[Tensor, "batch pos head d_head"], scale: float) -> Float[Tensor, "batch pos head d_head"]:
+    """log(elu(x') + 1): x' below 0 and log(1 + x') above."""
+    scaled = x / math.sqrt(scale)
+    return torch.where(scaled < 0, scaled, scaled.clamp(min=0).log1p())
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """``conversion-accuracy``, ``conversion-error``, ``trainable-bias``: measurements against references, and claims that fail."""
 
+import itertools
+
 import pandas as pd
 import pytest
 import torch
@@ -92,6 +94,28 @@ def test_the_claims_of_table_1_hold_for_rounding_and_fail_for_more():
     assert (first.paper, first.ours, ratio.ours, wide.ours) == (2.9e-7, 5e-7, pytest.approx(1.25), 0.0)
     unprinted = conversion_error.summarize(errors_table(5e-7, 4e-7, 0.0, size="7K"))
     assert len(list(conversion_error.compare(unprinted))) == 2
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.2, False), (4.0, True)])
+def test_the_growth_of_the_error_is_per_tenfold_size(factor, holds):
+    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.02, 0.98]
+    rows = [
+        dict(n_parameters=1000 * 10**place, pair=pair, relative_error=1e-7 * wobble * factor**place)
+        for place, (pair, wobble) in itertools.product(range(3), enumerate(noise))
+    ]
+    table = pd.DataFrame(rows).assign(measure=conversion_error.CONVERSION, accumulation="float32", size="x")
+    (grown,) = conversion_error.compare_sizes(table)
+    assert grown.ours == pytest.approx(factor) and grown.holds is holds
+    assert not list(conversion_error.compare_sizes(table[table["n_parameters"] == 1000]))
+
+
+def test_the_bias_has_its_share_of_the_parameters():
+    size = dict(name="x", n_layers=3, d_model=24, d_head=6)
+    model = conversion_error.random_model(3, 24, 6)
+    bias = conversion_error.convert_prompt(model, torch.arange(5))
+    n = sum(p.numel() for p in model.parameters())
+    share = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
+    assert share.ours == f"{(bias.b_KV.numel() + bias.b_D.numel()) / n:.2%}"
 
 
 def test_the_summary_is_a_mean_over_pairs_with_its_spread():
