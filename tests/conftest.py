@@ -72,6 +72,14 @@ def in_float64():
 
 
 @pytest.fixture
+def short_answers(monkeypatch):
+    """A random model that explains itself ends no sentence, and would write up to the limit each time."""
+    monkeypatch.setattr("kvlens.explanation.steps.MOST_TOKENS", 8)
+    monkeypatch.setattr("kvlens.explanation.runs.MORE_TOKENS", 2)
+    monkeypatch.setattr("kvlens.explanation.runs.MOST_TOKENS", 4)
+
+
+@pytest.fixture
 def fused_calls(monkeypatch):
     """One entry per call of the fused softmax kernel."""
     from kvlens.components import softmax_attention

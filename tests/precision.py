@@ -18,12 +18,16 @@ float32 and half precision are the subject of these tests alone, whose bound is 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 LAW = 1e-11
 """Far above float64's rounding in the models of these tests (1e-16 to 1e-13), far below what any mistake changes."""
+
+
+MASKED = torch.finfo(torch.float32).min / 2
+"""What masks add is below it."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -34,8 +38,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """
     assert found.shape == expected.shape
     found, expected = found.detach().double(), expected.detach().double()
-    hidden = expected <= torch.finfo(torch.float32).min / 2
-    assert torch.equal(found <= torch.finfo(torch.float32).min / 2, hidden)
+    hidden = expected <= MASKED
+    assert torch.equal(found <= MASKED, hidden)
     off = float((found - expected).masked_fill(hidden, 0).norm())
     return off / float(expected.masked_fill(hidden, 0).norm()) if off else 0.0
 
@@ -47,18 +51,6 @@ def share(error: float, theirs: Sequence[float]) -> float:
     return error / (8 * max(theirs))
 
 
-class InFloat64(TorchFunctionMode):
-    """Whatever asks for float32 gets float64: Transformers' norms, softmax and recurrences name float32 in any model."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            return args[0].double()
-        if func is torch._grouped_mm:  # has no float64
-            return _grouped_mm(*args, **kwargs)
-        wide = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
-        return func(*(torch.float64 if x is torch.float32 else x for x in args), **wide)
-
-
 def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor, **unused: None) -> Tensor:
     """Rows up to offs[0] times the first matrix, those up to offs[1] times the second, and so on."""
     ends = offs.tolist()
@@ -68,11 +60,16 @@ def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor, **unused: None) -> Ten
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Inside, models are built and run in float64. MiniMax makes its decays when it is built, in the default dtype."""
+    """Inside, models are built and run in float64, and whoever names float32 gets it: Transformers' norms, softmax and
+    recurrences do in any model. MiniMax makes its decays when it is built, in the default dtype. Files must be in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    try:
-        with InFloat64():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch, "_grouped_mm", _grouped_mm)  # has no float64
+        try:
             yield
-    finally:
-        torch.set_default_dtype(before)
+        finally:
+            torch.set_default_dtype(before)

@@ -45,7 +45,10 @@ METHODS = [
 FAMILIES = ["gpt2", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
 """Learned positions; grouped heads; a soft cap and windows; sinks; latent attention; a gate, among states; states beside it."""
 REST = ["gpt_neox", "phi3", "qwen3", "gemma3", "olmo2", "smollm3", "granite", "kimi_linear", "nemotron_h", "minimax", "lfm2"]
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in REST]
+
+
+def slow(families):
+    return [pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch)
         assert relative_error(b, a) < LAW, name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SLOW], scope="module")
+@pytest.mark.parametrize("family", [*FAMILIES, *slow(REST)], scope="module")
 def test_the_queries_and_the_rule_are_those_of_the_scores(model):
     """log n of every head, once more from the queries, the keys of the bias and of the text, and the rule."""
     bias = convert_prompt(model, PROMPT)
@@ -98,8 +101,9 @@ def test_the_queries_and_the_rule_are_those_of_the_scores(model):
         assert relative_error(torch.stack(parts).logsumexp(dim=0), log_n) < LAW
 
 
-@pytest.mark.parametrize("family", FAMILIES, scope="module")
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", *slow(["gemma2", "qwen3_5", "falcon_h1"])], scope="module")
 def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(model):
+    """On GPT-2 and Llama the fits are those of the other front end: above."""
     at = dict(n_continuations=16, continuation_length=5, n_held_out=1)
     exact = convert_prompt(model, PROMPT)
     found = {r: convert_prompt(model, PROMPT, method=Landmark(n_keys=r, **at)) for r in (2, 8, 20)}
@@ -113,7 +117,7 @@ def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(mod
     assert float(fit.answers.logits_error) < float(without.fit.answers.logits_error)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5"], scope="module")
+@pytest.mark.parametrize("family", ["deepseek_v3", *slow(["qwen3_5"])], scope="module")
 def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeypatch):
     """In the dimension of keys, which in latent attention is not that of values."""
     monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 60)

@@ -21,7 +21,7 @@ from kvlens.explanation.runs import Runs
 from kvlens.model import heads_per_layer
 from kvlens.texts import Response
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "short_answers")
 
 PROMPT, TEXT = some_tokens(11), some_tokens(4, seed=1)
 UNITS = [(0, 3), (3, 7), (7, 9)]

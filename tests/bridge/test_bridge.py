@@ -178,8 +178,9 @@ def test_a_query_that_is_patched_reads_the_bias_patched(family, bridge_of):
         assert relative_error(model(TEXT), expected) < LAW
 
 
-def test_a_folder_a_file_and_arithmetic(tmp_path, family, model):
-    plain = tiny_hf_model(family)
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "qwen3_5", "lfm2", "falcon_h1"])
+def test_a_folder_a_file_and_arithmetic(tmp_path, family, bridge_of):
+    model, plain = bridge_of(family), tiny_hf_model(family)
     plain.save_pretrained(tmp_path / "model")
     other = KVTransformerBridge.boot_transformers(tmp_path / "model", device="cpu", dtype=torch.float64)
     assert model.fingerprint() == other.fingerprint()

@@ -15,7 +15,7 @@ from kvlens.analyses import front_ends
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "short_answers")
 
 PROMPT = some_tokens(9)
 TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])  # so that there is something to copy

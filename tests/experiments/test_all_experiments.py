@@ -46,6 +46,16 @@ def every_curve_is_there_and_the_claims_of_architecture_hold(found, told):
     assert settled == [True] * 5
 
 
+DEAREST = {
+    "compaction",
+    "dual-variants",
+    "function-classes",
+    "weights-to-prompt",
+    "softmax-conversion",
+    "variants",
+    "facts-recall",
+}
+"""Half of the time of all tiny runs."""
 BESIDES = {
     "induction-exact": [every_claim_holds, every_construction_and_setting_has_a_row],
     "landscape": [every_claim_holds],
@@ -54,7 +64,7 @@ BESIDES = {
 """Requirements for the tiny run of one experiment, in addition to those for all."""
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in DEAREST else []) for x in EXPERIMENTS])
 def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypatch, capsys):
     found, write = [], outcome.write_outcome
 
@@ -145,10 +155,12 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
     """Killed in the second of three experiments; the third needs only runs of the second."""
     from kvlens.experiments.kvsa import variants
 
-    again = replace(
-        variants.variants, name="again", scales={"tiny": {**variants.variants.scales["tiny"], "variants": ["gate"]}}
+    tiny = variants.variants.scales["tiny"]
+    some, again = (
+        replace(variants.variants, name=name, scales={"tiny": {**tiny, "variants": labels}})
+        for name, labels in (("some", ["gate", "keys only"]), ("again", ["gate"]))
     )
-    chosen, whole = [find_experiment("ngram"), variants.variants, again], TextTask.sample
+    chosen, whole = [find_experiment("ngram"), some, again], TextTask.sample
     monkeypatch.setattr("kvlens.experiments.all_experiments", lambda: [replace(it, cost={"tiny": "x"}) for it in chosen])
     monkeypatch.chdir(tmp_path)
     drawn = []
@@ -167,12 +179,12 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "ngram: its results are in results/ngram-tiny" in out
-    assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "variants-tiny"]
-    assert len(drawn) == 16 * 2 + 1  # only the step during which it was killed was drawn twice
+    assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "some-tiny"]
+    assert len(drawn) == 6 * 2 + 1  # only the step during which it was killed was drawn twice
     assert len(pd.read_parquet("results/again-tiny/course.parquet"))
     assert main([*command, "--overwrite"]) == 0
     out = capsys.readouterr().out
-    assert "its results are in" not in out and out.count("written to results/") == 3 and len(drawn) == 16 * 2 + 1
+    assert "its results are in" not in out and out.count("written to results/") == 3 and len(drawn) == 6 * 2 + 1
     assert main([*command, "--set", "seeds=[1]"]) == 2
     assert main(["reproduce", "ngram", "--jobs", "0"]) == 2
     assert "--jobs must be" in capsys.readouterr().err

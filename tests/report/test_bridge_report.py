@@ -10,13 +10,18 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, KVTransformerBridge, analyses, load
 from kvlens.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("short_answers")
+
 PROMPT, TEXT = "the cat sat on the mat. the dog sat on the log.", " the dog sat"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("hybrid"))
+
+
+def written(folder):
     """A hybrid with a tokenizer, as Transformers writes it."""
-    folder = tmp_path_factory.mktemp("hybrid")
     tiny_hf_model("qwen3_5").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -71,14 +76,15 @@ def test_a_batch_keeps_front_ends_apart(folder, tmp_path):
     assert main(["analyse", "composition", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", str(folder)]) == 2
 
 
-def test_states_in_a_batch(folder, tmp_path, capsys):
+def test_states_in_a_batch(tmp_path, capsys):
     """The rows are those of the functions, prompt by prompt."""
     stories = {"a": PROMPT, "b": "the dog sat."}
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"id": name, "prompt": story, "earlier": "the log."}) for name, story in stories.items()]
     prompts.write_text("\n".join(lines))
-    words = ["--device", "cpu", "--dtype", "float64", "--model", str(folder)]
     with float64():
+        folder = written(tmp_path / "model")
+        words = ["--device", "cpu", "--dtype", "float64", "--model", str(folder)]
         model = load(folder, device="cpu", dtype="float64")
         for name in ("state_memory", "state_erasure"):
             out = tmp_path / f"{name}.parquet"

@@ -16,6 +16,8 @@ from kvlens.conversion import METHODS, Exact, Landmark, Taylor
 from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report
 
+pytestmark = pytest.mark.usefixtures("short_answers")
+
 STORY = "Once upon a time, there was a little girl named Lily. She had a red ball. Tim took the ball."
 PROMPT = "the cat sat on the mat. the dog sat on the log. a shift of keys and values, by one."
 
