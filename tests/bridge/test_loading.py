@@ -106,10 +106,12 @@ def test_bad_input_of_a_tested_family_that_the_bridge_computes_otherwise_is_refu
     ("make", "says"),
     [
         (
-            lambda: tiny_hf_model(
-                "jamba", attn_layer_period=2, attn_layer_offset=1, intermediate_size=32, use_mamba_kernels=False
+            lambda: tf.RecurrentGemmaForCausalLM(
+                tf.RecurrentGemmaConfig(
+                    num_hidden_layers=3, vocab_size=D_VOCAB, hidden_size=24, num_attention_heads=6, lru_width=24, head_dim=4
+                )
             ),
-            r"JambaForCausalLM has no way .*: kvlens has no mixer for layer 0 \(JambaMambaMixer\)",
+            "RecurrentGemmaForCausalLM has no way .*: layer 0 has neither attention nor a recurrent state",
         ),
         (
             lambda: tf.T5ForConditionalGeneration(
@@ -126,7 +128,7 @@ def test_bad_input_of_a_tested_family_that_the_bridge_computes_otherwise_is_refu
             r"layer 0 clamps queries, keys and values behind their hook points \(clip_qkv\)",
         ),
     ],
-    ids=["jamba", "t5", "codegen", "clamped"],
+    ids=["recurrent_gemma", "t5", "codegen", "clamped"],
 )
 def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
     with pytest.raises(KVLensError, match=says):
