@@ -218,7 +218,11 @@ def test_every_public_function_answers_a_misspelt_argument():
     for family in ("kvlens", *(f"kvlens.{name}" for name in FAMILIES)):
         module = importlib.import_module(family)
         for name in getattr(module, "__all__", vars(module)):
-            if inspect.isfunction(getattr(module, name)) and getattr(module, name).__module__.startswith(family):
+            if (
+                not name.startswith("_")
+                and inspect.isfunction(getattr(module, name))
+                and getattr(module, name).__module__.startswith(family)
+            ):
                 found[f"{family}.{name}"] = getattr(module, name)
     found |= {f"{kind.__name__}.{name}": getattr(kind, name) for kind, names in METHODS.items() for name in names}
     assert len(found) > 60

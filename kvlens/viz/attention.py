@@ -114,7 +114,8 @@ def attention_under_bias(
     bias: KVBias | None = None,
     heads: Sequence[int] | None = None,
     title: str | None = None,
-    **options: Any,
+    max_tokens: Annotated[int, Within(4)] | None = None,
+    axes: Any = None,
 ) -> Piece | Any:
     """The attention of one layer's heads under a bias, to the prompt's tokens and the text's, drawn by circuitsvis.
 
@@ -128,7 +129,7 @@ def attention_under_bias(
         model, prompt, text, layer, bias: as of :func:`kvlens.analyses.attention_under_bias`, which gives the numbers.
         heads: which heads are drawn; None draws all.
         title: title above the view; None says what it shows.
-        options: ``max_tokens`` and ``axes`` of :func:`attention_view`.
+        max_tokens, axes: as of :func:`attention_view`.
 
     Returns:
         As :func:`attention_view`.
@@ -147,7 +148,8 @@ def attention_under_bias(
         n_prompt=found.n_prompt,
         head_names=[f"L{layer} H{head}" for head in chosen],
         title=f"layer {layer}: the text's attention under the bias" if title is None else title,
-        **options,
+        max_tokens=max_tokens,
+        axes=axes,
     )
 
 

@@ -10,7 +10,7 @@ from bridge_models import some_tokens
 from kvlens.analyses.attribution.null import Null
 from precision import LAW
 
-from kvlens import HookedKVTransformer, KVLensError, analyses
+from kvlens import HookedKVTransformer, KVLensError, analyses, convert_prompt
 from kvlens.analyses import front_ends
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
@@ -52,6 +52,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdicts", "linked_shares", "prompt_copies")
 """Compared on grouped heads with rotary positions too."""
 SAME = {
+    "attention_under_bias": ["pattern"],
     "conversion_error": ["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"],
     "head_details": ["pattern", "prompt_shares", "bias_shares", "among"],
     "linked_shares": ["by_prompt", "by_text", "between"],
@@ -66,7 +67,13 @@ LARGE = {
 """What must not be around 0 for a comparison to mean something."""
 
 
+def attention_layers(model):
+    return convert_prompt(model, PROMPT).attention_layers
+
+
 def run(name, model, options):
+    if name == "attention_under_bias":
+        options = dict(layer=next(iter(attention_layers(model)), 0))
     return getattr(analyses, name)(model, *ARGUMENTS.get(name, (PROMPT, TEXT)), **options)
 
 
@@ -80,6 +87,9 @@ def test_an_analysis_runs_or_says_why_not(model, name):
     reason, options = front_ends.reason_against(name, model), OPTIONS.get(name, [{}])[0]
     if name == "layer_contributions" and 0 in heads_per_layer(model):
         with pytest.raises(IndirectHeads, match="layers have no heads"):
+            run(name, model, options)
+    elif name == "attention_under_bias" and not attention_layers(model):
+        with pytest.raises(KVLensError, match="the bias holds a recurrent state there and no keys"):
             run(name, model, options)
     elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
         with pytest.raises(KVLensError, match="a single layer with heads"):

@@ -18,7 +18,9 @@ def on_bridge(name):
 
 
 def hooked(name):
-    return HookedKVTransformer.from_pretrained(name, hf_model=tiny_hf_model(name), verify=False)
+    return HookedKVTransformer.from_pretrained(
+        name, hf_model=tiny_hf_model(name), verify=False, dtype=torch.get_default_dtype()
+    )
 
 
 MODELS = {
