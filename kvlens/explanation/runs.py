@@ -65,7 +65,7 @@ class Work:
     _from: float = 0.0
     _to: float = 0.0
 
-    def begin(self, what: str, cost: float, later: float = 0.0) -> None:
+    def begin(self, what: str, cost: float | int, later: float | int = 0.0) -> None:
         """Begin a step that costs about so much, as do the steps behind it."""
         self._from = self._now()
         self._to = self._from + (0.99 - self._from) * cost / (cost + later)
