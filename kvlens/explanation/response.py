@@ -20,6 +20,16 @@ def stop_tokens(model: KVModel) -> frozenset[int]:
     return frozenset(found)
 
 
+def is_end(model: KVModel, ends: Sequence[str] = ()) -> Callable[[list[int]], bool]:
+    """Whether a response ends with its last token: a stop token, or one whose text ends so."""
+    stops, tokenizer = stop_tokens(model), model.tokenizer
+
+    def ended(text: list[int]) -> bool:
+        return text[-1] in stops or (tokenizer is not None and str(tokenizer.decode(text[-1:])).endswith(tuple(ends)))
+
+    return ended
+
+
 @torch.no_grad()
 def greedy(
     model: KVModel,
@@ -75,12 +85,7 @@ def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int,
         n_most: tokens of a response.
         ends: a response also ends with a token that ends so.
     """
-    stops = stop_tokens(model)
-
-    def is_end(text: list[int]) -> bool:
-        return text[-1] in stops or (bool(ends) and str(model.tokenizer.decode(text[-1:])).endswith(tuple(ends)))
-
     biases = KVBias.batch([convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
     last = torch.stack([prompt[-1:] for prompt in prompts])
     nothing, none = last.new_zeros(len(prompts), 0), torch.zeros(len(prompts), dtype=torch.long)
-    return greedy(model, biases, last, nothing, none, n_most, is_end)
+    return greedy(model, biases, last, nothing, none, n_most, is_end(model, ends))

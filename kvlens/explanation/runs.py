@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
 from kvlens.conversion import converted_rows
-from kvlens.explanation.response import greedy, stop_tokens
+from kvlens.explanation.response import greedy, is_end
 from kvlens.explanation.verdicts import walk
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.texts import Response, Word
@@ -110,7 +110,7 @@ class Runs:
 
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
-        self._stops = stop_tokens(self.model)
+        self._stops, self._ends_sentence = is_end(self.model), is_end(self.model, ENDS)
         n_before, limited = len(self.prompt) + len(self.last), self.model.cfg.has_position_limit
         self._room = self.model.cfg.n_ctx - n_before + 1 if limited else 2**20
         self.count(len(self.prompt))
@@ -124,7 +124,7 @@ class Runs:
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
             min(n_most, self._room),
-            lambda text: text[-1] in self._stops or (self.one_sentence and self._piece(text[-1]).endswith(ENDS)),
+            self._ends_sentence if self.one_sentence else self._stops,
             self.count,
         )[0]
         return torch.tensor(tokens, device=self.last.device)
@@ -249,7 +249,7 @@ class Runs:
         whole = torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
-            return text[-1] in self._stops or (len(text) >= enough and self._piece(text[-1]).endswith(ENDS))
+            return self._stops(text) or (len(text) >= enough and self._ends_sentence(text))
 
         firm = torch.tensor([found[key].firm for key in keys])
         forced = self.response.tokens.expand(len(keys), -1)
@@ -259,6 +259,3 @@ class Runs:
         for key, text in zip(keys, texts, strict=True):
             said = Response.of(self.model, whole, torch.tensor(text, device=whole.device))
             found[key] = replace(found[key], text=said.text, words=said.words)
-
-    def _piece(self, token: int) -> str:
-        return "" if self.model.tokenizer is None else str(self.model.tokenizer.decode([token]))
