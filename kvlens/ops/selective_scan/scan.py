@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.ops.delta_rule.types import LOWEST_LOG_DECAY
-from kvlens.ops.ssd.carried import by_head
+from kvlens.ops.delta_rule.types import starting_state
+from kvlens.ops.ssd.carried import by_head, summed_decay
 from kvlens.ops.ssd.forms import SSDOutput
 
 Keys = Float[Tensor, "batch pos key_head d_k"]
@@ -36,10 +36,8 @@ def selective_scan(
         initial_state: what came before; zeros if None.
         output_final_state: whether the state after the last real token is returned.
     """
-    batch, pos, n_heads, d_v = v.shape
-    state = v.new_zeros(batch, n_heads, k.shape[3], d_v)
-    if initial_state is not None:
-        state = initial_state.to(v).expand(batch, -1, -1, -1)
+    _, pos, n_heads, _ = v.shape
+    state = starting_state(initial_state, v, k.shape[3])
     kept, written = _real(log_decay, mask).exp(), write_strength if mask is None else write_strength * mask[..., None]
     values = v if mask is None else v.masked_fill(~mask[..., None, None], 0.0)
     keys, queries = k.split(1, dim=1), (q if mask is None else q * mask[..., None, None]).split(1, dim=1)
@@ -95,5 +93,5 @@ def _real(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
 
 
 def _summed(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
-    """G: summed up to each token, its own included, in float64, where a step below ``LOWEST_LOG_DECAY`` counts as that."""
-    return _real(log_decay, mask).double().clamp(min=LOWEST_LOG_DECAY).cumsum(dim=1)
+    """G, as :func:`kvlens.ops.ssd.carried.summed_decay` sums a decay for each head, of each state."""
+    return summed_decay(log_decay.flatten(2), mask).unflatten(2, log_decay.shape[2:])

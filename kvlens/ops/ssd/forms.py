@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvlens.ops.delta_rule.types import starting_state
 from kvlens.ops.ssd.carried import by_head, carried_keys, carried_queries, effective_attention
 
 CHUNK_SIZE = 64
@@ -39,9 +40,9 @@ def naive_ssd(
         initial_state: what came before; zeros if None.
         output_final_state: whether the state after the last real token is returned.
     """
-    batch, pos, n_heads, d_v = v.shape
+    batch, pos, n_heads, _ = v.shape
     q, k = by_head(q, n_heads), by_head(k, n_heads)
-    state = _state(initial_state, batch, n_heads, k.shape[3], d_v, v)
+    state = starting_state(initial_state, v, k.shape[3])
     outputs = []
     for t in range(pos):
         write = write_strength[:, t, :, None, None] * k[:, t, :, :, None] * v[:, t, :, None, :]
@@ -64,8 +65,8 @@ def chunked_ssd(
     output_final_state: bool = False,
 ) -> SSDOutput:
     """Matrix products within chunks, one state from chunk to chunk (arguments as in :func:`naive_ssd`)."""
-    batch, pos, n_heads, d_v = v.shape
-    state = _state(initial_state, batch, n_heads, k.shape[3], d_v, v)
+    pos = v.shape[1]
+    state = starting_state(initial_state, v, k.shape[3])
     outputs = []
     for first in range(0, pos, CHUNK_SIZE):
         some = slice(first, first + CHUNK_SIZE)
@@ -93,9 +94,3 @@ def recurrent_ssd(
 ) -> SSDOutput:
     """One update and one read per token, for decoding (arguments as in :func:`naive_ssd`)."""
     return naive_ssd(q, k, v, log_decay, write_strength, mask, initial_state, output_final_state)
-
-
-def _state(given: Tensor | None, batch: int, n_heads: int, d_k: int, d_v: int, like: Tensor) -> Tensor:
-    if given is None:
-        return like.new_zeros(batch, n_heads, d_k, d_v)
-    return given.to(like).expand(batch, -1, -1, -1)
