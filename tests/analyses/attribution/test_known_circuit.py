@@ -8,7 +8,7 @@ import torch
 
 from kvlens import explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
-from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
+from kvlens.papers.kvsa.constructed_models import two_hop_circuit
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
 N_TOKENS, STRENGTH = 8, 6.0
