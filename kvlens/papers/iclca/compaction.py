@@ -11,15 +11,9 @@ The logits at every token of the texts are compared with the prompt in context (
 The divergence of the next token, KL(old || new), is given as mean, median and 95th percentile. *Same continuation* is the share
 of greedily generated tokens that equal those after the prompt itself. Tables: ``methods`` (means over contexts, with
 intervals), ``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, with
-``facts_model``, ``facts`` and ``facts_by_sentence`` (:mod:`~kvlens.papers.iclca.compaction_facts`).
+``facts_model``, ``facts`` and ``facts_by_sentence``.
 
-Sources of the methods that keep keys: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, 2306.14048),
-SnapKV (Li et al. 2024, 2404.14469), Expected Attention (Devoto et al. 2025, 2510.00636), KVzip (Kim et al. 2025, 2505.23416),
-Attention Matching (Zweiger et al. 2026, 2602.16284). "Landmark" follows Attention Matching; the fit of
-values to the output over prompt and text, budgets of heads by their effect on the logits, and a result that can be added,
-subtracted and attributed are kvlens' own. Changes of the weights: token patches (Dherin et al. 2025,
-2507.16003; Goldwaser et al. 2025, 2511.17864), thought vectors and matrices (Mazzawi et al. 2025, 2510.08734), context
-distillation (Askell et al. 2021, 2112.00861; Snell et al. 2022, 2209.15189) with low rank (Hu et al. 2021, 2106.09685).
+Sources: those of the methods are listed at `kvlens.papers`.
 """
 
 import contextlib

@@ -23,11 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -87,7 +85,7 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     own, guess = by_law[task.law], chance(task)
     return Reproduction(
         tables={name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own},
-        figure=lambda: draw(own["accuracy"], own["predictions"], guess),
+        figure=lambda: draw(own["accuracy"], guess),
         comparisons=[*compare(own["predictions"], own["errors"], guess), *compare_with_paper(by_law[MARKOV]["predictions"])],
         differences=[*_differences(model, task, settings)],
     )
@@ -285,16 +283,10 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Setting
 COLORS = {PROMPTED: "#0072B2", ALONE: "#D55E00", CONVERTED: "#009E73"}
 
 
-def draw(accuracy: pd.DataFrame, predictions: pd.DataFrame, guess: float) -> Figure:
-    """Left, accuracy by use of a trigger; right, the margin of every prediction and its change by the conversion."""
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, subplot_kw=dict(axisbelow=True))
-    _draw_accuracy(left, accuracy, guess)
-    _draw_margins(right, predictions[predictions["condition"] == CONVERTED])
-    return figure
-
-
-def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int = 4) -> None:
+def draw(accuracy: pd.DataFrame, guess: float, n_uses: int = 4) -> Figure:
+    """Accuracy by use of a trigger, in each condition."""
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots(subplot_kw=dict(axisbelow=True))
     shown = accuracy[accuracy["use"] <= n_uses]
     for number, condition in enumerate(CONDITIONS):
         rows = shown[shown["condition"] == condition].sort_values("use")
@@ -306,16 +298,4 @@ def _draw_accuracy(axes: Axes, accuracy: pd.DataFrame, guess: float, n_uses: int
     axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
     axes.set(xlabel="use of a trigger in the text", ylabel="accuracy, 95 % interval over sequences", ylim=(0, 1.04))
     finish(axes, "Accuracy with the prompt and with its bias", ncols=4, below=0.16, columnspacing=1, handlelength=1.4)
-
-
-def _draw_margins(axes: Axes, converted: pd.DataFrame) -> None:
-    pieces = {
-        "what the conversion changes: largest change of a logit": (converted["change"], COLORS[CONVERTED]),
-        "what would change a prediction: half its margin": (converted["margin"] / 2, "#64748b"),
-    }
-    positive = pd.concat([values[values > 0] for values, _ in pieces.values()])
-    edges = np.geomspace(positive.min() * 0.9, positive.max() * 1.1, 61)
-    for label, (values, color) in pieces.items():
-        axes.hist(values.clip(lower=edges[0]), bins=edges.tolist(), color=color, alpha=0.8, label=label)
-    axes.set(xscale="log", xlabel="difference of logits", ylabel="scored positions")
-    finish(axes, "Margin of each prediction, and its change by conversion", ncols=1, below=0.16)
+    return figure

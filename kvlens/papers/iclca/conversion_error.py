@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -251,14 +250,5 @@ def draw(summary: pd.DataFrame) -> Figure:
     axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="relative error of the logits")
     low, high = axes.get_ylim()
     axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
-    _note_float64(axes, summary)
     finish(axes, "Error of converted prompts, relative to the logits; lines: means, bands: all pairs", ncols=3)
     return figure
-
-
-def _note_float64(axes: Axes, summary: pd.DataFrame) -> None:
-    """The error with float64 sums, as text, since it is mostly 0, which a logarithmic axis cannot show."""
-    wide = summary[(summary["measure"] == CONVERSION) & (summary["accumulation"] == "float64")]["largest"].max()
-    value = "0, to the last bit, in every pair" if wide == 0 else f"at most {wide:.1e}"
-    words = f"conversion, sums of linear attention in float64: {value}"
-    axes.annotate(words, (0.98, 0.03), xycoords="axes fraction", ha="right", fontsize=9, color="#009E73")

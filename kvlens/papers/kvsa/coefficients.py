@@ -31,7 +31,7 @@ from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
 from kvlens.papers.harness.learned import Cell, train_cells
-from kvlens.papers.harness.plots import MARKERS, PALETTE, finish
+from kvlens.papers.harness.plots import MARKERS, finish
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import MORE_SEEDS, SMALL_MODEL, SMALL_RATES, SMALL_SEEDS, SMALL_TEXT, SMALL_TRAINING, TINY_TEXT
@@ -103,7 +103,7 @@ def coefficients(settings: Settings, tell: Tell) -> Reproduction:
     tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Reproduction(
         tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
-        figure=lambda: draw(preferences(coefficients), counts, course, shares),
+        figure=lambda: draw(preferences(coefficients), counts, course),
         comparisons=[
             row
             for source in of_name
@@ -311,32 +311,17 @@ def describe(source: Source) -> str:
 # --- figure ---
 
 COEFFICIENT_COLORS = {"alpha_1": "#0072B2", "alpha_2": "#56B4E9", "beta_1": "#D55E00", "beta_2": "#E69F00"}
-SHARE_COLORS = PALETTE[:5]
 
 
-def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame, shares: pd.DataFrame) -> Figure:
-    """One plane per model; then, for the first model whose training was watched, its coefficients and shares against step.
-
-    Args:
-        heads: one row per head, with its coefficients as columns.
-        counts: rows of table 4 per model.
-        course: one row per coefficient and step; may be empty.
-        shares: one row per step; may be empty.
-    """
-    names = heads["model"].unique().tolist()
-    watched = course["model"].unique().tolist()[:1]
-    n_panels = len(names) + 2 * len(watched)
-    n_columns = min(n_panels, 3) if n_panels != 4 else 2
-    n_rows = -(-n_panels // n_columns)
-    figure = Figure(figsize=(5.4 * n_columns, 4.9 * n_rows), layout="constrained")
-    panels = figure.subplots(n_rows, n_columns, squeeze=False).flatten().tolist()
+def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame) -> Figure:
+    """One plane per model, of rows with a head's coefficients as columns; then the course of each model that was watched."""
+    names, watched = heads["model"].unique().tolist(), course["model"].unique().tolist()
+    figure = Figure(figsize=(5.4 * (len(names) + len(watched)), 4.9), layout="constrained")
+    panels = figure.subplots(1, len(names) + len(watched), squeeze=False)[0]
     for axes, name in zip(panels, names, strict=False):
         _draw_plane(axes, heads[heads["model"] == name], counts[counts["model"] == name], name)
-    for name in watched:
-        _draw_course(panels[len(names)], course[course["model"] == name], name)
-        _draw_shares(panels[len(names) + 1], shares[shares["model"] == name], name)
-    for unused in panels[n_panels:]:
-        unused.set_axis_off()
+    for axes, name in zip(panels[len(names) :], watched, strict=True):
+        _draw_course(axes, course[course["model"] == name], name)
     return figure
 
 
@@ -370,24 +355,6 @@ def _draw_course(axes: Axes, course: pd.DataFrame, name: str) -> None:
         drawn = axes.plot(lines.index, lines, color=color, linewidth=0.9, alpha=0.75)
         letter, number = str(coefficient).split("_")
         drawn[0].set_label(f"$\\{letter}_{number}$")
-    _against_step(axes, "coefficient (gray: from 0 to 1)", f"{name}: every head's coefficients in training")
-
-
-def _draw_shares(axes: Axes, shares: pd.DataFrame, name: str) -> None:
-    for column, color in zip([c for c in shares.columns if c not in ("model", "step")], SHARE_COLORS, strict=True):
-        outside = column.startswith("outside")
-        label = "coefficients outside [0, 1]" if outside else _as_mathtext(column)
-        axes.plot(shares["step"], shares[column], color=color, linewidth=1.8, linestyle="--" if outside else "-", label=label)
-    axes.set_ylim(-0.02, 1.02)
-    _against_step(axes, "share", f"{name}: heads of each kind, in training")
-
-
-def _as_mathtext(kind: str) -> str:
-    formula = kind.replace("alpha", "\\alpha").replace("beta", "\\beta").replace("<=", "\\leq").replace(", ", ",\\ ")
-    return f"${formula}$"
-
-
-def _against_step(axes: Axes, y_label: str, title: str) -> None:
-    axes.set(xlabel="step", ylabel=y_label)
+    axes.set(xlabel="step", ylabel="coefficient (gray: from 0 to 1)")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    finish(axes, title, ncols=5, fontsize=8)
+    finish(axes, f"{name}: every head's coefficients in training", ncols=5, fontsize=8)

@@ -1,4 +1,4 @@
-"""Models with hand-written weights: the induction heads of KVSA th. 1-3, as HookedKVTransformers, and a circuit of two of them.
+"""Models with hand-written weights: the induction heads of KVSA th. 1-3, as HookedKVTransformers.
 
 All are attention-only, without norms; parameters not described below are zero. ``embeddings`` are W_E, one row per token.
 
@@ -11,8 +11,6 @@ slope
 - :func:`landscape_model`: one layer, width 2T, in which only the shift coefficients are free. Embeddings are in the first half
   of the stream, the head writes to the second, and the unembedding reads the second: the residual connection does not reach the
   logits.
-- :func:`two_hop_circuit`: two layers of two heads, width 4d, the shifted head of th. 2 twice. The first stores what it finds at
-  the position where the second looks it up, so every head and every position behind an answer is known.
 
 What the first of two layers copies: with r = e^{-p1}, a query s gives its t-th predecessor weight proportional to r^t. A head
 that cannot see its own token therefore writes x_{s-1} with weight 1 - O(r) and leaks O(r) of earlier tokens: this is th. 1,
@@ -47,7 +45,7 @@ BLIND_HOOK = ("blocks.0.attn.hook_attn_scores", _hide_own_token)
 def shifted_head(embeddings: Float[Tensor, "token d"], sigma: float, slope: float) -> HookedKVTransformer:
     """One layer whose ``blocks.0.hook_attn_out`` is IH(x), exactly (KVSA th. 2)."""
     d = embeddings.shape[1]
-    model = _model_of_zeros(embeddings, d, d, 1, sigma, slopes=[slope], kv_shift=KVShiftConfig(window=1))
+    model = model_of_zeros(embeddings, d, d, 1, sigma, slopes=[slope], kv_shift=KVShiftConfig(window=1))
     attn = model.blocks[0].attn
     for weight in (attn.W_Q, attn.W_K, attn.W_V, attn.W_O):
         weight[0] = torch.eye(d)
@@ -72,7 +70,7 @@ def two_layer_head(
         The model.
     """
     d = embeddings.shape[1]
-    model = _model_of_zeros(embeddings, 2 * d, d, 2, sigma, slopes=[p1, slope])
+    model = model_of_zeros(embeddings, 2 * d, d, 2, sigma, slopes=[p1, slope])
     copy, match = model.blocks[0].attn, model.blocks[1].attn
     first, second = slice(None, d), slice(d, None)
     one = torch.eye(d, dtype=embeddings.dtype)
@@ -93,7 +91,7 @@ def two_layer_head(
 def landscape_model(embeddings: Float[Tensor, "token d"]) -> HookedKVTransformer:
     """The head of KVSA th. 3: orthonormal embeddings, identity weights, no positions, trainable shift coefficients only."""
     d = embeddings.shape[1]
-    model = _model_of_zeros(embeddings, 2 * d, d, 1, sigma=1.0, kv_shift=KVShiftConfig(window=1))
+    model = model_of_zeros(embeddings, 2 * d, d, 1, sigma=1.0, kv_shift=KVShiftConfig(window=1))
     attn = model.blocks[0].attn
     first, second = slice(None, d), slice(d, None)
     for weight in (attn.W_Q, attn.W_K, attn.W_V):
@@ -107,42 +105,6 @@ def landscape_model(embeddings: Float[Tensor, "token d"]) -> HookedKVTransformer
 
 
 @torch.no_grad()
-def two_hop_circuit(embeddings: Float[Tensor, "token d"], strength: float, sigma: float | None = None) -> HookedKVTransformer:
-    """Reads facts of two tokens, subject and value, and answers a subject with the value of its value.
-
-    After "box cellar, key box" the token "key" is answered by "cellar". The stream has four parts of d features: the token, the
-    note, the answer, and one that is never read. Head 0 of the first layer looks up each token as a subject and writes the
-    value that it finds into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the
-    current token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes
-    to the part that is never read. The unembedding reads the answer.
-
-    Args:
-        embeddings: orthonormal.
-        strength: the logit of an answer that was found; that of every other token is 0.
-        sigma: None for linear attention without normalizer, whose look-up is exact: a missing token contributes nothing. A
-            number for softmax of that temperature: a matching token has weight 1 - O(e^{-1 / sigma}), and without a match all
-            visible positions have equal weight.
-
-    Returns:
-        The model, without positions.
-    """
-    d = embeddings.shape[1]
-    kind: dict[str, Any] = {} if sigma is not None else dict(attention="linear", feature_map="identity", normalizer="none")
-    shift = KVShiftConfig(window=1, values=False)
-    model = _model_of_zeros(embeddings, 4 * d, d, 2, sigma or 1.0, kv_shift=shift, n_heads=2, **kind)
-    token, note, answer, unread = (slice(part * d, (part + 1) * d) for part in range(4))
-    one = torch.eye(d, dtype=embeddings.dtype)
-    for layer, (read, write) in enumerate(((token, note), (note, answer))):
-        attn = model.blocks[layer].attn
-        attn.k_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))
-        attn.W_Q[:, token] = attn.W_K[:, token] = one
-        attn.W_V[:, read] = one
-        attn.W_O[0, :, write] = attn.W_O[1, :, unread] = one
-    model.unembed.W_U[answer] = strength * embeddings.T
-    return model
-
-
-@torch.no_grad()
 def set_shift(model: HookedKVTransformer, alpha_1: float, beta_1: float) -> None:
     """Set a one-layer, one-head model's coefficients to (alpha_1, 1 - alpha_1) for keys, (beta_1, 1 - beta_1) for values."""
     attn = model.blocks[0].attn
@@ -150,7 +112,7 @@ def set_shift(model: HookedKVTransformer, alpha_1: float, beta_1: float) -> None
         parameter.copy_(torch.tensor([[current, 1 - current]], dtype=parameter.dtype))
 
 
-def _model_of_zeros(
+def model_of_zeros(
     embeddings: Tensor,
     d_model: int,
     d_head: int,

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import matplotlib
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -60,7 +59,7 @@ def induction_exact(settings: Settings, tell: Tell) -> Reproduction:
     bound = head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64)
     return Reproduction(
         tables={"error": errors},
-        figure=lambda: draw(errors, shown, *example_pattern()),
+        figure=lambda: draw(errors, shown),
         comparisons=[*compare(errors, bound, shown)],
         differences=[
             "IH sums over every position that attention sees, including the first and the current one; the paper's definition "
@@ -173,23 +172,13 @@ def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> I
 # --- figure ---
 
 
-def example_pattern(n_tokens: int = 8) -> tuple[list[str], Float[Tensor, "query key"]]:
-    """The first letters of the alphabet, twice, and the attention pattern of a shifted head on them."""
-    order = torch.arange(n_tokens).repeat(2)
-    model = shifted_head(torch.eye(n_tokens, dtype=torch.float64), sigma=0.15, slope=0.0)
-    with torch.no_grad():
-        _, cache = model.run_with_cache(order[None], names_filter="blocks.0.attn.hook_pattern")
-    return [chr(ord("A") + int(token)) for token in order], cache["blocks.0.attn.hook_pattern"][0, 0]
-
-
-def draw(errors: pd.DataFrame, shown: Mapping[str, float], letters: list[str], pattern: Tensor) -> Figure:
-    """Plot, left, the error of each construction against p1; right, the attention of the shifted head."""
-    figure = Figure(figsize=(12, 5.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.45, 1])
-    _draw_errors(left, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])
+def draw(errors: pd.DataFrame, shown: Mapping[str, float]) -> Figure:
+    """The error of each construction against p1, at one temperature and slope."""
+    figure = Figure(figsize=(7.4, 5.4), layout="constrained")
+    axes = figure.subplots()
+    _draw_errors(axes, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])
     title = f"Error against IH(x), σ = {shown['sigma']:g}, slope m = {shown['slope']:g}; dotted: float32"
-    finish(left, title, ncols=2)
-    _draw_pattern(right, letters, pattern)
+    finish(axes, title, ncols=2)
     return figure
 
 
@@ -213,15 +202,3 @@ def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
     predicted = errors[(errors["construction"] == BLIND) & (errors["dtype"] == "float64") & (errors["predicted"] > bottom)]
     axes.plot(predicted["p1"], predicted["predicted"], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="$e^{-p_1}$")
     axes.set(yscale="log", xlabel="$p_1$, ALiBi slope of the first of two layers", ylabel="largest absolute error")
-
-
-def _draw_pattern(axes: Axes, letters: list[str], pattern: Tensor) -> None:
-    hidden = torch.ones_like(pattern, dtype=torch.bool).triu(1)
-    image = axes.imshow(pattern.masked_fill(hidden, math.nan).numpy(), cmap=matplotlib.colormaps["viridis"], vmin=0, vmax=1)
-    axes.set_xticks(range(len(letters)), letters)
-    axes.set_yticks(range(len(letters)), letters)
-    axes.tick_params(length=0, labelsize=9)
-    axes.spines[:].set_visible(False)
-    axes.set(xlabel="key (a token that is seen)", ylabel="query (the current token)")
-    axes.set_title("Attention of the shifted layer", loc="left", fontsize=11)
-    axes.figure.colorbar(image, ax=axes, shrink=0.8, label="share of attention", ticks=[0, 0.5, 1]).outline.set_visible(False)

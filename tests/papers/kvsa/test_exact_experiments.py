@@ -85,14 +85,6 @@ def test_a_layer_that_sees_itself_needs_a_silent_first_token_and_loses_digits():
     assert error(silent, texts, 30.0) > 100 * late  # rounding, divided by e^-30
 
 
-def test_the_example_pattern_is_an_induction_stripe():
-    letters, pattern = induction_exact.example_pattern(n_tokens=3)
-    assert letters == list("ABCABC")
-    assert pattern[3:].argmax(-1).tolist() == [1, 2, 3]
-    # the second A: five rows score 0 or less, one 1 / 0.15
-    assert pattern[3, 1] == pytest.approx(1 / (1 + 3 * math.exp(-1 / 0.15)), abs=1e-12)
-
-
 # --- the landscape's model ---
 
 
