@@ -14,6 +14,12 @@ values.
 
 1 means no imitation at all. The prompt itself, shown next to the curves, need not be below 1, since the weights learn part of
 it and other things as well. "Up to r keys per head" is the fit, among all with at most r keys, that is best on texts held out
+from kvlens.papers.harness.plots import draw_panels
+from kvlens.papers.harness.plots import draw_panels
+from kvlens.papers.harness.plots import draw_panels
+from kvlens.papers.harness.plots import draw_panels
+from kvlens.papers.harness.plots import draw_panels
+from kvlens.papers.harness.plots import draw_panels
 from fitting, so that more keys can hurt only through the noise of that choice. The number of texts is limited as well: the
 change and its imitation are both learned from ``n_texts`` of them, and with more texts less is left. As a null, the same fit is
 applied to changes whose sign is drawn at random for each text.
@@ -35,7 +41,6 @@ from kvlens.conversion.softmax.prompt_pass import as_batch
 from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.plots import MARKERS, finish
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.iclca.imitation import check_imitable, held_out, imitation
@@ -201,31 +206,8 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         yield Comparison.tested_on(name, claim, left.to_numpy(), 1.0, below=way != NULL)
 
 
-COLORS = {GIVEN: "#009E73", FREE: "#CC79A7"}
-
-
 def draw(table: pd.DataFrame) -> Figure:
     """Plot the share left against keys per head, a panel for each part of the model."""
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(PARTS), sharey=True)
-    for axes, part in zip(panels, PARTS, strict=True):
-        here = table[table["part"] == part]
-        for kind, (way, color) in zip(MARKERS, COLORS.items(), strict=False):
-            rows = here[here["way"] == way]
-            axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=color, alpha=0.15, linewidth=0)
-            axes.plot(rows["keys_per_head"], rows["mean"], marker=kind, color=color, linewidth=2, label=way)
-        for way, marker in ((PROMPT, "D"), (NULL, "x")):
-            rows = here[here["way"] == way]
-            axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)
-        axes.axhline(1, color="#555555", linestyle=":", linewidth=1.4)
-        axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {NAMES[part]}")
-        axes.set_xticks(ticks := sorted(set(here["keys_per_head"])), [str(r) for r in ticks])
-        axes.minorticks_off()
-        finish(axes)
-    panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
-    panels[0].set_ylabel("share of the change of the logits that is left")
-    words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)
-    figure.legend(*panels[0].get_legend_handles_labels(), **words)
-    title = "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum"
-    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
-    return figure
+    title = "Virtual keys instead of a change of the weights, on unseen text: share of the change that is left"
+    how: dict[str, Any] = dict(by="way", panel="part", title=title, lines={"nothing imitated": 1.0}, log="x", ticks=True)
+    return draw_panels(table.rename(columns={"min": "low", "max": "high"}), "keys_per_head", "mean", **how)
