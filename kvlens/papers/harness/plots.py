@@ -113,8 +113,8 @@ def draw_panels(
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
         draw_curves(axes, rows, x, y, by=by, colors=colors, dots=dots)
         marked = {**(lines or {}), **({"chance": rows["chance"].iloc[0]} if "chance" in rows else {})}
-        for dash, (label, value) in zip(((5, 3), (1, 2)), marked.items(), strict=False):
-            axes.axhline(value, color="#64748b", linestyle=(0, dash), linewidth=1, label=label)
+        for dash, (label, value) in zip(("--", ":"), marked.items(), strict=False):
+            axes.axhline(value, color="#64748b", linestyle=dash, linewidth=1, label=label)
         if ticks:
             values = sorted(set(rows[x].tolist()))
             axes.set_xticks(values, [str(value) for value in values])

@@ -311,9 +311,18 @@ def describe(source: Source) -> str:
 def draw(heads: pd.DataFrame) -> Figure:
     """The quadrants of table 4: a dot per head, with the preference of its keys across and that of its values up."""
     shown = heads.assign(keys=heads["alpha_1"] - heads["alpha_2"], values=heads["beta_1"] - heads["beta_2"])
-    words = dict(xlabel="keys: $\\alpha_1 - \\alpha_2$", ylabel="values: $\\beta_1 - \\beta_2$")
-    title = "Preference for the current token over the previous one; a dot per head, by layer"
-    figure = draw_panels(shown, "keys", "values", by="layer", panel="model", title=title, lines={"": 0.0}, dots=True, **words)
+    figure = draw_panels(
+        shown,
+        "keys",
+        "values",
+        by="layer",
+        panel="model",
+        title="Preference for the current token over the previous one; a dot per head, by layer",
+        xlabel="keys: $\\alpha_1 - \\alpha_2$",
+        ylabel="values: $\\beta_1 - \\beta_2$",
+        dots=True,
+    )
     for axes in figure.axes:
         axes.axvline(0, color="#64748b", linewidth=1)
+        axes.axhline(0, color="#64748b", linewidth=1)
     return figure

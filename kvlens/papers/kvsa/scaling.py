@@ -101,15 +101,14 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
 
 
-def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.ndarray, "*seed"]]:
-    """(p, c) of loss = c n^(-p) by least squares on the logarithms.
+def power_law(n: Any, loss: Any) -> Float[np.ndarray, "*seed"]:
+    """The p of loss = c n^(-p), by least squares on the logarithms.
 
     Args:
         n: number of parameters of each size.
         loss: a row for each size; one seed, or a column for each of several.
     """
-    slope, intercept = np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)
-    return np.asarray(-slope), np.asarray(np.exp(intercept))
+    return np.asarray(-np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)[0])
 
 
 def untrained(curves: pd.DataFrame, goal: Goal) -> dict[Any, str | None]:
@@ -138,7 +137,7 @@ def compare_sizes(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[C
     for kind in MODELS:
         runs = finals[finals["model"] == kind]
         by_size = runs.pivot_table(index="non_embedding", columns="seed", values="heldout_loss")
-        exponents = power_law(by_size.index, by_size)[0].tolist()
+        exponents = power_law(by_size.index, by_size).tolist()
         what, ours = f"p of loss = c N^(-p), {kind}", mean_and_spread(exponents)
         claim = "the loss falls as models grow (fig. 7a)"
         found.append(Comparison.tested_on(what, claim, exponents, ours=ours).unless(anywhere))
