@@ -10,11 +10,12 @@ calls the kernel a second time, for the virtual keys. ``last_with_extra_keys`` i
 calls the kernel once, with virtual keys that were copied in front of the text's.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
@@ -62,6 +63,41 @@ class ExtraKeys(NamedTuple):
         """What is added to the scores of ``n_heads`` query heads: log w_r and the distance term."""
         log_weights = self.log_weights.repeat_interleave(n_heads // self.keys.shape[1], dim=1)[:, :, None]
         return log_weights if self.by_distance is None else log_weights + self.by_distance.to(log_weights)
+
+
+class SomeHeads(NamedTuple):
+    """Some key-value heads of a layer, as an index of their axis, and how many they are."""
+
+    where: slice | Int[Tensor, " of_heads"]
+    n: int
+
+    @classmethod
+    def of(cls, heads: Sequence[int], device: torch.device) -> "SomeHeads":
+        """Heads that follow each other are a slice, which copies nothing."""
+        first, last = heads[0], heads[-1] + 1
+        where = slice(first, last) if last - first == len(heads) else torch.tensor(heads, device=device)
+        return cls(where, len(heads))
+
+    def among(self, x: Float[Tensor, "batch pos head *d"], n_kv_heads: int) -> Float[Tensor, "batch pos some_head *d"]:
+        """The rows of these key-value heads, or of the query heads that read them."""
+        return x.unflatten(2, (n_kv_heads, -1))[:, :, self.where].flatten(2, 3)
+
+
+def read_by_groups(
+    read: Callable[..., Tensor], groups: Sequence[tuple[SomeHeads | None, ExtraKeys]], n_kv_heads: int, *tensors: Tensor
+) -> Float[Tensor, "batch query head d_head"]:
+    """z of all heads from ``read(*tensors, extra=extra)`` of each group, whose tensors are those of its heads."""
+    (heads, extra), *others = groups
+    if heads is None or not others:
+        return read(*tensors, extra=extra)
+    z = None
+    for heads, extra in groups:
+        assert heads is not None
+        own = read(*(heads.among(x, n_kv_heads) for x in tensors), extra=extra).unflatten(2, (heads.n, -1))
+        z = own.new_empty(*own.shape[:2], n_kv_heads, *own.shape[3:]) if z is None else z
+        z[:, :, heads.where] = own
+    assert z is not None
+    return z.flatten(2, 3)
 
 
 def attend_with_extra_keys(
