@@ -105,7 +105,7 @@ class SoftmaxHeads(Heads):
                 attend = partial(attend_with_extra_keys, scale=scale, visible=visible)
                 return HeadOutputs(read_by_groups(attend, extra, k.shape[2], q, k, v))
             if self._is_one_step(extra):
-                return HeadOutputs(read_by_groups(partial(last_with_extra_keys, scale=scale), extra, k.shape[2], q, k, v))
+                return HeadOutputs(last_with_extra_keys(q, k, v, extra, scale))
         elif bias is not None:
             bias = bias.whole(as_wide=is_hooked(attn.hook_phi_q))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks

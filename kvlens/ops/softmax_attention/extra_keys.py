@@ -136,17 +136,23 @@ def last_with_extra_keys(
     q: Float[Tensor, "batch 1 head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
     v: Float[Tensor, "batch key kv_head d_head"],
-    extra: ExtraKeys,
+    groups: Sequence[tuple[SomeHeads | None, ExtraKeys]],
     scale: float,
 ) -> Float[Tensor, "batch 1 head d_head"]:
-    """z of the text's last query, which sees every key of the text; for ``extra`` without a distance term."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    keys, values = (torch.cat([x.expand(len(q), -1, -1, -1), y], dim=2) for x, y in ((extra.keys, k), (extra.values, v)))
-    added = None
-    if bool(extra.log_weights.any()):
-        added = F.pad(extra.added(q.shape[1]), (0, k.shape[2])).to(q).expand(len(q), -1, -1, -1)
-    z = F.scaled_dot_product_attention(q, keys, values, added, scale=1 / scale, enable_gqa=q.shape[1] != k.shape[1])
-    return z.transpose(1, 2)
+    """z of the text's last query, which sees every key of the text; for keys without a distance term, by groups of heads."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    rows = q.reshape(len(q), k.shape[1], -1, q.shape[-1])  # the query heads of a key-value head are as several queries of one
+    z = torch.empty_like(rows)
+    for heads, extra in groups:
+        where = slice(None) if heads is None else heads.where
+        keys, values = (
+            torch.cat([x.expand(len(q), -1, -1, -1), y[:, where]], dim=2) for x, y in ((extra.keys, k), (extra.values, v))
+        )
+        added = None
+        if bool(extra.log_weights.any()):
+            added = F.pad(extra.log_weights[:, :, None], (0, k.shape[2])).to(q)
+        z[:, where] = F.scaled_dot_product_attention(rows[:, where], keys, values, added, scale=1 / scale)
+    return z.reshape(q.shape)
 
 
 def merge_extra_keys(
