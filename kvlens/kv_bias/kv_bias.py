@@ -179,6 +179,10 @@ class KVBias:
         states = {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
         return {**self._groups.rows, **rest, **states}
 
+    def requiring_grad(self) -> list[str]:
+        """The names of its tensors that require gradients."""
+        return [name for name, x in self.stored().items() if x.requires_grad]
+
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
         if self._groups is None or not all(bool(x.isfinite().all()) for x in self.stored().values()):
