@@ -78,18 +78,21 @@ class KeyGroups:
     def whole(self, name: str, layer: int | None = None, narrow: bool = False) -> Tensor:
         """Padded: [layer, (batch,) head, d_phi, ...], of all layers or of one; if ``narrow``, only as wide as its widest head.
 
-        Keys that are not used are 0, at distance 1.
+        Heads with fewer keys repeat their first, with weight 0.
         """
         layers = self.layers if layer is None else self.layers[layer : layer + 1]
         width = max(group.width for groups in layers for group in groups) if narrow else self.d_phi
         rows, several = self.rows[name], self._rows_per_key(name)
         lead = () if self.batch is None else (self.batch,)
         n_heads = several * sum(len(group.heads) for group in layers[0])
-        whole = rows.new_full((len(layers), *lead, n_heads, width, *rows.shape[1:]), 1 if name == DISTANCE else 0)
+        whole = rows.new_zeros(len(layers), *lead, n_heads, width, *rows.shape[1:])
         for of_layer, groups in zip(whole, layers, strict=True):
             for group in groups:
                 heads = [head * several + i for head in group.heads for i in range(several)]
-                of_layer[(..., heads, slice(group.width), *[slice(None)] * RAGGED[name])] = self.block(name, group)
+                block, rest = self.block(name, group), [slice(None)] * RAGGED[name]
+                of_layer[(..., heads, slice(group.width), *rest)] = block
+                if name not in ("b_KV", "b_D"):
+                    of_layer[(..., heads, slice(group.width, None), *rest)] = block[(..., slice(1), *rest)]
         return whole
 
     def _rows_per_key(self, name: str) -> int:
