@@ -12,7 +12,7 @@ What most people need is named here: `load`, `HookedKVTransformer`, `convert_pro
 - **tables**, as commands write them, read and checked: `read_table`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
-- **the papers' figures and tables** as commands: `kvlens.experiments`;
+- **the papers' figures and tables** as commands: `kvlens.papers`;
 
 The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.
 """

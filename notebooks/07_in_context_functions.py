@@ -28,8 +28,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from kvlens.experiments.lecture.equivariance import equivariance_table
-from kvlens.experiments.lecture.regression_baselines import least_squares, ridge
+from kvlens.papers.lecture.equivariance import equivariance_table
+from kvlens.papers.lecture.regression_baselines import least_squares, ridge
 from kvlens.tasks import make_task
 from kvlens.training import build_model, train
 

@@ -12,10 +12,10 @@ from tiny_runs import run
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import KVLensError, explain
-from kvlens.experiments import find_experiment
-from kvlens.experiments.shared.outcome import Outcome, write_outcome
 from kvlens.files import FolderKind, check_folder, list_files, listed_in, write_folder
 from kvlens.model.storage import check_model_folder
+from kvlens.papers import find_experiment
+from kvlens.papers.harness.run import Reproduction, write_experiment
 from kvlens.report import build_report, write_report
 from kvlens.report.write import write_explanation
 
@@ -28,7 +28,7 @@ def report():
 def outcome(folder: Path, overwrite: bool) -> None:
     figure = Figure()
     figure.subplots().plot([1, 2])
-    write_outcome(Outcome({}, lambda: figure, []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
+    write_experiment(Reproduction({}, lambda: figure, []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
 
 
 @cache

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "kv_bias",
     "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "chat", "bridge", "loading", "conversion_methods",
-    "conversion", "dual", "corpus", "tasks", "training", "experiments", "analyses", "viz", "explanation",
+    "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
     "report", "papers", "reference", "cli",
 ]
 PURE = {
@@ -77,7 +77,7 @@ def imported(module: str, all_sources: Sources) -> set[str]:
     source, is_package = all_sources[module]
     targets: set[str] = set()
     for name in named_imports(module, source, is_package):
-        if name.endswith("."):  # import_module(f"kvlens.experiments.{name}") may mean any of them
+        if name.endswith("."):  # import_module(f"kvlens.papers.{name}") may mean any of them
             targets |= {other for other in all_sources if other.startswith(name)}
         else:
             targets |= {next((n for n in (name, name.rpartition(".")[0]) if n in all_sources), "")} - {""}

@@ -10,7 +10,7 @@ from paper_claims import CLAIMS, PAPERS, RESULTS, unlisted
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.cli import main
-from kvlens.experiments import EXPERIMENTS
+from kvlens.papers import EXPERIMENTS
 from kvlens.papers.claims import UNTESTED, VERDICTS, claims_table, read_claims
 
 ROOT = Path(__file__).resolve().parents[1]

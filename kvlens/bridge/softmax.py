@@ -39,7 +39,6 @@ HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_cont
 BETWEEN = ("hook_attn_scores", "hook_pattern", *HOOKS[3:])
 """What is seen here belongs to the text alone, or to the bias alone."""
 
-
 SAMPLE = 64
 """Tokens of which a model's scores are compared with what kvlens takes them to be."""
 
@@ -94,6 +93,7 @@ class SoftmaxLayer(Part):
         for name in HOOKS:
             setattr(attn, name, HookPoint())
             getattr(attn, name).name = f"blocks.{layer}.attn.{name}"
+        self._points = [getattr(attn, name) for name in ("hook_attn_scores", "hook_pattern", *HOOKS)]
         self._forward_of_bridge = self.attn.forward
         self.attn.__dict__["forward"] = self.forward  # as of a recurrent layer
         self.attn.original_component.__dict__[OWNER] = self
@@ -114,7 +114,7 @@ class SoftmaxLayer(Part):
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
         self.normalizers = normalizers
         self._layer_bias: Remembered[LayerBias | GroupedLayerBias] = Remembered()
-        self._of_weights: Remembered[Tensor] = Remembered()
+        self._columns_then: Remembered[Columns] = Remembered()
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
@@ -222,9 +222,21 @@ class SoftmaxLayer(Part):
         return k, torch.cat([v, values.to(v).expand(len(v), -1, -1, -1)], dim=2)
 
     def _read(
+        self, bias: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+    ) -> Columns:
+        """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
+        make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
+        differs = rule.needs_distance or rule.window is not None or is_hooked(*self._points)
+        tensors, under = bias.of_keys(), (hidden.dtype, hidden.device)
+        columns = make() if differs or not tensors else self._columns_then.of(make, *tensors, under=under)
+        if columns.values is not None and self.normalizers is not None:
+            self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
+        return columns
+
+    def _columns_of(
         self, held: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
     ) -> Columns:
-        """What is read of a bias in this pass; of a compact one, all heads as wide as the layer's widest."""
+        """What is read of a bias, as hooks leave it; of a compact one, all heads as wide as the layer's widest."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
         seen = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
         bias, _ = seen.whole().in_window(self.rule, positions)
@@ -240,9 +252,7 @@ class SoftmaxLayer(Part):
         # the logarithm of a weight is too coarse in half precision
         if extra is not None and (wide == hidden.dtype or not bool(extra.log_weights.any())):
             values = extra.values
-            added = self._of_weights.of(partial(self._by_head, extra.log_weights[:, :, None]), extra.log_weights)
-            if self.normalizers is not None:
-                self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
+            added = self._by_head(extra.log_weights[:, :, None])
         if self.rule.needs_distance:
             added = added + self._by_head(distance_scores(self.rule, distance, positions, n))
         return Columns(bias, keys, values, added)

@@ -58,7 +58,7 @@ def add_command(commands: Any) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> int:
-    from kvlens.experiments import all_experiments, find_experiment
+    from kvlens.papers import all_experiments, find_experiment
 
     settings = settings_of("--set", args.set)
     ensure("--jobs", Annotated[int, Within(1, 1024)], args.jobs)
@@ -91,11 +91,11 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 def _run(experiment: Any, args: argparse.Namespace, folder: Path) -> None:
     """Run one experiment, write its results to ``folder`` and print them."""
-    from kvlens.experiments.shared.outcome import OUTCOME_FOLDER, write_outcome
-    from kvlens.experiments.shared.trials import keeping_runs
     from kvlens.files import work_on
+    from kvlens.papers.harness.learned import keeping_runs
+    from kvlens.papers.harness.run import EXPERIMENT_FOLDER, write_experiment
 
-    with work_on(folder, OUTCOME_FOLDER, overwrite=args.overwrite):
+    with work_on(folder, EXPERIMENT_FOLDER, overwrite=args.overwrite):
         print(f"{experiment.name} ({experiment.source}), scale {args.scale}: {experiment.cost[args.scale]}", flush=True)
         started = perf_counter()
         try:
@@ -104,27 +104,24 @@ def _run(experiment: Any, args: argparse.Namespace, folder: Path) -> None:
         except KeyboardInterrupt:
             print(f"\nkvlens: training runs are kept in {visible(args.runs)}; the same command resumes them", file=sys.stderr)
             raise
-        summary = write_outcome(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
+        summary = write_experiment(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
     _print_summary(summary, folder)
 
 
 def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """The experiment with the settings of its scale changed by --model, --tokenizer and --set."""
-    from kvlens.experiments.shared.settings import changed_settings
+    from kvlens.papers.harness.run import with_settings
 
     given = {"model": args.model, "tokenizer": args.tokenizer}
     for name, value in given.items():
         own = [scale.get(name, {}) for scale in experiment.scales.values()]
         if value is not None and all(isinstance(setting, dict) for setting in own):
             raise KVLensError(f"--{name}: {experiment.name} does not run on an existing model")
-    return changed_settings(experiment, args.scale, settings | {k: v for k, v in given.items() if v is not None})
+    return with_settings(experiment, args.scale, settings | {k: v for k, v in given.items() if v is not None})
 
 
 def _tell(text: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(f"  {visible(text)}", file=sys.stderr)  # above the progress bar, if there is one
-    sys.stderr.flush()
+    print(f"  {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -72,6 +72,10 @@ class GroupedLayerBias(NamedTuple):
         parts = ((heads, part.unhooked_in(device, dtype)) for heads, part in self.parts)
         return self._replace(parts=tuple(parts), device=device)
 
+    def of_keys(self) -> tuple[Tensor, ...]:
+        """The tensors that the bias holds now."""
+        return tuple(self.bias.stored().values())
+
     def whole(self, as_wide: bool = False) -> LayerBias:
         """All heads as wide as the layer's widest; with ``as_wide`` as in ``bias.b_KV``."""
         layer = self.bias._layer_of_groups(self.layer, narrow=not as_wide)

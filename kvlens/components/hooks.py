@@ -25,7 +25,10 @@ OF_A_SHIFT_STATE = ("hook_last_k", "hook_last_v", "hook_last_q")
 
 def is_hooked(*modules: nn.Module) -> bool:
     """Whether anything is hooked directly to one of ``modules``."""
-    return any(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks) for m in modules)
+    for m in modules:  # noqa: SIM110  (each pass asks thousands of times)
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return True
+    return False
 
 
 def through(hook: HookPoint, x: Tensor) -> Tensor:

@@ -118,6 +118,12 @@ class LayerBias(NamedTuple):
         """All heads in one; what a :class:`~kvlens.components.grouped_layer_bias.GroupedLayerBias` has several of."""
         return ((None, self),)
 
+    def of_keys(self) -> tuple[Tensor, ...]:
+        """The tensors of virtual keys, their values and weights; none of other features."""
+        if self.log_scale is None or not isinstance(self.features, VirtualKeys):
+            return ()
+        return self.b_kv, self.b_d, self.log_scale, self.features.keys, self.features.distance
+
     def whole(self, as_wide: bool = False) -> "LayerBias":
         """This one, of which all heads are equally wide."""
         return self

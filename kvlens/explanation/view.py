@@ -10,7 +10,7 @@ from kvlens.explanation.by_position import GROUPS
 from kvlens.explanation.sentences import MEANINGS, listed, paragraphs, percent, quoted
 from kvlens.explanation.verdicts import GONE
 from kvlens.viz import Piece
-from kvlens.viz._text import html_text, script_json
+from kvlens.viz._text import data_script, html_text
 
 FULL_SHADE = 8.0
 """Nats from which on a word or a part has the full color."""
@@ -36,7 +36,7 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
         f"<details><summary>What the words mean</summary><dl>{meanings}</dl></details>"
-        f'<script type="application/json">{script_json(_data(found))}</script></figure>'
+        f"{data_script(_data(found))}</figure>"
     )
     return Piece(title, body)
 

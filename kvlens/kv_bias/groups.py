@@ -92,7 +92,7 @@ class KeyGroups:
                 block, rest = self.block(name, group), [slice(None)] * RAGGED[name]
                 of_layer[(..., heads, slice(group.width), *rest)] = block
                 if name not in ("b_KV", "b_D"):
-                    of_layer[(..., heads, slice(group.width, None), *rest)] = block[(..., slice(1), *rest)]
+                    of_layer[(..., heads, slice(group.width, None), *rest)] = block.narrow(-1 - RAGGED[name], 0, 1)
         return whole
 
     def _rows_per_key(self, name: str) -> int:

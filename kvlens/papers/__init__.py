@@ -1,4 +1,8 @@
-"""The papers that kvlens implements: for each, the function for every equation, and misprints.
+"""The papers that kvlens implements: for each, the function for every equation, misprints, claims, and its experiments.
+
+A paper's page is its package; every other module there is an experiment (or what several of them share), with a function of its
+own name, declared by `kvlens.papers.harness.run.experiment`. ``kvlens reproduce NAME`` runs one;
+``find_experiment(NAME).run(settings, tell)`` does the same from Python.
 
 | page | paper |
 |---|---|
@@ -22,3 +26,57 @@ Methods of other papers, by the names that code and tables use:
 Two conventions hold on all pages. **Positions start at 0** here and at 1 in the papers. **Vectors are rows**, as in
 TransformerLens: $q = x W_Q + b_Q$. Formulas are for a single head.
 """  # noqa: E501
+
+import importlib
+
+from kvlens.checks import checked
+from kvlens.errors import KVLensError, nearest
+from kvlens.papers.harness.run import Experiment
+
+EXPERIMENTS = {
+    "induction-depth": "kvsa",
+    "induction-width": "kvsa",
+    "induction-exact": "kvsa",
+    "landscape": "kvsa",
+    "ngram": "kvsa",
+    "hops": "kvsa",
+    "arithmetic": "kvsa",
+    "variants": "kvsa",
+    "learning-rate": "kvsa",
+    "scaling": "kvsa",
+    "coefficients": "kvsa",
+    "conversion-accuracy": "iclca",
+    "conversion-error": "iclca",
+    "trainable-bias": "iclca",
+    "facts-recall": "iclca",
+    "softmax-conversion": "iclca",
+    "compaction": "iclca",
+    "gpt2-text": "iclca",
+    "weights-to-prompt": "iclca",
+    "function-classes": "lecture",
+    "dual-equivalence": "dual",
+    "dual-variants": "dual",
+    "random-features": "dual",
+    "dual-layer": "dual",
+    "gradient-descent": "dual",
+    "dual-heads": "dual",
+}
+"""Name -> the paper, whose package has the module of that name (with underscores), in the order of the papers."""
+
+
+@checked
+def find_experiment(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        KVLensError: no such experiment; the nearest name is proposed.
+    """
+    if name not in EXPERIMENTS:
+        raise KVLensError(f"no experiment is called {name!r}{nearest(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}")
+    module = name.replace("-", "_")
+    return getattr(importlib.import_module(f"kvlens.papers.{EXPERIMENTS[name]}.{module}"), module)
+
+
+def all_experiments() -> list[Experiment]:
+    """Every experiment, in the order of `EXPERIMENTS`."""
+    return [find_experiment(name) for name in EXPERIMENTS]

@@ -1,13 +1,14 @@
-"""The table of layers (down) and heads (across) that several pieces share: one map per column, one of them shown."""
+"""The table of layers (down) and heads (across) that several pieces share; one of its columns is shown at a time."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.viz._color import scale_of, strength_style
 from kvlens.viz._frames import check_columns, check_numbers
-from kvlens.viz._text import html_text, number
+from kvlens.viz._text import html_text, number, rounded
 
 MAX_NUMBERED = 24
 """Up to this many heads per layer, cells show their numbers."""
@@ -39,26 +40,16 @@ def column_choice(columns: Sequence[str]) -> str:
     return f' <select aria-label="which column is shown">{options}</select>'
 
 
-def head_maps(
-    table: pd.DataFrame, columns: Sequence[str], *, clickable: bool, without_zero: Collection[str] = (), title: str = "heads"
-) -> str:
-    """One map per column, with the first one shown; heads are buttons if ``clickable``.
+def head_map(table: pd.DataFrame, column: str, *, clickable: bool, without_zero: bool = False, title: str = "heads") -> str:
+    """The map of one column; the page's script turns it into that of another (`maps_data`).
 
     Args:
         table: one row per head.
-        columns: the columns that can be shown.
+        column: the column that is shown.
         clickable: whether heads are buttons.
-        without_zero: columns whose 0 is not meaningful, such as logarithms: colored from lowest to highest value.
+        without_zero: whether the column's 0 is not meaningful, as for logarithms: colored from lowest to highest value.
         title: label for screen readers.
     """
-    maps = "".join(
-        _map(table, column, clickable=clickable, hidden=i > 0, without_zero=column in without_zero)
-        for i, column in enumerate(columns)
-    )
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="map of {html_text(title)}">{maps}</div>'
-
-
-def _map(table: pd.DataFrame, column: str, *, clickable: bool, hidden: bool, without_zero: bool) -> str:
     grid = head_grid(table, column)
     low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)
     wide = grid.shape[1] > MAX_NUMBERED
@@ -73,10 +64,22 @@ def _map(table: pd.DataFrame, column: str, *, clickable: bool, hidden: bool, wit
             shown = "" if wide else number(value)
             cells.append(f"<td><{element} {where} {strength_style(value, low, top)}>{shown}</{element}></td>")
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(cells)}</tr>')
-    kind = f'class="heat{" wide" if wide else ""}" data-column="{html_text(column)}"{" hidden" if hidden else ""}'
+    kind = f'class="heat{" wide" if wide else ""}" data-column="{html_text(column)}"'
     head = f"<thead><tr><th>layer \\ head</th>{heads}</tr></thead>"
     caption = _legend(low, top, column, signed=bool(low == 0 and (grid < 0).any(axis=None)))
-    return f"<table {kind}><caption>{caption}</caption>{head}<tbody>{''.join(rows)}</tbody></table>"
+    table_html = f"<table {kind}><caption>{caption}</caption>{head}<tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="map of {html_text(title)}">{table_html}</div>'
+
+
+def maps_data(table: pd.DataFrame, columns: Sequence[str], without_zero: Collection[str] = ()) -> dict[str, Any]:
+    """Where there are several columns, by column: each head's value, in rows, and the values without and with full color."""
+    return {column: _map_data(table, column, column in without_zero) for column in columns} if len(columns) > 1 else {}
+
+
+def _map_data(table: pd.DataFrame, column: str, without_zero: bool) -> dict[str, Any]:
+    numbers = head_grid(table, column).to_numpy().flatten().tolist()
+    low, top = scale_of(numbers, without_zero=without_zero)
+    return {"values": [rounded(value) for value in numbers], "low": rounded(low), "top": rounded(top)}
 
 
 def _legend(low: float, top: float, column: str, *, signed: bool) -> str:

@@ -1,7 +1,7 @@
 """Escaping text and numbers for a page: no content of a prompt may become markup or end a script.
 
-Tokens are untrusted data. They reach a page in two ways, each with one function: as HTML through `html_text`, and as JSON
-inside a script element through `script_json`.
+Tokens are untrusted data. They reach a page in two ways, each with one function: as HTML through `html_text`, and as data of a
+figure, compressed, through `data_script`.
 """
 
 import base64
@@ -19,8 +19,6 @@ from kvlens.texts import with_white_space_shown
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 PART, BASE = "⋯", "◌"
 """Shown for a token with part of a character in running text; and the base for an accent whose letter is in another token."""
-_IN_SCRIPT = re.compile("[<>&\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""Special characters of HTML, and those that are not seen: control characters, line ends, and marks of direction and format."""
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 """Lone surrogates, which UTF-8 cannot encode and browsers do not handle."""
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e]")
@@ -33,15 +31,13 @@ _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff
 """Right-to-left text, which would reorder the numbers next to it unless isolated (U+2068, U+2069)."""
 
 
-def script_json(value: Any) -> str:
-    """``value`` as JSON that is safe inside a script element, with special characters of HTML and JavaScript escaped, and those
-    that would make the source look different from what it is.
+def data_script(value: Any) -> str:
+    """The data of the figure around it, in a script element that holds nothing but letters, digits, ``+``, ``/`` and ``=``.
 
-    Those characters occur only in strings, where their escape means the same. U+2028 and U+2029 end a line in older JavaScript.
     A number that is not finite raises ValueError; `rounded` turns it into None.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _IN_SCRIPT.sub(lambda sign: f"\\u{ord(sign[0]):04x}", _LONE_SURROGATES.sub(UNREADABLE, text))
+    return f'<script type="text/plain" class="data">{packed(_LONE_SURROGATES.sub(UNREADABLE, text))}</script>'
 
 
 def packed(text: str) -> str:

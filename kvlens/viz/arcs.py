@@ -11,7 +11,7 @@ from kvlens.errors import KVLensError
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE
 from kvlens.viz._frames import check_columns, check_numbers
-from kvlens.viz._text import html_text, label, printable, rounded, script_json
+from kvlens.viz._text import data_script, html_text, label, printable, rounded
 from kvlens.viz.piece import Piece
 
 MAX_ARCS, MAX_TOKENS = 4000, 1024
@@ -85,7 +85,7 @@ def induction_arcs(
     body = (
         f'<figure class="piece" data-kvlens="arcs"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(note)}</p><div class="arcs"></div>'
-        f'<script type="application/json">{script_json(data)}</script></figure>'
+        f"{data_script(data)}</figure>"
     )
     return Piece(title, body, figure=functools.partial(_figure, data, title))
 

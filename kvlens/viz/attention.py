@@ -21,7 +21,8 @@ from kvlens.errors import KVLensError, brief
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, beyond, diverging_map, strongest
-from kvlens.viz._text import html_text, label, number, packed, rounded, script_json
+from kvlens.viz._quantized import quantized
+from kvlens.viz._text import data_script, html_text, label, number, rounded
 from kvlens.viz.piece import Piece
 
 MAX_HEADS = 64
@@ -87,7 +88,7 @@ def attention_view(
         notes.append(f"{n_broken:,} values are not finite and drawn as 0")
     props = {
         "tokens": labels,
-        "attention": [[[rounded(x) for x in row] for row in head] for head in square.tolist()],
+        "attention": quantized(square, full=top, levels=255),  # as many as a canvas has
         "attentionHeadNames": names,
         "maxValue": top,
         "minValue": -top,
@@ -98,7 +99,7 @@ def attention_view(
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text("; ".join(notes))}</span>'
         f'</figcaption><div class="paper" data-kvlens="attention">'
-        f'<script type="text/plain">{packed(script_json(props))}</script>'
+        f"{data_script(props)}"
         '<button type="button" class="draw">Draw with circuitsvis</button><div></div></div></figure>'
     )
     return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, square, labels, names, top, title))

@@ -11,7 +11,7 @@ from kvlens.errors import KVLensError
 from kvlens.viz._axes import listed_axes
 from kvlens.viz._color import beyond, diverging_map, strongest
 from kvlens.viz._frames import check_columns, check_numbers
-from kvlens.viz._text import html_text, label, number, printable, rounded, script_json
+from kvlens.viz._text import data_script, html_text, label, number, printable, rounded
 from kvlens.viz.piece import Piece
 
 MAX_POSITIONS = 512
@@ -70,7 +70,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
     body = (
         f'<figure class="piece" data-kvlens="depth"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(note)}</p><div class="depth"></div>'
-        f'<script type="application/json">{script_json(data)}</script></figure>'
+        f"{data_script(data)}</figure>"
     )
     return Piece(title, body, figure=functools.partial(_figure, data, title))
 

@@ -11,9 +11,9 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._frames import check_columns, check_numbers
-from kvlens.viz._head_maps import check_heads, column_choice, head_maps
+from kvlens.viz._head_maps import check_heads, column_choice, head_map, maps_data
 from kvlens.viz._quantized import quantized
-from kvlens.viz._text import html_text, rounded, script_json
+from kvlens.viz._text import data_script, html_text, rounded
 from kvlens.viz.heat_map import draw_heat_map, heat_figure
 from kvlens.viz.piece import Piece
 
@@ -65,11 +65,11 @@ def dual_view(
         )
     if ax is not None:
         return draw_heat_map(ax, by_head, FIGURES[0], title, without_zero=True)
-    data = _json(given, by_head, n, query)
+    data = {"maps": maps_data(by_head, FIGURES, LOGARITHMS), **_json(given, by_head, n, query)}
     body = (
         f'<figure class="piece" data-kvlens="dual"><figcaption>{html_text(title)}{column_choice(FIGURES)}</figcaption>'
-        f"{head_maps(by_head, FIGURES, clickable=True, without_zero=LOGARITHMS, title=title)}"
-        f'<div class="detail"></div><script type="application/json">{script_json(data)}</script></figure>'
+        f"{head_map(by_head, FIGURES[0], clickable=True, without_zero=FIGURES[0] in LOGARITHMS, title=title)}"
+        f'<div class="detail"></div>{data_script(data)}</figure>'
     )
     return Piece(title, body, figure=functools.partial(heat_figure, by_head, FIGURES[0], title, without_zero=True))
 

@@ -13,8 +13,8 @@ from kvlens.errors import KVLensError
 from kvlens.viz._axes import check_ax
 from kvlens.viz._color import beyond, diverging_map, scale_of
 from kvlens.viz._details import details_json
-from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_maps
-from kvlens.viz._text import html_text, number, script_json
+from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_map, maps_data
+from kvlens.viz._text import data_script, html_text, number
 from kvlens.viz.piece import Piece
 
 
@@ -49,10 +49,11 @@ def head_heatmap(
     others = [str(c) for c in table.columns if c not in ("layer", "head", value) and pd.api.types.is_numeric_dtype(table[c])]
     columns = [value, *others]
     name = title or "heads"
-    clickable = f'<div class="detail"></div>{_data(details)}' if details is not None else ""
+    data = {"maps": maps_data(table, columns), "details": None if details is None else details_json(details)}
+    place = "" if details is None else '<div class="detail"></div>'
     body = (
         f'<figure class="piece" data-kvlens="heat-map"><figcaption>{html_text(name)}{column_choice(columns)}</figcaption>'
-        f"{head_maps(table, columns, clickable=details is not None)}{clickable}</figure>"
+        f"{head_map(table, value, clickable=details is not None)}{place}{data_script(data)}</figure>"
     )
     return Piece(name, body, figure=functools.partial(heat_figure, table, value, name))
 
@@ -64,10 +65,6 @@ def _table(values: Any, name: str) -> pd.DataFrame:
         raise KVLensError(f"head_heatmap: expected numbers [layer, head], got shape {list(numbers.shape)}")
     layer, head = np.indices(tuple(numbers.shape)).reshape(2, -1)
     return pd.DataFrame({"layer": layer, "head": head, name: numbers.flatten().numpy()})
-
-
-def _data(details: HeadDetails) -> str:
-    return f'<script type="application/json">{script_json(details_json(details))}</script>'
 
 
 def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:

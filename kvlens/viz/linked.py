@@ -16,7 +16,7 @@ from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantized import quantized
-from kvlens.viz._text import html_text, part_note, percent, rounded, script_json
+from kvlens.viz._text import data_script, html_text, part_note, percent, rounded
 from kvlens.viz.piece import Piece
 
 MAX_CELLS = 60_000
@@ -45,7 +45,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     body = (
         f'<figure class="piece" data-kvlens="linked"><figcaption>{html_text(title)}</figcaption>'
         f'<p class="note">{html_text(said)}</p><div class="linked"></div>'
-        f'<script type="application/json">{script_json(_json(data))}</script></figure>'
+        f"{data_script(_json(data))}</figure>"
     )
     return Piece(title, body)
 

@@ -17,8 +17,8 @@ import torch
 from timing import verdict
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.experiments.shared.sampling import prompted_logits, sampled
 from kvlens.kv_bias import KVBias
+from kvlens.papers.iclca.logits import prompted_logits, sampled
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SIZES = dict(n_prompt=128, n_text=64, n_texts=8, keys=(8, 32))

@@ -21,7 +21,7 @@ import transformers
 from timing import peak_gib, verdict
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.experiments.shared.sampling import sampled
+from kvlens.papers.iclca.logits import sampled
 
 N_CTX, BLOCK, N_TEXTS = 4608, 64, 4
 GROWTH = 2.2

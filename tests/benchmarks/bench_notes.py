@@ -40,7 +40,7 @@ from kvlens.analyses.attribution.methods import LeaveOneOut
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import attribution_by_position
 from kvlens.components import hidden_tokens_keep_positions
-from kvlens.experiments.shared.significance import binomial_tail
+from kvlens.papers.harness.significance import binomial_tail
 
 SENTENCES = ("the container's room", "the thing's container")
 """What the sentences of `Question.origins` say, in that order."""

@@ -10,8 +10,7 @@ from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.conversion import Landmark
 from kvlens.conversion.softmax import logit_effects
 from kvlens.conversion.softmax.logit_effects import effects_on_logits, logit_metrics
-from kvlens.experiments.iclca.softmax_conversion import context_of
-from kvlens.experiments.shared.sampling import prompted_logits
+from kvlens.papers.iclca.logits import context_of, prompted_logits
 
 KINDS = {
     "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),

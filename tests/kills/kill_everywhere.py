@@ -91,18 +91,18 @@ def outcome(place: Path) -> Case:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvlens.experiments import find_experiment
-    from kvlens.experiments.shared.outcome import OUTCOME_FOLDER, Outcome, write_outcome
     from kvlens.files import check_folder
+    from kvlens.papers import find_experiment
+    from kvlens.papers.harness.run import EXPERIMENT_FOLDER, Reproduction, write_experiment
 
     turn = Turn()
 
     def write(folder: Path) -> None:
-        found = Outcome({"t": pd.DataFrame({"a": [turn()]})}, lambda: Figure(figsize=(0.1, 0.1)), [])
-        write_outcome(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
+        found = Reproduction({"t": pd.DataFrame({"a": [turn()]})}, lambda: Figure(figsize=(0.1, 0.1)), [])
+        write_experiment(found, find_experiment("hops"), "tiny", 1.0, folder / "o", overwrite=True)
 
     def read(folder: Path) -> object:
-        check_folder(folder / "o", OUTCOME_FOLDER, overwrite=True)
+        check_folder(folder / "o", EXPERIMENT_FOLDER, overwrite=True)
         return pd.read_parquet(folder / "o" / "t.parquet")["a"].item()
 
     return Case(write, read, {"o"})

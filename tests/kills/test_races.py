@@ -15,8 +15,8 @@ import pytest
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens.cli import main
-from kvlens.experiments.shared.outcome import OUTCOME_FOLDER
 from kvlens.files import check_folder
+from kvlens.papers.harness.run import EXPERIMENT_FOLDER
 from kvlens.report.folder import EXPLANATION_FOLDER, REPORT_FOLDER
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tm
     both = [started(here, command, *arguments, "--out", "r", *["--overwrite"] * overwrite) for _ in range(2)]
     ended = [command.end() for command in both]
     failed = [error for status, error in ended if status]
-    check_folder(here / "r", {"report": REPORT_FOLDER, "reproduce": OUTCOME_FOLDER}[command], overwrite=True)
+    check_folder(here / "r", {"report": REPORT_FOLDER, "reproduce": EXPERIMENT_FOLDER}[command], overwrite=True)
     assert os.listdir(here) == ["r"]
     assert len(failed) == 1 or (overwrite and not failed), ended  # with --overwrite the second may begin after the first
     assert all(re.search("is at work on|already holds", error) for error in failed), ended

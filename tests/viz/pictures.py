@@ -1,5 +1,7 @@
 """Tables and tokens that the tests draw, and one example of every picture."""
 
+import base64
+import gzip
 import json
 import math
 import re
@@ -90,9 +92,11 @@ SEVERAL = ("depth_map", "attention_view", "attention_under_bias")
 
 
 def data_of(piece):
-    (found,) = re.findall(r'<script type="application/json">(.*?)</script>', piece.body, flags=re.DOTALL)
-    return json.loads(found)
+    (found,) = re.findall(r'<script type="text/plain" class="data">([A-Za-z0-9+/=]*)</script>', piece.body)
+    return json.loads(gzip.decompress(base64.b64decode(found)))
 
 
 def values(quantized):
-    return [None if cell is None else cell * quantized["unit"] for cell in quantized["cells"]]
+    """As in ``static/base.js``."""
+    codes = [ord(sign) - ord("#") for sign in quantized["cells"]]
+    return [None if code < 0 else quantized["unit"] * (-(code + 1) / 2 if code % 2 else code / 2) for code in codes]

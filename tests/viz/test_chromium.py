@@ -222,7 +222,9 @@ def test_a_click_shows_that_head(tmp_path):
         const select = figure.querySelector("select");
         select.value = "loss_change";
         select.dispatchEvent(new Event("change"));
-        record("shown", [...figure.querySelectorAll("table")].filter((map) => !map.hidden).map((map) => map.dataset.column));
+        const head = figure.querySelector('[data-layer="0"][data-head="2"]');
+        record("shown", [head.title, head.textContent, head.className, head.style.getPropertyValue("--x")]);
+        record("scale", figure.querySelector("caption").textContent);
     """
     dom = visit(head_heatmap(by_head(), details=details).to_html(), tmp_path, script=click).dom
     body = dom[dom.index("<body") : dom.index(">", dom.index("<body"))]
@@ -237,12 +239,13 @@ def test_a_click_shows_that_head(tmp_path):
     # three digits of the value in the page, which is within half a unit of 1/999 of the head's largest
     shares = details.prompt_shares[1, 0]
     assert recorded("shares") == pytest.approx(shares.tolist(), abs=float(shares.abs().max()) * (0.5 / 999 + 0.005))
-    assert recorded("pressed") == 2  # in the map that is shown and in that of the other column
+    assert recorded("pressed") == 1
     expected = float(details.pattern[1, 0, 1, 0])
     words, value = recorded("readout").rsplit(": ", 1)
     assert words == "text 1 “·purple” attends to prompt 0 “the”"
     assert float(value.replace("−", "-")) == pytest.approx(expected, abs=0.01 * float(details.pattern[1, 0].abs().max()))
-    assert recorded("shown") == ["loss_change"]
+    assert recorded("shown") == ["layer 0, head 2: loss_change −1.00", "−1.00", "negative", "40.0%"]
+    assert recorded("scale") == "−2.502.50 loss_change"
 
 
 def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonstrations(tmp_path):
@@ -317,7 +320,7 @@ def test_a_notebook_frame_holds_the_whole_piece_and_grows(tmp_path):
                 frame.contentDocument.querySelectorAll("canvas").length,
             ]);
             document.title = JSON.stringify(frames);
-            if (!frames.every(([fits, grew]) => fits && grew)) turn.port2.postMessage(0);
+            if (!frames.every(([fits, grew]) => fits && grew) || !frames[0][2]) turn.port2.postMessage(0);
         };
         turn.port1.onmessage = look;
         addEventListener("load", look);

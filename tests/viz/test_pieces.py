@@ -1,8 +1,5 @@
 """Every piece: what it shows is what it was given, by hand; and text and numbers as they stand in a page."""
 
-import base64
-import gzip
-import json
 import math
 import re
 
@@ -28,26 +25,29 @@ from kvlens.viz import (
     linked_view,
 )
 from kvlens.viz._blocks import block_means, block_size, strongest_positions
+from kvlens.viz._color import FULL, strongest
 from kvlens.viz._details import details_json
-from kvlens.viz._text import html_text, label, number, part_note, percent, running, script_json
+from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
 from kvlens.viz.dual import MAX_CELLS
 
 # --- heads and attention ---------------------------------------------------------------------------------------------
 
 
 def test_a_heat_map_has_a_cell_a_head_and_a_map_a_column():
-    body = head_heatmap(heads(loss_change=[-0.25, 0.0, 0.5])).body
-    assert re.findall(r'data-column="(\w+)"( hidden)?', body) == [("b_kv_norm", ""), ("loss_change", " hidden")]
+    piece = head_heatmap(heads(loss_change=[-0.25, 0.0, 0.5]))
+    body, maps = piece.body, data_of(piece)["maps"]
+    assert re.findall(r'data-column="(\w+)"', body) == ["b_kv_norm"]
     cells = re.findall(
         r'<span data-layer="(\d)" data-head="(\d)" title="[^"]*" class="(\w+)[^"]*"(?: style="--x:(.*?)%")?', body
     )
-    assert cells[:4] == [
+    assert cells == [
         ("0", "0", "positive", "25.0"),
         ("0", "1", "positive", "50.0"),
         ("1", "0", "none", ""),
         ("1", "1", "positive", "100.0"),
     ]
-    assert cells[4] == ("0", "0", "negative", "50.0")
+    assert maps["b_kv_norm"] == {"values": [1.0, 2.0, None, 4.0], "low": 0.0, "top": 4.0}
+    assert maps["loss_change"] == {"values": [-0.25, 0.0, None, 0.5], "low": 0.0, "top": 0.5}
     assert "<button" not in body
 
 
@@ -59,16 +59,13 @@ def test_numbers_by_layer_and_head_are_drawn_as_their_table_is(form):
     assert "value" in head_heatmap(form(numbers)).body
 
 
-def props_of(piece) -> dict:
-    return json.loads(gzip.decompress(base64.b64decode(re.search(r'<script type="text/plain">(.*?)</script>', piece.body)[1])))
-
-
 def test_attention_gives_circuitsvis_a_square_of_known_rows():
     pattern = torch.tensor([[[0.1, 0.2, 0.7, 0.0], [0.4, math.nan, 0.3, 0.2]]])
     piece = attention_view([" a", "b", "c", "\n"], pattern, n_prompt=2)
-    props = props_of(piece)
+    props = data_of(piece)
     assert props["tokens"] == ["p0:·a", "p1:b", "0:c", "1:⏎"]
-    assert props["attention"] == [[[0, 0, 0, 0], [0, 0, 0, 0], [0.1, 0.2, 0.7, 0], [0.4, 0, 0.3, 0.2]]]
+    expected = [*[0.0] * 8, 0.1, 0.2, 0.7, 0.0, 0.4, 0.0, 0.3, 0.2]
+    assert values(props["attention"]) == pytest.approx(expected, abs=0.51 * 0.7 / 255)
     assert props["maxValue"] == -props["minValue"] == 0.7
     assert "1 values are not finite" in piece.body
 
@@ -77,10 +74,11 @@ def test_attention_under_a_bias_is_drawn_whole():
     """A map of ``hook_pattern`` under a bias was blank: its rows, after 128 tokens, summed to 0.002."""
     model = softmax()
     piece = attention_under_bias(model, PROMPT, TEXT, 1, heads=[2, 0])
-    found, props = analyses.attention_under_bias(model, PROMPT, TEXT, 1), props_of(piece)
+    found, props = analyses.attention_under_bias(model, PROMPT, TEXT, 1), data_of(piece)
     assert props["attentionHeadNames"] == ["L1 H2", "L1 H0"] and len(props["tokens"]) == len(found.tokens)
-    half_a_digit = dict(rtol=0.005, atol=1e-9)  # a page keeps three
-    torch.testing.assert_close(torch.tensor(props["attention"]), found.pattern[[2, 0]], **half_a_digit)
+    shown, expected = torch.tensor(values(props["attention"])), found.pattern[[2, 0]]
+    half_a_unit = 0.51 * props["maxValue"] / 255
+    torch.testing.assert_close(shown.view_as(expected), expected, rtol=0, atol=half_a_unit)
 
 
 def test_long_attention_keeps_what_counts_and_says_what_it_leaves_out():
@@ -89,7 +87,7 @@ def test_long_attention_keeps_what_counts_and_says_what_it_leaves_out():
     pattern[:, :, 4] = 0.9
     pattern[:, :, 11] = 0.5
     piece = attention_view([str(i) for i in range(n_keys)], pattern, n_prompt=n_prompt, max_tokens=8)
-    names = props_of(piece)["tokens"]
+    names = data_of(piece)["tokens"]
     assert len(names) == 8
     assert {"p4:4", "p11:11", "1:16", "2:17", "3:18", "4:19"} <= set(names)
     assert "12 of 20 tokens are left out, those with the least attention" in piece.body
@@ -118,31 +116,37 @@ def test_blocks_have_the_mean_of_their_positions():
 
 
 def test_details_survive_the_page_to_three_digits():
+    """Of the largest value of each head."""
     pattern = torch.randn(2, 3, 4, 9)
     pattern[1, 2, 0, 0] = math.nan
     details = HeadDetails(list("abcde"), list("wxyz"), torch.arange(5, 9), pattern, pattern[..., 0, :5])
-    data = json.loads(script_json(details_json(details)))
+    data = data_of(head_heatmap(torch.ones(2, 3), details=details))["details"]
     for layer in range(2):
         for head in range(3):
-            quantized = data["heads"][layer][head]["pattern"]
-            cells = torch.tensor([math.nan if c is None else c * quantized["unit"] for c in quantized["cells"]]).view(4, 9)
+            shown = values(data["pattern"][layer][head])
+            cells = torch.tensor([math.nan if value is None else value for value in shown]).view(4, 9)
             expected = pattern[layer, head]
             half_a_unit = 0.51 * float(expected.nan_to_num().abs().max()) / 999
             torch.testing.assert_close(cells, expected, rtol=0, atol=half_a_unit, equal_nan=True)
     assert data["notes"] == [] and data["queries"] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("n_layers", "n_heads", "largest"), [(4, 6, 1.1e6), (12, 12, 1.8e6)])
-def test_details_of_512_tokens_stay_small(n_layers, n_heads, largest):
-    """Here every cell takes its three digits and a comma; a real pattern, 0 above its diagonal, takes three quarters of that.
-
-    Of a page of 3 MB circuitsvis takes 1.3, and a report's other pieces 0.7. Text tokens keep a column each while they can.
-    """
-    pattern = torch.rand(n_layers, n_heads, 64, 576)
-    details = HeadDetails([" w"] * 512, [" t"] * 64, torch.arange(512, 576), pattern, torch.rand(n_layers, n_heads, 512))
+@pytest.mark.parametrize(("n_layers", "n_heads", "exact"), [(4, 6, True), (12, 12, False)])
+def test_details_of_512_tokens_stay_small(n_layers, n_heads, exact):
+    """The numbers of many heads keep what their colors show. Text tokens keep a column each while they can."""
+    pattern = torch.rand(n_layers, n_heads, 64, 576, generator=torch.Generator().manual_seed(0)).square()
+    shares = torch.rand(n_layers, n_heads, 512)
+    details = HeadDetails([" w"] * 512, [" t"] * 64, torch.arange(512, 576), pattern, shares)
     data = details_json(details)
-    assert len(script_json(data)) < largest
-    assert (len(data["columns"]["text"]) == 64) == (n_heads == 6)
+    assert len(data_script(data)) < 600_000
+    assert (len(data["columns"]["text"]) == 64) == exact
+    assert ("Values are rounded to 1/63 of full color." in data["notes"]) == (not exact)
+    n_prompt, n_columns = len(data["columns"]["prompt"]), len(data["columns"]["prompt"] + data["columns"]["text"])
+    shown = [values(head) for layer in data["pattern"] for head in layer]
+    cells = torch.tensor(shown).view(n_layers, n_heads, 64, n_columns)
+    unit = float(cells.max()) / 999 if exact else strongest(cells.flatten().tolist(), FULL) / 63
+    expected = block_means(pattern[..., :512], -(-512 // n_prompt))
+    torch.testing.assert_close(cells[..., :n_prompt], expected, rtol=0, atol=0.51 * unit)
 
 
 def test_colored_tokens_scale_and_signs():
@@ -203,7 +207,7 @@ def test_the_depth_map_holds_the_table_and_its_means():
     data = data_of(piece)
     assert data["change"] == [[0.0, -1.0], [0.5, -0.5], [1.0, 0.0]]
     assert data["means"] == [-0.5, 0.0, 0.5]
-    assert "<script>" not in piece.body.split("application/json")[1]
+    assert data["with"][0][0] == "x" and data["without"][0][0] == "<script>" and "<script>" not in piece.body
 
 
 def test_arcs_are_those_of_the_table():
@@ -241,8 +245,7 @@ def test_the_dual_view_of_a_head_by_hand():
 
 
 def test_the_map_of_a_logarithm_runs_from_its_lowest_to_its_highest():
-    body = dual_view(losses(), demonstrations()).body
-    first = body[body.index('data-column="log_loss_drop"') : body.index('data-column="step_share"')]
+    first = dual_view(losses(), demonstrations()).body
     strengths = [float(x) for x in re.findall(r'class="positive" style="--x:([\d.]+)%"', first)]
     assert strengths == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]
     assert "−10.0</span>" in first and "−5.00 log_loss_drop" in first
@@ -286,14 +289,14 @@ def test_percentages_are_never_rounded_to_nothing_or_all(fraction, shown, exactl
 
 
 def test_text_is_escaped():
-    assert script_json("</script>\u2028&\ud800") == '"\\u003c/script\\u003e\\u2028\\u0026\ufffd"'
-    unseen = "\u202eabc\u2066\u200f\x85"
-    assert script_json([unseen]).isascii() and json.loads(script_json([unseen])) == [unseen]
+    assert re.fullmatch(
+        r'<script type="text/plain" class="data">[A-Za-z0-9+/=]+</script>', data_script("</script>\u2028&\ud800")
+    )
     assert html_text("<a href='x'>\x00") == "&lt;a href=&#x27;x&#x27;&gt;\ufffd"
     assert html_text("\u202eabc\u2028d") == "\ufffdabc\ufffdd"  # nothing behind it is turned around, no line is broken
     assert label(" a\n\t") == "·a⏎⇥"
     with pytest.raises(ValueError, match="not JSON compliant"):
-        script_json(math.nan)
+        data_script(math.nan)
 
 
 @pytest.mark.parametrize(

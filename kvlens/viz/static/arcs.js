@@ -1,7 +1,7 @@
 // Induction arcs: prompt and text on one line, and a strip of the heads' scores that filters them.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, element, paint, roving, legend, strongest, selection, svg } = KVLENS;
+  const { ready, dataOf, label, short, number, element, paint, roving, legend, strongest, selection, svg } = KVLENS;
   const STEP = 15, LABELS = 96;
 
   const tokensOf = (picture, data, base) => data.tokens.forEach((token, i) => {
@@ -81,5 +81,5 @@
     scroll.scrollLeft = wide; // scroll to the text, where the arcs start
   };
 
-  document.querySelectorAll('[data-kvlens="arcs"]').forEach(setUp);
+  ready.then(() => document.querySelectorAll('[data-kvlens="arcs"]').forEach(setUp));
 })();

@@ -1,12 +1,16 @@
-// Functions shared by the interactive parts of a page. Each element with data-kvlens has its data as JSON in its own script
-// element; text from prompts reaches the page only through textContent, title and aria-label, never as HTML.
+// Functions shared by the interactive parts of a page. Each element with data-kvlens has its data in its own script element, as
+// compressed JSON; text from prompts reaches the page only through textContent, title and aria-label, never as HTML.
 "use strict";
 const KVLENS = (() => {
   const NEWLINE = "⏎";
-  const dataOf = (element) => {
-    const script = element.querySelector(':scope > script[type="application/json"]');
-    return script && JSON.parse(script.textContent);
+  const unpacked = async (element) => { // base64 of gzip
+    const bytes = Uint8Array.from(atob(element.textContent), (sign) => sign.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   };
+  const data = new WeakMap(), dataOf = (element) => data.get(element);
+  // all other scripts set up their figures then, in their order
+  const ready = Promise.all([...document.querySelectorAll("script.data")].map(async (script) =>
+    data.set(script.parentElement, JSON.parse(await unpacked(script)))));
   const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
   // like label and running in _text.py
   const withoutWidth = /^\p{Cf}+$/u;
@@ -38,7 +42,10 @@ const KVLENS = (() => {
     const shown = String(Number((100 * x).toPrecision(3))).replace("-", "−");
     return `${x < 1 && shown === "100" ? "> 99.9" : shown}\u00a0%`;
   };
-  const valuesOf = (quantized) => quantized.cells.map((cell) => (cell === null ? null : cell * quantized.unit));
+  const valuesOf = ({ unit, cells }) => Array.from(cells, (sign) => { // as in _quantized.py
+    const code = sign.charCodeAt(0) - 35;
+    return code < 0 ? null : unit * (code % 2 ? -(code + 1) / 2 : code / 2);
+  });
   // the magnitude that gets full color, as in _color.py
   const strongest = (values) => {
     const sizes = values.map((x) => Math.abs(x ?? 0)).filter((x) => x > 0).sort((a, b) => a - b);
@@ -144,11 +151,21 @@ const KVLENS = (() => {
     return first !== "" && Number(first) <= Number(position) && Number(position) <= Number(last);
   };
 
-  // The maps of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the area
+  // The map of heads in a figure: the selector of a column, arrow keys, and what choosing a head shows. `show` fills the area
   // below the map and returns a function that redraws it when the page changes its size.
   const mapOfHeads = (figure, known, show) => {
-    const select = figure.querySelector("figcaption select"), maps = [...figure.querySelectorAll("table.heat")];
-    select?.addEventListener("change", () => maps.forEach((map) => { map.hidden = map.dataset.column !== select.value; }));
+    const select = figure.querySelector("figcaption select"), map = figure.querySelector("table.heat");
+    const heads = [...map.querySelectorAll("[data-head]")];
+    select?.addEventListener("change", () => {
+      const { values, low, top } = dataOf(figure).maps[select.value];
+      heads.forEach((head, i) => {
+        paint(head, values[i] === null ? null : values[i] - low, top - low);
+        head.title = `layer ${head.dataset.layer}, head ${head.dataset.head}: ${select.value} ${number(values[i])}`;
+        if (!map.classList.contains("wide")) head.textContent = number(values[i]);
+      });
+      map.dataset.column = select.value;
+      map.caption.replaceChildren(legend(top, select.value, low === 0 && values.some((x) => x < 0), low));
+    });
     const place = figure.querySelector(".detail");
     if (!place) return;
     const said = element("p", "unseen");
@@ -158,7 +175,7 @@ const KVLENS = (() => {
     const choose = (layer, head, quietly) => {
       if (figure.dataset.selected === `${layer}.${head}`) return;
       figure.dataset.selected = `${layer}.${head}`;
-      for (const button of figure.querySelectorAll("table.heat button"))
+      for (const button of heads)
         button.setAttribute("aria-pressed", button.dataset.layer === layer && button.dataset.head === head);
       redraw = show(place, Number(layer), Number(head)) ?? (() => {});
       if (!quietly) said.textContent = `Layer ${layer}, head ${head} is shown below.`;
@@ -168,12 +185,9 @@ const KVLENS = (() => {
       selection.set({ head: `${layer}.${head}`, show: "head" });
     };
     const isKnown = (button) => known(button.dataset.layer, button.dataset.head);
-    for (const map of maps) {
-      const buttons = [...map.querySelectorAll("button")], across = map.querySelectorAll("thead th").length - 1;
-      roving(buttons, across, (i) => isKnown(buttons[i]) && pick(buttons[i].dataset), null);
-    }
+    roving(heads, map.querySelectorAll("thead th").length - 1, (i) => isKnown(heads[i]) && pick(heads[i].dataset), null);
     const strength = (button) => (isKnown(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
-    const first = [...maps[0].querySelectorAll("button")].reduce((a, b) => (strength(b) > strength(a) ? b : a));
+    const first = heads.reduce((a, b) => (strength(b) > strength(a) ? b : a));
     const follow = ({ head = "" }) => {
       const [layer, index] = head.split(".");
       if (known(layer, index)) choose(layer, index, true);
@@ -197,5 +211,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, covers, svg };
+  return { NEWLINE, ready, unpacked, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, covers, svg };
 })();

@@ -1,17 +1,20 @@
-// circuitsvis' attention patterns. Its script is 1.3 MB: it stands in the page compressed, as do the patterns, and both are unpacked
-// when they are asked for, by a click, or at once where the page is this picture alone.
+// circuitsvis' attention patterns. Its script is 1.3 MB: it stands in the page compressed, and is unpacked when it is asked for, by a
+// click, or at once where the page is this picture alone.
 "use strict";
 (() => {
   let loading = null;
 
-  const unpacked = async (element) => { // base64 of gzip
-    const bytes = Uint8Array.from(atob(element.textContent), (sign) => sign.charCodeAt(0));
-    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  };
+  const { ready, unpacked, dataOf, valuesOf } = KVLENS;
   const load = async () => {
     const script = document.createElement("script"); // the page's policy knows its hash
     script.textContent = await unpacked(document.getElementById("circuitsvis"));
     document.head.append(script);
+  };
+
+  const drawn = ({ attention, ...props }) => { // [head][query][key]
+    const values = valuesOf(attention), { length } = props.tokens;
+    const row = (i) => values.slice(i * length, (i + 1) * length);
+    return { ...props, attention: props.attentionHeadNames.map((_, head) => props.tokens.map((_, i) => row(head * length + i))) };
   };
 
   const setUp = (figure, index) => {
@@ -26,8 +29,8 @@
     };
     const draw = async () => {
       button.disabled = true;
-      await (loading ??= load());
-      props = JSON.parse(await unpacked(figure.querySelector(":scope > script")));
+      await Promise.all([ready, (loading ??= load())]);
+      props = drawn(dataOf(figure));
       button.remove();
       new MutationObserver(() => { // its canvases have a role but no name
         for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");

@@ -22,4 +22,7 @@ document.querySelectorAll("nav.contents").forEach((contents) => {
     section.focus({ preventScroll: true });
     section.scrollIntoView();
   });
+  KVLENS.ready.then(() => { // the figures above it have grown
+    document.getElementById(location.hash.slice(1))?.scrollIntoView();
+  });
 });

@@ -1,7 +1,7 @@
 // Layer by layer: a grid of depths (rows) and text tokens (columns), the text above it, the mean of each row next to it.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, element, paint, roving, legend, selection, svg } = KVLENS;
+  const { ready, dataOf, label, short, number, element, paint, roving, legend, selection, svg } = KVLENS;
 
   const meanCurve = (data, rowHeight) => {
     const width = 120, height = rowHeight * data.layers.length;
@@ -70,5 +70,5 @@
     selection.listen(["text"], follow);
   };
 
-  document.querySelectorAll('[data-kvlens="depth"]').forEach(setUp);
+  ready.then(() => document.querySelectorAll('[data-kvlens="depth"]').forEach(setUp));
 })();

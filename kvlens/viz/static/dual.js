@@ -1,7 +1,7 @@
 // Heads as steps of learning: choosing a head in the map shows the contribution of each demonstration to its step and output.
 "use strict";
 (() => {
-  const { dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;
+  const { ready, dataOf, label, number, percent, valuesOf, strongest, element, legend, coloredTokens, mapOfHeads } = KVLENS;
   const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
   const COLUMNS = ["position", "demonstration", "of the step", "of the output", "attention", "cosine before", "after"];
 
@@ -36,7 +36,7 @@
     const heads = Object.values(data.heads).flatMap((layer) => Object.values(layer));
     const all = (name) => heads.flatMap((head) => valuesOf(head[name]));
     const tops = { step: strongest(all("step")), output: strongest(all("output")) };
-    const signed = heads.some((head) => head.output.cells.some((cell) => cell < 0));
+    const signed = heads.some((head) => valuesOf(head.output).some((x) => x < 0));
     const show = (place, layer, index) => {
       const head = data.heads[layer][index];
       place.replaceChildren(
@@ -55,5 +55,5 @@
     mapOfHeads(figure, (layer, head) => data.heads[layer]?.[head] !== undefined, show);
   };
 
-  document.querySelectorAll('[data-kvlens="dual"]').forEach(setUp);
+  ready.then(() => document.querySelectorAll('[data-kvlens="dual"]').forEach(setUp));
 })();

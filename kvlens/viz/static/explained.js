@@ -1,6 +1,6 @@
 // An explanation: choosing a claim shades the prompt's parts by what it loses without them; choosing a part tells what is said then.
 "use strict";
-document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
+KVLENS.ready.then(() => document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
   const { dataOf, selection } = KVLENS, data = dataOf(figure), says = figure.querySelector(".says");
   const words = [...figure.querySelectorAll("[data-claim]")], sources = [...figure.querySelectorAll(".source")];
   let claim = data.about;
@@ -25,4 +25,4 @@ document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
     selection.set({ unit: source.dataset.unit, show: "unit" });
   }));
   choose(claim);
-});
+}));

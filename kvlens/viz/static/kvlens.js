@@ -1,7 +1,7 @@
 // The map of heads with its details, and the frame of a notebook.
 "use strict";
 (() => {
-  const { dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, coloredTokens, mapOfHeads } = KVLENS;
+  const { ready, dataOf, label, short, number, valuesOf, strongest, sumOf, element, legend, coloredTokens, mapOfHeads } = KVLENS;
 
   // --- one head's pattern, on a canvas: queries of the text downwards, keys of prompt and text across -----------------
 
@@ -82,8 +82,8 @@
     return box;
   };
 
-  const patternPanel = (data, head, full) => {
-    const columns = columnsOf(data), values = valuesOf(head.pattern);
+  const patternPanel = (data, values, full) => {
+    const columns = columnsOf(data);
     const nPrompt = columns.filter((column) => column.part === "prompt").length;
     const panel = element("div", "pattern"), canvas = element("canvas"), readout = element("p", "readout");
     const rest = "Point at a cell or use the arrow keys to read its value.";
@@ -125,8 +125,8 @@
 
   // one scale for all heads, so that they can be compared
   const scalesOf = (data) => {
-    const all = (name) => data.heads.flat().flatMap((head) => (head[name] ? valuesOf(head[name]) : []));
-    const names = ["pattern", "shares", "bias"], signed = (name) => data.heads.flat().some((one) => one[name]?.cells.some((cell) => cell < 0));
+    const all = (name) => (data[name] ?? []).flat().flatMap(valuesOf);
+    const names = ["pattern", "shares", "bias"], signed = (name) => all(name).some((x) => x < 0);
     return {
       ...Object.fromEntries(names.map((name) => [name, strongest(all(name))])),
       signed: Object.fromEntries(names.map((name) => [name, signed(name)])),
@@ -134,10 +134,10 @@
   };
 
   const showHead = (place, data, scales, layer, headIndex) => {
-    const head = data.heads[layer][headIndex];
-    const shares = valuesOf(head.shares), tokens = data.blocks.map((block) => block.text);
+    const ofHead = (name) => data[name] && valuesOf(data[name][layer][headIndex]);
+    const shares = ofHead("shares"), bias = ofHead("bias"), tokens = data.blocks.map((block) => block.text);
     const title = element("h3", "", `Layer ${layer}, head ${headIndex}`);
-    const { panel, draw } = patternPanel(data, head, scales.pattern);
+    const { panel, draw } = patternPanel(data, ofHead("pattern"), scales.pattern);
     const patternTitle = element("h4", "", "Attention pattern of the unconverted model");
     place.replaceChildren(title, patternTitle, panel);
     draw();
@@ -149,11 +149,10 @@
     const list = most.map(([x, i]) => `“${label(tokens[i])}” (${data.blocks[i].place}) ${number(x)}`).join(", ");
     place.append(
       element("h4", "", "Prompt tokens by their share of the head's output on the text"),
-      element("p", "note", `All together: ${number(head.whole)}; the rest comes from the text itself and the shift state. Largest: ${list}.`),
+      element("p", "note", `All together: ${number(data.whole[layer][headIndex])}; the rest comes from the text itself and the shift state. Largest: ${list}.`),
       legend(scales.shares, "of the head's output", signed.shares),
       coloredTokens("prompt tokens, colored by their share of the head's output", tokens, shares, scales.shares, (token, i, x) => `prompt ${data.blocks[i].place} ${label(token)}: ${number(x)}`));
-    if (head.bias) {
-      const bias = valuesOf(head.bias);
+    if (bias) {
       place.append(
         element("h4", "", "Text tokens by the share of the bias in the head's output"),
         element("p", "note", `||z_bias|| / (||z_bias|| + ||z_context||), mean ${number(sumOf(bias) / bias.length)}.`),
@@ -164,8 +163,8 @@
   };
 
   const setUpHeatMap = (figure) => {
-    const data = dataOf(figure), scales = data && scalesOf(data);
-    const known = (layer, head) => data?.heads[layer]?.[head] !== undefined;
+    const data = dataOf(figure).details, scales = data && scalesOf(data);
+    const known = (layer, head) => data?.whole[layer]?.[head] !== undefined;
     mapOfHeads(figure, known, (place, layer, head) => showHead(place, data, scales, layer, head));
   };
 
@@ -180,6 +179,6 @@
     new ResizeObserver(fit).observe(document.body);
   };
 
-  document.querySelectorAll('[data-kvlens="heat-map"]').forEach(setUpHeatMap);
+  ready.then(() => document.querySelectorAll('[data-kvlens="heat-map"]').forEach(setUpHeatMap));
   fitFrame();
 })();

@@ -2,7 +2,7 @@
 // attention output at a text token. Choosing in one panel recolors the other two.
 "use strict";
 (() => {
-  const { NEWLINE, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend, selection, covers } = KVLENS;
+  const { NEWLINE, ready, dataOf, label, running, number, percent, valuesOf, strongest, element, paint, roving, legend, selection, covers } = KVLENS;
   const share = (x) => percent(x, 0); // even very small ones: there may be thousands of tokens
 
   const matrix = (quantized, nColumns) => {
@@ -254,5 +254,5 @@
     return { value: () => (select.selectedIndex ? names[select.selectedIndex - 1] : null), listen: (f) => select.addEventListener("change", f) };
   };
 
-  document.querySelectorAll('[data-kvlens="linked"]').forEach(setUp);
+  ready.then(() => document.querySelectorAll('[data-kvlens="linked"]').forEach(setUp));
 })();

@@ -2,7 +2,7 @@
 // The cells can also be copied, for a spreadsheet.
 "use strict";
 (() => {
-  const { element } = KVLENS;
+  const { ready, element } = KVLENS;
   const STYLES = ["fill", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "paint-order", "font"];
 
   const visible = (figure, what) => [...figure.querySelectorAll(what)].filter((one) => one.checkVisibility());
@@ -62,7 +62,7 @@
     setTimeout(() => { button.textContent = "copy the table"; }, 2000);
   };
 
-  document.querySelectorAll("figure.piece").forEach((figure) => {
+  ready.then(() => document.querySelectorAll("figure.piece").forEach((figure) => {
     if (figure.querySelector('[data-kvlens="attention"]')) return; // circuitsvis'
     const title = figure.querySelector("figcaption")?.firstChild?.textContent.trim() ?? "figure", line = element("p", "save");
     const name = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "figure";
@@ -75,5 +75,5 @@
     line.prepend("Save as ");
     if (figure.querySelector(WAYS.CSV.of)) line.append("or ", action("copy the table", `copy the table: ${title}`, copyCells(figure)));
     figure.append(line);
-  });
+  }));
 })();

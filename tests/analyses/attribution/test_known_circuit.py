@@ -8,7 +8,8 @@ import torch
 
 from kvlens import explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
-from kvlens.experiments.kvsa.constructed_models import two_hop_circuit
+from kvlens.model.config import KVShiftConfig
+from kvlens.papers.kvsa.constructed_models import model_of_zeros
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
 N_TOKENS, STRENGTH = 8, 6.0
@@ -26,6 +27,42 @@ def log_p(logits: dict[int, float], token: int) -> float:
     """Of a token, where all that are not named have the logit 0."""
     whole = sum(math.exp(logits.get(t, 0.0)) for t in range(N_TOKENS))
     return logits.get(token, 0.0) - math.log(whole)
+
+
+@torch.no_grad()
+def two_hop_circuit(embeddings, strength, sigma=None):
+    """Reads facts of two tokens, subject and value, and answers a subject with the value of its value.
+
+    After "box cellar, key box" the token "key" is answered by "cellar". The stream has four parts of d features: the token, the
+    note, the answer, and one that is never read. Head 0 of the first layer looks up each token as a subject and writes the
+    value that it finds into the note: at the "box" of "key box" it writes "cellar". Head 0 of the second layer looks up the
+    current token as a subject and copies the note found there into the answer. Head 1 of either layer reads the same and writes
+    to the part that is never read. The unembedding reads the answer.
+
+    Args:
+        embeddings: orthonormal.
+        strength: the logit of an answer that was found; that of every other token is 0.
+        sigma: None for linear attention without normalizer, whose look-up is exact: a missing token contributes nothing. A
+            number for softmax of that temperature: a matching token has weight 1 - O(e^{-1 / sigma}), and without a match all
+            visible positions have equal weight.
+
+    Returns:
+        The model, without positions.
+    """
+    d = embeddings.shape[1]
+    kind = {} if sigma is not None else dict(attention="linear", feature_map="identity", normalizer="none")
+    shift = KVShiftConfig(window=1, values=False)
+    model = model_of_zeros(embeddings, 4 * d, d, 2, sigma or 1.0, kv_shift=shift, n_heads=2, **kind)
+    token, note, answer, unread = (slice(part * d, (part + 1) * d) for part in range(4))
+    one = torch.eye(d, dtype=embeddings.dtype)
+    for layer, (read, write) in enumerate(((token, note), (note, answer))):
+        attn = model.blocks[layer].attn
+        attn.k_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))
+        attn.W_Q[:, token] = attn.W_K[:, token] = one
+        attn.W_V[:, read] = one
+        attn.W_O[0, :, write] = attn.W_O[1, :, unread] = one
+    model.unembed.W_U[answer] = strength * embeddings.T
+    return model
 
 
 def built(sigma: float | None):

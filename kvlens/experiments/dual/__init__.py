@@ -1,1 +1,0 @@
-"""DUAL's figures: attention as a gradient step, the attention variants it suggests, and the heads of trained models."""

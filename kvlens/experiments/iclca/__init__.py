@@ -1,1 +1,0 @@
-"""Experiments of ICLCA: prompts converted to biases, exactly and approximately, and biases that are trained."""

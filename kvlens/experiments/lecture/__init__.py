@@ -1,1 +1,0 @@
-"""Experiments of LECTURE: functions learned from the examples in a prompt."""

@@ -1,0 +1,255 @@
+"""``dual-variants``: do the attentions that representation learning suggests train better? (DUAL figs. 3, 10 to 13)
+
+Each variant of the paper's layer trains from the same initialization and on the same sequences, seed by seed, at its own best
+learning rate. The logarithm of the held-out error is compared with plain attention's, at the end of training or as a mean over
+training, depending on the paper's claim. Where a plain layer ends depends on its initialization, so two are trained from two
+starts, and what counts is the distance from the nearer one; it is 0 between the two. (It would be as often above 0
+as below for a third plain layer, which is what the significance test assumes.) There is no verdict if plain attention has
+not explained half of the labels' variance.
+
+On the linear task errors fall as a power of the number of steps, so there is no end: a layer of softmax attention is linear
+only in the limit of small scores and large values. Errors that fall with the same power keep their ratio. So a claim about
+where two layers end is decided while errors fall, unless their ratio comes nearer to one: unless the second half of the steps
+took more than an eighth (`LATE`) of its logarithm. As the steps double, it would go on losing as much.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+
+from kvlens.errors import KVLensError
+from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
+from kvlens.papers.harness.learned import LATE, Goal, mean_and_spread
+from kvlens.papers.harness.plots import draw_curves
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+
+PLAIN, AGAIN = "plain", "plain, another start"
+VARIANTS: dict[str, Variant] = {
+    PLAIN: Variant(),
+    AGAIN: Variant(),
+    **{f"regularised, alpha {alpha}": Variant(alpha=alpha) for alpha in (-1.0, -0.5, -0.1, 0.1, 0.5)},
+    "augmented keys, 1 layer": Variant(key_depth=1),
+    "augmented keys, 2 layers": Variant(key_depth=2),
+    "augmented values, 1 layer": Variant(value_depth=1),
+    "augmented both, 1 layer": Variant(key_depth=1, value_depth=1),
+    **{f"negative, k {k}, beta {beta}": Variant(negatives=k, beta=beta) for k in (3, 8) for beta in (0.1, 0.5)},
+    "negative per label, k 3, beta 0.1": Variant(negatives=3, beta=0.1, per="label"),
+    "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
+    "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
+}
+FAMILIES = {
+    family: [name for name in VARIANTS if name.startswith(starts)]
+    for family, starts in {
+        "regularised": ("regularised, alpha",),
+        "augmented": ("augmented",),
+        "negative": ("negative",),
+        "combined": ("regularised and", "all three", AGAIN),
+    }.items()
+}
+
+
+class Claim(NamedTuple):
+    """A claim of the paper about a variant compared with plain attention.
+
+    Attributes:
+        words: the claim, and its source.
+        better: better (True) or worse (False).
+        measure: "end", the last error, or "course", the mean of its logarithm over training (lower is faster).
+    """
+
+    words: str
+    better: bool
+    measure: str = "end"
+
+
+END, COURSE = "end", "course"
+CLAIMS: dict[tuple[str, str], Claim] = {
+    ("linear", "regularised, alpha 0.5"): Claim("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
+    ("linear", "regularised, alpha -0.5"): Claim("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
+    ("linear", "augmented keys, 1 layer"): Claim("augmented keys alone converge slightly faster (sec. 5)", True, COURSE),
+    ("linear", "augmented keys, 2 layers"): Claim("a two-layer augmentation of keys ends better (sec. 5)", True),
+    ("linear", "regularised and augmented"): Claim("regularised and augmented together suffice (app. E.3)", True),
+    ("trigonometric", "augmented values, 1 layer"): Claim("augmented values degrade the task (app. E.2.1)", False),
+    ("trigonometric", "negative, k 3, beta 0.1"): Claim("negatives are worse on the task (app. E.2.1)", False),
+    ("exponential", "augmented keys, 1 layer"): Claim("augmented keys alone are better on the task (app. E.2.2)", True),
+    ("exponential", "augmented values, 1 layer"): Claim("augmented values alone are better on it (app. E.2.2)", True),
+}
+MEASURES = {
+    END: "log of the last held-out error over the nearer plain layer's",
+    COURSE: "the same, mean over the course of the training",
+}
+GOAL = Goal(chance=1.0)
+"""Errors are relative to the variance of the labels; half of it must be explained."""
+N_TUNING = 6
+"""The number of seeds from which each variant's learning rate is chosen, different from those that are compared.
+
+A rate at which one of them diverges is not chosen.
+"""
+
+DRAWN = 100.0
+"""Errors up to this are drawn."""
+
+D_X = dict(linear=11, trigonometric=6, exponential=5)
+
+
+@experiment(
+    "DUAL sec. 4 and 5, figs. 3, 10 to 13",
+    "Do regularised, augmented and negative attention train better than plain attention?",
+    cost=(
+        "seconds",
+        "about three quarters of an hour on one core",
+    ),
+    d_x=(dict(linear=11, exponential=5), D_X),
+    n_demonstrations=15,
+    batch_size=(2, 8),
+    steps=(
+        dict(linear=2, exponential=2),
+        dict(linear=10_000, trigonometric=40_000, exponential=40_000),
+    ),
+    heldout_sequences=(8, 256),
+    rates=([0.03, 0.1], [0.03, 0.1, 0.3, 1.0, 2.0]),
+    unclaimed=(True, False),
+    seeds=([0, 1], list(range(51, 59))),
+)
+def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
+    """Train every variant on every task, at its best learning rate."""
+    seeds, courses = settings["seeds"], []
+    if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
+        raise KVLensError(
+            f"dual-variants: steps must have a number for each task of d_x, but has none for {', '.join(missing)}"
+        )
+    for task in settings["d_x"]:
+        for label in VARIANTS if settings["unclaimed"] else [PLAIN, AGAIN, *(label for of, label in CLAIMS if of == task)]:
+            rate = best_rate(label, task, settings)
+            course = train_variant(label, task, settings, seeds, [rate] * len(seeds))
+            courses.append(course.assign(task=task, model=label, learning_rate=rate))
+            last = course[course["step"] == course["step"].max()]["loss"].mean()
+            tell(f"{task}, {label}: {last:.3g} of the variance left, at rate {rate:g}")
+    curves, steps = pd.concat(courses, ignore_index=True), {task: settings["steps"][task] for task in settings["d_x"]}
+    ratios = differences(curves)
+    return Reproduction(
+        tables={"curves": curves, "differences": ratios},
+        figure=lambda: draw(curves),
+        comparisons=compare(ratios, untrained(curves)),
+        differences=[
+            f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, {len(seeds)} seeds, "
+            f"{steps} steps of {settings['batch_size']} sequences; the paper takes a step after each sequence, at "
+            "rates of 0.003 (linear task) and 0.005 (the others), for an unreported number of steps: "
+            "`--set batch_size=1` and `rates`.",
+            f"Each variant uses the rate of {settings['rates']} with the best final error on {N_TUNING} other seeds.",
+            "The exact softmax kernel; the paper trains with random features.",
+            "Five values of alpha, two of k and two of beta; the paper's claims are tested at one of each, chosen in advance, "
+            "and not at the best.",
+        ],
+    )
+
+
+def train_variant(label: str, task: str, settings: Settings, seeds: Sequence[int], rates: Sequence[float]) -> pd.DataFrame:
+    """Held-out errors over the labels' variance: seed, step, loss; one run for each of ``seeds``, which may repeat."""
+    rows, d_x = list(seeds), settings["d_x"][task]
+    layer = draw_layer(rows, d_x + 1, VARIANTS[label], stream=5 if label == AGAIN else 2)
+    W, steps = draw_tasks(rows, d_x), settings["steps"][task]
+    course = train_layer(layer, W, settings, task, steps, rows, torch.tensor(rates, dtype=torch.float64))
+    return pd.concat(
+        [pd.DataFrame(dict(seed=rows, step=step, loss=values.tolist())) for step, values in course], ignore_index=True
+    )
+
+
+def best_rate(label: str, task: str, settings: Settings) -> float:
+    """The learning rate at which the last error is lowest (mean of its logarithm) on seeds that are not compared."""
+    rates, first = settings["rates"], max(settings["seeds"]) + 1
+    if len(rates) == 1:
+        return rates[0]
+    rows = [(rate, seed) for rate in rates for seed in range(first, first + N_TUNING)]
+    course = train_variant(label, task, settings, [seed for _, seed in rows], [rate for rate, _ in rows])
+    last = course["loss"].tail(len(rows)).to_numpy().reshape(len(rates), N_TUNING)
+    return rates[int(np.log(last).mean(axis=1).argmin())]
+
+
+def differences(curves: pd.DataFrame) -> pd.DataFrame:
+    """log of the held-out error of each variant over that of the nearer plain layer, seed by seed; NaN if a run diverged.
+
+    Returns:
+        task, model, seed, half (of the error after half of the steps), end (of the last error), course (mean over all
+        evaluations but the first, which is before any step).
+    """
+    log = curves[curves["step"] > 0].assign(log=np.log(curves["loss"].where(curves["loss"] < np.inf)))
+    run = ["task", "seed", "step"]
+    plain = log[log["model"].isin([PLAIN, AGAIN])].groupby(run)["log"].agg(low="min", high="max", n="count")
+    others = log[~log["model"].isin([PLAIN, AGAIN])].join(plain.where(plain["n"] == 2), on=run)
+    nearer = others["log"].clip(others["low"], others["high"]).where(others["low"].notna())
+    ratio = (others["log"] - nearer).groupby([others[key] for key in ("task", "model", "seed")], sort=False)
+    found = dict(
+        half=ratio.agg(lambda run: run.iloc[(len(run) - 1) // 2]),
+        end=ratio.agg(lambda run: run.iloc[-1]),
+        course=ratio.agg(lambda run: run.mean(skipna=False)),
+    )
+    return pd.DataFrame(found).reset_index()
+
+
+def untrained(curves: pd.DataFrame) -> dict[str, str | None]:
+    """Task -> why nothing can be said about it, as far as plain attention decides; None if something can."""
+    found: dict[str, str | None] = {}
+    for (task, label), rows in curves[curves["model"].isin([PLAIN, AGAIN])].groupby(["task", "model"], sort=False):
+        found[task] = found.get(task) or GOAL.why_not_learned(rows, label)
+    return found
+
+
+def why_unsettled(rows: pd.DataFrame) -> str | None:
+    """Why a variant's last error cannot be compared with plain attention's: their ratio goes to one. None if it does not.
+
+    ``rows`` are those of `differences` of one variant on one task.
+    """
+    half, end = rows["half"].mean(), rows["end"].mean()
+    if (half - end) * np.sign(end) <= LATE * abs(end):
+        return None
+    return f"the ratio still goes to one: its logarithm was {half:+.2f} after half of the steps, and is {end:+.2f}"
+
+
+def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
+    """Every variant on every task, with a verdict if the paper makes a claim about it, of `differences` and `untrained`."""
+    found = []
+    for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
+        claim = CLAIMS.get((task, label))
+        measure = END if claim is None else claim.measure
+        what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
+        ours = mean_and_spread(rows[measure].tolist())
+        words, better = ("", False) if claim is None else (claim.words, claim.better)
+        tested = Comparison.tested_on(what, words, rows[measure].tolist(), below=better, ours=ours).unless(why.get(task))
+        if measure == END and tested.holds is not None:
+            tested = tested.unless(why_unsettled(rows))
+        if claim is None:
+            verdict = {True: "worse", False: "better", None: tested.verdict}[tested.holds]
+            tested = Comparison.stated(what, f"the paper makes no claim; here: {verdict}", ours)
+        found.append(tested)
+    return found
+
+
+def draw(curves: pd.DataFrame) -> Figure:
+    """Held-out error against steps: a column per task, a row per family of variants, plain attention in each.
+
+    A run that diverges leaves the figure.
+    """
+    tasks = list(curves["task"].unique())
+    curves = curves.assign(loss=curves["loss"].where(curves["loss"] < DRAWN))
+    figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
+    panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False)
+    for row, members in zip(panels, FAMILIES.values(), strict=True):
+        for axes, task in zip(row, tasks, strict=True):
+            shown = curves[(curves["task"] == task) & curves["model"].isin([PLAIN, *members])]
+            if set(shown["model"]) == {PLAIN}:
+                axes.set_axis_off()
+                continue
+            draw_curves(axes, shown, y="loss")
+            axes.locator_params(axis="x", nbins=5)
+            axes.set(yscale="log", xlabel="step")
+            axes.set_title(f"{task} task", loc="left", fontsize=11)
+            axes.legend(frameon=False, fontsize=7)
+    figure.supylabel("held-out error / variance", fontsize=10)
+    figure.suptitle("Thick: mean over seeds; thin: each seed", x=0.01, ha="left", fontsize=9)
+    return figure

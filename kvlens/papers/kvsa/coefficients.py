@@ -1,0 +1,360 @@
+"""``coefficients``: whether heads of a trained shifted model use the current or the previous token (KVSA table 4).
+
+A head with window 1 mixes its keys by (alpha_1, alpha_2) and its values by (beta_1, beta_2), index 1 being the current token.
+Table 4 sorts the heads of a 2.9B model into four kinds, by whether alpha_1 > alpha_2 and whether beta_1 > beta_2. Keys of the
+previous token with values of the current one (alpha_1 <= alpha_2, beta_1 > beta_2) are the induction head of th. 2; the paper's
+initialization gives each kind a quarter. The free form lets coefficients leave [0, 1], which is counted here as well.
+
+Heads of one run are not independent of each other, so whether a kind is in the majority is tested on runs: those of the free
+form of ``variants``, one share of heads for each seed. For a single model the counts are shown without a verdict.
+
+Other models are shipped ones, or folders. If ``watched.parquet`` is next to the weights (training with ``watch="shift_coef"``
+writes it), the course over training is shown as well. The shipped weights are those of the best evaluation, which need not be
+the last one of that course.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import matplotlib
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvlens.arguments import path_of
+from kvlens.errors import KVLensError, nearest
+from kvlens.files import read_listed
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
+from kvlens.papers.harness.learned import Cell, train_cells
+from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.kvsa.models import MORE_SEEDS, SMALL_MODEL, SMALL_RATES, SMALL_SEEDS, SMALL_TEXT, SMALL_TRAINING, TINY_TEXT
+from kvlens.tasks import make_task
+from kvlens.training.ship import WATCHED
+from kvlens.zoo import folder_of, names
+
+KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 52}
+"""(alpha_1 > alpha_2, beta_1 > beta_2) -> heads of that kind among the paper's 128."""
+N_PAPER = sum(KINDS.values())
+SAME, INDUCTION, OPPOSITE = [(True, True), (False, False)], (False, True), (True, False)
+EARLY, N_ALIKE_EARLY = 20 / 500, 47 + 43
+"""The share of training, and the heads on table 4's diagonal at that point: the second pair of counts in sec. 4.6."""
+LETTERS = {"k": "alpha", "v": "beta"}
+PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")
+HEAD = ["model", "seed", "step", "layer", "head"]
+TRAINED = "trained here"
+
+
+class Source(NamedTuple):
+    """A model, and its shift parameters over training as in :attr:`kvlens.training.TrainResult.watched` (may be empty).
+
+    ``seed`` tells the runs of one name apart.
+    """
+
+    name: str
+    model: HookedKVTransformer
+    watched: pd.DataFrame
+    seed: int = 0
+
+
+@experiment(
+    "KVSA table 4",
+    "Do trained shifted heads prefer the current or the previous token, and do coefficients leave [0, 1]?",
+    cost=(
+        "seconds",
+        "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
+    ),
+    models=([], ["docs-shift", "docs-linear"]),
+    train=(
+        dict(
+            task=TINY_TEXT,
+            model=dict(n_layers=2, d_model=24, d_head=8, attn_only=True, kv_shift=True),
+            training=dict(steps=6, batch_size=4, eval_every=2, eval_sequences=4),
+            rates=[3e-2],
+            seeds=[0, 1],
+        ),
+        dict(
+            task=SMALL_TEXT,
+            model={**SMALL_MODEL, "kv_shift": True},
+            training=SMALL_TRAINING,
+            rates=SMALL_RATES,
+            seeds=[*SMALL_SEEDS, *MORE_SEEDS],
+        ),
+    ),
+)
+def coefficients(settings: Settings, tell: Tell) -> Reproduction:
+    """Read the coefficients of every model of ``settings["models"]``, and of those trained here if ``settings["train"]``."""
+    sources = [read_source(name) for name in settings["models"]]
+    if settings["train"] is not None:
+        sources += train_sources(settings["train"], tell)
+    of_name = list({source.name: source for source in sources}.values())
+    coefficients = pd.concat([tidy(parameters_now(source), source) for source in sources], ignore_index=True)
+    course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
+    for source in of_name:
+        own = coefficients[coefficients["model"] == source.name]
+        tell(f"{source.name}: {len(preferences(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
+    counts, shares = count_kinds(coefficients), shares_over_training(course)
+    tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
+    return Reproduction(
+        tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
+        figure=lambda: draw(preferences(coefficients), counts, course),
+        comparisons=[
+            row
+            for source in of_name
+            for row in compare(*(table[table["model"] == source.name] for table in (coefficients, course)))
+        ],
+        differences=[
+            "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
+            + "; ".join(describe(source) for source in of_name)
+            + ".",
+            "Models start with a quarter of the heads of each kind, on average, and a briefly trained one still shows it.",
+            "The paper counts the heads of one run, and gives no test.",
+        ],
+    )
+
+
+def read_source(name: str) -> Source:
+    """A shipped model by its name, or the model in a folder, or in the folder of a training run.
+
+    Raises:
+        KVLensError: there is none.
+    """
+    place = folder_of(name) if name in names() else path_of("model", name)
+    folder = next((path for path in (place, place / "model") if (path / "config.json").is_file()), None)
+    if folder is None:
+        raise KVLensError(
+            f"coefficients: {name!r} is neither a shipped model nor a folder with one{nearest(name, names())}; shipped are "
+            f"{', '.join(names())}. `kvlens train docs-shift --out docs-shift` trains the model of this experiment, which "
+            "is then found from the folder where the command ran"
+        )
+    is_watched = (folder / WATCHED).is_file()
+    watched = pd.read_parquet(io.BytesIO(read_listed(folder, WATCHED))) if is_watched else no_course()
+    return Source(name, HookedKVTransformer.load(folder), watched)
+
+
+def train_sources(train: Settings, tell: Tell) -> list[Source]:
+    """Train a model on text with every seed; kept runs of the free form of ``variants`` are the same runs."""
+    sources: list[Source] = []
+
+    def keep(label: str, seed: int, trained: Any) -> list[dict[str, Any]]:
+        sources.append(Source(label, trained, no_course(), seed))
+        return []
+
+    train_cells([Cell(make_task("text", **train["task"]), {TRAINED: train["model"]}, examine=keep)], train, tell)
+    return sources
+
+
+def no_course() -> pd.DataFrame:
+    """A watched frame without rows."""
+    return pd.DataFrame({"step": pd.Series(dtype=int), "parameter": pd.Series(dtype=str)}).assign(index=0, value=0.0)
+
+
+def parameters_now(source: Source) -> pd.DataFrame:
+    """The shift parameters of the model as it is, in the form of a watched frame; ``step`` is -1."""
+    found = {name: p.detach().float() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
+    if {name.split(".")[-1][0] for name in found} != set(LETTERS):
+        raise KVLensError(
+            f"coefficients: {source.name!r} must shift both keys and values; its kv_shift is {source.model.cfg.kv_shift}"
+        )
+    rows = [
+        pd.DataFrame({"step": -1, "parameter": name, "index": range(p.numel()), "value": p.flatten().tolist()})
+        for name, p in found.items()
+    ]
+    return pd.concat(rows, ignore_index=True)
+
+
+def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """The coefficients as used, from the parameters as trained.
+
+    Args:
+        watched: columns step, parameter, index (flat, in [kv_head, window+1]), value.
+        source: the model they belong to.
+
+    Returns:
+        One row per coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
+    """
+    shift: Any = source.model.cfg.kv_shift
+    rows = watched[watched["parameter"].str.fullmatch(PARAMETER)].sort_values(["step", "parameter", "index"], ignore_index=True)
+    parts = rows["parameter"].str.extract(PARAMETER)
+    taps = shift.window + 1
+    parameter = torch.tensor(rows["value"].to_numpy(), dtype=torch.float64).view(-1, taps)
+    letter = parts[1].map(LETTERS)
+    return pd.DataFrame(
+        {
+            "model": source.name,
+            "seed": source.seed,
+            "step": rows["step"].astype("int64"),
+            "layer": parts[0].astype("int64"),
+            "head": rows["index"].astype("int64") // taps,
+            "coefficient": letter + "_" + (rows["index"] % taps + 1).astype(str),
+            "value": coefficients_from_parameter(parameter, shift.parametrization).flatten().numpy(),
+        }
+    )
+
+
+def preferences(coefficients: pd.DataFrame) -> pd.DataFrame:
+    """One row per head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
+    heads = coefficients.pivot_table(index=HEAD, columns="coefficient", values="value", sort=False).reset_index()
+    heads.columns.name = None
+    keys, values = heads["alpha_1"] > heads["alpha_2"], heads["beta_1"] > heads["beta_2"]
+    return heads.assign(kind=list(zip(keys, values, strict=True)))
+
+
+def count_kinds(coefficients: pd.DataFrame) -> pd.DataFrame:
+    """Table 4 for every model: the number of heads of each of the four kinds, including empty ones."""
+    rows = []
+    for name, heads in preferences(coefficients).groupby("model", sort=False):
+        for kind, paper in KINDS.items():
+            keys, values = (describe_side(letter, side) for letter, side in zip(LETTERS.values(), kind, strict=True))
+            count = sum(found == kind for found in heads["kind"])
+            shares = dict(share=count / len(heads), paper=paper, paper_share=paper / N_PAPER)
+            rows.append(dict(model=name, keys=keys, values=values, count=count, **shares))
+    return pd.DataFrame(rows)
+
+
+def describe_side(letter: str, current: bool) -> str:
+    """``"alpha_1 > alpha_2"`` or ``"alpha_1 <= alpha_2"``."""
+    return f"{letter}_1 {'>' if current else '<='} {letter}_2"
+
+
+def outside_share(coefficients: pd.DataFrame) -> float:
+    """The share of coefficients below 0 or above 1."""
+    return float((~coefficients["value"].between(0, 1)).mean())
+
+
+def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
+    """One row per model and step: the share of each kind of head, and that of coefficients outside [0, 1]."""
+    labels = {kind: f"{describe_side('alpha', kind[0])}, {describe_side('beta', kind[1])}" for kind in KINDS}
+    columns = ["model", "step", *labels.values(), "outside [0, 1]"]
+    if course.empty:
+        return pd.DataFrame(columns=columns)
+    heads = preferences(course)
+    counts = pd.crosstab([heads["model"], heads["step"]], heads["kind"].map(labels), normalize="index")
+    counts.columns.name = None
+    outside = course.groupby(["model", "step"])["value"].agg(lambda values: float((~values.between(0, 1)).mean()))
+    return counts.assign(**{"outside [0, 1]": outside}).reindex(columns=columns[2:], fill_value=0.0).reset_index()
+
+
+def sums(coefficients: pd.DataFrame) -> pd.Series:
+    """The sum of each head's alphas and of its betas: 1 at the paper's initialization, and always for the gate."""
+    letters = coefficients["coefficient"].str.partition("_")[0]
+    return coefficients.groupby([*(coefficients[key] for key in HEAD), letters])["value"].sum()
+
+
+def heads_preferring_the_same(course: pd.DataFrame, share_done: float) -> str:
+    """Number of heads whose keys and values prefer the same token at a share of the course: "40 of 64 at step 500"."""
+    steps = sorted(set(course["step"].tolist()))
+    step = min(steps, key=lambda step: abs(step - share_done * steps[-1]))
+    kinds = preferences(course[course["step"] == step])["kind"]
+    return f"{sum(keys == values for keys, values in kinds)} of {len(kinds)} at step {step}"
+
+
+def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> Iterator[Comparison]:
+    """The heads of a model, or of the runs of one, against table 4.
+
+    Args:
+        coefficients: of the model as it is, with one ``seed`` for each run.
+        course: of its training; may be empty.
+    """
+    name = coefficients["model"].iloc[0]
+    counts = count_kinds(coefficients)
+    n_heads = int(counts["count"].sum())
+    by_kind = dict(zip(KINDS, counts["count"].tolist(), strict=True))
+    for _, row in counts.iterrows():
+        what, ours = f"{name}: heads with {row['keys']} and {row['values']}", f"{row['count']} of {n_heads}"
+        yield Comparison.stated(what, "heads of all four kinds occur", ours, paper=f"{row['paper']} of {N_PAPER}")
+    by_run = [heads["kind"] for _, heads in preferences(coefficients).groupby("seed")]
+    what = f"{name}: heads whose keys and values prefer the same token"
+    claim = "in most heads keys and values prefer the same token"
+    ours, paper = (f"{sum(count[kind] for kind in SAME)} of {sum(count.values())}" for count in (by_kind, KINDS))
+    alike = [sum(kind in SAME for kind in kinds) / len(kinds) for kinds in by_run]
+    yield _majority(what, claim, ours, paper, alike, 0.5)
+    if len(course):
+        what = f"{name}: the same after {EARLY:.0%} of the training"
+        paper = f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens"
+        claim = "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)"
+        yield Comparison.stated(what, claim, heads_preferring_the_same(course, EARLY), paper=paper)
+    what = f"{name}: previous keys with current values (induction) against current keys with previous values"
+    claim = "of the heads whose keys and values prefer different tokens, more are of the induction kind"
+    ours, paper = (f"{count[INDUCTION]} against {count[OPPOSITE]}" for count in (by_kind, KINDS))
+    ahead = [sum((kind == INDUCTION) - (kind == OPPOSITE) for kind in kinds) / len(kinds) for kinds in by_run]
+    yield _majority(what, claim, ours, paper, ahead, 0.0)
+    what = f"{name}: share of coefficients outside [0, 1], and below 0"
+    claim = "some coefficients become negative, which gate and clamp would prevent (sec. 4.6)"
+    ours = f"{outside_share(coefficients):.3f}, {float((coefficients['value'] < 0).mean()):.3f}"
+    yield Comparison.stated(what, claim, ours)
+    what = f"{name}: |sum - 1| of a head's two alphas, or its two betas: mean, largest"
+    claim, off = "the sums, which start at 1, do not stay there (sec. 4.6)", (sums(coefficients) - 1).abs()
+    yield Comparison.stated(what, claim, f"{off.mean():.3f}, {off.max():.3f}")
+
+
+def _majority(what: str, claim: str, ours: str, paper: str, by_run: list[float], bound: float) -> Comparison:
+    """A claim about the shares of heads of several runs; without a verdict for a single one."""
+    if len(by_run) == 1:
+        return Comparison.stated(what, claim, ours, paper=paper)
+    return Comparison.tested_on(what, claim, by_run, bound, ours=f"{ours}, {len(by_run)} runs", paper=paper)
+
+
+def describe(source: Source) -> str:
+    """Size and heads of a model, as text."""
+    cfg = source.model.cfg
+    n_parameters = sum(p.numel() for p in source.model.parameters())
+    return f"{source.name} has {cfg.n_layers} x {cfg.n_kv_heads} and {n_parameters:,} parameters ({cfg.attention} attention)"
+
+
+# --- figure ---
+
+COEFFICIENT_COLORS = {"alpha_1": "#0072B2", "alpha_2": "#56B4E9", "beta_1": "#D55E00", "beta_2": "#E69F00"}
+
+
+def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame) -> Figure:
+    """One plane per model, of rows with a head's coefficients as columns; then the course of each model that was watched."""
+    names, watched = heads["model"].unique().tolist(), course["model"].unique().tolist()
+    figure = Figure(figsize=(5.4 * (len(names) + len(watched)), 4.9), layout="constrained")
+    panels = figure.subplots(1, len(names) + len(watched), squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=False):
+        _draw_plane(axes, heads[heads["model"] == name], counts[counts["model"] == name], name)
+    for axes, name in zip(panels[len(names) :], watched, strict=True):
+        _draw_course(axes, course[course["model"] == name], name)
+    return figure
+
+
+def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str) -> None:
+    across, up = heads["alpha_1"] - heads["alpha_2"], heads["beta_1"] - heads["beta_2"]
+    layers = sorted(heads["layer"].unique())
+    for i, layer in enumerate(layers):
+        chosen = heads["layer"] == layer
+        color, marker = matplotlib.colormaps["viridis"](i / len(layers)), MARKERS[i % len(MARKERS)]
+        axes.plot(across[chosen], up[chosen], marker, color=color, alpha=0.8, markersize=7, label=f"layer {layer}")
+    axes.axhline(0, color="#9ca3af", linewidth=1)
+    axes.axvline(0, color="#9ca3af", linewidth=1)
+    for _, kind in counts.iterrows():
+        x, y = (0.98 if ">" in kind["keys"] else 0.02), (0.98 if ">" in kind["values"] else 0.02)
+        text = f"{kind['count']} ({kind['share']:.0%})\npaper {kind['paper']} ({kind['paper_share']:.0%})"
+        look: dict[str, Any] = dict(ha="right" if x > 0.5 else "left", va="top" if y > 0.5 else "bottom", color="#374151")
+        axes.text(x, y, text, transform=axes.transAxes, fontsize=9, **look)
+    reach = 1.45 * max(across.abs().max(), up.abs().max())  # room for the counts in the corners
+    axes.set(xlim=(-reach, reach), ylim=(-reach, reach))
+    axes.set(xlabel="$\\alpha_1 - \\alpha_2$   (keys: right, the current token)", ylabel="$\\beta_1 - \\beta_2$   (values)")
+    axes.set_title(f"{name}: a dot per head", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=6, handletextpad=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_course(axes: Axes, course: pd.DataFrame, name: str) -> None:
+    axes.axhspan(0, 1, color="#f1f5f9", zorder=0)
+    for coefficient, rows in course.groupby("coefficient"):
+        lines = rows.pivot_table(index="step", columns=["layer", "head"], values="value")
+        color = COEFFICIENT_COLORS.get(str(coefficient), "#9ca3af")
+        drawn = axes.plot(lines.index, lines, color=color, linewidth=0.9, alpha=0.75)
+        letter, number = str(coefficient).split("_")
+        drawn[0].set_label(f"$\\{letter}_{number}$")
+    axes.set(xlabel="step", ylabel="coefficient (gray: from 0 to 1)")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    finish(axes, f"{name}: every head's coefficients in training", ncols=5, fontsize=8)

@@ -1,0 +1,204 @@
+"""``induction-exact``: how close heads with weights written down come to the induction head IH (KVSA th. 1 and 2).
+
+Three constructions are built as real models, run on random tokens, and compared with
+:func:`kvlens.ops.induction.induction_head` in float64:
+
+- one layer with KV shift: equal up to rounding;
+- two layers without, the first blind to its own token: the error falls like e^{-p1}, p1 being that layer's ALiBi slope;
+- two layers without, under an ordinary causal mask: the same decay, until the rounding error, which is divided by e^{-p1},
+  exceeds it; the smallest error that it can reach is about the square root of the precision.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.induction.induction_head import induction_head
+from kvlens.papers.harness.plots import PALETTE, finish
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
+
+SHIFTED = "one layer, KV shift"
+BLIND = "two layers, first blind to its own token"
+ORDINARY = "two layers, ordinary causal mask"
+DTYPES = (torch.float64, torch.float32)
+SILENT = 0
+"""The token whose embedding is 0, which stands for nothing before a text."""
+
+P1 = [float(p) for p in range(1, 40, 2)]
+
+
+@experiment(
+    "KVSA th. 1 and 2",
+    "Can one layer with KV shift be an induction head exactly, where two layers without it only come close?",
+    cost=("a second", "half a minute on two cores"),
+    d=(5, 32),
+    d_vocab=(11, 50),
+    length=(17, 128),
+    batch=(2, 4),
+    sigmas=([0.5], [0.25, 1.0]),
+    slopes=([0.1], [0.02, 0.0]),
+    p1=([1.0, 4.0, 6.0, 8.0, 10.0, 18.0, 38.0], P1),
+    seed=0,
+)
+def induction_exact(settings: Settings, tell: Tell) -> Reproduction:
+    """Measure every construction at every p1, temperature, slope and precision of ``settings``."""
+    embeddings, tokens = draw_text(settings)
+    errors = pd.DataFrame(_measure_all(embeddings, tokens, settings, tell))
+    shown = dict(sigma=settings["sigmas"][0], slope=settings["slopes"][0])
+    bound = head_rounding(embeddings, tokens.shape[1], **shown, dtype=torch.float64)
+    return Reproduction(
+        tables={"error": errors},
+        figure=lambda: draw(errors, shown),
+        comparisons=[*compare(errors, bound, shown)],
+        differences=[
+            "IH sums over every position that attention sees, including the first and the current one; the paper's definition "
+            "leaves these two out, but the heads of its theorems do not.",
+            "Causal attention, TransformerLens' included, sees the current token. The two-layer head is therefore built twice: "
+            "with a first layer whose own token is masked, and under the ordinary mask, where the own token is subtracted.",
+        ],
+    )
+
+
+def draw_text(settings: Settings) -> tuple[Float[Tensor, "token d"], Int[Tensor, "batch pos"]]:
+    """Random embeddings of about unit norm, one of them 0, and random tokens that start with that one."""
+    generator = torch.Generator().manual_seed(settings["seed"])
+    d, n_tokens = settings["d"], settings["d_vocab"]
+    embeddings = torch.randn(n_tokens, d, generator=generator, dtype=torch.float64) / d**0.5
+    embeddings[SILENT] = 0
+    tokens = torch.randint(1, n_tokens, (settings["batch"], settings["length"]), generator=generator)
+    tokens[:, 0] = SILENT
+    return embeddings, tokens
+
+
+def _measure_all(embeddings: Tensor, tokens: Tensor, settings: Settings, tell: Tell) -> Iterator[dict[str, Any]]:
+    for dtype, sigma, slope in itertools.product(DTYPES, settings["sigmas"], settings["slopes"]):
+        tell(f"{str(dtype).removeprefix('torch.')}, sigma {sigma}, slope {slope}")
+        rounded, head = embeddings.to(dtype), dict(sigma=sigma, slope=slope)  # the reference reads the same rounded rows
+        yield measure(SHIFTED, shifted_head(rounded, **head), tokens, None, **head)
+        for p1, (name, sees_itself) in itertools.product(settings["p1"], ((BLIND, False), (ORDINARY, True))):
+            yield measure(name, two_layer_head(rounded, **head, p1=p1, sees_itself=sees_itself), tokens, p1, **head)
+
+
+@torch.no_grad()
+def measure(
+    construction: str,
+    model: HookedKVTransformer,
+    tokens: Int[Tensor, "batch pos"],
+    p1: float | None,
+    sigma: float,
+    slope: float,
+) -> dict[str, Any]:
+    """One row of the table: the model's attention output against IH of the same embeddings, in float64."""
+    d = model.cfg.d_head
+    out = head_output(model, tokens, blind=construction == BLIND).double()
+    expected = induction_head(model.W_E[tokens, :d].double(), sigma, slope)
+    difference = out - expected
+    return {
+        "construction": construction,
+        "n_layers": model.cfg.n_layers,
+        "d_model": model.cfg.d_model,
+        "p1": math.nan if p1 is None else p1,
+        "sigma": sigma,
+        "slope": slope,
+        "dtype": str(model.cfg.dtype).removeprefix("torch."),
+        "length": tokens.shape[1],
+        "max_abs_error": float(difference.abs().max()),
+        "relative_error": float(difference.norm() / expected.norm()),
+        "predicted": 0.0 if p1 is None else math.exp(-p1),
+    }
+
+
+def head_output(model: HookedKVTransformer, tokens: Int[Tensor, "batch pos"], blind: bool) -> Float[Tensor, "batch pos d"]:
+    """The output of the last layer's attention in the first d features of the stream."""
+    name = f"blocks.{model.cfg.n_layers - 1}.hook_attn_out"
+    with model.hooks(fwd_hooks=[BLIND_HOOK] if blind else []):
+        _, cache = model.run_with_cache(tokens, names_filter=name)
+    return cache[name][..., : model.cfg.d_head]
+
+
+def head_rounding(embeddings: Float[Tensor, "token d"], length: int, sigma: float, slope: float, dtype: torch.dtype) -> float:
+    """The largest difference between two ways to compute IH from rounding alone, to first order in the precision.
+
+    A score is a sum of d products, divided by sigma, minus slope times distance; its absolute error is a relative error of its
+    weight, and once more through the normalizing sum; then ``length`` weighted rows are summed. Two ways, twice that.
+    """
+    norm2, largest = float(embeddings.square().sum(-1).max()), float(embeddings.abs().max())
+    score = (embeddings.shape[1] + 2) * norm2 / sigma + 3 * slope * length
+    return 2 * torch.finfo(dtype).eps * (2 * score + 2 * length) * largest
+
+
+def decay_rate(errors: pd.DataFrame, floor: float) -> float:
+    """d log(error) / d p1 by least squares, where e^{-p1} is small (p1 > 3) and the error is above rounding (``floor``)."""
+    clean = errors[(errors["p1"] > 3) & (errors["max_abs_error"] > 100 * floor)]
+    p1 = torch.tensor(clean["p1"].to_numpy())
+    log_error = torch.tensor(clean["max_abs_error"].to_numpy()).log()
+    p1 = p1 - p1.mean()
+    return float((p1 * (log_error - log_error.mean())).sum() / p1.square().sum())
+
+
+def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> Iterator[Comparison]:
+    """The two theorems against the float64 rows at one temperature and slope; ``bound`` is the largest rounding error."""
+    here = errors[(errors["dtype"] == "float64") & (errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])]
+    error = {name: here[here["construction"] == name] for name in (SHIFTED, BLIND, ORDINARY)}
+    shifted = float(error[SHIFTED]["max_abs_error"].iloc[0])
+    rate = decay_rate(error[BLIND], floor=bound)
+    blind, ordinary = (float(error[name]["max_abs_error"].min()) for name in (BLIND, ORDINARY))
+    what = "largest error of the one-layer shifted head, float64"
+    claim = "one layer of KV shifting attention is an induction head exactly (th. 2)"
+    yield Comparison.at_most(what, claim, shifted, bound, paper=0.0)
+    what = "d log(error) / d p1 of the two-layer head, first layer blind to its own token"
+    yield Comparison(what, "two layers without shift err by O(exp(-p1)) (th. 1)", rate, abs(rate + 1) < 0.02, paper=-1.0)
+    what = "smallest error of the two-layer head over all p1, first layer blind to its own token"
+    yield Comparison.at_most(what, "the error vanishes as p1 grows (th. 1): down to rounding", blind, bound)
+    what = "smallest error of the two-layer head over all p1, ordinary causal mask"
+    claim = (
+        "no claim of the paper: seeing its own token costs the head half of the digits, about the root of the precision "
+        f"({torch.finfo(torch.float64).eps ** 0.5:.1e})"
+    )
+    yield Comparison.stated(what, claim, ordinary)
+
+
+# --- figure ---
+
+
+def draw(errors: pd.DataFrame, shown: Mapping[str, float]) -> Figure:
+    """The error of each construction against p1, at one temperature and slope."""
+    figure = Figure(figsize=(7.4, 5.4), layout="constrained")
+    axes = figure.subplots()
+    _draw_errors(axes, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])
+    title = f"Error against IH(x), σ = {shown['sigma']:g}, slope m = {shown['slope']:g}; dotted: float32"
+    finish(axes, title, ncols=2)
+    return figure
+
+
+def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
+    colors = {SHIFTED: PALETTE[1], BLIND: PALETTE[0], ORDINARY: PALETTE[2]}
+    styles: dict[str, dict[str, Any]] = {
+        "float64": dict(linestyle="-", marker="o"),
+        "float32": dict(linestyle=":", marker="s", alpha=0.75),
+    }
+    bottom = errors.loc[errors["max_abs_error"] > 0, "max_abs_error"].min() / 10  # where a logarithmic axis puts 0
+    for (construction, dtype), rows in errors.groupby(["construction", "dtype"], sort=False):
+        error, color = rows["max_abs_error"].clip(lower=bottom), colors[construction]
+        label = construction if dtype == "float64" else None
+        if construction == SHIFTED:
+            axes.axhline(error.iloc[0], color=color, linestyle=styles[dtype]["linestyle"], linewidth=2.2, label=label)
+            number = "0, to the last bit" if rows["max_abs_error"].iloc[0] == 0 else f"{error.iloc[0]:.0e}"
+            look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color=color, fontsize=9)
+            axes.annotate(f"{dtype}: {number}", (errors["p1"].min(), error.iloc[0]), **look)
+        else:
+            axes.plot(rows["p1"], error, color=color, markersize=3.5, linewidth=1.4, label=label, **styles[dtype])
+    predicted = errors[(errors["construction"] == BLIND) & (errors["dtype"] == "float64") & (errors["predicted"] > bottom)]
+    axes.plot(predicted["p1"], predicted["predicted"], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="$e^{-p_1}$")
+    axes.set(yscale="log", xlabel="$p_1$, ALiBi slope of the first of two layers", ylabel="largest absolute error")

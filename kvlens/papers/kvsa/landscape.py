@@ -1,0 +1,250 @@
+"""``landscape``: gradient descent on the shift coefficients of one head (KVSA th. 3 and fig. 2).
+
+The plane is that of fig. 2: alpha_1 on the horizontal axis, beta_1 on the vertical one, with alpha_2 = 1 - alpha_1 and
+beta_2 = 1 - beta_1. The induction head is at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in
+closed form: contour lines, and the direction of its negative gradient. A real model descends on it, ``landscape_model`` of
+:mod:`kvlens.papers.kvsa.constructed_models`, by the loss of its logits on actual texts x_1 .. x_T x_i and the gradient of
+its shift parameters from autograd. The two are compared, in value and gradient, at every step.
+
+Descent is *monotone* where it leads left and up, towards the induction head in both coordinates. If T - 4 (the paper's O(T),
+the number of irrelevant tokens) is small, it is not monotone everywhere.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import matplotlib
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from kvlens.model import HookedKVTransformer
+from kvlens.ops.induction.landscape import landscape_loss
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.kvsa.constructed_models import landscape_model, set_shift
+
+INDUCTION_HEAD = (0.0, 1.0)
+"""(alpha_1, beta_1)."""
+
+STARTS = [[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]]
+
+
+@experiment(
+    "KVSA th. 3 and fig. 2",
+    "Does gradient descent turn one layer with KV shift into an induction head, and how direct is the path?",
+    cost=(
+        "a second",
+        "a minute on two cores",
+    ),
+    T=([4, 14], [4, 14, 104]),
+    grid=(13, 61),
+    arrows=(6, 12),
+    n_texts=(2, 2),
+    step_per_token=(0.08, 0.01),
+    max_steps=(400, 4000),
+    seed=0,
+    starts=([[0.95, 0.9], [0.05, 0.03]], STARTS),
+)
+def landscape(settings: Settings, tell: Tell) -> Reproduction:
+    """Compute the plane for every T of ``settings``, and let the model descend on it from every start."""
+    planes, paths = [], []
+    for T in settings["T"]:
+        planes.append(plane_of(T, settings["grid"]))
+        model, tokens, answers = model_and_texts(T, settings["n_texts"], settings["seed"])
+        for number, start in enumerate(settings["starts"]):
+            tell(f"T = {T}: descent from {tuple(start)}")
+            steps = descend(model, tokens, answers, start, settings["step_per_token"] * T, settings["max_steps"])
+            paths.append(pd.DataFrame(steps).assign(T=T, start=number))
+    plane, path = pd.concat(planes, ignore_index=True), pd.concat(paths, ignore_index=True)
+    return Reproduction(
+        tables={"landscape": plane, "path": path},
+        figure=lambda: draw(plane, path, settings["arrows"]),
+        comparisons=[*compare(plane, path)],
+        differences=[
+            "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
+            "initialized; unconstrained, it passes the induction head and makes it ever sharper.",
+            "The loss is the theorem's with the exponents of rows i - 1 and T corrected (see kvlens.ops.induction.landscape).",
+        ],
+    )
+
+
+def slope_in_plane(
+    alpha_1: Float[Tensor, "*points"], beta_1: Float[Tensor, "*points"], T: int
+) -> tuple[Float[Tensor, "*points"], Float[Tensor, "*points"], Float[Tensor, "*points"]]:
+    """The closed form and its derivatives by alpha_1 and beta_1, in the plane where each pair sums to 1."""
+    alpha_1, beta_1 = alpha_1.detach().requires_grad_(), beta_1.detach().requires_grad_()
+    loss = landscape_loss(torch.stack([alpha_1, 1 - alpha_1], -1), torch.stack([beta_1, 1 - beta_1], -1), T)
+    by_alpha, by_beta = torch.autograd.grad(loss.sum(), (alpha_1, beta_1))
+    return loss.detach(), by_alpha, by_beta
+
+
+def plane_of(T: int, n: int) -> pd.DataFrame:
+    """Loss and descent direction on an n x n grid over the unit square."""
+    ticks = torch.linspace(0, 1, n, dtype=torch.float64)
+    beta_1, alpha_1 = (axis.flatten() for axis in torch.meshgrid(ticks, ticks, indexing="ij"))
+    loss, by_alpha, by_beta = slope_in_plane(alpha_1, beta_1, T)
+    columns = dict(alpha_1=alpha_1, beta_1=beta_1, loss=loss, descent_alpha_1=-by_alpha, descent_beta_1=-by_beta)
+    return pd.DataFrame({"T": T, **{name: values.numpy() for name, values in columns.items()}})
+
+
+# --- the real model ---
+
+
+def model_and_texts(
+    T: int, n_texts: int, seed: int
+) -> tuple[HookedKVTransformer, Int[Tensor, "text pos"], Int[Tensor, "text"]]:
+    """The model with random orthonormal embeddings, texts x_1 .. x_T x_i in float64, and the answers x_{i+1}."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.linalg.qr(torch.randn(T, T, generator=generator, dtype=torch.float64)).Q
+    order = torch.rand(n_texts, T, generator=generator).argsort(dim=1)
+    i = torch.randint(1, T - 2, (n_texts, 1), generator=generator)  # the paper's i - 1: from 2 to T - 2 there
+    tokens = torch.cat([order, order.gather(1, i)], dim=1)
+    return landscape_model(embeddings), tokens, order.gather(1, i + 1)[:, 0]
+
+
+def descend(
+    model: HookedKVTransformer,
+    tokens: Int[Tensor, "text pos"],
+    answers: Int[Tensor, "text"],
+    start: Sequence[float],
+    step_size: float,
+    max_steps: int,
+) -> Iterator[dict[str, Any]]:
+    """Gradient descent on the model's own loss; one row per step, including the start, until it stops moving.
+
+    Args:
+        model: a :func:`landscape_model`; its shift parameters are changed.
+        tokens, answers: the texts, and the token after each.
+        start: (alpha_1, beta_1).
+        step_size: factor of the gradient.
+        max_steps: of these, at most.
+    """
+    T = model.cfg.d_vocab
+    alpha_1, beta_1 = start
+    for step in range(max_steps + 1):
+        set_shift(model, alpha_1, beta_1)
+        loss, by_alpha, by_beta = model_slope(model, tokens, answers)
+        closed = slope_in_plane(torch.tensor(alpha_1, dtype=torch.float64), torch.tensor(beta_1, dtype=torch.float64), T)
+        off = [abs(a - float(b)) for a, b in zip((loss, by_alpha, by_beta), closed, strict=True)]
+        errors = dict(closed_form=float(closed[0]), loss_error=off[0], gradient_error=max(off[1:]))
+        yield dict(step=step, alpha_1=alpha_1, beta_1=beta_1, loss=loss, **errors)
+        before = (alpha_1, beta_1)
+        alpha_1 = min(max(alpha_1 - step_size * by_alpha, 0.0), 1.0)
+        beta_1 = min(max(beta_1 - step_size * by_beta, 0.0), 1.0)
+        if (alpha_1, beta_1) == before:
+            return
+
+
+def model_slope(
+    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], answers: Int[Tensor, "text"]
+) -> tuple[float, float, float]:
+    """The model's loss, and its derivatives by alpha_1 and beta_1 in the plane (alpha_2 and beta_2 move the other way)."""
+    attn = model.blocks[0].attn
+    loss = cross_entropy(model(tokens)[:, -1], answers)
+    by_alpha, by_beta = torch.autograd.grad(loss, (attn.k_shift_coef, attn.v_shift_coef))
+    return loss.item(), float(by_alpha[0, 0] - by_alpha[0, 1]), float(by_beta[0, 0] - by_beta[0, 1])
+
+
+def loss_rounding(T: int) -> float:
+    """The largest rounding error of the model's float64 loss against the closed form: three successive sums of 2T products.
+
+    Scores, outputs and logits are products of rows of norm 1 with coefficients of at most 1 in size, in sums of up to 2T terms;
+    the softmax doubles an error of the scores, and the loss doubles one of the logits.
+    """
+    return 2 * 2 * 3 * 2 * T * torch.finfo(torch.float64).eps
+
+
+# --- comparisons ---
+
+
+def compare(plane: pd.DataFrame, path: pd.DataFrame) -> Iterator[Comparison]:
+    """The claims of the theorem and the caption of fig. 2 against the tables."""
+    ends, error = path.groupby(["T", "start"]).tail(1), path.groupby("T")["loss_error"].max()
+    what = "largest difference between the model's loss and the closed form, on all steps of all paths"
+    rounds = all(difference <= loss_rounding(int(str(T))) for T, difference in error.items())
+    yield Comparison(what, "the loss of th. 3 is the loss of one head with KV shift", float(error.max()), rounds)
+    leads_there = (plane["descent_alpha_1"] < 0) & (plane["descent_beta_1"] > 0)
+    shares = {int(str(T)): float(share) for T, share in leads_there.groupby(plane["T"]).mean().items()}
+    for before, (T, part) in zip((None, *shares.values()), shares.items(), strict=False):
+        what = f"share of the unit square where descent leads left and up, T = {T} (O(T) = {T - 4})"
+        if before is None:
+            yield Comparison(what, "for small O(T) descent is not monotone everywhere", part, part < 1)
+        else:
+            yield Comparison(what, "with larger O(T) its direction is more consistent", part, part > before)
+    # the caption: "the contour lines become sparse, which means the convergence speed slows down"
+    gradient = (plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5)
+    slopes = gradient.groupby(plane["T"]).mean().to_dict()
+    falls = {later < earlier for earlier, later in itertools.pairwise(slopes.values())}
+    claim = "as O(T) increases convergence slows down: the gradient is shorter at each larger T (sec. 3.2, fig. 2)"
+    words = ", ".join(f"{slope:.3g} at T = {T}" for T, slope in slopes.items())
+    yield Comparison(
+        "length of the gradient, mean over the unit square", claim, words, falls.pop() if len(falls) == 1 else None
+    )
+    distance = (ends["alpha_1"] - INDUCTION_HEAD[0]).abs() + (ends["beta_1"] - INDUCTION_HEAD[1]).abs()
+    what = "largest final distance of a descent from (alpha_1, beta_1) = (0, 1)"
+    yield Comparison.at_most(what, "the coefficients move towards the induction head", float(distance.max()), 0, paper=0.0)
+
+
+# --- figure ---
+
+PATH_COLOR = "#D55E00"
+HATCH = "#9ca3af"
+
+
+def draw(plane: pd.DataFrame, path: pd.DataFrame, n_arrows: int) -> Figure:
+    """One panel per T: contour lines, descent directions, the model's paths, and in gray where descent is not monotone."""
+    lengths = sorted(set(plane["T"].tolist()))
+    figure = Figure(figsize=(4.6 * len(lengths), 5.1), layout="constrained")
+    for axes, T in zip(figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0], lengths, strict=True):
+        _draw_plane(axes, plane[plane["T"] == T], n_arrows)
+        _draw_paths(axes, path[path["T"] == T])
+        axes.set_title(f"T = {T}, O(T) = {T - 4}", fontsize=12)
+        axes.set_xlabel("$\\alpha_1$   (keys: weight of the current token)")
+    figure.axes[0].set_ylabel("$\\beta_1$   (values: weight of the current token)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    return figure
+
+
+def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
+    names = ("loss", "descent_alpha_1", "descent_beta_1")
+    grid = {name: plane.pivot_table(index="beta_1", columns="alpha_1", values=name) for name in names}
+    across, up = grid["loss"].columns.to_numpy(), grid["loss"].index.to_numpy()
+    filled = axes.contourf(across, up, grid["loss"], levels=24, cmap=matplotlib.colormaps["viridis"], alpha=0.55)
+    axes.figure.colorbar(filled, ax=axes, label="loss, nats", shrink=0.7, format="%.4g").outline.set_visible(False)
+    lines = axes.contour(across, up, grid["loss"], levels=9, colors="#334155", linewidths=0.6, alpha=0.8)
+    axes.clabel(lines, list(lines.levels)[::2], fontsize=8, fmt="%.4g")
+
+    away = grid["descent_alpha_1"].clip(lower=-grid["descent_beta_1"])  # positive where descent leads right or down
+    hatched = axes.contourf(across, up, away, levels=[0, math.inf], colors="none", hatches=["////"])
+    hatched.set_edgecolor(HATCH)
+    label = "descent leads right or down: not monotone"
+    axes.fill([], [], facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0, label=label)
+
+    every = max((len(across) - 1) // n_arrows, 1)
+    pick = slice(every // 2, None, every)
+    by_alpha, by_beta = (grid[f"descent_{name}_1"].to_numpy()[pick, pick] for name in ("alpha", "beta"))
+    length = (by_alpha**2 + by_beta**2) ** 0.5
+    look: dict[str, Any] = dict(color="#1f2937", alpha=0.75, scale=26, width=0.0035, pivot="mid")
+    axes.quiver(across[pick], up[pick], by_alpha / length, by_beta / length, **look)
+    arrow: dict[str, Any] = dict(marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14)
+    axes.plot([], [], **arrow, label="direction of descent")  # a quiver's own mark in a legend is a rectangle
+
+
+def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
+    for number, rows in path.groupby("start"):
+        label = "gradient descent of the model" if number == 0 else None
+        axes.plot(rows["alpha_1"], rows["beta_1"], color="white", linewidth=4, alpha=0.8)
+        axes.plot(rows["alpha_1"], rows["beta_1"], color=PATH_COLOR, linewidth=2, label=label)
+        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=PATH_COLOR, markeredgecolor="white", markersize=8)
+    star: dict[str, Any] = dict(marker="*", color="#facc15", markeredgecolor="#78350f", markersize=20, linestyle="none")
+    axes.plot(*INDUCTION_HEAD, **star, clip_on=False, zorder=5, label="induction head")
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)

@@ -1,0 +1,172 @@
+"""``learning-rate``: plain and shifted models under several learning rates and seeds (KVSA fig. 5).
+
+The paper reports that at a learning rate of 1e-2 its plain model diverges while the one with KV shift trains stably, and that
+the shift helps for every seed. Here a run counts as *diverged* if its final held-out loss is above that of the token
+frequencies alone (of the training part, with one added to each count), that is, worse than a prediction without any context. A
+run that stops because a loss or gradient is not finite also counts as diverged. Where losses are compared, a diverged run
+counts with that loss of the token frequencies.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, final_losses, lead, of_heldout, train_cells
+from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.kvsa.models import (
+    COLORS,
+    MODEL,
+    MODELS,
+    PLAIN,
+    SHIFTED,
+    SMALL_RATES,
+    SMALL_SEEDS,
+    TEXT,
+    TRAINING,
+    text_goal,
+    tokens_seen,
+)
+from kvlens.tasks.text import TextTask
+
+PAPER_RATE = 1e-2
+
+
+@experiment(
+    "KVSA fig. 5",
+    "Does KV shift help for every seed and learning rate, and is it stable at larger learning rates?",
+    cost=(
+        "seconds",
+        "forty minutes on one core, twenty after `variants`",
+    ),
+    task=TEXT,
+    model=MODEL,
+    training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), *TRAINING[1:]),
+    rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2]),
+    seeds=([0, 1], SMALL_SEEDS),
+)
+def learning_rate(settings: Settings, tell: Tell) -> Reproduction:
+    """Train both models at every learning rate, and compare their losses and their divergence."""
+    (curves, _), goal = train_cells(cells(settings), settings, tell), text_goal(settings["task"])
+    measured, no_context = measure(curves, goal.chance), goal.chance
+    why, (plain, shifted) = untrained(curves, measured, goal), (best_rate(measured, label) for label in MODELS)
+    return Reproduction(
+        tables={"course": curves, "runs": measured},
+        figure=lambda: draw(measured, no_context),
+        comparisons=[*compare(measured, why), *compare_rates(measured, why)],
+        differences=[
+            f"The models have {curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings)} tokens of "
+            "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
+            f"{plain:g}, the shifted one at {shifted:g}.",
+            f"Gradients are clipped at norm {settings['training'].get('max_grad_norm', 1):g} (the paper mentions no "
+            "clipping). A run counts as diverged when its held-out loss ends above that of the token "
+            f"frequencies ({no_context:.3f} nats).",
+        ],
+    )
+
+
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Both models at every learning rate."""
+    task = TextTask(**settings["task"])
+    models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
+    for rate in settings["rates"]:
+        yield Cell(task, models, rates=[rate], title=f"learning rate {rate:g}", keep_diverged=True)
+
+
+def measure(curves: pd.DataFrame, bar: float) -> pd.DataFrame:
+    """One row per run: the loss at the end, whether it diverged, and ``counted``: the loss, or the bar if it diverged."""
+    finals = final_losses(curves, by=("model", "learning_rate", "seed"))
+    return finals.assign(diverged=finals["heldout_loss"] > bar, counted=finals["heldout_loss"].clip(upper=bar))
+
+
+def untrained(curves: pd.DataFrame, measured: pd.DataFrame, goal: Goal) -> str | None:
+    """The plain model must have learned, and be flat, at the learning rate that is best for it.
+
+    At other rates the models are compared as they are: how well they train at a rate that is too high or too low is the claim.
+    """
+    best, heldout = best_rate(measured, PLAIN), of_heldout(curves)
+    why = goal.why_untrained(heldout[(heldout["learning_rate"] == best) & (heldout["model"] == PLAIN)], PLAIN)
+    return None if why is None else f"at {best:g}, its best learning rate: {why}"
+
+
+def compare(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
+    """The losses at each learning rate."""
+    what = "held-out loss of the plain model above the shifted one's at learning rate {:g}, nats"
+    claim = (
+        "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the token "
+        "frequencies)"
+    )
+    by_rate = runs.groupby("learning_rate", sort=False)
+    return [lead(rows, PLAIN, SHIFTED, "counted", what.format(rate), claim).unless(why) for rate, rows in by_rate]
+
+
+def compare_rates(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
+    """The rates at which each of the two models diverges; not tested where nothing diverged."""
+    at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
+    what, paper = f"share of seeds that diverge at learning rate {PAPER_RATE:g}", "plain 1, KV shift 0 (5 seeds)"
+    claim = "the plain model diverges at learning rate 1e-2, the shifted one stays stable"
+    found = [_compare_stability(runs)]
+    if at_paper_rate["diverged"].any():
+        ours = "plain {of:g}, KV shift {minus:g}"
+        found.insert(0, lead(at_paper_rate, PLAIN, SHIFTED, "diverged", what, claim, ours=ours, paper=paper))
+    elif len(at_paper_rate):
+        found.insert(0, Comparison.stated(what, claim, "plain 0, KV shift 0", paper=paper))
+    return [one.unless(why) for one in found]
+
+
+def best_rate(runs: pd.DataFrame, label: str) -> float:
+    """The learning rate at which that model's mean held-out loss is lowest."""
+    return float(runs[runs["model"] == label].groupby("learning_rate")["heldout_loss"].mean().idxmin())
+
+
+def largest_stable_rate(runs: pd.DataFrame) -> float:
+    """The largest learning rate up to which no run of ``runs`` diverged; 0 if some did at the smallest one."""
+    stable = 0.0
+    for rate, rows in runs.groupby("learning_rate"):
+        if rows["diverged"].any():
+            break
+        stable = float(str(rate))
+    return stable
+
+
+def rates_borne(runs: pd.DataFrame) -> pd.DataFrame:
+    """Number of stable learning rates for each run: all below the smallest at which it diverged.
+
+    Returns:
+        Columns model, seed, borne.
+    """
+    by_run = ["model", "seed"]
+    runs = runs.sort_values("learning_rate", kind="stable").assign(diverged=lambda rows: rows["diverged"].astype(bool))
+    stable = ~runs.groupby(by_run)["diverged"].cummax()
+    return runs.assign(borne=stable.astype(int)).groupby(by_run, as_index=False)["borne"].sum()
+
+
+def _compare_stability(runs: pd.DataFrame) -> Comparison:
+    what = "largest learning rate up to which no seed diverges"
+    claim = "KV shift is stable at learning rates where the plain model is not (tested on the number of stable rates per seed)"
+    if not runs["diverged"].any():
+        return Comparison.stated(what, claim, f"no run diverged; the largest rate tried is {runs['learning_rate'].max():g}")
+    plain, shifted = (largest_stable_rate(runs[runs["model"] == label]) for label in MODELS)
+    borne = differences_by_seed(rates_borne(runs), SHIFTED, PLAIN, "borne")
+    return Comparison.tested_on(what, claim, borne, ours=f"plain {plain:g}, KV shift {shifted:g}")
+
+
+def draw(runs: pd.DataFrame, no_context: float) -> Figure:
+    """Plot the final held-out loss against the learning rate; a dot per seed, a line through the means."""
+    figure = Figure(figsize=(7.6, 5), layout="constrained")
+    axes = figure.subplots()
+    top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
+    for marker, (label, color) in zip(MARKERS, COLORS.items(), strict=False):
+        own = runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top))
+        axes.plot(own["learning_rate"], own["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+        mean = own.groupby("learning_rate")["shown"].mean()
+        axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)
+    axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
+    look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color="#78350f", fontsize=9)
+    axes.annotate("token frequencies alone; above: diverged", (runs["learning_rate"].min(), no_context), **look)
+    axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
+    finish(axes, "Dots: seeds, lines: means; losses off the chart are drawn at its top", ncols=2)
+    return figure

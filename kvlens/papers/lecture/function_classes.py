@@ -1,0 +1,510 @@
+"""``function-classes``: a transformer trained to learn functions from examples, against untrained methods (LECTURE).
+
+For each class of functions, one model is trained on prompts (x_1, f(x_1), ..., x_n, f(x_n), x'), each with its own f
+(:mod:`kvlens.tasks.regression`). On new prompts its squared error, as the number n of examples grows, is compared with those of
+least squares, ridge regression and nearest neighbors (:mod:`~kvlens.papers.lecture.regression_baselines`), which see
+the same examples. Prompts come from the training distribution, and from four others, to which a method generalizes but a
+memorized distribution does not.
+
+Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
+
+The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.papers.lecture.equivariance`), and how trained
+models with learned and with sinusoidal positions perform on prompts longer than in training.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from kvlens.errors import KVLensError
+from kvlens.model import HookedKVRegressor
+from kvlens.papers.harness.learned import Goal, Trial
+from kvlens.papers.harness.plots import draw_curves, finish
+from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.lecture.equivariance import equivariance_table
+from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
+from kvlens.tasks import Batch, RegressionTask
+from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
+
+PROMPTS_AT_ONCE = 256
+
+OTHERS = ("trigonometric", "exponential", "decision_tree", "two_layer_relu")
+
+
+@experiment(
+    "LECTURE; Garg et al. 2022",
+    "Does a transformer trained on functions learn new ones from the examples in its prompt as well as least squares?",
+    cost=(
+        "seconds",
+        "a quarter of an hour on one core",
+    ),
+    task=dict(dimensions=(4, 3), n_points=(5, 10)),
+    model=dict(
+        act_fn="gelu",
+        normalization_type="LN",
+        positional_embedding_type="standard",
+        n_layers=(1, 3),
+        d_model=(12, 64),
+        d_head=(6, 16),
+    ),
+    training=dict(
+        batch_size=(8, 32),
+        learning_rate=(1e-3, 1e-3),
+        eval_every=(2, 200),
+        eval_sequences=(16, 512),
+        weight_decay=0.0,
+    ),
+    classes=(
+        dict(linear=dict(steps=6, n_seeds=2), sparse_linear=dict(steps=4, n_seeds=1)),
+        dict(
+            linear=dict(steps=8000, n_seeds=2),
+            **{name: dict(steps=1200, n_seeds=1) for name in OTHERS if name != "decision_tree"},
+            decision_tree=dict(steps=6000, n_seeds=1),  # after 1,200 its error still falls
+        ),
+    ),
+    n_neighbors=3,
+    n_prompts=(64, 2048),
+    prompt_seed=1000,
+    longest=(7, 16),
+    n_fresh_models=3,
+)
+def function_classes(settings: Settings, tell: Tell) -> Reproduction:
+    """Train the models of ``settings``, test them on every distribution, and test their use of the input's order."""
+    courses, curves, linear = [], [], {}
+    for functions, how in settings["classes"].items():
+        task = RegressionTask(functions=functions, **settings["task"])
+        models = {}
+        for seed in range(how["n_seeds"]):
+            models[seed], course = train_one(task, settings, how["steps"], seed)
+            courses.append(course)
+            tell(f"{functions}, seed {seed}: held-out squared error {course['loss'].iloc[-1]:.4f}, {how['steps']} steps")
+        if functions == "linear":
+            linear = models
+        shifts = SHIFTS if functions == "linear" else ("none",)
+        curves += [error_curves(replace(task, heldout_shift=shift), models, settings) for shift in shifts]
+    course, lengths = measure_lengths(linear[0], settings, tell)
+    tables = {
+        "error": pd.concat(curves, ignore_index=True),
+        "training": pd.concat([*courses, course], ignore_index=True),
+        "length": lengths,
+        "equivariance": equivariance_table(settings["model"], task.n_positions, task.d_input, 8, settings["n_fresh_models"]),
+    }
+    return Reproduction(
+        tables=tables,
+        figure=lambda: draw(tables, settings),
+        comparisons=compare(tables, settings),
+        differences=differences(settings),
+    )
+
+
+def train_one(
+    task: RegressionTask, settings: Settings, steps: int, seed: int, **changes: Any
+) -> tuple[HookedKVRegressor, pd.DataFrame]:
+    """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
+    training = {**settings["training"], "steps": steps, "seed": seed}
+    model, result = Trial(task, "transformer", {**settings["model"], **changes}, training).finished()
+    assert isinstance(model, HookedKVRegressor)
+    labels = dict(functions=task.functions, positions=model.cfg.positional_embedding_type, seed=seed)
+    return model, pd.DataFrame(labels, index=result.heldout.index).join(result.heldout[["step", "loss"]])
+
+
+# --- error against the number of examples ---
+
+
+def error_curves(task: RegressionTask, models: Mapping[int, nn.Module], settings: Settings) -> pd.DataFrame:
+    """Squared error of every predictor on held-out prompts of ``task``, for every number of examples that it scores.
+
+    Args:
+        task: determines functions, points and distribution.
+        models: models by seed.
+        settings: ``n_prompts``, ``prompt_seed``, ``n_neighbors``.
+
+    Returns:
+        functions, shift, predictor, seed (0 for untrained methods), n_examples, squared_error, standard_error (of that mean
+        over prompts), zero_error (that of always predicting 0), relative_error (the quotient), and from_least_squares: the mean
+        squared difference from the predictions of least squares, over ``zero_error``.
+    """
+    tables = []
+    for scored in tasks_that_score_all(task):
+        batch = scored.heldout(settings["n_prompts"], settings["prompt_seed"])
+        baselines = untrained_predictions(scored, batch, settings)
+        trained = [("transformer", seed, predict(model, batch.inputs)) for seed, model in models.items()]
+        for predictor, seed, predicted in [*trained, *((name, 0, values) for name, values in baselines.items())]:
+            errors = errors_by_examples(batch, predicted, baselines["least squares"])
+            labels = dict(functions=task.functions, shift=task.heldout_shift, predictor=predictor, seed=seed)
+            tables.append(pd.DataFrame(labels, index=errors.index).join(errors))
+    return pd.concat(tables, ignore_index=True)
+
+
+def tasks_that_score_all(task: RegressionTask) -> Iterator[RegressionTask]:
+    """``task`` itself, or, if it scores only its last point, one task for each number of examples."""
+    if task.heldout_shift != "orthant":
+        yield task
+        return
+    for n_points in range(2, task.n_points + 1):
+        yield replace(task, n_points=n_points)
+
+
+def untrained_predictions(task: RegressionTask, batch: Batch, settings: Settings) -> dict[str, Float[Tensor, "prompt point"]]:
+    """Predictions of least squares, ridge regression and nearest neighbors at each point, in float64."""
+    x, y = (part.double() for part in task.points_and_values(batch.inputs))
+    return {
+        "least squares": least_squares(x, y),
+        "ridge": ridge(x, y, penalty(task)),
+        "nearest neighbors": nearest_neighbors(x, y, settings["n_neighbors"]),
+    }
+
+
+def penalty(task: RegressionTask) -> float:
+    """The ridge penalty that is best for linear functions under the noise of the shift "noisy"."""
+    return task.dimensions * HELDOUT_NOISE**2
+
+
+@torch.no_grad()
+def predict(model: nn.Module, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
+    """The model's predictions at the points (every other position), in float64 on the CPU."""
+    model.eval()
+    device = next(model.parameters()).device
+    parts = [model(part.to(device)).cpu() for part in inputs.split(PROMPTS_AT_ONCE)]
+    return torch.cat(parts)[:, 0::2].double()
+
+
+def errors_by_examples(
+    batch: Batch, predicted: Float[Tensor, "prompt point"], by_least_squares: Float[Tensor, "prompt point"]
+) -> pd.DataFrame:
+    """One row for each number of examples at which ``batch`` is scored; columns as in `error_curves`."""
+    targets, scored = batch.targets[:, 0::2].double(), batch.scored[0, 0::2].numpy()
+    squared, zero = (predicted - targets).square(), targets.square().mean(0)
+    columns = dict(
+        n_examples=torch.arange(targets.shape[1]),
+        squared_error=squared.mean(0),
+        standard_error=squared.std(0) / math.sqrt(len(targets)),
+        zero_error=zero,
+        relative_error=squared.mean(0) / zero,
+        from_least_squares=(predicted - by_least_squares).square().mean(0) / zero,
+    )
+    return pd.DataFrame({name: values.numpy() for name, values in columns.items()})[scored].reset_index(drop=True)
+
+
+# --- prompts longer than in training ---
+
+
+def measure_lengths(learned: HookedKVRegressor, settings: Settings, tell: Tell) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Test a model with learned and one with sinusoidal positions, trained alike, on prompts longer than in training.
+
+    Args:
+        learned: the model of linear functions, with learned positions.
+
+    Returns:
+        The course of the sinusoidal model's training, and a table: positions, n_examples, relative_error (NaN where the
+        model refuses the prompt), in_training (whether prompts of that length occurred in training).
+    """
+    task = RegressionTask(functions="linear", **settings["task"])
+    steps = settings["classes"]["linear"]["steps"]
+    sinusoidal, course = train_one(task, settings, steps, 0, positional_embedding_type="sinusoidal")
+    tell(f"linear, sinusoidal positions: held-out squared error {course['loss'].iloc[-1]:.4f}, {steps} steps")
+    longer = replace(task, n_points=settings["longest"])
+    batch = longer.heldout(settings["n_prompts"], settings["prompt_seed"])
+    tables = []
+    for positions, model in {"standard": learned, "sinusoidal": sinusoidal}.items():
+        predicted = predict_or_refuse(model, batch.inputs)
+        errors = errors_by_examples(batch, predicted, predicted)[["n_examples", "relative_error"]]
+        tables.append(errors.assign(positions=positions, in_training=errors["n_examples"] < task.n_points))
+    return course, pd.concat(tables, ignore_index=True)
+
+
+def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
+    """`predict`; if the model refuses prompts of that length, predictions for the part it can read, and NaN for the rest."""
+    try:
+        return predict(model, inputs)
+    except KVLensError:
+        read = predict(model, inputs[:, : model.cfg.n_ctx])
+        unread = read.new_full((len(inputs), (inputs.shape[1] + 1) // 2 - read.shape[1]), math.nan)
+        return torch.cat([read, unread], dim=1)
+
+
+# --- claims ---
+
+MATCH = 0.05
+"""Two methods match if their relative errors differ by at most this much; 1 is the error of always predicting 0."""
+DEGRADES = 2.0
+"""An error is worse out of distribution if it is more than this many times that in distribution, plus MATCH."""
+N_ERRORS = 3.0
+"""The margin of a measurement, in standard errors over prompts; one in 370 normal means is outside it."""
+LEARNED = 0.5
+"""A model whose relative error in distribution is above this has learned too little to test how it generalizes."""
+BASELINES = ("least squares", "ridge", "nearest neighbors")
+SHIFT_CLAIMS = {
+    "scaled_inputs": ("points 3 times as far out as in training: the error grows, least squares' does not", "degrades"),
+    "skewed_inputs": ("points with a skewed covariance: the error grows, least squares' does not", "degrades"),
+    "orthant": ("examples in one orthant, the question anywhere: close to in distribution", "keeps"),
+}
+
+
+def compare(tables: Mapping[str, pd.DataFrame], settings: Settings) -> list[Comparison]:
+    """Every claim with its number."""
+    error, dimensions = tables["error"], settings["task"]["dimensions"]
+    why = still_learning(tables["training"])
+    return [
+        *(unless_it_holds(one, why["linear"]) for one in compare_linear(error[error["functions"] == "linear"], dimensions)),
+        *compare_shifts(error[error["functions"] == "linear"]),
+        compare_noise(error[error["functions"] == "linear"]),
+        *compare_classes(error[(error["functions"] != "linear") & (error["shift"] == "none")], why),
+        *compare_orders(tables["equivariance"]),
+        *compare_lengths(tables["length"]),
+    ]
+
+
+def still_learning(training: pd.DataFrame) -> dict[str, str | None]:
+    """Class of functions -> why a model trained on it may still be learning; None if its curve is flat."""
+    usual = training[training["positions"] == "standard"]
+    return {
+        str(functions): Goal(chance=1.0).why_not_flat(runs, f"the transformer trained on {functions}")
+        for functions, runs in usual.groupby("functions", sort=False)
+    }
+
+
+def unless_it_holds(comparison: Comparison, why: str | None) -> Comparison:
+    """A claim that trained models do well can hold before training is finished, but cannot be rejected before."""
+    return comparison if comparison.holds else comparison.unless(why)
+
+
+class Measured(NamedTuple):
+    """A relative error, and its margin of three standard errors over the prompts."""
+
+    value: float
+    margin: float
+
+    def below(self, bound: float) -> bool | None:
+        """Whether it is significantly below ``bound`` (True), above it (False), or neither (None)."""
+        if abs(self.value - bound) < self.margin:
+            return None
+        return self.value <= bound
+
+
+def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
+    """By number of examples: the largest relative error of the seeds, with its margin.
+
+    Trained models count with the worst of their seeds, and the verdicts are about these models: the margin does not include
+    the variation between trainings.
+    """
+    rows = error[(error["shift"] == shift) & (error["predictor"] == predictor)]
+    worst = rows.loc[rows.groupby("n_examples")["relative_error"].idxmax()]
+    margins = N_ERRORS * worst["standard_error"] / worst["zero_error"]
+    return dict(zip(worst["n_examples"], map(Measured, worst["relative_error"], margins), strict=True))
+
+
+def last(curve: dict[int, Measured]) -> Measured:
+    """The error with the largest number of examples."""
+    return curve[max(curve)]
+
+
+def gap_between(ours: dict[int, Measured], theirs: dict[int, Measured]) -> dict[int, Measured]:
+    """The gap between two curves; the margins add up, as if the two did not share their prompts."""
+    return {n: Measured(abs(ours[n].value - theirs[n].value), ours[n].margin + theirs[n].margin) for n in ours}
+
+
+def mean_of(curve: dict[int, Measured]) -> Measured:
+    """The mean over all numbers of examples; the margin assumes fully correlated errors."""
+    return Measured(*(sum(column) / len(curve) for column in zip(*curve.values(), strict=True)))
+
+
+def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]:
+    """Linear functions, in distribution."""
+    ours = worst_of_seeds(error, "none", "transformer")
+    gaps = {baseline: gap_between(ours, worst_of_seeds(error, "none", baseline)) for baseline in BASELINES}
+    distance = {baseline: mean_of(gap) for baseline, gap in gaps.items()}
+    nearest = min(BASELINES, key=lambda baseline: distance[baseline].value)
+    first, second = distance["least squares"], min(distance[baseline] for baseline in BASELINES if baseline != "least squares")
+    what = "baseline whose error curve is closest to the transformer's, linear functions, mean gap over all n"
+    claim = "the error of a transformer trained on linear functions falls with n like that of least squares"
+    ahead = Measured(first.value - second.value, first.margin + second.margin).below(0.0)
+    yield Comparison(what, claim, nearest, ahead, paper="least squares")
+    what = "largest gap between the transformer's relative error and least squares', linear functions, over all n"
+    claim = f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})"
+    verdicts = [gap.below(MATCH) for gap in gaps["least squares"].values()]
+    holds = False if False in verdicts else None if None in verdicts else True
+    yield Comparison(what, claim, max(gaps["least squares"].values()).value, holds)
+    n = min(2 * dimensions, max(ours))
+    what = f"relative error of the transformer after {n} examples of a linear function in {dimensions} dimensions"
+    claim = f"with more examples than dimensions the error is close to 0 (below {MATCH}), where least squares is exact"
+    yield Comparison(what, claim, ours[n].value, ours[n].below(MATCH))
+
+
+def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
+    """Linear functions on other distributions, at the largest number of examples."""
+    here = last(worst_of_seeds(error, "none", "transformer"))
+    for shift, (claim, kind) in SHIFT_CLAIMS.items():
+        there = last(worst_of_seeds(error, shift, "transformer"))
+        keeps = Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin).below(MATCH)
+        holds = None if keeps is None else keeps == (kind == "keeps")
+        what = f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})"
+        yield Comparison(what, claim, there.value, holds).unless(too_little(here))
+
+
+def too_little(here: Measured) -> str | None:
+    """Why a model with that error in distribution cannot show how it generalizes; None if it can."""
+    if here.value <= LEARNED:
+        return None
+    return f"the transformer's relative error in distribution is {here.value:.2g}; at most {LEARNED:g} is required"
+
+
+def compare_noise(error: pd.DataFrame) -> Comparison:
+    """Linear functions with noise on the answers of the examples: whether some number of examples is harmful."""
+    here = last(worst_of_seeds(error, "none", "transformer"))
+    curve = worst_of_seeds(error, "noisy", "transformer")
+    peak = max(curve, key=lambda n: curve[n].value)
+    harmless = curve[peak].below(1 + MATCH)
+    falls_again = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin).below(0.0)
+    holds = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
+    what = f"largest relative error of the transformer over all n, noisy (at n = {peak})"
+    claim = (
+        "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)"
+    )
+    return Comparison(what, claim, curve[peak].value, holds).unless(too_little(here))
+
+
+def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Iterator[Comparison]:
+    """The other classes, in distribution, at the largest number of examples; ``why``: of `still_learning`."""
+    for functions, rows in error.groupby("functions", sort=False):
+        ours = last(worst_of_seeds(rows, "none", "transformer"))
+        best = {baseline: last(worst_of_seeds(rows, "none", baseline)) for baseline in BASELINES}
+        baseline = min(best, key=lambda name: best[name].value)
+        behind = Measured(ours.value - best[baseline].value, ours.margin + best[baseline].margin)
+        known = f"best baseline: {baseline}, {best[baseline].value:.2g}"
+        what = f"relative error of the transformer with all examples, {functions} ({known})"
+        claim = "a transformer trained on a class learns its functions at least as well as methods that do not know the class"
+        yield unless_it_holds(Comparison(what, claim, ours.value, behind.below(MATCH)), why.get(str(functions)))
+
+
+def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
+    """Which models are equivariant under permutations of their positions."""
+    exact = table[table["dtype"] == "float64"]
+
+    def of(attention_dir: str, positions: str) -> pd.DataFrame:
+        return exact[(exact["attention_dir"] == attention_dir) & (exact["positions"] == positions)]
+
+    plain = of("bidirectional", "none")
+    what = "|T(pi X) - pi T(X)| / |T(X)| without positions and mask, float64, largest of all draws"
+    holds = bool((plain["deviation"] <= plain["rounding"]).all())
+    claim = "the plain transformer is permutation equivariant"
+    yield Comparison(what, claim, float(plain["deviation"].max()), holds, paper=0.0)
+    for attention_dir, positions, words in (
+        ("bidirectional", "standard", "learned positions"),
+        ("bidirectional", "sinusoidal", "sinusoidal positions"),
+        ("causal", "none", "a causal mask and no positions"),
+    ):
+        rows = of(attention_dir, positions)
+        what, least = f"the same with {words}, smallest of all draws", float(rows["deviation"].min())
+        holds = bool((rows["deviation"] > 1000 * rows["rounding"]).all())
+        yield Comparison(what, f"{words} make it depend on the order", least, holds)
+
+
+def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
+    """Prompts longer than in training."""
+    learned, sinusoidal = (table[table["positions"] == positions] for positions in ("standard", "sinusoidal"))
+    refused = learned.loc[~learned["in_training"], "relative_error"].isna()
+    what = "share of prompts longer than in training that learned positions refuse"
+    claim = "learned positions end where the table ends"
+    yield Comparison(what, claim, float(refused.mean()), bool(refused.all()), paper=1.0)
+    inside, beyond = (sinusoidal[sinusoidal["in_training"] == where]["relative_error"].iloc[-1] for where in (True, False))
+    what = f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})"
+    claim = "sinusoidal positions have no limit: the model reads longer prompts, though less accurately"
+    yield Comparison.stated(what, claim, float(beyond))
+
+
+def differences(settings: Settings) -> list[str]:
+    """The known differences from Garg et al. 2022."""
+    task, model = settings["task"], settings["model"]
+    return [
+        f"The paper's model has 12 layers of width 256 and 8 heads, and is trained on 20 dimensions for 500,000 steps of 64 "
+        f"prompts, with a curriculum; here {model['n_layers']} layers of width {model['d_model']}, {task['dimensions']} "
+        f"dimensions, {settings['classes']['linear']['steps']} steps of {settings['training']['batch_size']}, no curriculum.",
+        "Functions are scaled to variance 1 here, so that always predicting 0 has error 1 instead of the number of dimensions.",
+        "The paper's baselines for sparse functions, trees and networks (Lasso, greedy tree learning and boosting, gradient "
+        "descent on a network) are not among ours; least squares, ridge and nearest neighbors are.",
+        "Trigonometric and exponential functions are not from the paper, but from DUAL sec. 5.",
+        "A covariance proportional to 1 / i^2 is far more skewed in the paper's 20 dimensions than in few.",
+        "At n = d, the mean error of least squares with noise, or on nonlinear functions, has no finite expectation: the "
+        "number in the table depends on the prompts drawn, and the figure cuts it off.",
+        "The verdicts on trained models are about the models trained here, with a margin for the noise of test prompts but not "
+        "for the variation between trainings.",
+        "T(pi X) = pi T(X) is a property of the architecture, measured on random weights, not on a trained model.",
+    ]
+
+
+# --- figure ---
+
+COLORS = {"transformer": "#D55E00", "least squares": "#0072B2", "ridge": "#56B4E9", "nearest neighbors": "#9a8c5a"}
+SHIFT_TITLES = {
+    "scaled_inputs": "points 3 times as far out",
+    "skewed_inputs": "skewed covariance",
+    "orthant": "examples in one orthant",
+    "noisy": "noise of deviation 1",
+}
+POSITION_STYLES = {"standard": ("learned positions", "#D55E00"), "sinusoidal": ("sinusoidal positions", "#CC79A7")}
+LOWEST, HIGHEST = 3e-4, 3.0
+"""The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame], settings: Settings) -> Figure:
+    """Plot, above, every class in distribution; below, linear functions on other distributions, and longer prompts."""
+    error, dimensions, classes = tables["error"], settings["task"]["dimensions"], list(settings["classes"])
+    figure = Figure(figsize=(18, 8.2), layout="constrained")
+    above, below = figure.subplots(2, max(len(classes), len(SHIFT_TITLES) + 1))
+    for axes, functions in zip(above, classes, strict=False):
+        rows = error[(error["functions"] == functions) & (error["shift"] == "none")]
+        n = rows.loc[rows["predictor"] == "transformer", "seed"].nunique()
+        draw_errors(axes, rows, f"{functions.replace('_', ' ')}, {n} seed{'s' if n > 1 else ''}", dimensions)
+    for axes, (shift, title) in zip(below, SHIFT_TITLES.items(), strict=False):
+        draw_errors(axes, error[error["shift"] == shift], f"linear, {title}", dimensions)
+    for axes in [*above[len(classes) :], *below[len(SHIFT_TITLES) :]]:
+        axes.set_axis_off()
+    draw_lengths(below[-1], tables["length"])
+    for row in (above, below):
+        row[0].set_ylabel("squared error / that of always saying 0")
+    handles, labels = above[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=10)
+    figure.suptitle("Error on new functions; thick: mean over seeds, thin: each seed", x=0.005, ha="left", fontsize=12)
+    return figure
+
+
+def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
+    """Plot relative error against the number of examples, one line per predictor; the dotted line is at n = d."""
+    # The trained model is drawn last, on top; a logarithmic axis cannot show an error of exactly 0.
+    visible = rows.assign(
+        relative_error=rows["relative_error"].clip(lower=LOWEST / 10),
+        rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLORS))}),
+    )
+    shown = visible.sort_values(["rank", "seed", "n_examples"])
+    draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colors=COLORS)
+    axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
+    axes.axhline(1, color="#94a3b8", linewidth=0.8)
+    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.minorticks_off()
+    axes.set_title(title, loc="left", fontsize=10.5)
+
+
+def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
+    """Plot the error of the models with learned and sinusoidal positions, at and beyond (shaded) the training lengths."""
+    axes.set_axis_on()
+    for positions, (label, color) in POSITION_STYLES.items():
+        rows = table[table["positions"] == positions]
+        axes.plot(rows["n_examples"], rows["relative_error"], color=color, linewidth=1.8, label=label)
+    end = table[table["in_training"] & (table["positions"] == "standard")].iloc[-1]
+    axes.axvspan(end["n_examples"], table["n_examples"].max(), color="#f1f5f9", zorder=0)
+    axes.plot(
+        end["n_examples"], end["relative_error"], "X", color=POSITION_STYLES["standard"][1], markersize=9, label="refused"
+    )
+    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
+    axes.minorticks_off()
+    finish(axes, "linear, prompts longer than in training", below=0.2, fontsize=8.5, ncols=2)

@@ -1,0 +1,216 @@
+"""What the experiments on the dual model are made of, and that their verdicts can come out either way."""
+
+import io
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from kvlens import HookedKVTransformer
+from kvlens.dual import layer
+from kvlens.papers.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
+from kvlens.papers.dual.dual_equivalence import after_one_step
+from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
+from kvlens.tasks import make_task
+
+SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4)
+
+
+def test_seeds_train_apart():
+    """Each seed's course is the same as alone, although seeds share tensors."""
+    together, alone = [], []
+    for seeds, into in (([3, 4], together), ([4], alone)):
+        W = draw_tasks(seeds, 2)
+        layer = draw_layer(seeds, 3, Variant(key_depth=2, negatives=2, beta=0.1, alpha=0.2))
+        into += train_layer(layer, W, SETTINGS, "linear", 3, seeds, torch.full((len(seeds),), 0.05, dtype=torch.float64))
+    for (step, both), (same, one) in zip(together, alone, strict=True):
+        assert step == same
+        assert float(both[1]) == pytest.approx(float(one[0]), rel=1e-12)
+
+
+def test_each_row_has_its_own_rate_and_a_repeated_seed_the_same_sequences():
+    """Rates 0, 0.05 and 0.05 once more: the first stays where it was, the others take one course."""
+    seeds = [3, 3, 3]
+    layer = draw_layer(seeds, 3, Variant())
+    rates = torch.tensor([0.0, 0.05, 0.05], dtype=torch.float64)
+    course = train_layer(layer, draw_tasks(seeds, 2), SETTINGS, "linear", 30, seeds, rates)
+    assert course[-1][1][0] == course[0][1][0] != course[-1][1][1] == course[-1][1][2]
+
+
+def test_errors_are_over_the_variance_of_the_labels():
+    """A layer whose values are zero answers 0 always: E[y^2] / Var[y]."""
+    seeds = [0, 1]
+    layer = draw_layer(seeds, 3, Variant())
+    layer.W_V = torch.zeros_like(layer.W_V)
+    W = draw_tasks(seeds, 2)
+    ((_, error),) = train_layer(layer, W, SETTINGS, "exponential", 0, seeds, torch.zeros(2, dtype=torch.float64))
+    answers = draw_sequences(W, "exponential", seeds, 3, 4, 5).answers
+    torch.testing.assert_close(error, answers.square().mean(1) / answers.var(dim=1, correction=0), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("name", dual_variants.VARIANTS)
+def test_the_last_output_alone_is_that_of_all(name):
+    layer = draw_layer([0, 1], 3, dual_variants.VARIANTS[name])
+    tokens = draw_sequences(draw_tasks([0, 1], 2), "linear", [0, 1], 4, 3, 9).tokens
+    torch.testing.assert_close(layer.outputs(tokens, last=1), layer.outputs(tokens)[..., -1:, :], rtol=1e-13, atol=1e-14)
+
+
+def test_training_lowers_the_error():
+    seeds = [0, 1]
+    W = draw_tasks(seeds, 2)
+    settings, rates = {**SETTINGS, "batch_size": 16}, torch.full((2,), 0.05, dtype=torch.float64)
+    course = train_layer(draw_layer(seeds, 3, Variant()), W, settings, "linear", 150, seeds, rates)
+    assert bool((course[-1][1] < course[0][1]).all())
+
+
+def test_the_last_label_is_hidden():
+    sequences = draw_sequences(draw_tasks([0], 2), "exponential", [0], 4, 3, 5)
+    assert sequences.tokens[..., -1, -1].abs().max() == 0
+    x, W = sequences.tokens[0, :, -1, :2], draw_tasks([0], 2)[0]
+    torch.testing.assert_close(sequences.answers[0], (x @ W).exp(), rtol=1e-11, atol=0)
+
+
+def test_variants_that_are_nothing_are_plain():
+    W, seeds = draw_tasks([0], 2), [0]
+    sequences = draw_sequences(W, "linear", seeds, 4, 3, 5)
+    plain = losses(draw_layer(seeds, 3, Variant()), sequences)
+    assert torch.equal(losses(draw_layer(seeds, 3, Variant(negatives=2, beta=0.0)), sequences), plain)
+    assert not torch.equal(losses(draw_layer(seeds, 3, Variant(alpha=0.1)), sequences), plain)
+
+
+def test_one_step_is_attention_and_wrong_labels_are_not():
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 3), (6, 4), (3,)))
+    output = (k @ q / 1.3).softmax(0) @ v
+    torch.testing.assert_close(after_one_step(q, k, v, 1.3), output, rtol=1e-12, atol=1e-13)
+    assert (after_one_step(q, k, v, 1.3, v[:5].flip(0)) - output).norm() > 1e-3  # far above rounding
+
+
+def test_simplex_features_are_a_simplex_and_as_unbiased_as_their_lengths():
+    projection = random_features.simplex_projections(8, 4, torch.Generator().manual_seed(0))
+    unit = projection / projection.norm(dim=-1, keepdim=True)
+    block = unit[:4] @ unit[:4].T
+    torch.testing.assert_close(block, torch.eye(4).double() * (4 / 3) - 1 / 3, rtol=1e-12, atol=1e-12)
+    normal = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(projection.norm(dim=-1), normal.norm(dim=-1), rtol=1e-12, atol=0)
+
+
+def verdict(comparisons, words):
+    return next(c for c in comparisons if words in c.what).holds
+
+
+def test_equivalence_fails_where_it_should():
+    errors = pd.DataFrame(dict(task="linear", seed=0, sequence=0, kernel="exact", error=[1e-15, 1e-3], shuffled_error=0.5))
+    assert verdict(dual_equivalence.compare(errors), "largest") is False
+    assert verdict(dual_equivalence.compare(errors.head(1)), "largest") is True
+
+
+def test_a_trained_block_with_a_wrong_tangent_does_not_hold(monkeypatch):
+    """The tangent of the MLP or the matrix of the norm, a half or a third too large, in heads of a shipped model."""
+
+    def holds():
+        return next(iter(dual_layer.compare_blocks(dual_layer.trained_blocks("facts-gpt2", 1)))).holds
+
+    assert holds() is True
+    for part, factor in (("_tangent", 1.5), ("_norm_map", 1.3)):
+        right = getattr(layer, part)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, part, lambda *args, right=right, by=factor: (by * right(*args)[0], *right(*args)[1:]))
+            assert holds() is False
+
+
+def test_variants_are_tested_in_both_directions_or_not_at_all():
+    def of(ratios, model="augmented keys, 2 layers", why=None, half=0.0, course=0.0):
+        table = pd.DataFrame(dict(task="linear", model=model, seed=range(len(ratios)), half=half, end=ratios, course=course))
+        return dual_variants.compare(table, {"linear": why})[0].verdict
+
+    assert of([-0.2] * 8) == "holds"
+    assert of([0.2] * 8) == "does not hold"
+    assert of([0.2, -0.2] * 4) == "inconclusive"
+    assert of([math.nan] * 8) == "inconclusive"
+    assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
+    assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # the paper claims that these are faster
+    assert of([0.0] * 8, "augmented keys, 1 layer", course=[-0.2] * 8) == "holds"
+    assert of([0.0] * 8, "augmented keys, 1 layer", "too early", course=[-0.2] * 8) == "not trained far enough"
+    assert of([-0.2] * 8, why="too early") == "not trained far enough"
+    for half, settled in ((-0.224, True), (-0.226, False), (0.2, True)):  # 1.125 times as far; from the other side
+        assert of([-0.2] * 8, half=half) == ("holds" if settled else "not trained far enough")
+    assert of([0.2, -0.2] * 4, half=1.0) == "inconclusive"  # no ratio is found that could go to one
+
+
+def test_differences_are_the_distances_from_the_nearer_plain_layer_at_the_end_and_in_the_course():
+    courses = {
+        dual_variants.PLAIN: (9.0, 2.0, 1.0),
+        dual_variants.AGAIN: (9.0, 3.0, 1.0),
+        "above": (7.0, 4.0, 1.0),
+        "between, then below": (7.0, 2.5, 0.5),
+        "diverged": (9.0, 2.0, math.inf),
+    }
+    curves = pd.DataFrame(
+        [
+            dict(task="t", model=model, seed=0, step=step, loss=loss)
+            for model, losses in courses.items()
+            for step, loss in zip((0, 10, 20), losses, strict=True)
+        ]
+    )
+    found = dual_variants.differences(curves).set_index("model")[["half", "end", "course"]]
+    assert found.loc["above"].tolist() == pytest.approx([math.log(4 / 3), 0.0, math.log(4 / 3) / 2])
+    assert found.loc["between, then below"].tolist() == pytest.approx([0.0, -math.log(2), -math.log(2) / 2])
+    assert found.loc["diverged", ["end", "course"]].isna().all()
+    of_plain = curves["model"] == dual_variants.AGAIN
+    lost = dual_variants.differences(curves.assign(loss=curves["loss"].where(~of_plain, math.inf)))
+    assert lost["end"].isna().all()  # with one plain layer, nothing says what its initialization does
+
+
+def test_more_features_and_other_kinds_are_tested():
+    rows = [
+        dict(kind=kind, n_features=m, seed=seed, what="output", mse=factor / m, mae=1.0)
+        for kind, factor in (("iid", 2.0), ("orthogonal", 1.0), ("simplex", 1.5))
+        for m in (8, 32)
+        for seed in range(8)
+    ]
+    found = [*random_features.compare(pd.DataFrame(rows))]
+    assert verdict(found, "iid: power") is True
+    assert float(next(c for c in found if "iid: power" in c.what).ours) == pytest.approx(-1.0)
+    assert verdict(found, "orthogonal against iid") is True
+    assert verdict(found, "simplex against orthogonal") is False
+
+
+def test_rank_correlations_and_their_chance():
+    a = np.arange(6.0)
+    assert dual_heads.spearman(a, a**3) == pytest.approx(1.0)
+    assert dual_heads.spearman(a, -a) == pytest.approx(-1.0)
+    assert dual_heads.chance_of_pairing(a, a) == pytest.approx(2 / 720)  # only the order and its reverse are as far
+    assert dual_heads.chance_of_pairing(np.arange(4.0), np.arange(4.0)) == pytest.approx(2 / 24)  # four heads tell nothing
+
+
+def test_earlier_occurrences():
+    after = dual_heads._follows_earlier_occurrence(torch.tensor([[7, 3, 7, 5, 7]]))
+    assert after[0].nonzero().tolist() == [[2, 1], [4, 1], [4, 3]]
+
+
+def test_a_head_that_does_nothing_has_no_effect():
+    model = HookedKVTransformer.from_zoo("induction-plain-2l").requires_grad_(False)
+    model.blocks[0].attn.W_O[2] = 0
+    frame = dual_heads.measure_heads(model, make_task("induction", vocab_size=512, length=32).heldout(2))
+    effects = frame.groupby(["layer", "head"])["ablation_effect"].mean()
+    assert abs(effects[0, 2]) < 1e-8 < 0.1 < effects.max()  # its pattern is hooked, which sums in another order in float32
+    assert frame.groupby(["layer", "head"])["induction_score"].mean().max() > 0.3
+    assert len(frame) == 2 * 2 * 4 and frame.notna().all().all()
+
+
+def test_runs_that_diverge_leave_the_figure_and_the_verdict():
+    """Errors of some seeds grow until they are infinite: the figure can be drawn, and nothing is concluded from the rest."""
+    losses = {dual_variants.PLAIN: [0.5, 0.1], dual_variants.AGAIN: [0.5, 0.1], "augmented keys, 1 layer": [1e308, math.inf]}
+    rows = [
+        dict(task="exponential", model=model, seed=seed, step=step, loss=loss if seed else 0.1)
+        for model, course in losses.items()
+        for seed in range(8)
+        for step, loss in zip((0, 1, 2), (1.0, *course), strict=True)
+    ]
+    curves = pd.DataFrame(rows)
+    dual_variants.draw(curves).savefig(io.BytesIO())
+    (found,) = dual_variants.compare(dual_variants.differences(curves), dual_variants.untrained(curves))
+    assert found.holds is None and found.ours == "not finite for 7 of 8 seeds"

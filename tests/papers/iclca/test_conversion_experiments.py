@@ -1,0 +1,293 @@
+"""``conversion-accuracy``, ``conversion-error``, ``trainable-bias``: measurements against references, and claims that fail."""
+
+import itertools
+
+import pandas as pd
+import pytest
+import torch
+
+from kvlens import KVLensError
+from kvlens.papers.iclca import conversion_accuracy, conversion_error, trainable_bias
+from kvlens.papers.iclca.conversion_accuracy import ALONE, CONVERTED, PROMPTED
+from kvlens.tasks import Batch, make_task
+
+LETTERS = "abcdefghijk"
+TASK = make_task("bigrams", n_letters=len(LETTERS), n_triggers=3, length=23, trigger_rate=0.5)
+CUT = 10
+
+
+def tiny_model(**changes):
+    return conversion_error.random_model(3, 24, 6, **changes)
+
+
+# --- conversion-error ---
+
+
+def test_relative_error_by_hand():
+    old = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 0.0], [0.0, 0.0]]])
+    new = old + torch.tensor([[[0.0, 0.3], [0.4, 0.0]], [[0.0, 0.0], [0.0, 0.25]]])
+    error = conversion_error.relative_error(new, old)
+    assert error.dtype == torch.float64
+    assert error.tolist() == pytest.approx([0.5 / 5, 0.25], rel=1e-6)  # 0.3 and 0.4 are float32's
+
+
+@pytest.mark.parametrize("positions", ["rotary", "standard"])
+def test_the_float64_forward_pass_is_one_and_leaves_the_model_as_it_was(positions):
+    model = tiny_model(positional_embedding_type=positions)
+    exact = tiny_model(positional_embedding_type=positions, dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    tokens, _ = next(conversion_error.random_pairs(5, 13, 2, batch_size=5, seed=0))
+    logits, expected = conversion_error.float64_logits(model, tokens), exact(tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    assert (model(tokens).double() - expected).abs().max() > 1e-9  # a float32 pass would not do
+    assert model.cfg.dtype == torch.float32
+    assert all(
+        weight.dtype == before[name].dtype and torch.equal(weight, before[name]) for name, weight in model.state_dict().items()
+    )
+
+
+def test_random_pairs_are_one_draw_however_they_are_batched():
+    def joined(batch_size):
+        prompts, texts = zip(*conversion_error.random_pairs(7, 5, 3, batch_size=batch_size, seed=2), strict=True)
+        return torch.cat(prompts), torch.cat(texts)
+
+    prompt, text = joined(7)
+    assert prompt.shape == (7, 5) and text.shape == (7, 3)
+    assert len(prompt.unique(dim=0)) == 7
+    for part, whole in zip(joined(3), (prompt, text), strict=True):
+        assert torch.equal(part, whole)
+
+
+def test_conversion_error_is_rounding_in_float64_and_seen_where_a_bias_is_wrong(monkeypatch):
+    model = tiny_model(dtype=torch.float64)
+    prompt, text = next(conversion_error.random_pairs(4, 11, 6, batch_size=4, seed=1))
+    error, old = conversion_error.error_of_conversion(model, prompt, text)
+    assert old.shape == (4, 6, conversion_error.D_VOCAB)
+    assert torch.equal(old, model(torch.cat([prompt, text], dim=1))[:, 11:])
+    assert error.shape == (4,) and error.max() < 1e-13
+    right = conversion_error.convert_prompt
+    monkeypatch.setattr(conversion_error, "convert_prompt", lambda model, prompt: 0.9 * right(model, prompt))
+    assert conversion_error.error_of_conversion(model, prompt, text)[0].min() > 1e-4  # far above rounding
+
+
+def errors_table(conversion, own, wide, size="205K"):
+    rows = [
+        dict(measure=measure, accumulation=accumulation, relative_error=value, pair=pair)
+        for measure, accumulation, value in (
+            (conversion_error.CONVERSION, "float32", conversion),
+            (conversion_error.CONVERSION, "float64", wide),
+            (conversion_error.FORWARD, "float32", own),
+            (conversion_error.FORWARD, "float64", own),
+        )
+        for pair in (0, 1)
+    ]
+    return pd.DataFrame(rows).assign(size=size, n_parameters=1000)
+
+
+def test_the_claims_of_table_1_hold_for_rounding_and_fail_for_more():
+    good, bad = (conversion_error.summarize(errors_table(c, 4e-7, w)) for c, w in ((5e-7, 0.0), (9e-7, 1e-6)))
+    assert [c.holds for c in conversion_error.compare(good)] == [True] * 3
+    assert [c.holds for c in conversion_error.compare(bad)] == [False] * 3
+    first, ratio, wide = conversion_error.compare(good)
+    assert (first.paper, first.ours, ratio.ours, wide.ours) == (2.9e-7, 5e-7, pytest.approx(1.25), 0.0)
+    unprinted = conversion_error.summarize(errors_table(5e-7, 4e-7, 0.0, size="7K"))
+    assert len(list(conversion_error.compare(unprinted))) == 2
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.2, False), (4.0, True)])
+def test_the_growth_of_the_error_is_per_tenfold_size(factor, holds):
+    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.02, 0.98]
+    rows = [
+        dict(n_parameters=1000 * 10**place, pair=pair, relative_error=1e-7 * wobble * factor**place)
+        for place, (pair, wobble) in itertools.product(range(3), enumerate(noise))
+    ]
+    table = pd.DataFrame(rows).assign(measure=conversion_error.CONVERSION, accumulation="float32", size="x")
+    (grown,) = conversion_error.compare_sizes(table)
+    assert grown.ours == pytest.approx(factor) and grown.holds is holds
+    assert not list(conversion_error.compare_sizes(table[table["n_parameters"] == 1000]))
+
+
+def test_the_bias_has_its_share_of_the_parameters():
+    size = dict(name="x", n_layers=3, d_model=24, d_head=6)
+    model = conversion_error.random_model(3, 24, 6)
+    bias = conversion_error.convert_prompt(model, torch.arange(5))
+    n = sum(p.numel() for p in model.parameters())
+    share = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
+    assert share.ours == f"{(bias.b_KV.numel() + bias.b_D.numel()) / n:.2%}"
+
+
+def test_the_summary_is_a_mean_over_pairs_with_its_spread():
+    errors = errors_table(5e-7, 4e-7, 0.0)
+    errors.loc[0, "relative_error"] = 1e-7
+    row = conversion_error.summarize(errors).iloc[0]
+    assert (row["n_pairs"], row["relative_error"], row["least"], row["largest"]) == (2, pytest.approx(3e-7), 1e-7, 5e-7)
+    printed = conversion_error.summarize(errors)["printed"]
+    assert printed.notna().tolist() == [True, False, False, False]
+
+
+# --- conversion-accuracy ---
+
+
+def bigram_model(**changes):
+    fields = dict(d_vocab=len(LETTERS), feature_map="identity", normalizer="none")
+    return conversion_error.random_model(2, 30, 10, **{**fields, **changes})
+
+
+def test_uses_are_counted_from_one_for_each_trigger():
+    text = TASK.text_as_tokens("dabaaecbka")[None]
+    assert conversion_accuracy.use_of_trigger(text, 3).tolist() == [[0, 1, 1, 2, 3, 0, 1, 2, 0, 4]]
+
+
+def test_what_follows_the_end_of_the_prompt_is_not_scored():
+    """The prompt ``adbea`` shows a -> d and b -> e and ends in a: the text opens with d, which would give a away."""
+    inputs = TASK.text_as_tokens("adbeadfabe")[None]
+    scored = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]], dtype=torch.bool)
+    hidden = conversion_accuracy.hide_open_trigger(Batch(inputs, inputs.roll(-1, 1), scored), 5)
+    assert hidden.scored.nonzero().tolist() == [[0, 8]]
+
+
+def test_predictions_by_hand():
+    """Text ``ada``: at the second a, d follows. One condition has it right by a margin of 2, one wrong, one right by 0.5."""
+    text = TASK.text_as_tokens("ada")[None]
+    batch = Batch(text, TASK.text_as_tokens("dad")[None], torch.tensor([[True, False, True]]))
+    logits = torch.zeros(3, 1, 3, len(LETTERS))
+    logits[0, 0, 2, 3], logits[1, 0, 2, 4], logits[2, 0, 2, 3] = 2, 1, 0.5
+    logits[:, 0, 0, 3] = 3
+    named = dict(zip(conversion_accuracy.CONDITIONS, logits, strict=True))
+    table = conversion_accuracy.score(TASK, batch, named, first_sequence=7)
+    assert set(table["sequence"]) == {7} and set(table["trigger"]) == {"a"} and set(table["follower"]) == {"d"}
+    second = table[table["position"] == 2].set_index("condition")
+    assert second["use"].tolist() == [2, 2, 2]
+    assert second["prediction"].to_dict() == {PROMPTED: "d", ALONE: "e", CONVERTED: "d"}
+    assert second["is_right"].to_dict() == {PROMPTED: True, ALONE: False, CONVERTED: True}
+    assert second["margin"].tolist() == [2, 1, 0.5]
+    assert second["change"].tolist() == [0, 2, 1.5]
+    assert conversion_accuracy.n_disagreeing(table) == 0
+    accuracy = conversion_accuracy.accuracy_by_use(table).set_index(["condition", "use"])
+    assert accuracy.loc[(ALONE, 2), ["n_scored", "n_right", "accuracy"]].tolist() == [1, 0, 0]
+    assert accuracy.loc[(ALONE, 1), ["n_scored", "n_right", "accuracy"]].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(positional_embedding_type="standard", feature_map="relu", normalizer="kernel")])
+def test_the_three_readings_are_those_of_the_model(changes):
+    model = bigram_model(dtype=torch.float64, **changes)
+    tokens = TASK.sample(4, torch.Generator().manual_seed(3)).inputs
+    logits = conversion_accuracy.read_three_ways(model, tokens, CUT)
+    assert {part.shape for part in logits.values()} == {(4, TASK.length - CUT, len(LETTERS))}
+    torch.testing.assert_close(logits[CONVERTED], logits[PROMPTED], rtol=0, atol=1e-12)
+    assert torch.equal(logits[ALONE], model(tokens[:, CUT:]))
+    assert (logits[ALONE] - logits[PROMPTED]).abs().max() > 1e-3  # far above rounding
+    assert model.attached_kv_bias is None
+
+
+def test_measuring_is_one_draw_of_tables_that_belong_together():
+    model, settings = bigram_model(), dict(prompt_length=CUT, n_sequences=9, batch_size=4, seed=5)
+    told = []
+    predictions, errors = conversion_accuracy.measure(model, TASK, settings, told.append)
+    assert len(told) == 3
+    assert errors["sequence"].tolist() == list(range(9))
+    assert errors["conversion"].max() < 8 * errors["forward_pass"].max()  # in float32, against float64
+    counts = predictions["condition"].value_counts()
+    assert set(counts.index) == set(conversion_accuracy.CONDITIONS) and counts.min() == counts.max() > 0
+    assert predictions["position"].between(0, TASK.length - CUT - 1).all()
+    assert set(predictions["trigger"]) <= set("abc") and not set(predictions["follower"]) & set("abc")
+    assert (predictions["use"] >= 1).all()
+    again, _ = conversion_accuracy.measure(model, TASK, settings, told.append)
+    pd.testing.assert_frame_equal(again, predictions)
+
+
+def predictions_table(right_without, differs):
+    """One scored position in each of 10,000 sequences, all right with the prompt; ``right_without`` right without it."""
+    rows = []
+    for sequence in range(10_000):
+        for condition in conversion_accuracy.CONDITIONS:
+            is_right = (
+                sequence < right_without if condition == ALONE else not (differs and condition == CONVERTED and sequence == 0)
+            )
+            rows.append(dict(sequence=sequence, position=3, use=1, condition=condition, is_right=is_right))
+    return pd.DataFrame(rows).assign(prediction=lambda table: table["is_right"].map({True: "x", False: "y"}))
+
+
+def test_the_claims_of_table_2_can_fail():
+    errors = pd.DataFrame(dict(sequence=[0, 1], conversion=[4e-7, 6e-7], forward_pass=[5e-7, 5e-7]))
+    good = list(conversion_accuracy.compare(predictions_table(200, differs=False), errors, 0.02))
+    assert [c.holds for c in good] == [True] * 5
+    assert [c.ours for c in good] == [1, 1, 0, 0.02, pytest.approx(5e-7)]
+    bad = list(conversion_accuracy.compare(predictions_table(400, differs=True), errors.assign(conversion=1.1e-6), 0.02))
+    assert [c.holds for c in bad] == [True, False, False, False, False]
+    near = list(conversion_accuracy.compare(predictions_table(300, differs=False), errors, 0.02))
+    assert near[3].holds is None  # 0.03 is a hundredth above chance, neither nearer nor farther
+    untrained = predictions_table(200, differs=False).assign(is_right=False)
+    assert next(conversion_accuracy.compare(untrained, errors, 0.02)).holds is False
+
+
+def test_the_papers_table_is_shown_next_to_ours_and_the_identity_is_tested():
+    *stated, same = conversion_accuracy.compare_with_paper(predictions_table(200, differs=True))
+    assert [c.paper for c in stated] == [0.9995, 0.0223, 0.9995]
+    assert [c.ours for c in stated] == [1.0, 0.02, 0.9999] and not any(c.tested for c in stated)
+    assert (same.paper, same.ours, same.holds) == (0.0, 1.0, False)
+
+
+def test_a_model_that_is_not_there_says_how_to_train_it():
+    settings = {**conversion_accuracy.conversion_accuracy.scales["small"], "model": "no-such-model"}
+    with pytest.raises(KVLensError, match=r"'no-such-model' is neither .* `kvlens train bigram-linear --out RUN`"):
+        conversion_accuracy.conversion_accuracy.run(settings, lambda text: None)
+
+
+def test_a_folder_names_a_model(tmp_path):
+    model = bigram_model()
+    model.save(tmp_path / "model")
+    settings = dict(model=str(tmp_path / "model"), training=None)
+    loaded = conversion_accuracy.obtain_model(settings, TASK, lambda text: None)
+    assert torch.equal(loaded.W_E, model.W_E) and not any(p.requires_grad for p in loaded.parameters())
+    with pytest.raises(KVLensError, match="token ids"):
+        conversion_accuracy.obtain_model(settings, make_task("bigrams"), lambda text: None)
+
+
+def test_chance_is_uniform_over_letters_that_are_no_triggers():
+    assert conversion_accuracy.chance(make_task("bigrams")) == 1 / 47
+
+
+# --- trainable-bias ---
+
+
+def runs_table(with_bias, without_bias):
+    """Held-out losses of runs of two evaluations, one pair of numbers per seed; accuracy is 1 - loss."""
+    rows = [
+        dict(model=label, seed=seed, n_parameters=9, step=10 * (number + 1), split="heldout", loss=loss, accuracy=1 - loss)
+        for label, runs in ((trainable_bias.WITHOUT, without_bias), (trainable_bias.WITH, with_bias))
+        for seed, losses in enumerate(runs)
+        for number, loss in enumerate(losses)
+    ]
+    train_rows = [{**row, "split": "train", "loss": 99.0, "accuracy": 0.0} for row in rows]
+    return pd.DataFrame(rows + train_rows)
+
+
+def measured(curves):
+    return trainable_bias.measure(curves)
+
+
+def test_runs_are_compared_seed_by_seed():
+    by_seed = measured(runs_table([(0.6, 0.2), (0.4, 0.1)], [(0.8, 0.3), (0.8, 0.5)]))
+    first = by_seed[(by_seed["model"] == trainable_bias.WITH) & (by_seed["seed"] == 0)].iloc[0]
+    assert (first["mean_loss"], first["loss"], first["accuracy"]) == (pytest.approx(0.4), 0.2, 0.8)
+    saved, better = trainable_bias.compare(by_seed)
+    assert saved.ours == "+0.275 ± 0.177 (2 seeds)"  # 0.15 and 0.4
+    assert better.ours == "+0.250 ± 0.212 (2 seeds)"  # 0.1 and 0.4
+
+
+def test_with_and_without_bias_a_seed_starts_from_the_same_function():
+    tiny = trainable_bias.trainable_bias.scales["tiny"]
+    settings = {**tiny, "training": {**tiny["training"], "steps": 6, "eval_every": 3}}
+    curves = trainable_bias.trainable_bias.run(settings, lambda text: None).tables["curves"]
+    losses = curves.pivot_table(index=["split", "step", "seed"], columns="model", values="loss")
+    first, last = losses.loc["train", 1], losses.loc["heldout", 6]
+    assert first[trainable_bias.WITH].tolist() == first[trainable_bias.WITHOUT].tolist()
+    assert first[trainable_bias.WITH].nunique() == len(settings["seeds"])
+    assert (last[trainable_bias.WITH] != last[trainable_bias.WITHOUT]).all()  # the bias is trained
+    model = tiny["model"]
+    n_heads = model["d_model"] // model["d_head"]
+    extra = model["n_layers"] * n_heads * model["d_head"] * (model["d_head"] + 1)
+    sizes = curves.groupby("model")["n_parameters"].first()
+    assert sizes[trainable_bias.WITH] - sizes[trainable_bias.WITHOUT] == extra

@@ -1,0 +1,192 @@
+"""``induction-exact`` and ``landscape``: the hand-written models are those of the theorems, and claims can fail."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from kvlens.ops.induction import landscape_loss, naive_induction_head
+from kvlens.papers.kvsa import constructed_models, induction_exact, landscape
+
+BATCH, POS, D, VOCAB = 3, 13, 5, 7
+SIGMA, SLOPE = 0.6, 0.15
+
+
+def embeddings_and_tokens(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(VOCAB, D, generator=generator, dtype=torch.float64) / D**0.5
+    return embeddings.to(dtype), torch.randint(0, VOCAB, (BATCH, POS), generator=generator)
+
+
+def head_error(model, embeddings, tokens, blind=False):
+    with torch.no_grad():
+        out = induction_exact.head_output(model, tokens, blind)
+    return float((out.double() - naive_induction_head(embeddings[tokens].double(), SIGMA, SLOPE)).abs().max())
+
+
+# --- heads ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_shifted_layer_is_the_induction_head(dtype):
+    embeddings, tokens = embeddings_and_tokens(dtype)
+    model = constructed_models.shifted_head(embeddings, SIGMA, SLOPE)
+    assert model.cfg.d_model == D
+    assert head_error(model, embeddings, tokens) <= induction_exact.head_rounding(embeddings, POS, SIGMA, SLOPE, dtype)
+
+
+@pytest.mark.parametrize("p1", [2.0, 5.0, 11.0, 23.0, 40.0])
+def test_two_blind_layers_stay_within_the_derived_error(p1):
+    """The copied row is sum_t w_t x_{s-t} with 1 - w_1 <= r = e^{-p1}.
+
+    With R the largest norm of an embedding, a key is therefore off by at most 2 r R, a score by 2 r R^2 / sigma, and a weight
+    by a factor within the exponential of twice that.
+    """
+    embeddings, tokens = embeddings_and_tokens()
+    model = constructed_models.two_layer_head(embeddings, SIGMA, SLOPE, p1, sees_itself=False)
+    assert model.cfg.d_model == 2 * D
+    assert model.cfg.kv_shift is None
+    score_error = 2 * math.exp(-p1) * float(embeddings.square().sum(-1).max()) / SIGMA
+    bound = math.expm1(2 * score_error) * float(embeddings.abs().max())
+    rounding = induction_exact.head_rounding(embeddings, POS, SIGMA, SLOPE, torch.float64)
+    error = head_error(model, embeddings, tokens, blind=True)
+    assert error <= bound + rounding
+    if p1 < 30:  # the leak is visible: the head is not exact
+        assert error > 100 * rounding
+
+
+def test_the_first_blind_layer_copies_predecessors():
+    """By hand: weights 1 : r : r^2 on the first, second, third token before, nothing on the first row."""
+    embeddings, tokens = embeddings_and_tokens()
+    model = constructed_models.two_layer_head(embeddings, SIGMA, SLOPE, math.log(4), sees_itself=False)
+    with model.hooks(fwd_hooks=[constructed_models.BLIND_HOOK]):
+        _, cache = model.run_with_cache(tokens, names_filter=["blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"])
+    assert cache["blocks.0.attn.hook_pattern"][0, 0, 3, :5].tolist() == pytest.approx([1 / 21, 4 / 21, 16 / 21, 0, 0])
+    stream = cache["blocks.0.hook_resid_post"]
+    assert torch.equal(stream[..., :D], embeddings[tokens])
+    assert not stream[:, 0, D:].any()
+    assert torch.allclose(stream[:, 2, D:], (4 * embeddings[tokens[:, 1]] + embeddings[tokens[:, 0]]) / 5, atol=1e-15)
+
+
+def test_a_layer_that_sees_itself_needs_a_silent_first_token_and_loses_digits():
+    embeddings, tokens = embeddings_and_tokens()
+    silent = embeddings.clone()
+    silent[0] = 0
+    texts = torch.cat([torch.zeros_like(tokens[:, :1]), tokens], dim=1)
+
+    def error(rows, text, p1):
+        return head_error(constructed_models.two_layer_head(rows, SIGMA, SLOPE, p1, sees_itself=True), rows, text)
+
+    early, late = error(silent, texts, 6.0), error(silent, texts, 12.0)
+    assert math.log(late / early) == pytest.approx(-6, abs=0.1)  # the theorem's rate, corrections are of size e^-6
+    assert error(embeddings, tokens, 12.0) > 1000 * late
+    assert error(silent, texts, 30.0) > 100 * late  # rounding, divided by e^-30
+
+
+# --- the landscape's model ---
+
+
+@pytest.mark.parametrize("T", [4, 5, 11])
+def test_texts_repeat_a_token_that_has_neighbors(T):
+    _, tokens, answers = landscape.model_and_texts(T, n_texts=40, seed=1)
+    assert tokens.shape == (40, T + 1)
+    assert (tokens[:, :-1].sort(dim=1).values == torch.arange(T)).all()
+    place = (tokens[:, :-1] == tokens[:, -1:]).int().argmax(dim=1)  # from 0
+    assert set(place.tolist()) == set(range(1, T - 2))  # 1 < i < T - 1, counted from 1; each of them comes up in 40 texts
+    assert torch.equal(tokens.gather(1, place[:, None] + 1)[:, 0], answers)
+
+
+@pytest.mark.parametrize("T", [4, 11])
+def test_the_model_has_the_closed_forms_loss_and_gradients_off_the_plane_too(T):
+    model, tokens, answers = landscape.model_and_texts(T, n_texts=3, seed=2)
+    attn = model.blocks[0].attn
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "blocks.0.attn.k_shift_coef",
+        "blocks.0.attn.v_shift_coef",
+    ]
+    with torch.no_grad():
+        attn.k_shift_coef.copy_(torch.tensor([[0.3, -0.8]]))
+        attn.v_shift_coef.copy_(torch.tensor([[1.2, 0.4]]))
+    alpha, beta = (p.detach()[0].clone().requires_grad_() for p in (attn.k_shift_coef, attn.v_shift_coef))
+    losses, closed = cross_entropy(model(tokens)[:, -1], answers, reduction="none"), landscape_loss(alpha, beta, T)
+    # of every text alone; sizes up to 1.2 + 0.8
+    assert (losses.detach() - closed.detach()).abs().max() <= 4 * landscape.loss_rounding(T)
+    got = torch.autograd.grad(losses.mean(), (attn.k_shift_coef, attn.v_shift_coef))
+    for a, b in zip(got, torch.autograd.grad(closed, (alpha, beta)), strict=True):
+        assert (a[0] - b).abs().max() <= 4 * landscape.loss_rounding(T)
+
+
+def test_descent_ends_at_the_induction_head_downhill_and_inside_the_square():
+    model, tokens, answers = landscape.model_and_texts(6, n_texts=2, seed=4)
+    path = pd.DataFrame(landscape.descend(model, tokens, answers, (0.95, 0.05), step_size=0.3, max_steps=300))
+    assert len(path) < 300
+    assert path[["alpha_1", "beta_1"]].iloc[0].tolist() == [0.95, 0.05]
+    assert path[["alpha_1", "beta_1"]].iloc[-1].tolist() == [0, 1]
+    assert (path["loss"].diff().dropna() < 0).all()
+    assert path["alpha_1"].between(0, 1).all() and path["beta_1"].between(0, 1).all()
+    assert path["loss_error"].max() <= landscape.loss_rounding(6)
+    assert path["gradient_error"].max() <= landscape.loss_rounding(6)
+    # the first step by hand: against the gradient of the closed form
+    _, by_alpha, by_beta = landscape.slope_in_plane(*torch.tensor([0.95, 0.05], dtype=torch.float64), 6)
+    step = path[["alpha_1", "beta_1"]].iloc[1].tolist()
+    assert step == pytest.approx([0.95 - 0.3 * float(by_alpha), 0.05 - 0.3 * float(by_beta)], abs=1e-14)
+
+
+def test_descent_stops_after_max_steps():
+    model, tokens, answers = landscape.model_and_texts(4, n_texts=2, seed=4)
+    assert len(list(landscape.descend(model, tokens, answers, (0.5, 0.5), step_size=1e-3, max_steps=3))) == 4
+
+
+def test_the_plane_is_the_closed_form_and_points_downhill():
+    plane = landscape.plane_of(14, 5)
+    assert len(plane) == 25
+    head = plane[(plane["alpha_1"] == 0) & (plane["beta_1"] == 1)]
+    one, zero = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    assert float(head["loss"].iloc[0]) == pytest.approx(float(landscape_loss(one, zero, 14)), abs=1e-15)
+    step = 1e-5
+    point = plane[(plane["alpha_1"] == 0.25) & (plane["beta_1"] == 0.75)].iloc[0]
+    a1, b1 = (torch.tensor([x - step, x + step], dtype=torch.float64) for x in (0.25, 0.75))
+    by_alpha = landscape.slope_in_plane(a1, torch.full_like(a1, 0.75), 14)[0].diff() / (2 * step)
+    by_beta = landscape.slope_in_plane(torch.full_like(b1, 0.25), b1, 14)[0].diff() / (2 * step)
+    # central differences: step^2 of truncation and eps / step of rounding, times derivatives and losses of size 1 to 3
+    assert -point["descent_alpha_1"] == pytest.approx(float(by_alpha), abs=1e-9)
+    assert -point["descent_beta_1"] == pytest.approx(float(by_beta), abs=1e-9)
+
+
+# --- comparisons ---
+
+
+def made_up_errors(rate, shifted):
+    rows = [dict(construction=induction_exact.SHIFTED, p1=math.nan, max_abs_error=shifted)]
+    for p1 in range(1, 41):
+        for construction in (induction_exact.BLIND, induction_exact.ORDINARY):
+            rows.append(dict(construction=construction, p1=p1, max_abs_error=max(3 * math.exp(rate * p1), 1e-16)))
+    return pd.DataFrame(rows).assign(dtype="float64", sigma=SIGMA, slope=SLOPE)
+
+
+@pytest.mark.parametrize(("rate", "shifted", "holds"), [(-1, 0, [1, 1, 1]), (-0.5, 0, [0, 1, 0]), (-1, 1e-9, [1, 0, 1])])
+def test_claims_about_heads_can_fail(rate, shifted, holds):
+    shown = dict(sigma=SIGMA, slope=SLOPE)
+    exact, law, vanishes, ordinary = induction_exact.compare(made_up_errors(rate, shifted), 1e-13, shown)
+    assert law.ours == pytest.approx(rate, abs=1e-9)  # rounding at 1e-16 does not tilt the line
+    assert [law.holds, exact.holds, vanishes.holds] == [bool(h) for h in holds]
+    assert ordinary.holds is None
+
+
+def test_claims_about_the_landscape_can_fail():
+    down = dict(descent_alpha_1=-1.0, descent_beta_1=1.0)
+    turns = dict(descent_alpha_1=-1.0, descent_beta_1=-1.0)
+    plane = pd.DataFrame([dict(T=4, **down), dict(T=4, **turns), dict(T=14, **down), dict(T=14, **down)])
+    plane.loc[2:, ["descent_alpha_1", "descent_beta_1"]] *= 0.5
+    end = dict(start=0, alpha_1=0.0, beta_1=1.0, loss_error=0.0)
+    path = pd.DataFrame([dict(T=4, **end), dict(T=14, **end)])
+    assert [c.holds for c in landscape.compare(plane, path)] == [True] * 5
+    assert [c.ours for c in landscape.compare(plane, path)] == [0, 0.5, 1, "1.41 at T = 4, 0.707 at T = 14", 0]
+    wrong_order = plane.assign(T=[14, 14, 4, 4])
+    elsewhere = path.assign(beta_1=[1.0, 0.9], loss_error=[1e-9, 0])
+    assert [c.holds for c in landscape.compare(wrong_order, elsewhere)] == [False] * 5
+
+
+# --- both ---

@@ -1,0 +1,296 @@
+"""What the experiments on synthetic tasks read off their runs: answers known by hand, and claims that can fail."""
+
+import itertools
+import math
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from kvlens.papers import find_experiment
+from kvlens.papers.harness import learned
+from kvlens.papers.harness.learned import steps_to
+from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_width, ngram
+from kvlens.tasks import ArithmeticTask, make_task
+from kvlens.tasks.arithmetic import END as ARITHMETIC_END
+from kvlens.training import TrainSettings, build_model
+
+
+def course(model, seed, accuracies, steps=None, **more):
+    """Held-out rows of one run."""
+    steps = range(10, 10 * len(accuracies) + 1, 10) if steps is None else steps
+    return pd.DataFrame(dict(model=model, seed=seed, step=list(steps), split="heldout", accuracy=accuracies, **more))
+
+
+def runs(*rows, columns):
+    return pd.DataFrame(rows, columns=columns)
+
+
+# --- induction: depth and width ---
+
+
+SEEDS = range(6)
+
+
+def depth_comparisons(**ends):
+    """Comparisons of runs that end with (step, accuracy), one for each seed; by default:"""
+    usual = dict(
+        SHIFT_1=[(20 + i, 1.0) for i in SEEDS],
+        PLAIN_2=[(40 + i, 1.0) for i in SEEDS],
+        PLAIN_4=[(50 + i, 1.0) for i in SEEDS],
+        PLAIN_1=[(500, 0.06)] * 6,
+    )
+    ends = {getattr(induction_depth, label): runs for label, runs in {**usual, **ends}.items()}
+    curves = pd.concat(
+        [
+            course(label, seed, [0.05, accuracy], steps=[5, step], compared=compared, law="first repeat")
+            for compared, labels in induction_depth.COMPARED.items()
+            for label in labels
+            for seed, (step, accuracy) in enumerate(ends[label])
+        ],
+        ignore_index=True,
+    )
+    steps = steps_to(curves, induction_depth.LEARNED, by=("compared", "law", "model", "seed"))
+    return induction_depth.compare(curves, steps, 500, induction_depth.untrained(curves, 16))
+
+
+YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
+NEVER = [(500, 0.9 - i / 100) for i in SEEDS]
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdicts"),
+    [
+        ({}, [YES, YES, YES, YES]),
+        (dict(PLAIN_2=[(30, 1.0)] * 5 + [(10, 1.0)]), [YES, OPEN, YES, YES]),  # one seed is faster without shift
+        (dict(SHIFT_1=NEVER), [NO, NO, YES, YES]),
+        (dict(SHIFT_1=NEVER, PLAIN_2=NEVER, PLAIN_4=NEVER), [NO, UNTRAINED, UNTRAINED, YES]),  # none reached it
+        (dict(PLAIN_2=NEVER, PLAIN_1=[(90, 0.995)] * 6), [YES, YES, NO, NO]),  # one plain layer learns it, too
+        (dict(PLAIN_2=[(500, 0.2)] * 6), [YES, YES, NO, YES]),  # two plain layers count with 500 steps, having learned nothing
+        (dict(PLAIN_2=[(500, 0.2)] * 6, PLAIN_4=[(500, 0.2)] * 6), [YES, YES, UNTRAINED, YES]),  # neither reached it
+        (dict(SHIFT_1=[(500, 0.2)] * 6), [NO, NO, YES, UNTRAINED]),  # nor has one that could: the steps are too few
+    ],
+)
+def test_depth_claims_hold_fail_and_stay_open_where_they_should(ends, verdicts):
+    assert [comparison.verdict for comparison in depth_comparisons(**ends)] == verdicts
+
+
+def test_a_claim_about_steps_says_how_many_runs_had_not_learned():
+    """225 steps against more than 800 decides, whether or not the slower one's curve is flat."""
+    usual = dict(SHIFT_1=[(225, 1.0)] * 6, PLAIN_2=[(500, 0.2)] * 5 + [(400, 1.0)])
+    (fewer,) = (c for c in depth_comparisons(**usual) if "first repeats: 1 layer, KV shift, against" in c.what)
+    assert (fewer.verdict, fewer.sample.n, fewer.sample.mean) == (YES, 6, pytest.approx((5 * 275 + 175) / 6))
+    assert fewer.ours == "225 against more than 500 (5 of 6 runs count with 500 steps, not having learned)"
+
+
+def test_infinite_steps_are_described_in_words():
+    assert induction_depth.in_words(150.0, 800) == "150"
+    assert induction_depth.in_words(math.inf, 800) == "more than 800"
+
+
+def test_width_is_tested_at_each_width_seed_by_seed():
+    def near(steps):
+        return [steps + i for i in SEEDS]
+
+    shifted = {8: near(200), 16: near(400), 32: near(300), 64: [math.inf] * 6}
+    plain = {8: [math.inf] * 6, 16: near(100), 32: near(300), 64: [math.inf] * 6}
+    rows = [
+        (d_model, label, seed, size, steps)
+        for label, by_width, size in ((induction_width.SHIFT_1, shifted, 100), (induction_width.PLAIN_2, plain, 150))
+        for d_model, each in by_width.items()
+        for seed, steps in enumerate(each)
+    ]
+    table = runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "steps"])
+    by_width, size = induction_width.compare(table, 600), induction_width.parameters(table)
+    assert [c.holds for c in by_width] == [True, False, None, None]
+    assert by_width[0].sample.mean == pytest.approx(600 - 202.5)  # runs that have not learned count with what they had
+    assert "(means 600 and 202; a run that has not come so far counts with 600)" in by_width[0].what
+    assert (size.ours, size.tested) == (1.5, False)
+
+
+# --- 3-grams and hops ---
+
+
+@pytest.mark.parametrize(
+    ("plain", "shifted", "verdicts"),
+    [
+        ((0.75, 0.80), (0.85, 0.90), [YES, NO]),
+        ((0.75, 0.80), (0.75, 0.75), [NO, YES]),
+        ((0.75, 0.80), (0.75, 0.80), [OPEN, OPEN]),
+        ((0.75, 0.80), (0.79, 0.80), [OPEN, NO]),  # a lead on the way that is gone at the end
+        ((0.15, 0.15), (0.20, 0.20), ["not trained far enough"] * 2),  # every seed is better, but none has learned anything
+        ((0.20, 0.80), (0.25, 0.85), ["not trained far enough"] * 2),  # both still learn
+    ],
+)
+def test_ngram_tests_harm_at_the_end_and_gain_during_training(plain, shifted, verdicts):
+    curves = pd.concat(
+        [
+            course(label, seed, [mean + 0.01 * seed for mean in means], size="s", chance=0.125)
+            for label, means in (("plain", plain), ("KV shift", shifted))
+            for seed in SEEDS
+        ]
+    )
+    end, way = ngram.compare(curves, ngram.untrained(curves))
+    assert [end.verdict, way.verdict] == verdicts
+    assert end.ours.startswith(f"{shifted[1] - plain[1]:+.3f} ± 0.000")
+    assert way.ours.startswith(f"{sum(shifted) / 2 - sum(plain) / 2:+.3f} ± 0.000")
+
+
+def hop_rows(plain, shifted, n_layers=2, hops=(1, 2, 3), chance=0.25):
+    rows = [(n_layers, k, label, seed, accuracy, chance)
+            for label, accuracies in (("plain", plain), ("KV shift", shifted))
+            for k, pair in zip(hops[: len(accuracies)], accuracies, strict=True)
+            for seed, accuracy in enumerate(pair)]  # fmt: skip
+    return runs(*rows, columns=["n_layers", "k", "model", "seed", "accuracy", "chance"])
+
+
+def test_hops_made_count_a_part_for_a_part_and_none_beyond_what_was_not_learned():
+    """From chance 0.25 to 0.9 the accuracy 0.575 is half of the way; 0.1 is below chance, 1.0 as good as 0.9."""
+    final = hop_rows(
+        plain=[(0.575, 0.9), (0.99, 0.99), (0.1, 0.1)], shifted=[(1.0, 1.0), (0.575, 0.96), (0.2, 0.9)], hops=(1, 2, 4)
+    )
+    expected = runs(
+        (2, "KV shift", 0, 1.5), (2, "KV shift", 1, 4.0), (2, "plain", 0, 1.0), (2, "plain", 1, 2.0),
+        columns=["n_layers", "model", "seed", "hops"],
+    )  # fmt: skip
+    pd.testing.assert_frame_equal(hops.hops_made(final.sample(frac=1, random_state=0)), expected)
+
+
+def test_too_shallow_is_distinguished_from_too_few_steps():
+    """A model that cannot learn is informative if a similar one has learned in as many steps, and its curve is flat."""
+
+    def why(one_hop, two_hops):
+        curves = [
+            course(model, seed, ends, n_layers=2, k=k)
+            for model in ("plain", "KV shift")
+            for k, ends in ((1, one_hop), (2, two_hops))
+            for seed in SEEDS
+        ]
+        return hops.untrained(pd.concat(curves), 1 / 4)[2]
+
+    assert why((0.9, 0.95), (0.25, 0.26)) is None
+    assert "has learned 0%" in why((0.25, 0.25), (0.25, 0.25))
+    assert "still improves: all of the gain" in why((0.9, 0.95), (0.25, 0.75))
+    # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
+    assert "still improves: 22% of the gain" in why((0.9, 0.95), (0.53, 0.61))
+
+
+# --- arithmetic ---
+
+
+class Scribe:
+    """A model that has memorized every problem's text, with given errors."""
+
+    def __init__(self, task, n_ops, n_problems, wrong_answers=0, wrong_steps=0, wrong_for_good=0):
+        self.wrong_for_good = wrong_for_good
+        exact = ArithmeticTask(**{**task.settings(), "test_ops": n_ops})
+        inputs, targets, _ = exact.heldout(n_problems, 5)
+        self.text = torch.cat([inputs[:, :1], targets], dim=1)
+        self.question = exact.question_length(n_ops)
+        self.answer = self.question + exact.solution_length(n_ops) - 1
+        self.wrong_answers, self.wrong_steps = wrong_answers, wrong_steps
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+    def generate(self, tokens, max_new_tokens, **_):
+        assert torch.equal(tokens, self.text[:, : self.question])  # the question, whole, and nothing of the solution
+        assert max_new_tokens == self.answer - self.question + 1 + 8  # room for one step more
+        written = self.text[:, : self.answer + 1].clone()
+        written[: self.wrong_steps, -1] = 0
+        more = written[:, self.question :][:, -7:].clone()  # the last step once more, now right
+        more[:, -1] = self.text[:, self.answer]
+        end = torch.full_like(more[:, :1], ARITHMETIC_END)
+        more[: self.wrong_for_good, -1] = 0
+        return torch.cat([written, end, more], dim=1)
+
+    def __call__(self, tokens):
+        assert torch.equal(tokens, self.text[:, : self.answer])
+        following = self.text[:, 1 : self.answer + 1].clone()
+        following[: self.wrong_answers, -1] = 0
+        return torch.nn.functional.one_hot(following, 99).float()
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize("n_ops", [1, 2, 4])
+def test_the_answer_is_scored_at_its_own_position(n_ops):
+    task = ArithmeticTask(max_ops=3, test_ops=4, modulus=5, n_names=7)
+    scribe = Scribe(task, n_ops, 8, wrong_answers=2, wrong_steps=3, wrong_for_good=1)
+    expected = {"some step": 7 / 8, "free": 5 / 8, "forced": 6 / 8}
+    assert arithmetic.answer_accuracy(scribe, task, n_ops, 8, seed=5) == expected
+
+
+def test_free_answers_are_the_greedy_ones_of_the_model_itself():
+    task = ArithmeticTask(max_ops=1, test_ops=2, modulus=3, n_names=4)
+    model = build_model(task, dict(n_layers=1, d_model=12, d_head=6, n_ctx=task.n_positions + 8))
+    inputs, targets, _ = task.heldout(11, 2)
+    text = inputs[:, : task.question_length(2)]
+    with torch.no_grad():
+        for _ in range(task.solution_length(2)):
+            text = torch.cat([text, model(text)[:, -1:].argmax(-1)], dim=1)
+        forced = (model(inputs)[:, -1].argmax(-1) == targets[:, -1]).double().mean()
+    found = arithmetic.answer_accuracy(model, task, 2, 11, seed=2)
+    assert found["free"] == float((text[:, -1] == targets[:, -1]).double().mean())
+    assert found["forced"] == float(forced)
+
+
+@pytest.mark.parametrize(("chance", "holds"), [(0.2, [None, True, False]), (0.7, [None, None, None])])
+def test_arithmetic_compares_answers_scored_as_in_the_paper_unless_the_plain_model_guesses(chance, holds):
+    rows = [("Tr3-Te4", "Tr12-Te15", 3, 4, chance, label, seed, n_ops, way, accuracy)
+            for label, ends in (("plain", 0.25), ("KV shift", 0.5))
+            for seed in SEEDS
+            for end in (ends + seed / 20,)
+            for n_ops, way, accuracy in ((4, "some step", end), (4, "free", 0.0), (3, "some step", 1.1 - end))]  # fmt: skip
+    names = ["row", "stands_for", "max_ops", "test_ops", "chance", "model", "seed", "n_ops", "way", "accuracy"]
+    answers, flat = runs(*rows, columns=names), course("plain", 0, [0.99, 0.99], row="Tr3-Te4")
+    plain, shifted, trained = arithmetic.compare(answers, arithmetic.untrained(flat, answers))
+    assert plain.verdict == "not tested" and (shifted.untrained is None) is (chance == 0.2)
+    assert (plain.paper, plain.ours, plain.tested) == (0.8154, pytest.approx(0.375), False)
+    assert (shifted.paper, shifted.ours) == (0.8909, pytest.approx(0.625))
+    assert (trained.paper, trained.ours) == (None, "-0.250 ± 0.000 (6 seeds)")
+    assert [plain.holds, shifted.holds, trained.holds] == holds
+
+
+def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
+    """Weights are chosen on problems of the trained lengths; the models' context fits the longer ones."""
+    seen = []
+
+    def pretend(cell, progress):
+        seen.append((cell.task, cell.models))
+        return course("plain", 0, [0.5]), cell.examine("plain", 0, None)
+
+    monkeypatch.setattr(learned, "train_cell", pretend)
+    monkeypatch.setattr(arithmetic, "answer_accuracy", lambda model, task, n_ops, *_: {"some step": n_ops / 10})
+    settings = arithmetic.arithmetic.scales["small"]
+    _, examined = learned.train_cells(arithmetic.cells(settings), settings, lambda text: None)
+    (task, models), longer = seen[0], make_task("arithmetic", max_ops=2, test_ops=3)
+    assert (task.max_ops, task.test_ops) == (2, 0)
+    assert all(model["n_ctx"] == longer.n_positions + 8 > task.n_positions for model in models.values())
+    assert examined["accuracy"].tolist() == [0.1, 0.2, 0.3]
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("name", ["induction-depth", "induction-width", "ngram", "hops", "arithmetic"])
+def test_the_small_scale_is_sound_up_to_the_training(name, monkeypatch):
+    """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
+
+    def pretend(cell, progress):
+        assert cell.rates and "steps" in cell.training
+        assert all(TrainSettings.of({**cell.training, "learning_rate": rate}) for rate in cell.rates)
+        assert all(model["d_model"] % model["d_head"] == 0 for model in cell.models.values())
+        runs = list(itertools.product(cell.models, cell.seeds))
+        examined = [row for run in runs if cell.examine is not None for row in cell.examine(*run, None)]
+        return pd.concat([course(*run, [0.1, 0.5], n_parameters=9) for run in runs]), examined
+
+    monkeypatch.setattr(learned, "train_cell", pretend)
+    monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
+    experiment = find_experiment(name)
+    outcome = experiment.run(experiment.scales["small"], lambda text: None)
+    assert isinstance(outcome.figure(), Figure)
+    assert all(len(table) > 0 for table in outcome.tables.values())
+    ours = outcome.comparisons[0].ours
+    alike = isinstance(ours, str) and " against " in ours and len(set(ours.split(" against "))) == 1
+    assert alike or ours in (0.5, "+0.000 ± 0.000 (6 seeds)")

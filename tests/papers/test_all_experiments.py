@@ -1,0 +1,204 @@
+"""Every experiment at its smallest scale: it runs, its folder has its measurements, and the command refuses bad input."""
+
+import json
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from paper_claims import unlisted
+
+from kvlens.cli import main, reproduce
+from kvlens.conversion.softmax import learned
+from kvlens.papers import EXPERIMENTS, find_experiment
+from kvlens.papers.harness import run
+from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.kvsa import induction_exact
+from kvlens.papers.lecture import function_classes
+from kvlens.tasks import TextTask
+from kvlens.tasks.regression import SHIFTS
+
+AT_PAPER_SCALE = {"compaction", "conversion-error", "softmax-conversion"}
+"""Those of which RESULTS has figures at it."""
+
+
+def every_claim_holds(found, told):
+    assert [c.what for c in found.comparisons if c.holds is False] == []
+
+
+def every_construction_and_setting_has_a_row(found, told):
+    tiny, table = dict(induction_exact.induction_exact.scales["tiny"]), found.tables["error"]
+    assert len(table) == 2 * len(tiny["sigmas"]) * len(tiny["slopes"]) * (1 + 2 * len(tiny["p1"]))
+    shifted = table[table["construction"] == induction_exact.SHIFTED]
+    assert set(shifted["d_model"]) == {tiny["d"]} and set(table["d_model"]) == {tiny["d"], 2 * tiny["d"]}
+    assert (shifted["predicted"] == 0).all() and shifted["p1"].isna().all()
+
+
+def every_curve_is_there_and_the_claims_of_architecture_hold(found, told):
+    error = found.tables["error"]
+    assert len(told) == 2 + 1 + 1  # two seeds, one more class, one more kind of positions
+    assert set(error["predictor"]) == {"transformer", *function_classes.BASELINES}
+    assert set(error.loc[error["functions"] == "linear", "shift"]) == set(SHIFTS)
+    assert not error.duplicated(["functions", "shift", "predictor", "seed", "n_examples"]).any()
+    assert error["relative_error"].notna().all()
+    settled = [c.holds for c in found.comparisons if "T(pi X)" in c.what or "the same with" in c.what or "refuse" in c.what]
+    assert settled == [True] * 5
+
+
+DEAREST = {
+    "compaction",
+    "dual-variants",
+    "function-classes",
+    "weights-to-prompt",
+    "softmax-conversion",
+    "variants",
+    "facts-recall",
+}
+"""Half of the time of all tiny runs."""
+BESIDES = {
+    "induction-exact": [every_claim_holds, every_construction_and_setting_has_a_row],
+    "landscape": [every_claim_holds],
+    "function-classes": [every_curve_is_there_and_the_claims_of_architecture_hold],
+}
+"""Requirements for the tiny run of one experiment, in addition to those for all."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] if x in DEAREST else []) for x in EXPERIMENTS])
+def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypatch, capsys):
+    found, write = [], run.write_experiment
+
+    def kept(it, *args, **kwargs):
+        found.append(it._replace(figure=cache(it.figure)))
+        return write(found[0], *args, **kwargs)
+
+    monkeypatch.setattr(run, "write_experiment", kept)
+    monkeypatch.setattr(learned, "STEPS", 9)  # of learned features, which no setting of an experiment changes
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", name, "--scale", "tiny"]) == 0
+    out, told = capsys.readouterr()
+    folder = tmp_path / f"{name}-tiny"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(os.listdir(folder)) == {"summary.json", *summary["files"]}
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (folder / "figure.svg").read_text()
+    texts = [text.get_text() for text in found[0].figure().texts]
+    assert f"kvlens reproduce {name} --scale tiny" in texts[-1]
+    if "seeds" in summary["settings"]:
+        assert f"; {len(summary['settings']['seeds'])} seed" in texts[-1]
+    for axes in found[0].figure().axes:
+        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_") and len(line.get_xdata())]
+        looks = {(str(x.get_color()), x.get_marker(), x.get_linestyle(), x.get_alpha()) for x in lines}
+        assert len(looks) == len(lines), f"{axes.get_title(loc='left')}: two lines of the legend look alike"
+    assert all((folder / file).stat().st_size > 1000 for file in summary["files"])
+    for table_name, table in found[0].tables.items():
+        assert len(table)
+        pd.testing.assert_frame_equal(pd.read_parquet(folder / f"{table_name}.parquet"), table)
+    assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
+    assert summary["comparisons"], "a reproduction shows the paper's numbers next to ours"
+    for comparison in summary["comparisons"]:
+        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict"}
+        assert comparison["judged"] or comparison["holds"] is None
+        assert comparison["what"] in out
+    assert unlisted(name, [comparison["claim"] for comparison in summary["comparisons"]]) == [], "not on the paper's page"
+    assert summary["settings"] == json.loads(json.dumps(dict(find_experiment(name).scales["tiny"])))
+    assert summary["name"] == name and told.strip()
+    for check in BESIDES.get(name, ()):
+        check(found[0], told.splitlines())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_names_its_source_scales_and_cost(name):
+    experiment = find_experiment(name)
+    assert experiment.name == name
+    assert experiment.source.split()[0].rstrip(",;") in ("KVSA", "ICLCA", "LECTURE", "DUAL")
+    assert list(experiment.scales) == list(experiment.cost) == ["tiny", "small", "paper"][: 3 if name in AT_PAPER_SCALE else 2]
+
+
+def test_a_scale_that_was_never_run_is_refused(capsys, tmp_path):
+    assert main(["reproduce", "hops", "--scale", "paper", "--out", str(tmp_path / "o")]) == 2
+    assert "hops has the scales tiny, small" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tuple_is_the_values_of_a_setting_at_each_scale():
+    more = dict(model={"d": (1, 2, 3), "act": "relu", "late": (..., ..., 0.1)}, sizes=({"a": 1}, {"b": 2}, None), seeds=[0])
+
+    @run.experiment("KVSA", "?", cost=("now", "soon", "late"), **more)
+    def a_name(settings, tell):
+        tell(str(settings))
+
+    assert (a_name.name, a_name.cost) == ("a-name", {"tiny": "now", "small": "soon", "paper": "late"})
+    assert a_name.scales == {
+        "tiny": dict(model={"d": 1, "act": "relu"}, sizes={"a": 1}, seeds=[0]),
+        "small": dict(model={"d": 2, "act": "relu"}, sizes={"b": 2}, seeds=[0]),
+        "paper": dict(model={"d": 3, "act": "relu", "late": 0.1}, sizes=None, seeds=[0]),
+    }
+    with pytest.raises(ValueError, match="shorter"):
+        run.experiment("KVSA", "?", cost=("now", "soon", "late"), seeds=(0, 1))(lambda settings, tell: None)
+
+
+def test_an_outcome_is_not_replaced_unasked_and_other_folders_never(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["reproduce", "ngram", "--scale", "tiny", "--out", "o"]
+    assert main(command) == 0
+    assert main(command) == 2
+    assert "already holds an experiment" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    assert main([*command[:-1], "mine", "--overwrite"]) == 2
+    assert "left alone" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, capsys):
+    """Killed in the second of three experiments; the third needs only runs of the second."""
+    from kvlens.papers.kvsa import variants
+
+    tiny = variants.variants.scales["tiny"]
+    some, again = (
+        replace(variants.variants, name=name, scales={"tiny": {**tiny, "variants": labels}})
+        for name, labels in (("some", ["gate", "keys only"]), ("again", ["gate"]))
+    )
+    chosen, whole = [find_experiment("ngram"), some, again], TextTask.sample
+    monkeypatch.setattr("kvlens.papers.all_experiments", lambda: [replace(it, cost={"tiny": "x"}) for it in chosen])
+    monkeypatch.chdir(tmp_path)
+    drawn = []
+
+    def sample(self, batch_size, generator, split="train"):
+        drawn.append(split)
+        if len(drawn) == 4:
+            raise KeyboardInterrupt
+        return whole(self, batch_size, generator, split)
+
+    monkeypatch.setattr(TextTask, "sample", sample)
+    command = ["reproduce", "--all", "--scale", "tiny", "--out", "results", "--runs", "kept"]
+    assert main(command) == 130
+    assert "training runs are kept in kept; the same command resumes them" in capsys.readouterr().err
+    assert os.listdir("results") == ["ngram-tiny"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "ngram: its results are in results/ngram-tiny" in out
+    assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "some-tiny"]
+    assert len(drawn) == 6 * 2 + 1  # only the step during which it was killed was drawn twice
+    assert len(pd.read_parquet("results/again-tiny/course.parquet"))
+    assert main([*command, "--overwrite"]) == 0
+    out = capsys.readouterr().out
+    assert "its results are in" not in out and out.count("written to results/") == 3 and len(drawn) == 6 * 2 + 1
+    assert main([*command, "--set", "seeds=[1]"]) == 2
+    assert main(["reproduce", "ngram", "--jobs", "0"]) == 2
+    assert "--jobs must be" in capsys.readouterr().err
+
+
+def test_an_inconclusive_verdict_is_printed_with_what_would_have_been_found(capsys):
+    values = [0.1, -0.1, 0.2, -0.2, 0.3, -0.1]
+    found = [Comparison.tested_on("w", "c", sample, ours=1.0) for sample in (values, values[:3], [1.0, 1.1, 1.2] * 2)]
+    summary = dict(comparisons=[one.as_json() for one in found], differences=[], seconds=1.0, files=["f"])
+    reproduce._print_summary(summary, Path("x"))
+    first, few, clear = capsys.readouterr().out.split("\nw\n")[1:]
+    spread = pd.Series(values).std()
+    assert "mean of 6 values 0.03333, 95 % interval -0.173 to 0.2397; tested against 0" in " ".join(first.split())
+    assert f"a mean {found[0].sample.detectable:.3g} away from it would have been found in 80 %" in " ".join(first.split())
+    assert 1.9 * spread < found[0].sample.detectable < 2.1 * spread
+    assert "3 values are too few for a verdict" in few and "80 %" not in clear and "holds" in clear
