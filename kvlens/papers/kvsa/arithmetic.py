@@ -182,22 +182,9 @@ def _lead(rows: pd.DataFrame) -> list[float]:
 
 
 def draw(answers: pd.DataFrame) -> Figure:
-    """Accuracy against the number of operations, with the paper's; numbers that were not trained on are shaded."""
-    scored = _scored(answers)
-    figure = draw_panels(
-        scored,
-        "n_ops",
-        by="row",
-        xlabel="operations in the problem",
-        ylabel="share correct in some step of the generated solution",
-        colors=COLORS,
-        title=lambda rows: f"{rows['row'].iloc[0]}   (shaded: longer than in training)",
-        ticks=True,
-    )
+    """Accuracy against the number of operations; numbers that were not trained on are shaded."""
+    scored, title = _scored(answers), "Share correct in some step of the generated solution; shaded: longer than in training"
+    figure = draw_panels(scored, "n_ops", panel="row", title=title, colors=COLORS, ticks=True)
     for axes, (_, rows) in zip(figure.axes, scored.groupby("row", sort=False), strict=True):
-        for label, share in PRINTED[rows["stands_for"].iloc[0]].items():
-            place = (rows["test_ops"].iloc[0], share)
-            axes.plot(*place, "*", color=COLORS[label], alpha=0.6, markersize=10, label="_paper")
-            axes.annotate("paper (iGSM)", place, xytext=(-8, -3), textcoords="offset points", ha="right", fontsize=8)
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
     return figure

@@ -48,16 +48,7 @@ def ngram(settings: Settings, tell: Tell) -> Reproduction:
     """Train both models of every size, and compare them at each."""
     curves, _ = train_cells(cells(settings), settings, tell)
     heldout, sizes = of_heldout(curves), settings["sizes"]
-    figure = partial(
-        draw_panels,
-        heldout,
-        "step",
-        by="size",
-        xlabel="step",
-        ylabel="held-out accuracy on 3-grams",
-        colors=COLORS,
-        title=lambda rows: f"{rows['size'].iloc[0]}, {rows['n_parameters'].min():,} parameters",
-    )
+    figure = partial(draw_panels, heldout, "step", panel="size", ylabel="held-out accuracy on 3-grams", colors=COLORS)
     pairs = [f"{size['task']['vocab_size'] ** 2:,} ({size['label']})" for size in sizes]
     parameters = curves[curves["model"] == PLAIN].groupby("size")["n_parameters"].first()
     counts = [f"{size['label']} ({parameters[size['label']]:,} parameters)" for size in sizes]

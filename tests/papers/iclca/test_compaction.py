@@ -119,13 +119,3 @@ def test_facts_are_counted_by_hand():
     assert row["loss_interval"] == pytest.approx(1.96 * np.std([1.05, 0.3], ddof=1) / 2**0.5)
     by_sentence = compaction.kept(answers, ["sentence"]).set_index("sentence")
     assert by_sentence["share_kept"].tolist() == [1.0, 0.0] and by_sentence["mean_loss"].tolist() == [pytest.approx(0.2), 2.0]
-
-
-def test_every_method_of_the_picture_looks_its_own():
-    ranks = compaction.ranks(compaction.compaction.scales["paper"])  # token patches are drawn at the lower edge
-    paper = [*THOUGHTS, *map(compaction.distillation_name, ranks)]
-    styles = compaction.styles_of([*KEPT, *paper])
-    looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]
-    assert [*styles] == [*KEPT, *paper] and len(set(looks)) == len(looks)
-    by_family = {compaction.family(method): styles[method]["color"] for method in KEPT}
-    assert len(set(by_family.values())) == len(by_family)
