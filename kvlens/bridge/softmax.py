@@ -28,7 +28,7 @@ from transformer_lens.model_bridge.generalized_components import MLAAttentionBri
 
 from kvlens.bridge.cache import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
-from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
+from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.parts import Form, HeadMatrices, Part, Point
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
@@ -88,7 +88,7 @@ class SoftmaxLayer(Part):
         self.is_native = hasattr(attn, VALUES)
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
-        self._given: OrderedDict[int, tuple[LayerBias, Tensor]] = OrderedDict()
+        self._given: OrderedDict[int, tuple[LayerBias | GroupedLayerBias, Tensor]] = OrderedDict()
         self._columns: Columns | None = None
         for name in HOOKS:
             setattr(attn, name, HookPoint())
@@ -113,15 +113,15 @@ class SoftmaxLayer(Part):
     def forget(self, normalizers: Normalizers | None) -> None:
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
         self.normalizers = normalizers
-        self._layer_bias: Remembered[LayerBias] = Remembered()
+        self._layer_bias: Remembered[LayerBias | GroupedLayerBias] = Remembered()
         self._columns_then: Remembered[Columns] = Remembered()
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
         handle = RemovableHandle(self._given)
         device = positions.device
-        of_layer = partial(LayerBias.of, whole, self.layer, device)
-        self._given[handle.id] = self._layer_bias.of(of_layer, *whole.tensors().values(), under=(whole, device)), positions
+        of_layer = partial(layer_bias_of, whole, self.layer, device)
+        self._given[handle.id] = self._layer_bias.of(of_layer, *whole.stored().values(), under=(whole, device)), positions
         self.is_unread = True
         return [handle]
 
@@ -221,32 +221,31 @@ class SoftmaxLayer(Part):
         self.is_unread = False
         return k, torch.cat([v, values.to(v).expand(len(v), -1, -1, -1)], dim=2)
 
-    def _read(self, bias: LayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]) -> Columns:
+    def _read(
+        self, bias: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+    ) -> Columns:
         """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
         make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
         differs = rule.needs_distance or rule.window is not None or is_hooked(*self._points)
-        if differs or not isinstance(bias.features, VirtualKeys):
-            columns = make()
-        else:
-            assert bias.log_scale is not None
-            tensors = bias.b_kv, bias.b_d, bias.log_scale, bias.features.keys
-            columns = self._columns_then.of(make, *tensors, under=(hidden.dtype, hidden.device))
+        tensors, under = bias.of_keys(), (hidden.dtype, hidden.device)
+        columns = make() if differs or not tensors else self._columns_then.of(make, *tensors, under=under)
         if columns.values is not None and self.normalizers is not None:
             self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
         return columns
 
     def _columns_of(
-        self, bias: LayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+        self, held: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
     ) -> Columns:
-        """What is read of a bias, as hooks leave it."""
+        """What is read of a bias, as hooks leave it; of a compact one, all heads as wide as the layer's widest."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
-        bias, _ = bias.through_hooks(self.attn, self.n_heads, hidden.device, wide).in_window(self.rule, positions)
+        seen = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
+        bias, _ = seen.whole().in_window(self.rule, positions)
         assert bias.log_scale is not None
         if not isinstance(bias.features, VirtualKeys):
             return Columns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
-        held = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
+        moved = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
-        keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in held)
+        keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in moved)
         values, added = None, keys.new_zeros(1, 1, 1, keys.shape[2])
         apart = is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]
         extra = None if apart else bias.extra_keys(keys.dtype)

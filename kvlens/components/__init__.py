@@ -23,6 +23,7 @@ from kvlens.components.attention import KVAttention
 from kvlens.components.block import KVBlock, norm
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
+from kvlens.components.grouped_layer_bias import GroupedLayerBias, layer_bias_of
 from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
 from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.pos_embed import OffsetPosEmbed, SinusoidalPosEmbed
@@ -34,6 +35,7 @@ __all__ = [
     "FEATURE_MAPS",
     "KVLENS_HOOKS",
     "FeatureMap",
+    "GroupedLayerBias",
     "KVAttention",
     "KVBlock",
     "LayerBias",
@@ -46,6 +48,7 @@ __all__ = [
     "counted_by",
     "hidden_tokens_keep_positions",
     "is_hooked",
+    "layer_bias_of",
     "norm",
     "per_head",
     "runs_fused",

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.base import Attention, GroupedQueryAttention
+from kvlens.components.grouped_layer_bias import GroupedLayerBias
 from kvlens.components.heads import Heads, NewTokens, real_tokens
 from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
 from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
@@ -39,7 +40,7 @@ class KVAttention(Attention):
     """One key-value head per query head."""
 
     cfg: Any
-    layer_bias: LayerBias | None = None
+    layer_bias: LayerBias | GroupedLayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
     hook_z_context: HookPoint
     hook_z_bias: HookPoint
@@ -104,7 +105,7 @@ class KVAttention(Attention):
         return torch.baddbmm(bias.unsqueeze(1), rows, weight).view(-1, batch, pos, weight.shape[2]).permute(1, 2, 0, 3)
 
     def _check_batch(self, batch: int) -> None:
-        n_prompts = 1 if self.layer_bias is None else self.layer_bias.b_kv.shape[0]
+        n_prompts = 1 if self.layer_bias is None else self.layer_bias.n_prompts
         if n_prompts not in (1, batch):
             raise KVLensError(
                 f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, "

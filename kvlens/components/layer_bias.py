@@ -1,5 +1,6 @@
 """One layer's part of a KV bias, and how its attention reads it."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,8 +91,42 @@ class LayerBias(NamedTuple):
 
         features = None if bias.features is None else bias.features.of_layer(layer)
         log_scale = None if bias.log_scale is None else here(bias.log_scale)
-        b_kv, b_d, last_k, last_v, last_q = map(here, (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q))
+        b_kv, b_d, *last = map(here, (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q))
+        return cls.made(b_kv, b_d, features, log_scale, last, offset)
+
+    @classmethod
+    def made(
+        cls,
+        b_kv: Tensor,
+        b_d: Tensor,
+        features: SoftmaxFeatures | None,
+        log_scale: Tensor | None,
+        last: Sequence[Tensor],
+        offset: int | Tensor,
+    ) -> "LayerBias":
+        """Of its tensors, with nothing remembered yet; ``last`` are the last keys, values and queries."""
+        last_k, last_v, last_q = last
         return cls(b_kv, b_d, last_k, last_v, last_q, offset, features, log_scale, Remembered(), Remembered())
+
+    @property
+    def n_prompts(self) -> int:
+        """The size of the axis ``batch``."""
+        return len(self.b_kv)
+
+    @property
+    def parts(self) -> tuple[tuple[None, "LayerBias"], ...]:
+        """All heads in one; what a :class:`~kvlens.components.grouped_layer_bias.GroupedLayerBias` has several of."""
+        return ((None, self),)
+
+    def of_keys(self) -> tuple[Tensor, ...]:
+        """The tensors of virtual keys, their values and weights; none of other features."""
+        if self.log_scale is None or not isinstance(self.features, VirtualKeys):
+            return ()
+        return self.b_kv, self.b_d, self.log_scale, self.features.keys, self.features.distance
+
+    def whole(self, as_wide: bool = False) -> "LayerBias":
+        """This one, of which all heads are equally wide."""
+        return self
 
     def extra_keys(self, dtype: torch.dtype) -> ExtraKeys | None:
         """Virtual keys in ``dtype``, as additional keys of a softmax; None where it cannot express their weights."""
@@ -129,8 +164,7 @@ class LayerBias(NamedTuple):
             device, dtype: where it is read.
         """
         assert self.log_scale is not None
-        moved = partial(self._moved, device, dtype)
-        plain = self.unhooked.of(moved, self.b_kv, self.b_d, self.log_scale, under=(device, dtype))
+        plain = self.unhooked_in(device, dtype)
         keyed = isinstance(self.features, VirtualKeys)
         hooks = {name: getattr(points, f"hook_{name}") for name in ("b_kv", "b_d", *(("b_keys",) if keyed else ()))}
         if not is_hooked(*hooks.values()):
@@ -150,6 +184,12 @@ class LayerBias(NamedTuple):
         distance = self.features.distance.to(device)
         distance = distance.repeat_interleave(keys.shape[1] // distance.shape[1], dim=1).expand(len(keys), -1, -1)
         return changed._replace(features=VirtualKeys(keys, distance))
+
+    def unhooked_in(self, device: torch.device, dtype: torch.dtype) -> "LayerBias":
+        """This softmax bias where it is read, with b_KV and b_D in ``dtype``; remembered."""
+        assert self.log_scale is not None
+        moved = partial(self._moved, device, dtype)
+        return self.unhooked.of(moved, self.b_kv, self.b_d, self.log_scale, under=(device, dtype))
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerBias":
         assert self.log_scale is not None

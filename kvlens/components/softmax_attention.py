@@ -10,6 +10,7 @@ is the normalizer's logarithm, and fires only with a bias; ``hook_phi_q`` is the
 is about 1 (their true size may overflow).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities import get_offset_position_ids
 
+from kvlens.components.grouped_layer_bias import GroupedLayerBias
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens
 from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias
@@ -26,7 +28,13 @@ from kvlens.ops.attention_variants.ridge import ridge_attention
 from kvlens.ops.rotary.rotate import rotate
 from kvlens.ops.softmax_attention import ExtraKeys, JoinedBias, ScaledMass
 from kvlens.ops.softmax_attention.bias import join_bias
-from kvlens.ops.softmax_attention.extra_keys import attend_with_extra_keys, last_with_extra_keys, merge_extra_keys
+from kvlens.ops.softmax_attention.extra_keys import (
+    SomeHeads,
+    attend_with_extra_keys,
+    last_with_extra_keys,
+    merge_extra_keys,
+    read_by_groups,
+)
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.visible import visible_keys
 from kvlens.ops.softmax_features import ScoreRule
@@ -84,8 +92,8 @@ class SoftmaxHeads(Heads):
         if attn.layer_bias is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
-        extra = self._extra_keys(bias) if self.fused else None
-        gradient = extra is not None and _wants_gradient(q, k, v, extra.keys, extra.log_weights, extra.values)
+        extra = self._extra_keys(bias) if self.fused and bias is not None else None
+        gradient = extra is not None and _wants_gradient(q, k, v, *(x for _, own in extra for x in own[:3]))
         if gradient and not self._scores_are_plain():
             extra = None
         if extra is not None:
@@ -94,9 +102,12 @@ class SoftmaxHeads(Heads):
             if gradient:
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=_window(attn), device=q.device)
-                return HeadOutputs(attend_with_extra_keys(q, k, v, extra, scale, visible))
+                attend = partial(attend_with_extra_keys, scale=scale, visible=visible)
+                return HeadOutputs(read_by_groups(attend, extra, k.shape[2], q, k, v))
             if self._is_one_step(extra):
                 return HeadOutputs(last_with_extra_keys(q, k, v, extra, scale))
+        elif bias is not None:
+            bias = bias.whole(as_wide=is_hooked(attn.hook_phi_q))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if not self.fused or (needs_normalizer and _wants_gradient(q, k, v)):
             return self._by_steps(bias)
@@ -106,7 +117,7 @@ class SoftmaxHeads(Heads):
         if log_n is None or bias is None:
             return HeadOutputs(z)
         if extra is not None:
-            return HeadOutputs(merge_extra_keys(z, log_n, q, extra, scale))
+            return HeadOutputs(read_by_groups(partial(merge_extra_keys, scale=scale), extra, k.shape[2], z, log_n, q))
         joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), bias)
         return HeadOutputs(joined.z_context, joined.z_bias)
 
@@ -121,25 +132,38 @@ class SoftmaxHeads(Heads):
         scale, window = self.attn.attn_scale, _window(self.attn)
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _extra_keys(self, bias: LayerBias | None) -> ExtraKeys | None:
-        """The attached virtual keys as additional keys of the text's own softmax, if no intermediate tensor is hooked."""
-        attn = self.attn
-        if bias is None or bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
-            return None
+    def _extra_keys(self, bias: LayerBias | GroupedLayerBias) -> list[tuple[SomeHeads | None, ExtraKeys]] | None:
+        """The attached virtual keys, by groups of heads, as additional keys of the text's own softmax; None where that cannot
+        express them, or an intermediate tensor is hooked."""
+        attn, n_kv_heads, found = self.attn, self.k.shape[2], []
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
-        if not bias.b_kv.shape[1] == bias.features.keys.shape[1] == self.k.shape[2]:  # heads of a group read different things
-            return None
-        q, extra, rule = self.q, bias.extra_keys(self.q.dtype), score_rule(attn)
-        if extra is None or not rule.needs_distance:
-            return extra
-        distance = bias.features.distance.to(q.device)
-        return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), q.shape[2]))
+        rule = score_rule(attn)
+        for heads, part in bias.parts:
+            if part.log_scale is None or not isinstance(part.features, VirtualKeys):
+                return None
+            n = n_kv_heads if heads is None else heads.n
+            if not part.b_kv.shape[1] == part.features.keys.shape[1] == n:  # query heads that share keys read different things
+                return None
+            extra = part.extra_keys(self.q.dtype)
+            if extra is None:
+                return None
+            if rule.needs_distance:
+                slopes = rule.slopes
+                if slopes is not None and heads is not None:
+                    slopes = heads.among(slopes[None, None], n_kv_heads)[0, 0]
+                distance, n_heads = part.features.distance.to(self.q.device), self.q.shape[2] // n_kv_heads * n
+                by_distance = distance_scores(rule._replace(slopes=slopes), distance, self._query_positions(), n_heads)
+                extra = extra._replace(by_distance=by_distance)
+            found.append((heads, extra))
+        return found
 
-    def _is_one_step(self, extra: ExtraKeys) -> bool:
+    def _is_one_step(self, groups: list[tuple[SomeHeads | None, ExtraKeys]]) -> bool:
         """Whether a single query is read with so few virtual keys that a copy of them takes less time than a second kernel."""
-        few = self.q.shape[1] == 1 and len(self.q) * extra.keys.shape[2] <= FEW_KEYS
-        return few and extra.by_distance is None and self.q.dtype == extra.log_weights.dtype and self._scores_are_plain()
+        n_keys = sum(extra.log_weights[0].numel() for _, extra in groups) // self.k.shape[2]
+        if self.q.shape[1] != 1 or len(self.q) * n_keys > FEW_KEYS or not self._scores_are_plain():
+            return False
+        return all(extra.by_distance is None and self.q.dtype == extra.log_weights.dtype for _, extra in groups)
 
     def _scores_are_plain(self) -> bool:
         """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""

@@ -130,7 +130,7 @@ def convert_prompt(
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
-        old = model.attached_kv_bias
+        old = None if model.attached_kv_bias is None else model.attached_kv_bias.padded()
         fingerprint = model.fingerprint() if initial is None else initial.fingerprint  # attaching `initial` compared it
         if old is not None:
             old.fingerprint.check(fingerprint, "convert_prompt: the bias to continue from no longer fits")
@@ -151,6 +151,7 @@ def convert_prompt(
         changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
         if isinstance(way, Approximation) and way.n_held_out and old is None and not changed:
             bias = _with_recall(cast(ReadsPrompts, model), prompt, tokens, bias)
+        bias = bias if bias.fit is None else bias.compact()
         if is_softmax and on_progress is not None:
             on_progress(1.0)
     return bias

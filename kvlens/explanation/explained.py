@@ -87,6 +87,8 @@ class Explained:
         asked: the text that is in no unit and follows them: the question, with a chat's marks.
         response: what the model answers.
         response_tokens: its tokens, [pos].
+        cut_after: how many tokens these are where the model would have gone on; None where it ended by itself, and of a given
+            answer.
         claims: its claims, `CLAIMS`; the whole response as one where no word depends on the units.
         about: the number of the claim that heads the page.
         is_whole: whether that claim is the whole response.
@@ -105,6 +107,7 @@ class Explained:
     asked: str
     response: str
     response_tokens: Int[Tensor, " pos"]
+    cut_after: int | None
     claims: pd.DataFrame
     about: int
     is_whole: bool
@@ -142,7 +145,7 @@ class Explained:
         """Everything, as JSON."""
         plain = {
             name: getattr(self, name)
-            for name in ("asked", "response", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")
+            for name in ("asked", "response", "cut_after", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")
         }
         tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
         return json.dumps(

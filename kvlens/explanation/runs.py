@@ -111,6 +111,7 @@ class Runs:
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
         self._stops, self._ends_sentence = is_end(self.model), is_end(self.model, ENDS)
+        self._ends = self._ends_sentence if self.one_sentence else self._stops
         n_before, limited = len(self.prompt) + len(self.last), self.model.cfg.has_position_limit
         self._room = self.model.cfg.n_ctx - n_before + 1 if limited else 2**20
         self.count(len(self.prompt))
@@ -124,10 +125,14 @@ class Runs:
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
             min(n_most, self._room),
-            self._ends_sentence if self.one_sentence else self._stops,
+            self._ends,
             self.count,
         )[0]
         return torch.tensor(tokens, device=self.last.device)
+
+    def ends(self, response: Int[Tensor, " pos"]) -> bool:
+        """Whether a response ends with its last token, or goes on."""
+        return self._ends(response.tolist())
 
     def begin(self, response: Response) -> Float[Tensor, " pos"]:
         """Choose the response that all runs are about; returns its tokens' log-probabilities with the whole prompt."""

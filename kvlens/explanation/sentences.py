@@ -48,7 +48,17 @@ def paragraphs(found: Any) -> list[list[Sentence]]:
 def in_words(found: Any) -> str:
     """The paragraphs as text, the response in front."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
-    return "\n\n".join([f"The model answers: {quoted(found.response)}", *texts])
+    return "\n\n".join([answered(found.response, found.cut_after), *texts])
+
+
+def answered(response: str, cut_after: int | None, longest: int = LONGEST_SAID) -> str:
+    """What the model answers, and whether it was cut off there."""
+    return f"The model answers: {quoted(response, longest)}{cut_off(cut_after)}"
+
+
+def cut_off(cut_after: int | None) -> str:
+    """Behind an answer that had not ended."""
+    return "" if cut_after is None else f" (cut off after {cut_after} tokens)"
 
 
 def quoted(text: str, longest: int = LONGEST_SAID) -> str:

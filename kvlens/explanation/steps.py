@@ -22,7 +22,7 @@ from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, Claim, claim_of, claims_of, content_words
 from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
-from kvlens.explanation.sentences import listed, quoted
+from kvlens.explanation.sentences import answered, listed
 from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
 from kvlens.texts import Response
 from kvlens.units import By, Unit, cut
@@ -64,7 +64,8 @@ def explain(
         about: words of the response; the claim that has them heads the explanation. None: the claim that depends most on the
             prompt.
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
-            ends its response, or `MOST_TOKENS` tokens; behind a ``text``, which it continues, up to the end of a sentence.
+            ends its response, or `MOST_TOKENS` tokens, where it is cut off; behind a ``text``, which it continues, up to the
+            end of a sentence.
         by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
         depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim; "positions"
             (instead) which positions of the prompt hold what the model reads there about the cause.
@@ -164,7 +165,8 @@ class _Explaining:
         self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
         tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
-        self.say(f"The model answers: {quoted(response.text)}")
+        self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
+        self.say(answered(response.text, self.cut_after))
         self.log_p = self.runs.begin(response)
         longest = len(tokens) + MORE_TOKENS
         self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
@@ -301,6 +303,7 @@ class _Explaining:
             asked=Response.of(self.model, self.prompt[:behind], self.prompt[behind:]).text,
             response=self.response.text,
             response_tokens=self.response.tokens,
+            cut_after=self.cut_after,
             claims=self._table_of_claims(causes),
             about=heading,
             is_whole=self.is_whole,

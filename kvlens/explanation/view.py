@@ -7,7 +7,7 @@ what the claim loses without each; choosing a part shows what the model says wit
 from typing import Any
 
 from kvlens.explanation.by_position import GROUPS
-from kvlens.explanation.sentences import MEANINGS, listed, paragraphs, percent, quoted
+from kvlens.explanation.sentences import MEANINGS, cut_off, listed, paragraphs, percent, quoted
 from kvlens.explanation.verdicts import GONE
 from kvlens.viz import Piece
 from kvlens.viz._text import data_script, html_text
@@ -29,7 +29,8 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
     )
     meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)
     body = (
-        f'<figure class="piece explained" data-kvlens="explained"><figcaption>The model answers</figcaption>'
+        '<figure class="piece explained" data-kvlens="explained">'
+        f"<figcaption>The model answers{cut_off(found.cut_after)}</figcaption>"
         f'<div class="tokens response">{_response(found)}</div>'
         '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
         f"Underlined: words that depend on them; choose one.</p>{told}"

@@ -37,6 +37,7 @@ def fields_of_sum(
     weights = [1.0] * len(biases) if weights is None else list(weights)
     if len(weights) != len(biases):
         raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
+    biases = [bias.padded() for bias in biases]
     first = biases[0]
     here = first.b_KV.device
     biases = [bias if bias.b_KV.device == here else bias.to(here) for bias in biases]  # a loaded one is on the CPU
@@ -80,6 +81,7 @@ def scaled_fields(bias: Any, factor: float) -> dict[str, Any]:
     Raises:
         KVLensError: the numbers overflow the dtype.
     """
+    bias = bias.padded()
     scaled: dict[str, Any] = {name: factor * getattr(bias, name) for name in ("b_KV", "b_D")}
     scaled["recurrent"] = combined([bias.recurrent], [factor], "first")
     _check_held(f"KVBias: {factor:.3g} times this bias", scaled, [bias])

@@ -46,7 +46,7 @@ def cache_of(bias: Any) -> DynamicCache:
 
 def _refuse_what_no_cache_holds(bias: Any) -> None:
     """Raise KVLensError with the reason where Transformers' cache cannot hold a bias."""
-    f = bias.fingerprint
+    f, bias = bias.fingerprint, bias.padded()
     virtual = isinstance(bias.features, VirtualKeys)
     by_query_head = bias.b_KV.shape[-3] != f.n_kv_heads and not f.layers_differ
     offsets = torch.as_tensor(bias.position_offset)
@@ -189,7 +189,9 @@ def attention_with_weights(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
-        scores = scores + attention_mask
+        n_keys, n_masked = scores.shape[-1], attention_mask.shape[-1]  # the mask is made for the number of keys of one layer
+        mask = attention_mask[..., -n_keys:] if n_keys < n_masked else F.pad(attention_mask, (n_keys - n_masked, 0))
+        scores = scores + mask
     if key.shape[-1] > d:
         scores = scores + _read_columns(key[..., d:], sliding_window, n_queries).repeat_interleave(group, dim=1)
     if s_aux is not None:

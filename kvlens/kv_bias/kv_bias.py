@@ -10,6 +10,7 @@ For a softmax model phi is not part of the model: it comes with the bias, as ``f
 the states of the recurrent layers, and the other fields describe only the attention layers.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,8 @@ from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
-from kvlens.kv_bias.ragged import packed, padded, used_keys
+from kvlens.kv_bias.groups import KeyGroups
+from kvlens.kv_bias.ragged import RAGGED, packed, padded, used_keys
 from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates, recurrent_from
 from kvlens.kv_bias.rows import fields_of_batch, fields_of_exchange, fields_of_rows
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
@@ -37,6 +39,8 @@ from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbe
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """The fields on which the model's output depends."""
+OF_KEYS = ("b_KV", "b_D", "features")
+"""Those that a compact bias holds by groups."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +66,10 @@ class KVBias:
     True
 
     Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.
+
+    A fitted bias, converted or loaded, is *compact* where heads have different numbers of keys: it holds, and models read,
+    groups of heads (:mod:`kvlens.kv_bias.groups`). ``b_KV``, ``b_D`` and ``features`` are then made when one of them is first
+    asked for, and kept instead, so that they can be written to and trained as those of any other; :meth:`compact` undoes it.
 
     Attributes:
         b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
@@ -93,12 +101,14 @@ class KVBias:
     n_prompt_tokens: int | Int[Tensor, " batch"]
     position_offset: int | Int[Tensor, " batch"]
     fingerprint: Fingerprint
-    features: SoftmaxFeatures | None = None
+    features: SoftmaxFeatures | None = field(default_factory=lambda: None)  # a default of the class would hide __getattr__
     log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
     fit: BiasFit | None = None
     recurrent: RecurrentStates = NO_STATES
     _record: Any = field(default=None, repr=False)
     """(fit, the fields in :data:`READ`) at the time of the record; dataclasses.replace passes it on."""
+    _groups: KeyGroups | None = field(default=None, init=False, repr=False)
+    """What a compact bias holds in place of :data:`OF_KEYS`."""
 
     def __post_init__(self):
         check_fields(self)
@@ -113,19 +123,70 @@ class KVBias:
         object.__setattr__(self, "_record", (self.fit, made_of))
 
     def _made(self, fit: BiasFit | None, **changed: Any) -> "KVBias":
-        """This bias with ``changed`` fields and the record that belongs to them."""
-        return replace(self, **changed, fit=fit, _record=None)
+        """This bias with ``changed`` fields and the record that belongs to them; compact if this one is."""
+        if self._groups is None:
+            return replace(self, **changed, fit=fit, _record=None)
+        if changed.keys().isdisjoint(OF_KEYS):
+            return self._held_by(changed.pop("_groups", self._groups), fit=fit, **changed)
+        return replace(self.padded(), **changed, fit=fit, _record=None).compact()
+
+    def _held_by(self, groups: KeyGroups, **changed: Any) -> "KVBias":
+        """A compact bias of these groups and the other fields of this one."""
+        made = object.__new__(KVBias)
+        fields = {name: value for name, value in self.__dict__.items() if name not in OF_KEYS} | changed
+        record = fields["fit"], {name: fields.get(name, groups) for name in READ}
+        made.__dict__.update(fields, _groups=groups, _record=record)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        groups = self.__dict__.get("_groups")
+        if groups is None or name not in OF_KEYS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        fields = _fields_of(groups)
+        fit, made_of = self._record
+        self.__dict__.update(fields, _groups=None, _record=(fit, made_of | fields))
+        return fields[name]
+
+    def compact(self) -> "KVBias":
+        """The same bias, held by groups of heads where that takes less memory; else this one.
+
+        Keys of weight 0 move behind the others of their head, as in a file.
+        """
+        if self._groups is not None or not isinstance(self.features, VirtualKeys) or self.fingerprint.layers_differ:
+            return self
+        groups = KeyGroups.of(self.tensors(), self.fingerprint.n_kv_heads)
+        return self if groups is None else self._held_by(groups)
+
+    def padded(self) -> "KVBias":
+        """The same bias with all heads as wide as the widest; this one, if it is not compact."""
+        whole = self if self._groups is None else copy.copy(self)
+        assert whole.b_KV is not None  # asking for it is what makes it
+        return whole
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the prompt by its name in a file: ``b_KV``, ``log_scale``, ``features.keys``, ``recurrent.conv``."""
-        found = {name: getattr(self, name) for name in TENSORS}
-        if self.features is not None:
-            found |= {"log_scale": self.log_scale, **{f"features.{name}": x for name, x in self.features.tensors().items()}}
+        whole = self.padded()
+        found = {name: getattr(whole, name) for name in TENSORS}
+        if whole.features is not None:
+            found |= {"log_scale": self.log_scale, **{f"features.{name}": x for name, x in whole.features.tensors().items()}}
         return found | {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors that are held: as :meth:`tensors`, but of a compact bias its keys are rows, those of all groups."""
+        if self._groups is None:
+            return self.tensors()
+        rest = {name: getattr(self, name) for name in (*TENSORS[2:], "log_scale")}
+        states = {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
+        return {**self._groups.rows, **rest, **states}
+
+    def requiring_grad(self) -> list[str]:
+        """The names of its tensors that require gradients."""
+        return [name for name, x in self.stored().items() if x.requires_grad]
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        check_numbers(self, what)
+        if self._groups is None or not all(bool(x.isfinite().all()) for x in self.stored().values()):
+            check_numbers(self.padded(), what)
 
     def starts_where(self, other: "KVBias") -> bool:
         """Whether a text starts at the same position with both biases; always true in a model without positions."""
@@ -167,6 +228,8 @@ class KVBias:
         The layer is one with attention, and is counted among these.
         """
         f = self.fingerprint.of_layer(layer)
+        if self._groups is not None:
+            return self._layer_of_groups(layer, narrow=True)
         by_query_head = self.b_KV.shape[-3] == self.n_heads
         heads, d_phi = f.n_heads if by_query_head else f.n_kv_heads, f.d_phi or self.d_phi
         fields: dict[str, Any] = {
@@ -185,15 +248,28 @@ class KVBias:
             fields["features"] = self.features.map(lambda x: x[layer : layer + 1])
         return self._made(None, **fields, fingerprint=f, recurrent=NO_STATES)
 
+    def _layer_of_groups(self, layer: int, narrow: bool) -> "KVBias":
+        """One layer of a compact bias, with every head as wide as in ``b_KV``, or, if ``narrow``, as the layer's widest."""
+        assert self._groups is not None
+        rest = {name: getattr(self, name)[layer : layer + 1] for name in (*TENSORS[2:], "log_scale")}
+        fields = {**rest, **_fields_of(self._groups, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
+        return replace(self, **fields, recurrent=NO_STATES, fit=None, _record=None)
+
     @property
     def d_phi(self) -> int:
         """The number of features per head."""
-        return self.b_KV.shape[-2]
+        return self.b_KV.shape[-2] if self._groups is None else self._groups.d_phi
 
     @property
     def batch_size(self) -> int | None:
         """The number of prompts, or None for a single prompt without a batch axis."""
-        return self.b_KV.shape[1] if self.b_KV.dim() == 5 else None
+        return self.last_k.shape[1] if self.last_k.dim() == 5 else None
+
+    @property
+    def num_stored(self) -> int:
+        """How many numbers are held for what :attr:`num_parameters` counts, with the padding of narrower heads."""
+        names = ("b_KV", "b_D", "features.keys", "recurrent.b_KV")
+        return sum(x.numel() for name, x in self.stored().items() if name in names)
 
     @property
     def num_parameters(self) -> int:
@@ -204,15 +280,17 @@ class KVBias:
         states, f = self.recurrent.b_KV.numel(), self.fingerprint
         if f.layers_differ:
             return sum(self.of_layer(layer).num_parameters for layer in range(f.n_layers))
-        if not isinstance(self.features, VirtualKeys):
+        whole = self.padded()
+        if not isinstance(whole.features, VirtualKeys):
             return states + self.b_KV.numel() + self.b_D.numel()
-        readers = self.b_D.shape[-2] // f.n_kv_heads
+        readers = whole.b_D.shape[-2] // f.n_kv_heads
         of_a_key = readers * (f.d_head + 1) + (f.d_key or f.d_head)
-        return states + int(used_keys(self.b_KV, self.b_D, f.n_kv_heads).sum()) * of_a_key
+        return states + int(used_keys(whole.b_KV, whole.b_D, f.n_kv_heads).sum()) * of_a_key
 
     def __repr__(self) -> str:
         f = self.fingerprint
-        family = "" if self.features is None or not self.attention_layers else f"{self.features.kind}, "
+        features = VirtualKeys if self._groups is not None else self.features
+        family = "" if features is None or not self.attention_layers else f"{features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
@@ -255,7 +333,7 @@ class KVBias:
 
         moved = self._changed(move)
         if to_dtype:
-            return self._made(rounded(self, moved["b_KV"].dtype), **moved)
+            return self._made(rounded(self, moved["last_k"].dtype), **moved)
         for name in COUNTS:
             value = getattr(self, name)
             moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
@@ -266,7 +344,13 @@ class KVBias:
         return self._made(self.fit, **self._changed(Tensor.detach))
 
     def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
-        """Every tensor field after ``change``, including features; ``per_prompt_only`` skips features without a batch axis."""
+        """Every tensor field after ``change``, including features; ``per_prompt_only`` skips features without a batch axis, and
+        is for changes that treat axes."""
+        if self._groups is not None:
+            if per_prompt_only:
+                return self.padded()._changed(change, per_prompt_only)
+            rest = {name: change(getattr(self, name)) for name in (*TENSORS[2:], "log_scale")}
+            return {**rest, "_groups": self._groups.map(change), "recurrent": self.recurrent.map(change)}
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
         if self.log_scale is not None and self.features is not None:
             changed["log_scale"] = change(self.log_scale)
@@ -293,14 +377,14 @@ class KVBias:
         if self.batch_size is not None:
             raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
-        return self._made(None if self.fit is None else self.fit.repeat(n), **changed)
+        return self.padded()._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch of exact biases, as a batch."""
         if self.batch_size is None:
             raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
-        return self._made(None, **fields_of_rows(self, rows))
+        return self._made(None, **fields_of_rows(self.padded(), rows))
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
@@ -311,7 +395,7 @@ class KVBias:
         """
         if any(bias.batch_size is None for bias in biases):
             raise KVLensError("KVBias.batch: expected batches of biases; repeat(1) makes a batch of one prompt")
-        return biases[0] if len(biases) == 1 else biases[0]._made(None, **fields_of_batch(biases))
+        return biases[0] if len(biases) == 1 else biases[0]._made(None, **fields_of_batch([b.padded() for b in biases]))
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
@@ -322,6 +406,7 @@ class KVBias:
             KVLensError: biases of batches, of different models, or with different numbers of keys.
         """
         self.fingerprint.check(other.fingerprint, "exchange_layers")
+        self, other = self.padded(), other.padded()
         own, theirs = self.tensors(), other.tensors()
         if self.batch_size is not None or any(x.shape != theirs[name].shape for name, x in own.items()):
             raise KVLensError(
@@ -340,7 +425,8 @@ class KVBias:
             KVLensError: a layer or head that does not exist.
         """
         n_heads = [self.n_heads_of(layer) for layer in range(self.n_layers)]
-        kept = self.b_KV.new_zeros(self.n_layers, max(n_heads))
+        whole = self.padded().per_query_head()
+        kept = whole.b_KV.new_zeros(self.n_layers, max(n_heads))
         for layer in layers:
             layer = _index("layer", layer, self.n_layers)
             kept[layer, : n_heads[layer]] = 1
@@ -349,12 +435,13 @@ class KVBias:
             kept[layer, _index("head", head, n_heads[layer])] = 1
         n_kept, n_all = int(kept.count_nonzero()), sum(n_heads)
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
-        whole, n_states = self.per_query_head(), self.recurrent.n_heads
+        n_states = self.recurrent.n_heads
         of_states = [kept[layer, (first := self.first_state_head(layer)) : first + n_states] for layer in self.recurrent.layers]
         keep = kept[list(self.attention_layers), : self.n_heads]
         keep = keep if self.batch_size is None else keep[:, None]
-        return whole._made(
+        return self._made(
             fit,
+            features=whole.features,
             b_KV=whole.b_KV * keep[..., None, None],
             b_D=whole.b_D * keep[..., None],
             recurrent=self.recurrent.select(of_states),
@@ -362,6 +449,8 @@ class KVBias:
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
+        if self._groups is not None:
+            return self.padded().per_query_head().compact()
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
             return self
@@ -415,6 +504,8 @@ class KVBias:
 
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
+        if self._groups is not None:
+            return self.padded().zero_like().compact()
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
         return self._made(since(self.fit, "everything set to zero"), **zeros)
@@ -444,7 +535,7 @@ class KVBias:
         if not biases or not all(isinstance(bias, KVBias) for bias in biases):
             came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
             raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
-        return biases[0]._made(**fields_of_sum(biases, weights, shift_state))
+        return _sum_of(biases, weights, shift_state)
 
     def toward(self, other: "KVBias", degree: float | int) -> "KVBias":
         """This bias exchanged for another by degrees: 0 leaves it, 1 is the other, more goes beyond it.
@@ -460,7 +551,8 @@ class KVBias:
         offsets = self.position_offset, other.position_offset
         rows = any(isinstance(offset, Tensor) for offset in offsets)
         behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
-        return replace(mixed, position_offset=behind)
+        moved = replace(mixed.padded(), position_offset=behind)
+        return moved if mixed._groups is None else moved.compact()
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.
@@ -500,7 +592,7 @@ class KVBias:
     def _sum(self, other: "KVBias", sign: float, shift_state: str) -> "KVBias":
         if not isinstance(other, KVBias):
             return NotImplemented
-        return self._made(**fields_of_sum((self, other), (1.0, sign), shift_state, equal_offsets=True))
+        return _sum_of((self, other), (1.0, sign), shift_state, equal_offsets=True)
 
     @checked
     def save(self, path: str | Path) -> None:
@@ -510,11 +602,12 @@ class KVBias:
             KVLensError: the folder does not exist or cannot be written.
         """
         meta: dict[str, Any] = {name: as_numbers(getattr(self, name)) for name in COUNTS}
-        tensors = self.tensors()
-        if isinstance(self.features, VirtualKeys) and not self.fingerprint.layers_differ:
+        whole = self.padded()
+        tensors = whole.tensors()
+        if isinstance(whole.features, VirtualKeys) and not self.fingerprint.layers_differ:
             tensors = packed(tensors, self.fingerprint.n_kv_heads)
-        if self.features is not None:
-            meta |= {"features": self.features.kind, "fit": None if self.fit is None else self.fit.to_json()}
+        if whole.features is not None:
+            meta |= {"features": whole.features.kind, "fit": None if self.fit is None else self.fit.to_json()}
         if self.fit is not None:
             tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
         if self.recurrent.layers:
@@ -542,7 +635,19 @@ class KVBias:
         known["recurrent"] = recurrent_from(meta.get("recurrent_layers", []), below("recurrent.", tensors))
         bias = cls(**known)
         bias.check_finite(f"KVBias.load: {path}")
-        return bias
+        return bias if bias.fit is None else bias.compact()
+
+
+def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, **options: bool) -> KVBias:
+    """The weighted sum; compact where one of its terms is."""
+    total = biases[0]._made(**fields_of_sum(biases, weights, shift_state, **options))
+    return total if all(bias._groups is None for bias in biases) else total.compact()
+
+
+def _fields_of(groups: KeyGroups, layer: int | None = None, narrow: bool = False) -> dict[str, Any]:
+    """The fields of :data:`OF_KEYS`, of all layers or of one."""
+    b_kv, b_d, keys, distance = (groups.whole(name, layer, narrow) for name in RAGGED)
+    return {"b_KV": b_kv, "b_D": b_d, "features": VirtualKeys(keys, distance)}
 
 
 def as_numbers(value: int | Tensor) -> int | list[int]:

@@ -1,7 +1,7 @@
 """Padding: layers with fewer heads than others, and heads with fewer virtual keys, which a file leaves out.
 
-In memory all heads have as many virtual keys as the head with the most, padded with keys of weight 0. With unequal budgets
-this more than doubles the size, so a file leaves the padding out:
+In ``b_KV`` all heads have as many virtual keys as the head with the most, padded with keys of weight 0. With unequal budgets
+this is many times the size (in memory see :mod:`kvlens.kv_bias.groups`), so a file leaves the padding out:
 
     used [layer, (batch,) kv_head, r]          b_KV, b_D, keys, distance: the rows where ``used``, in its order
 
@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-USED = "used"
-RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, "features.distance": 0}
+USED, DISTANCE = "used", "features.distance"
+RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
 
 
@@ -64,7 +64,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if rows.dim() != 1 + after or len(rows) != n * group:
             raise ValueError(f"{name} holds {len(rows)} rows for {n} virtual keys")
         where = used.repeat_interleave(group, dim=-2)
-        whole = rows.new_full((*where.shape, *rows.shape[1:]), 1 if name == "features.distance" else 0)
+        whole = rows.new_full((*where.shape, *rows.shape[1:]), 1 if name == DISTANCE else 0)
         whole[where] = rows
         rest[name] = whole
     return rest

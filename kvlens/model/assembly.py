@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvlens.components import LayerBias, Normalizers, OffsetPosEmbed, SinusoidalPosEmbed
+from kvlens.components import Normalizers, OffsetPosEmbed, SinusoidalPosEmbed, layer_bias_of
 from kvlens.kv_bias import KVBias
 
 
@@ -22,10 +22,14 @@ def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
 
 @torch.enable_grad()
 def spread_bias(model: Any, bias: KVBias | None) -> None:
-    """Give each layer its part of the attached bias, with gradients enabled even if it is attached under ``no_grad``."""
+    """Give each layer its part of the attached bias, with gradients enabled even if it is attached under ``no_grad``.
+
+    The parts are views, which learn of what is written to the bias, but not that it is to have gradients since.
+    """
+    model._spread_with_gradients = [] if bias is None else bias.requiring_grad()
     model._normalizers = None if bias is None else Normalizers()
     for layer, block in enumerate(model.blocks):
-        block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
+        block.attn.layer_bias = None if bias is None else layer_bias_of(bias, layer, block.attn.W_O.device)
         block.attn.normalizers = model._normalizers
     if isinstance(getattr(model, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
         model.pos_embed.position_offset = 0 if bias is None else bias.position_offset

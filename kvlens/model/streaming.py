@@ -85,10 +85,10 @@ def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = Non
     if not torch.is_grad_enabled():
         return False
     bias = model.attached_kv_bias
-    of_bias = [] if bias is None else [bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q]
     entries = [] if cache is None else cache.entries
     states = [entry.state.kv for entry in entries if isinstance(entry, LinearCacheEntry) and entry.state is not None]
-    return any(x.requires_grad for x in (*model.parameters(), *of_bias, *states))
+    wanted = bias is not None and bool(bias.requiring_grad())
+    return wanted or any(x.requires_grad for x in (*model.parameters(), *states))
 
 
 def mask_of(

@@ -66,6 +66,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
+        self._spread_with_gradients: list[str] = []
         self._thread = OneThread()
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         try:
@@ -376,6 +377,8 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
     @contextlib.contextmanager
     def _warns_of_the_bias(self) -> Iterator[None]:
         """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
+        if self._attached is not None and self._attached.requiring_grad() != self._spread_with_gradients:
+            spread_bias(self, self._attached)
         normalizers = self._normalizers
         self._weights_then = look_again(self, self._attached, self._weights_then)
         yield

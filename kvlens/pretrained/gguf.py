@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
-from transformers.utils import is_gguf_available
+from transformers.utils import is_gguf_available, logging
 
 from kvlens.errors import KVLensError, first_line, warn
 from kvlens.files import check_regular
@@ -22,6 +29,7 @@ from kvlens.pretrained.checkpoint_files import check_counts, check_positions
 from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
 from kvlens.pretrained.tokenizer import with_bos_in_front
 
+modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the bar that without_progress_bars switches off
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.by_position import GROUPS
-from kvlens.explanation.sentences import MEANINGS, quoted
+from kvlens.explanation.sentences import MEANINGS, answered
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible
 
@@ -18,7 +18,7 @@ BAR = 10
 def print_explanation(found: Explained) -> None:
     """Print it, 80 columns wide."""
     console = make_console()
-    console.print(_wrapped(f"The model answers: {quoted(found.response, 2000)}"), style="bold", end="\n\n")
+    console.print(_wrapped(answered(found.response, found.cut_after, 2000)), style="bold", end="\n\n")
     for paragraph in paragraphs(found):
         console.print(_wrapped(" ".join(sentence.text for sentence in paragraph)), end="\n\n")
     console.print(_units(found))

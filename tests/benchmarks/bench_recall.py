@@ -11,20 +11,26 @@ of the other six. One JSON line for each document, way and ratio; a run is resum
 All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
 and "kvzip fitted", its keys with fitted weights and values; and fitted keys of ``Landmark`` with the budgets that KVzip gives
 ("shares"), or with the mean of the budgets that "logits" gave to the other documents ("others").
+
+Of every conversion its recall is measured, too, and validated at the end: conversions of one ratio by their recall and by the
+answers that they keep, and answers by the largest loss of their words in the first sentence of the document that holds them.
 """
 
 import argparse
 import functools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import KVzip, Landmark, Teacher
+from kvlens.conversion.kept_words import lead_of, recall_of
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax.answers import answer_errors
 from kvlens.conversion.softmax.few_keys import assembled
@@ -32,7 +38,9 @@ from kvlens.conversion.softmax.landmark import fitted_keys, root_of
 from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
 from kvlens.explanation.response import greedy, stop_tokens
+from kvlens.kv_bias.recall import MATTERS, Recall
 from kvlens.ops.landmarks import budgets_by_gain, choose_among
+from kvlens.units import layout_of_tokens, parts_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
 CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
@@ -96,13 +104,23 @@ class Prepared:
             else:
                 bias, budgets = self.bias(way, ratio, others)
         row |= {"processor": time.process_time() - began, "n_tokens": len(self.before)}
-        said = answers(self.model, bias.select_prompt(0), self.questions)
+        alone = bias.select_prompt(0)
+        said = answers(self.model, alone, self.questions)
         row |= {"right": right(said, self.document), "said": said, "prepared": self.teacher.seconds}
         if budgets is None:
             return row
+        row |= {"recall": self.recall(alone).to_json()}
         off = answer_errors(self.model, self.teacher.whole, bias, self.teacher.without, self.teacher.held_out)
         off = off.map(lambda x: x[0])
         return row | {"budgets": budgets[:, 0].tolist(), "error": float(off.logits_error), "lost_share": float(off.lost_share)}
+
+    def recall(self, bias: kvlens.KVBias) -> Recall:
+        """What the bias still knows of the document's sentences, said by the model in its own turn."""
+        text, whole = self.document["text"], self.teacher.whole.select_prompt(0)
+        sentences = [text[first:last].strip() for first, last in parts_of(text, "sentence")]
+        lead = lead_of(self.model, layout_of_tokens(self.model, self.before))
+        with torch.no_grad():
+            return recall_of(self.model, sentences, whole, bias, self.before[:1], lead)
 
 
 def asked(model: Any, document: Made) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -143,6 +161,58 @@ def table(rows: list[Made]) -> str:
     return "\n".join(lines)
 
 
+def validation(rows: list[Made], documents: list[Made]) -> str:
+    """How well recall tells which conversions, and which answers, are lost."""
+    texts, exact = (
+        {each["name"]: each for each in documents},
+        {row["document"]: row["right"] for row in rows if row["way"] == "exact"},
+    )
+    lines, pooled = [], []
+    some = [row for row in rows if "recall" in row]
+    for ratio in sorted({row["ratio"] for row in some}):
+        each = [(Recall.read(row["recall"]), row) for row in some if row["ratio"] == ratio]
+        kept = [sum(a and b for a, b in zip(exact[row["document"]], row["right"], strict=True)) for _, row in each]
+        n = [sum(exact[row["document"]]) for _, row in each]
+        ranks = pd.DataFrame(
+            {"recall": [recall.share for recall, _ in each], "kept": [a / b for a, b in zip(kept, n, strict=True)]}
+        )
+        found = [
+            pair
+            for recall, row in each
+            for pair in losses(recall, row["right"], exact[row["document"]], texts[row["document"]])
+        ]
+        pooled += found
+        lines.append(
+            f"{ratio:.0%}: rank correlation {ranks.corr('spearman').iloc[0, 1]:.2f} over {len(each)}; {counted(found)}"
+        )
+    return "\n".join([*lines, f"all: {counted(pooled)}"])
+
+
+def losses(recall: Recall, right: list[bool], exact: list[bool], document: Made) -> list[tuple[float, bool]]:
+    """Of each answer that the whole document gives right: the largest loss of its words, and whether it is lost.
+
+    Answers without a word that counts in the first sentence that holds them are left out.
+    """
+    pairs, plain = [], [letters(sentence) for sentence in recall.sentences]
+    for (_, answer), is_right, was_right in zip(document["questions"], right, exact, strict=True):
+        number = next((i for i, sentence in enumerate(plain) if letters(answer) in sentence), None)
+        parts = letters(answer).split()
+        of = [word.loss for word in recall.words if word.sentence == number and letters(word.word) in parts]
+        if was_right and of:
+            pairs.append((max(of), not is_right))
+    return pairs
+
+
+def letters(text: str) -> str:
+    return re.sub(r"[^\w ]", "", text.lower()).strip()
+
+
+def counted(pairs: list[tuple[float, bool]]) -> str:
+    named = [lost for loss, lost in pairs if loss >= MATTERS]
+    n_lost = sum(lost for _, lost in pairs)
+    return f"{len(pairs)} answers, {n_lost} lost, {len(named)} named at a loss of 1 nat, of which {sum(named)} are lost"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or GGUF file of a chat model")
@@ -175,7 +245,8 @@ def main(argv: list[str] | None = None) -> None:
             with args.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             print(name, way, ratio, sum(rows[-1]["right"]), f"{rows[-1]['processor']:.0f} s", flush=True)
-    print(table([row for row in rows if row["document"] in names]))
+    rows = [row for row in rows if row["document"] in names]
+    print(table(rows), validation(rows, every), sep="\n")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,18 @@ def test_a_bias_that_was_read_without_gradients_has_them_afterwards(model):
         assert gradient.norm() > 0
 
 
+def test_a_bias_that_is_attached_can_be_made_to_want_gradients(model):
+    bias = convert_prompt(model, PROMPT)
+    model.attach_kv_bias(bias)
+    before = model(TEXT)
+    for wanted in (bias.b_KV, bias.b_D, bias.features.keys):
+        wanted.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(TEXT)[0, -1, 3], wanted)
+        assert gradient.norm() > 0
+        wanted.requires_grad_(False)
+    assert torch.equal(model(TEXT), before)
+
+
 def test_remembered_is_made_again_for_another_tensor_and_not_copied():
     remembered, x = Remembered(), torch.ones(2)
     made = [remembered.of(x.sum, x) for _ in range(2)]

@@ -9,6 +9,7 @@ import torch
 import kvlens
 from kvlens import KVLensError, convert_prompt
 from kvlens.explanation import explanation_view, paragraphs
+from kvlens.report.explanation import print_explanation
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
@@ -111,6 +112,20 @@ def test_about_answer_and_budget(model):
         kvlens.explain(model, STORY, QUESTION, budget=10)
     with pytest.raises(KVLensError, match="text: the prompt's last token belongs to a unit"):
         kvlens.explain(model, STORY)
+
+
+def test_an_answer_that_would_go_on_is_marked_as_cut_off(found, monkeypatch, capsys):
+    """In the text, the page, the terminal, JSON and what is told at once; one that ends by itself, or was given, is not."""
+    assert found.cut_after is None and "cut off" not in f"{found}{explanation_view(found).body}"
+    monkeypatch.setattr("kvlens.explanation.steps.MOST_TOKENS", 1)
+    model, told = kvlens.load("facts-gpt2"), []
+    cut = kvlens.explain(model, STORY, QUESTION, depth="units", on_found=told.append)
+    assert len(cut.response_tokens) == cut.cut_after == json.loads(cut.to_json())["cut_after"] == 1
+    print_explanation(cut)
+    for text in (str(cut), told[0], capsys.readouterr().out):
+        assert text.startswith(f'The model answers: "{cut.response}" (cut off after 1 tokens)')
+    assert "<figcaption>The model answers (cut off after 1 tokens)</figcaption>" in explanation_view(cut).body
+    assert kvlens.explain(model, STORY, QUESTION, answer=" parrot", depth="units").cut_after is None
 
 
 def test_a_page_and_json_hold_everything(found):

@@ -140,7 +140,7 @@ def test_a_tuple_is_the_values_of_a_setting_at_each_scale():
 
 def test_an_outcome_is_not_replaced_unasked_and_other_folders_never(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command = ["reproduce", "ngram", "--scale", "tiny", "--out", "o"]
+    command = ["reproduce", "gradient-descent", "--scale", "tiny", "--out", "o"]
     assert main(command) == 0
     assert main(command) == 2
     assert "already holds an experiment" in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
         replace(variants.variants, name=name, scales={"tiny": {**tiny, "variants": labels}})
         for name, labels in (("some", ["gate", "keys only"]), ("again", ["gate"]))
     )
-    chosen, whole = [find_experiment("ngram"), some, again], TextTask.sample
+    chosen, whole = [find_experiment("gradient-descent"), some, again], TextTask.sample
     monkeypatch.setattr("kvlens.papers.all_experiments", lambda: [replace(it, cost={"tiny": "x"}) for it in chosen])
     monkeypatch.chdir(tmp_path)
     drawn = []
@@ -176,11 +176,11 @@ def test_all_experiments_resume_and_share_their_runs(tmp_path, monkeypatch, caps
     command = ["reproduce", "--all", "--scale", "tiny", "--out", "results", "--runs", "kept"]
     assert main(command) == 130
     assert "training runs are kept in kept; the same command resumes them" in capsys.readouterr().err
-    assert os.listdir("results") == ["ngram-tiny"]
+    assert os.listdir("results") == ["gradient-descent-tiny"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "ngram: its results are in results/ngram-tiny" in out
-    assert sorted(os.listdir("results")) == ["again-tiny", "ngram-tiny", "some-tiny"]
+    assert "gradient-descent: its results are in results/gradient-descent-tiny" in out
+    assert sorted(os.listdir("results")) == ["again-tiny", "gradient-descent-tiny", "some-tiny"]
     assert len(drawn) == 6 * 2 + 1  # only the step during which it was killed was drawn twice
     assert len(pd.read_parquet("results/again-tiny/course.parquet"))
     assert main([*command, "--overwrite"]) == 0

@@ -101,6 +101,11 @@ def test_the_model_of_a_file_is_transformers_own(front_end, file, monkeypatch):
     assert model.tokenizer("the dog sat", add_special_tokens=False)["input_ids"] == theirs("the dog sat")["input_ids"]
 
 
+def test_nothing_is_written_to_stderr_which_a_notebook_shows_red(file, capfd):
+    load(file)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_fingerprint_is_of_the_weights_and_not_of_the_place(file, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlens.ops import dual
 from kvlens.ops.feature_maps.projections import draw_projections
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, train_layer
-from kvlens.papers.harness.plots import finish, line_style
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -134,18 +134,10 @@ def compare(errors: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def draw(errors: pd.DataFrame) -> Figure:
-    """Errors by task and kernel, on a logarithmic axis."""
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    tasks = list(errors["task"].unique())
-    for place, kernel in enumerate(KERNELS):
-        of_kernel = errors[errors["kernel"] == kernel]
-        x = of_kernel["task"].map(tasks.index) + 0.2 * (place - 1)
-        axes.plot(x, of_kernel["error"].clip(lower=1e-18), alpha=0.6, label=kernel, **line_style(place) | {"linestyle": "none"})
-    exact = errors[errors["kernel"] == "exact"]
-    axes.scatter(exact["task"].map(tasks.index), exact["shuffled_error"], s=9, color="#999999", label="labels in another order")
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(tasks)), tasks)
-    axes.set(ylabel="relative difference; a dot per head and seed")
-    finish(axes, "One step of the dual model against the attention layer's output", ncols=4, below=0.08, fontsize=8)
-    return figure
+    """Errors by task and kernel; a dot per seed and sequence."""
+    shuffled = errors[errors["kernel"] == "exact"].assign(kernel="labels in another order", error=errors["shuffled_error"])
+    dots = pd.concat([errors, shuffled], ignore_index=True)
+    title = "One step of the dual model against the attention layer's output: relative difference"
+    return draw_panels(
+        dots.assign(error=dots["error"].clip(lower=1e-18)), "task", "error", by="kernel", title=title, log="y", dots=True
+    )

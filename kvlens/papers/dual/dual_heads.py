@@ -29,9 +29,9 @@ from torch import Tensor
 
 from kvlens.dual import dual_figures
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.plots import line_style
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
-from kvlens.papers.harness.significance import MOST_COUNTED, SIGNIFICANCE, Comparison
+from kvlens.papers.harness.significance import LEVEL, MOST_COUNTED, Comparison
 from kvlens.tasks import make_task
 from kvlens.tasks.batch import Batch
 
@@ -40,7 +40,6 @@ OTHERS = {
     "ablation_effect": "change in loss when resampled, nats",
     "induction_score": "induction score, share of attention",
 }
-LEVEL = SIGNIFICANCE.level
 
 
 def _induction(vocab_size: int, length: int) -> dict[str, Any]:
@@ -199,15 +198,8 @@ def compare(found: pd.DataFrame) -> Iterator[Comparison]:
 
 def draw(table: pd.DataFrame) -> Figure:
     """Plot each head of each model: the decrease of the loss against the ablation's effect and the induction score."""
-    figure = Figure(figsize=(10.4, 4.4), layout="constrained")
-    for axes, y in zip(figure.subplots(1, 2), OTHERS, strict=True):
-        for i, (model, rows) in enumerate(table.groupby("model", sort=False)):
-            axes.plot(rows["log_loss_drop"], rows[y], alpha=0.75, label=model, **line_style(i) | {"linestyle": "none"})
-        axes.set(xlabel="natural logarithm of the decrease in loss at learning rate 1", ylabel=OTHERS[y])
-        axes.grid(color="#dddddd", linewidth=0.6)
+    dots = table.rename(columns=OTHERS).melt(["model", "log_loss_drop"], [*OTHERS.values()], "measure")
+    title = "The dual model's step (log of the decrease in loss) and two measures; a dot per head, means over sequences"
+    figure = draw_panels(dots, "log_loss_drop", "value", panel="measure", title=title, dots=True)
     figure.axes[0].set_yscale("symlog", linthresh=1e-3)
-    words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), **words)
-    title = "The dual model's step and two measures of each head; a dot per head, means over sequences"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

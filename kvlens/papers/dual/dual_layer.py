@@ -20,7 +20,7 @@ from kvlens.dual import DualLayer
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual
 from kvlens.papers.dual.dual_equivalence import after_one_step
-from kvlens.papers.harness.plots import PALETTE, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -125,14 +125,7 @@ def compare_blocks(blocks: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def draw(layers: pd.DataFrame, d: int) -> Figure:
-    """Bound and rank against the MLP's width."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
-    mean = layers.groupby("d_mlp")[["rank_bound", "rank"]].mean()
-    axes.plot(mean.index, mean["rank_bound"], marker="o", color=PALETTE[0], label="upper bound")
-    axes.plot(mean.index, mean["rank"], marker="X", linestyle="--", color=PALETTE[2], label="rank of W_FFN W_V")
-    axes.axhline(d, color="#999999", linewidth=0.8, label="d_model")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="d_mlp", ylabel="rank, mean over inputs and seeds")
-    finish(axes, "Rank of the labels after a ReLU MLP", ncols=3)
-    return figure
+    """Bound and rank against the MLP's width, means over inputs."""
+    table = layers.melt(["seed", "d_mlp"], ["rank_bound", "rank"], "what", "dimensions")
+    title = "Rank of W_FFN W_V after a ReLU MLP, and its upper bound"
+    return draw_panels(table, "d_mlp", "dimensions", by="what", title=title, lines={"d_model": d}, log="x", ticks=True)

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from kvlens.errors import KVLensError
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.papers.harness.learned import LATE, Goal, mean_and_spread
-from kvlens.papers.harness.plots import draw_curves
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -41,15 +41,6 @@ VARIANTS: dict[str, Variant] = {
     "negative per label, k 3, beta 0.1": Variant(negatives=3, beta=0.1, per="label"),
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
-}
-FAMILIES = {
-    family: [name for name in VARIANTS if name.startswith(starts)]
-    for family, starts in {
-        "regularised": ("regularised, alpha",),
-        "augmented": ("augmented",),
-        "negative": ("negative",),
-        "combined": ("regularised and", "all three", AGAIN),
-    }.items()
 }
 
 
@@ -231,25 +222,6 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
 
 
 def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out error against steps: a column per task, a row per family of variants, plain attention in each.
-
-    A run that diverges leaves the figure.
-    """
-    tasks = list(curves["task"].unique())
-    curves = curves.assign(loss=curves["loss"].where(curves["loss"] < DRAWN))
-    figure = Figure(figsize=(4.6 * len(tasks), 3.1 * len(FAMILIES)), layout="constrained")
-    panels = figure.subplots(len(FAMILIES), len(tasks), squeeze=False)
-    for row, members in zip(panels, FAMILIES.values(), strict=True):
-        for axes, task in zip(row, tasks, strict=True):
-            shown = curves[(curves["task"] == task) & curves["model"].isin([PLAIN, *members])]
-            if set(shown["model"]) == {PLAIN}:
-                axes.set_axis_off()
-                continue
-            draw_curves(axes, shown, y="loss")
-            axes.locator_params(axis="x", nbins=5)
-            axes.set(yscale="log", xlabel="step")
-            axes.set_title(f"{task} task", loc="left", fontsize=11)
-            axes.legend(frameon=False, fontsize=7)
-    figure.supylabel("held-out error / variance", fontsize=10)
-    figure.suptitle("Thick: mean over seeds; thin: each seed", x=0.01, ha="left", fontsize=9)
-    return figure
+    """Held-out error against steps, a panel per task. A run that diverges leaves the figure."""
+    shown = curves.assign(loss=curves["loss"].where(curves["loss"] < DRAWN))
+    return draw_panels(shown, "step", "loss", panel="task", ylabel="held-out error / variance", log="y")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.ops import dual
-from kvlens.papers.harness.plots import finish, line_style
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -95,14 +95,8 @@ def compare(tasks: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def draw(tasks: pd.DataFrame) -> Figure:
-    """The answer's error before and after the step."""
-    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
-    axes = figure.subplots()
-    for i, (eta, rows) in enumerate(tasks.groupby("learning_rate")):
-        look = line_style(i) | {"linestyle": "none"}
-        axes.plot(rows["error_before"], rows["error_after"], alpha=0.7, label=f"learning rate {eta:g}", **look)
-    highest = float(tasks[["error_before", "error_after"]].max().max())
-    axes.plot([0, highest], [0, highest], color="#999999", linewidth=0.8, label="unchanged")
-    axes.set(xlabel="error of the answer with W_0", ylabel="after one layer")
-    finish(axes, "Error before and after one linear attention layer; a dot per task", ncols=3)
+    """The answer's error before and after the step; a dot per task."""
+    title = "Error with W_0 and after one linear attention layer, by learning rate; a dot per task"
+    figure = draw_panels(tasks, "error_before", "error_after", by="learning_rate", title=title, dots=True)
+    figure.axes[0].axline((0, 0), slope=1, color="#999999", linewidth=0.8)
     return figure

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlens.ops import dual
 from kvlens.ops.feature_maps.projections import draw_projections
-from kvlens.papers.harness.plots import draw_curves
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -105,12 +105,4 @@ def compare(errors: pd.DataFrame) -> Iterator[Comparison]:
 
 def draw(errors: pd.DataFrame) -> Figure:
     """Mean squared error against the number of features, attention and output."""
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    for axes, what in zip(figure.subplots(1, 2), ("attention", "output"), strict=True):
-        draw_curves(axes, errors[errors["what"] == what], x="n_features", y="mse", by="kind", markevery=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="random features", ylabel="mean squared error")
-        axes.set_title(f"{what}: thick: mean over seeds, thin: each seed", loc="left", fontsize=9)
-        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
-    return figure
+    return draw_panels(errors, "n_features", "mse", by="kind", panel="what", log="xy", ticks=True)

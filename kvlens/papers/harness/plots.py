@@ -1,6 +1,6 @@
 """The look of figures: colors and lines, curves of several models with several seeds, and panels of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -34,47 +34,40 @@ def draw_curves(
     *,
     by: str = "model",
     colors: Mapping[str, str] | None = None,
-    **line: Any,
+    dots: bool = False,
 ) -> None:
     """One color per model: a line through the mean over seeds, and a thin one for each seed.
 
     Args:
         axes: to draw into; labels, title and legend are left to the caller.
-        table: columns ``by``, ``seed``, ``x`` and ``y``, one row for each triple of model, seed and x (so: of one split).
+        table: columns ``by``, ``x`` and ``y``; ``seed`` where there are several runs, one row for each triple of model, seed
+            and x (so: of one split); ``low`` and ``high`` where values have an interval.
         x, y: columns.
         by: the column whose values are the lines, labelled in the order of the table.
         colors: by label; the others take `PALETTE` in turn, with another kind of line after each round. Every label has a
             marker of its own.
-        **line: matplotlib's properties of the lines.
+        dots: a dot for each row instead of lines.
     """
-    labels = table[by].unique()
-    for number, label in enumerate(labels):
-        rows, look = table[table[by] == label], line_style(number)
-        course = mean_course(rows, x, y)
-        look |= {"color": (colors or {}).get(label, look["color"]), "markevery": max(1, len(course) // 8)}
-        for _, run in rows.sort_values(x, kind="stable").groupby("seed"):
-            axes.plot(run[x], run[y], color=look["color"], alpha=0.35, linewidth=0.7, label="_seed")
-        axes.plot(course[x], course["mean"], **{"linewidth": 1.8, "label": str(label), **look, **line})
+    for number, label in enumerate(table[by].unique()):
+        rows, look = table[table[by] == label].sort_values(x, kind="stable"), line_style(number)
+        look |= {"color": (colors or {}).get(label, look["color"]), "label": str(label)}
+        if dots:
+            axes.plot(rows[x], rows[y], **look | {"linestyle": "none", "alpha": 0.6})
+            continue
+        if "seed" in rows:
+            for _, run in rows.groupby("seed"):
+                axes.plot(run[x], run[y], color=look["color"], alpha=0.35, linewidth=0.7, label="_seed")
+        if "low" in rows:
+            axes.fill_between(rows[x], rows["low"], rows["high"], color=look["color"], alpha=0.15, linewidth=0)
+        course = mean_course(rows if "seed" in rows else rows.assign(seed=0), x, y)
+        axes.plot(course[x], course["mean"], linewidth=1.8, markevery=max(1, len(course) // 8), **look)
     finish(axes)
 
 
-def finish(axes: Axes, title: str = "", *, ncols: int = 0, below: float = 0.13, **legend: Any) -> None:
-    """The look of a panel: a light grid, no frame above and on the right, its title, and with ``ncols`` a legend under it.
-
-    Args:
-        axes: with everything drawn.
-        title: above the panel, on the left.
-        ncols: columns of the legend; 0 for none.
-        below: the legend's distance from the panel, in heights of it.
-        **legend: matplotlib's properties of the legend.
-    """
+def finish(axes: Axes) -> None:
+    """The look of a panel with everything drawn: a light grid, no frame above and on the right."""
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11)
-    if ncols:
-        look = dict(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -below), ncols=ncols)
-        axes.legend(**{**look, **legend})
 
 
 def draw_panels(
@@ -82,44 +75,61 @@ def draw_panels(
     x: str,
     y: str = "accuracy",
     *,
-    xlabel: str,
-    ylabel: str,
-    colors: Mapping[str, str],
-    title: str | Callable[[pd.DataFrame], str],
-    by: str | None = None,
+    by: str = "model",
+    panel: str | None = None,
+    title: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    colors: Mapping[str, str] | None = None,
+    lines: Mapping[str, float] | None = None,
+    log: str = "",
     ticks: bool = False,
-    log2: bool = False,
+    dots: bool = False,
 ) -> Figure:
-    """``y`` against ``x``: mean over seeds, a thin line for each seed, and a line for guessing (column ``chance``).
+    """``y`` against ``x`` as `draw_curves` draws it, with one legend, and a line for guessing (column ``chance``).
 
     Args:
-        table: columns model, seed, ``x``, ``y``, ``by``; one row for each model, seed and ``x`` of a panel.
+        table: one row for each line, seed and ``x`` of a panel.
         x, y: columns.
-        xlabel, ylabel: of the axes.
-        colors: by model.
-        title: of a panel; or a function of its rows.
-        by: the column whose values are the panels; None: one panel.
-        ticks: whether each value of ``x`` has its tick and marker.
-        log2: whether the axis of ``x`` is logarithmic, with base 2.
+        by: the column whose values are the lines.
+        panel: the column whose values are the panels; None: one panel.
+        title: of the figure.
+        xlabel, ylabel: of the axes; by default the columns' names.
+        colors, dots: as in `draw_curves`.
+        lines: what horizontal lines mark, and where they are.
+        log: the logarithmic axes: "x", "y" or "xy".
+        ticks: whether each value of ``x`` has its tick.
     """
-    groups = [table] if by is None else [rows for _, rows in table.groupby(by, sort=False)]
-    figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * len(groups), 4.6), layout="constrained")
-    for axes, rows in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
-        marker: dict[str, Any] = dict(markevery=1) if ticks else {}
-        draw_curves(axes, rows, x, y, colors=colors, **marker)
-        if "chance" in rows:
-            axes.axhline(rows["chance"].iloc[0], color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, label="chance")
-        if log2:
-            axes.set_xscale("log", base=2)
+    groups = (
+        [("", table)] if panel is None else [(f"{panel}: {value}", rows) for value, rows in table.groupby(panel, sort=False)]
+    )
+    n_columns = min(len(groups), 5)
+    shape = (-(-len(groups) // n_columns), n_columns)
+    figure = Figure(figsize=(7.4 if len(groups) == 1 else 4.4 * shape[1], 4.6 * shape[0]), layout="constrained")
+    panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    for axes, (name, rows) in zip(panels, groups, strict=False):
+        axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
+        draw_curves(axes, rows, x, y, by=by, colors=colors, dots=dots)
+        marked = {**(lines or {}), **({"chance": rows["chance"].iloc[0]} if "chance" in rows else {})}
+        for dash, (label, value) in zip(("--", ":"), marked.items(), strict=False):
+            axes.axhline(value, color="#64748b", linestyle=dash, linewidth=1, label=label)
         if ticks:
             values = sorted(set(rows[x].tolist()))
             axes.set_xticks(values, [str(value) for value in values])
-        axes.set_title(title if isinstance(title, str) else title(rows), loc="left", fontsize=11)
-        axes.set(xlabel=xlabel, ylim=(-0.02, 1.04))
-    figure.axes[0].set_ylabel(ylabel)
-    words: dict[str, Any] = dict(
-        title="thick: mean over seeds; thin: each seed", title_fontsize=8, frameon=False, fontsize=9, ncols=4
-    )
-    lines = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(lines.values()), list(lines), loc="outside lower center", **words)
+            axes.minorticks_off()
+        if y == "accuracy":
+            axes.set_ylim(-0.02, 1.04)
+        axes.set_xlabel(xlabel or x.replace("_", " "))
+        axes.set_title(name.replace("_", " "), loc="left", fontsize=10)
+    for first in panels[: len(groups) : n_columns]:
+        first.set_ylabel(ylabel or y.replace("_", " "))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    fitting = int(13 * figure.get_figwidth() / (6 + max(map(len, handles))))
+    words: dict[str, Any] = dict(frameon=False, fontsize=9, ncols=min(4, max(1, fitting)))
+    if "seed" in table and not dots:
+        words |= dict(title="thick: mean over seeds; thin: each seed", title_fontsize=8)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **words)
     return figure

@@ -21,7 +21,6 @@ another one, or be None: then a model is trained with the settings ``training``.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -34,7 +33,7 @@ from kvlens.conversion import convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import Trial
-from kvlens.papers.harness.plots import finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.papers.iclca.conversion_error import float64_logits, relative_error
@@ -280,22 +279,8 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Setting
 
 # --- figure ---
 
-COLORS = {PROMPTED: "#0072B2", ALONE: "#D55E00", CONVERTED: "#009E73"}
-
 
 def draw(accuracy: pd.DataFrame, guess: float, n_uses: int = 4) -> Figure:
-    """Accuracy by use of a trigger, in each condition."""
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = figure.subplots(subplot_kw=dict(axisbelow=True))
-    shown = accuracy[accuracy["use"] <= n_uses]
-    for number, condition in enumerate(CONDITIONS):
-        rows = shown[shown["condition"] == condition].sort_values("use")
-        place = rows["use"] + (number - 1) * 0.27
-        interval = [rows["accuracy"] - rows["low"], rows["high"] - rows["accuracy"]]
-        look: dict[str, Any] = dict(color=COLORS[condition], label=condition, ecolor="#222222", capsize=2)
-        axes.bar(place, rows["accuracy"], width=0.25, yerr=interval, **look)
-    axes.axhline(guess, color="#444444", linestyle=":", linewidth=1, label=f"chance, 1/{round(1 / guess)}")
-    axes.set_xticks(range(1, n_uses + 1), [f"{use}." for use in range(1, n_uses + 1)])
-    axes.set(xlabel="use of a trigger in the text", ylabel="accuracy, 95 % interval over sequences", ylim=(0, 1.04))
-    finish(axes, "Accuracy with the prompt and with its bias", ncols=4, below=0.16, columnspacing=1, handlelength=1.4)
-    return figure
+    """Accuracy by use of a trigger in each condition, with 95 % intervals over sequences."""
+    title, shown = "Accuracy by use of a trigger, with the prompt and with its bias", accuracy[accuracy["use"] <= n_uses]
+    return draw_panels(shown, "use", by="condition", title=title, lines={"chance": guess}, ticks=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig
-from kvlens.papers.harness.plots import finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
@@ -235,20 +235,8 @@ def _differences(summary: pd.DataFrame) -> Iterator[str]:
 
 def draw(summary: pd.DataFrame) -> Figure:
     """Relative error against the number of parameters: ours, that of the float32 forward pass, the paper's."""
-    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
-    axes = figure.subplots()
-    lines: dict[str, dict[str, Any]] = {
-        CONVERSION: dict(color="#009E73", marker="o", linewidth=2, label="conversion"),
-        FORWARD: dict(color="#0072B2", marker="s", linestyle=":", linewidth=1.6, label="float32 forward pass itself"),
-    }
-    for measure, style in lines.items():
-        rows = summary[(summary["measure"] == measure) & (summary["accumulation"] == "float32")].sort_values("n_parameters")
-        axes.fill_between(rows["n_parameters"], rows["least"], rows["largest"], color=style["color"], alpha=0.13, linewidth=0)
-        axes.plot(rows["n_parameters"], rows["relative_error"], **style)
-    printed = summary.dropna(subset="printed")
-    axes.plot(printed["n_parameters"], printed["printed"], "D", color="#D55E00", markersize=7, label="paper (ICLCA table 1)")
-    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="relative error of the logits")
-    low, high = axes.get_ylim()
-    axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
-    finish(axes, "Error of converted prompts, relative to the logits; lines: means, bands: all pairs", ncols=3)
-    return figure
+    shown = summary[summary["accumulation"] == "float32"].rename(columns={"least": "low", "largest": "high"})
+    printed = shown.dropna(subset="printed").assign(measure="paper (ICLCA table 1)", low=math.nan, high=math.nan)
+    table = pd.concat([shown, printed.assign(relative_error=printed["printed"])], ignore_index=True)
+    title = "Error of converted prompts, relative to the logits; lines: means, bands: all pairs"
+    return draw_panels(table, "n_parameters", "relative_error", by="measure", title=title, log="xy")

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from kvlens.conversion import ConversionMethod, Exact, Landmark, convert_prompt
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.plots import MARKERS
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.tasks.facts import FactsTask, Story, answers_after_story, answers_with_bias, answers_without_story, guess_in_story
@@ -185,23 +185,9 @@ def _differences(model: HookedKVTransformer, settings: Settings) -> Iterator[str
 
 # --- figure ---
 
-COLORS = {LOGITS: "#009E73", EQUAL: "#0072B2", NO_FIT: "#D55E00"}
-
 
 def draw(kept: pd.DataFrame) -> Figure:
-    """Share of answers kept against virtual keys per head, a line for each way, with 95 % intervals over stories."""
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    axes = figure.subplots()
-    shown = {way: kept[kept["way"].isin([way, EXACT])] for way in COLORS} | {POLISHED: kept[kept["way"] == POLISHED]}
-    dropped = kept.loc[kept["way"] == DROPPED, "share_kept"].iloc[0]
-    for marker, (way, rows) in zip(MARKERS, shown.items(), strict=False):
-        keys, share, low, high = rows.sort_values("keys")[["keys", "share_kept", "low", "high"]].to_numpy(dtype=float).T
-        color = COLORS.get(way, "#CC79A7")
-        axes.errorbar(keys, share, [share - low, high - share], marker=marker, color=color, capsize=2, label=way)
-    axes.axhline(dropped, color="#444444", linestyle=":", linewidth=1, label="no bias")
-    axes.axhline(AIM, color="#94a3b8", linestyle="--", linewidth=1, label=f"{AIM:.0%}")
-    axes.set(xlabel="virtual keys per head", ylabel="share of correct answers that stay correct, 95 % interval")
-    axes.set(xscale="log", ylim=(0, 1.04))
-    axes.set_title("Answers about stories that stay correct, by the number of keys", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    """Share of answers kept against virtual keys per head, with 95 % intervals over stories."""
+    lines = {f"{AIM:.0%}": AIM, "no bias": float(kept.loc[kept["way"] == DROPPED, "share_kept"].iloc[0])}
+    title = "Answers about stories that stay correct, by the number of virtual keys per head"
+    return draw_panels(kept[kept["way"] != DROPPED], "keys", "share_kept", by="way", title=title, lines=lines, log="x")

@@ -27,6 +27,7 @@ from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.iclca.logits import relative_errors
@@ -246,18 +247,7 @@ def _differences(model: HookedKVTransformer, name: str, kind: str) -> Iterator[s
 
 def draw(texts: pd.DataFrame) -> Figure:
     """Plot every pair's error by way, and the paper's two numbers."""
-    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
-    axes = figure.subplots()
-    ways = [WITHOUT, RANDOM, LANDMARK]
-    for place, way in enumerate(ways):
-        error = texts.loc[texts["way"] == way, "relative_error"]
-        axes.plot([place] * len(error), error, "o", color="#0072B2", alpha=0.45, markersize=6, markeredgewidth=0)
-        axes.plot([place - 0.2, place + 0.2], [error.mean()] * 2, color="#14385e", linewidth=2.4)
-    for value, words in ((PAPER_DROPPED, "GPT-2 without, as printed"), (PAPER_RANDOM, "GPT-2 converted, as printed")):
-        axes.axhline(value, color="#777777", linestyle=":", linewidth=1.2)
-        axes.annotate(words, (len(ways) - 0.5, value), fontsize=8, color="#555555", ha="right", va="bottom")
-    axes.set(yscale="log", ylabel="relative error of the logits", xlim=(-0.5, len(ways) - 0.5))
-    axes.set_xticks(range(len(ways)), ways)
-    axes.set_title("Error relative to the logits with the prompt; dots: prompts, bars: means", loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    shown = texts[texts["way"].isin((WITHOUT, RANDOM, LANDMARK))]
+    lines = {"GPT-2 without, as printed": PAPER_DROPPED, "GPT-2 converted, as printed": PAPER_RANDOM}
+    title = "Error relative to the logits with the prompt; a dot per prompt"
+    return draw_panels(shown, "way", "relative_error", by="way", title=title, lines=lines, log="y", dots=True)

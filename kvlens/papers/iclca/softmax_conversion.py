@@ -22,7 +22,7 @@ from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProject
 from kvlens.conversion.weights.distillation import Objective
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.plots import finish, line_style
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.iclca.logits import context_of, divergences, prompted_logits, relative_errors, sampled, writing_model
@@ -238,14 +238,8 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Ite
 
 def draw(table: pd.DataFrame) -> Figure:
     """Relative error against stored numbers, both logarithmic."""
-    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
-    axes = figure.subplots()
-    dropped = float(table.loc[table["method"] == DROPPED, "relative_error"].iloc[0])
-    axes.axhline(dropped, color="#555555", linestyle=":", linewidth=1.4, label=DROPPED)
-    lines = table[table["method"] != DROPPED].groupby(["method", "n_continuations"], sort=False)
-    for i, ((method, n), rows) in enumerate(lines):
-        label = f"{method}, {n} continuations" if method in (EQUAL, LOGITS) else method
-        axes.plot(rows["stored_numbers"], rows["relative_error"], linewidth=1.8, label=label, **line_style(i))
-    axes.set(xscale="log", yscale="log", xlabel="stored numbers", ylabel="relative error of the logits")
-    finish(axes, "Size and error of converted softmax prompts, on text not used for fitting", ncols=2, below=0.16)
-    return figure
+    shown, lines = table[table["method"] != DROPPED], {DROPPED: float(table.set_index("method").loc[DROPPED, "relative_error"])}
+    more = shown["n_continuations"].map(", {} continuations".format).where(shown["method"].isin((EQUAL, LOGITS)), "")
+    title = "Size and error of converted softmax prompts, on text not used for fitting"
+    how: dict[str, Any] = dict(by="method", title=title, lines=lines, log="xy")
+    return draw_panels(shown.assign(method=shown["method"] + more), "stored_numbers", "relative_error", **how)

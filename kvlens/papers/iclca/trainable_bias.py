@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_heldout, train_cells
-from kvlens.papers.harness.plots import PALETTE, PLAIN, draw_curves, finish
+from kvlens.papers.harness.plots import PALETTE, PLAIN, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import make_task
@@ -71,12 +71,5 @@ def compare(by_seed: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def draw(curves: pd.DataFrame) -> Figure:
-    """Held-out accuracy and loss against the step: mean over seeds, and each seed."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, y, label in ((left, "accuracy", "in-context accuracy"), (right, "loss", "held-out loss (nats)")):
-        draw_curves(axes, of_heldout(curves), y=y, colors=COLORS)
-        axes.set(xlabel="step", ylabel=label)
-    title = f"b_KV and b_D as parameters: mean of {curves['seed'].nunique()} seeds (thick), and each of them"
-    finish(left, title, ncols=2)
-    return figure
+    """Held-out accuracy against the step."""
+    return draw_panels(of_heldout(curves), "step", title="In-context accuracy with b_KV and b_D as parameters", colors=COLORS)

@@ -6,9 +6,8 @@ real model.
 
 The changes come from context distillation (:mod:`~kvlens.conversion.weights.distillation`): the weights of attention
 (Q, K, V, O) or of the MLPs learn a prompt. If distillation were perfect, the prompt itself would be a solution. Two ways to
-find one are compared: *given keys*, chosen among keys of other texts, with values in closed form
-(:mod:`~kvlens.papers.iclca.imitation`); and *free keys*, where gradient steps on the logits then change keys, weights and
-values.
+find one are compared: *given keys*, chosen among keys of other texts, with values in closed form (`imitation`); and *free
+keys*, where gradient steps on the logits then change keys, weights and values.
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
@@ -17,13 +16,31 @@ it and other things as well. "Up to r keys per head" is the fit, among all with 
 from fitting, so that more keys can hurt only through the noise of that choice. The number of texts is limited as well: the
 change and its imitation are both learned from ``n_texts`` of them, and with more texts less is left. As a null, the same fit is
 applied to changes whose sign is drawn at random for each text.
+
+The closed form goes layer by layer; the layers below have their virtual keys already. Let m be the residual stream after a
+layer's attention, and x(m) the stream after its MLP; primes mark the changed model. At every position of the texts attention
+has to add the t with
+
+    x(m + t) = x'(m')        t = m' - m if the MLP is unchanged, otherwise Gauss-Newton steps from there
+
+so a change of W_Q, W_K, W_V, W_O and a change of the MLP are treated alike. r virtual keys c_r of weight w (a token has weight
+1) take the share s_ir = w exp(q_i.c_r / scale) / (n_i + sum_r w exp(q_i.c_r / scale)) of a head's attention from its own output
+z_i. Their contribution is linear in their values u_r:
+
+    sum_i | sum_h sum_r s_ihr (u_hr - z_ih) W_O_h - t_i |^2  + ridge  -> min
+
+for all heads of the layer together, by conjugate gradients on the normal equations. Shares are at most 1, so the contribution
+is bounded on any text. Ridge and weight are chosen on held-out texts, and a layer whose keys do not help there keeps keys of
+negligible weight.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -33,12 +50,16 @@ from kvlens.conversion.softmax.descent import descend
 from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
 from kvlens.conversion.softmax.prompt_pass import as_batch
 from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
-from kvlens.kv_bias import KVBias
+from kvlens.errors import KVLensError
+from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.model.prompt import observed
+from kvlens.ops.landmarks import Products, Statistics
+from kvlens.ops.landmarks.choice import choose_keys
+from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.iclca.imitation import check_imitable, held_out, imitation
 from kvlens.papers.iclca.logits import sampled
 
 PARTS = {"attention": ".attn.", "mlp": ".mlp."}
@@ -48,6 +69,15 @@ NAMES = {"attention": "attention", "mlp": "the MLPs"}
 SHOWN = 10
 """Gradient steps between two evaluations on the held-out texts."""
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
+RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
+"""The candidates: the ridge relative to the mean diagonal of the normal equations, and the approximate mean share of a head's
+attention that its keys take together, in equal parts. (With the same weight for all keys, those with large scores dominate.)"""
+OFF = 1e-4
+"""The share of inactive keys: small enough to have no effect, large enough for gradient steps to start from."""
+NEWTON_STEPS, DAMPING, CG_STEPS = 2, 1e-2, 40
+ROWS_AT_ONCE = 256
+HELD_OUT = 4
+"""One in this many texts is held out."""
 
 
 @experiment(
@@ -187,6 +217,261 @@ def freed(
             yield now
 
 
+# --- given keys, in closed form ---
+
+
+class Seen(NamedTuple):
+    """One layer on some texts: queries and keys as scored, outputs, log-normalizers, the stream before and after the MLP."""
+
+    q: Float[Tensor, "text pos head d_head"]
+    k: Float[Tensor, "text pos kv_head d_head"]
+    z: Float[Tensor, "head row d_head"]
+    log_n: Float[Tensor, "text pos head"]
+    middle: Float[Tensor, "row d_model"]
+    after: Float[Tensor, "row d_model"]
+
+
+class LayerKeys(NamedTuple):
+    """Virtual keys of one layer, their weights (a token has weight 1), and their values."""
+
+    keys: Float[Tensor, "kv_head r d_head"]
+    weights: Float[Tensor, "kv_head r"]
+    values: Float[Tensor, "kv_head r d_head"]
+
+
+def check_imitable(model: HookedKVTransformer) -> None:
+    """Raise KVLensError unless :func:`imitation` supports the model's layers."""
+    cfg, missing = model.cfg, []
+    if cfg.attention != "softmax":
+        missing.append("softmax attention")
+    if cfg.attn_only or cfg.parallel_attn_mlp or cfg.use_normalization_before_and_after:
+        missing.append("blocks of attention, then an MLP, each normed once before")
+    if cfg.use_attention_sinks:
+        missing.append("attention without sinks")
+    if model.tokenizer is None or model.tokenizer.bos_token_id is None:
+        missing.append("a tokenizer with a BOS, from which it writes its own texts")
+    if missing:
+        raise KVLensError(f"weights-to-prompt: the model must have {', and '.join(missing)}; {cfg.model_name} does not")
+
+
+@torch.no_grad()
+def see(model: HookedKVTransformer, layer: int, tokens: Int[Tensor, "text pos"]) -> Seen:
+    """Run the texts up to a layer, in the model's own dtype."""
+    got: dict[str, Tensor] = {}
+    names = [f"blocks.{layer}.{name}" for name in ("attn.hook_z", "attn.hook_attn_scores", "hook_resid_mid", "hook_resid_post")]
+    hooks = [(name, lambda x, hook: got.__setitem__(hook.name, x.detach())) for name in names]
+    with observed(model) as seen, model.hooks(fwd_hooks=hooks):
+        model(tokens, attention_mask=torch.ones_like(tokens), stop_at_layer=layer + 1)
+    z, scores, middle, after = (got[name] for name in names)
+    q, k, _ = seen[layer]
+    log_n = rearrange(scores.logsumexp(dim=-1), "t h p -> t p h")
+    return Seen(q, k, rearrange(z, "t p h d -> h (t p) d"), log_n, middle.flatten(0, 1), after.flatten(0, 1))
+
+
+def wanted(model: HookedKVTransformer, layer: int, ours: Seen, changed: Seen) -> Float[Tensor, "row d_model"]:
+    """t: what attention must add so that the block ends where the changed model's does."""
+    block = model.blocks[layer]
+
+    def after(middle: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
+        stream = middle[None, None]
+        return (stream + block.mlp(block.ln2(stream)))[0, 0]
+
+    t = changed.middle - ours.middle
+    for _ in range(NEWTON_STEPS):
+        place = ours.middle + t
+        off = changed.after - torch.vmap(after)(place)
+        if float(off.norm()) <= 1e-6 * float(changed.after.norm()):
+            break
+        slope = torch.vmap(torch.func.jacrev(after), chunk_size=ROWS_AT_ONCE)(place)
+        normal = slope.mT @ slope
+        size = DAMPING * normal.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+        normal = normal + size[:, None, None] * torch.eye(len(place[0])).to(normal)
+        t = t + torch.linalg.solve(normal, slope.mT @ off[..., None]).squeeze(-1)
+    return t
+
+
+def log_ratios(
+    model: HookedKVTransformer, layer: int, seen: Seen, keys: Float[Tensor, "kv_head r d_head"]
+) -> Float[Tensor, "head row r"]:
+    """log of exp(q_i.c_r / scale) / n_i: a key of weight 1 relative to the context."""
+    rule, n_texts, pos = model.blocks[layer].attn.score_rule(), *seen.log_n.shape[:2]
+    distance = torch.ones(1, *keys.shape[:2], dtype=torch.long)
+    scores = virtual_key_scores(seen.q, keys[None], rule, distance, torch.arange(pos).expand(n_texts, -1))
+    return rearrange(scores - seen.log_n[..., None], "t p h r -> h (t p) r").double()
+
+
+def shares(
+    log_ratios: Float[Tensor, "head row r"], weights: Float[Tensor, "kv_head r"] | None = None, alone: bool = False
+) -> Float[Tensor, "head row r"]:
+    """s: the share of each head's attention that each key takes, from the context and from the others unless ``alone``."""
+    if weights is not None:
+        log_ratios = log_ratios + weights.log().repeat_interleave(len(log_ratios) // len(weights), dim=0)[:, None]
+    whole = log_ratios if alone else log_ratios.logsumexp(dim=-1, keepdim=True)
+    return (log_ratios + torch.nn.functional.logsigmoid(-whole)).exp()
+
+
+def even_weights(log_ratios: Float[Tensor, "head row r"], kv_heads: int, share: float) -> Float[Tensor, "kv_head r"]:
+    """Weights with which every key, alone, would take ``share / r`` of the attention on average, by bisection."""
+    rows = rearrange(log_ratios, "(g s) i r -> g (s i) r", g=kv_heads)
+    low, high = (torch.full_like(rows[:, 0], x) for x in (-100.0, 100.0))
+    for _ in range(24):
+        middle = (low + high) / 2
+        above = (rows + middle[:, None]).sigmoid().mean(dim=1) > share / rows.shape[-1]
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return high.exp()
+
+
+class Fit:
+    """The least squares of one layer for one set of keys: sums over the rows, then a solution for every ridge."""
+
+    def __init__(self, s: Tensor, z: Tensor, w_o: Tensor, t: Tensor, kv_heads: int):
+        self.kv_heads, self.group, w_o = kv_heads, len(s) // kv_heads, w_o.double()
+        self.start = _mean(z, kv_heads)
+        target = t - brought(self.start.expand(-1, s.shape[2], -1), s, z.double(), w_o)
+        self.right = self._by_group(einsum(s, target @ w_o.mT, "h i r, h i d -> h r d"))
+        self.cross = einsum(s, s, "h i r, k i q -> h k r q")
+        self.metric = einsum(w_o, w_o, "h d m, k e m -> h k d e")
+        self.gram = self._by_group(torch.stack([self.cross[h, h] for h in range(len(s))]))
+        self.size = self._by_group(torch.stack([self.metric[h, h] for h in range(len(s))])) / self.group
+
+    def solve(self, ridge: float) -> Float[Tensor, "kv_head r d_head"]:
+        """The best ``u``, by conjugate gradients, preconditioned head by head."""
+        diagonal = (x.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None] for x in (self.gram, self.size))
+        gram_size, metric_size = (x.clamp(min=torch.finfo(torch.float64).tiny) for x in diagonal)
+        one = torch.eye(self.gram.shape[-1]).double(), torch.eye(self.size.shape[-1]).double()
+        left = torch.linalg.inv(self.gram + ridge * gram_size * one[0])
+        right = torch.linalg.inv(self.size + ridge * metric_size * one[1])
+        u, rest = torch.zeros_like(self.right), self.right.clone()
+        step = ahead = left @ rest @ right
+        length = float((rest * ahead).sum())
+        for _ in range(CG_STEPS):
+            if length <= 1e-20:
+                break
+            turned = self._normal(step) + ridge * gram_size * metric_size * step
+            share = length / float((step * turned).sum())
+            u, rest = u + share * step, rest - share * turned
+            ahead = left @ rest @ right
+            before, length = length, float((rest * ahead).sum())
+            step = ahead + (length / before) * step
+        return u
+
+    def _normal(self, u: Tensor) -> Tensor:
+        moved = einsum(self._by_head(u), self.metric, "k q d, k h d e -> h k q e")
+        return self._by_group(einsum(self.cross, moved, "h k r q, h k q e -> h r e"))
+
+    def _by_head(self, u: Tensor) -> Tensor:
+        return u.repeat_interleave(self.group, dim=0)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.kv_heads, -1)).sum(dim=1)
+
+
+def held_out(texts: Int[Tensor, "text pos"]) -> Int[Tensor, "some_text pos"]:
+    """The texts that are used for selection and not for fitting: one in :data:`HELD_OUT`, the last ones."""
+    return texts[-max(1, len(texts) // HELD_OUT) :]
+
+
+def imitation(
+    model: HookedKVTransformer,
+    changed: HookedKVTransformer,
+    texts: Int[Tensor, "text pos"],
+    candidates: Int[Tensor, "text pos"],
+    r: int,
+    generator: torch.Generator,
+    n_candidates: int = 256,
+    flip: bool = False,
+) -> KVBias:
+    """``r`` virtual keys per key-value head with which ``model`` imitates ``changed``, in closed form.
+
+    Args:
+        model, changed: models that differ only in the weights of attention and MLPs.
+        texts: texts to fit on, except those that are :func:`held_out`, on which ridge and weights are chosen.
+        candidates: texts that provide the candidate keys, ``n_candidates`` of them drawn for every head.
+        flip: flip the sign of the target at random text by text, so that there is nothing to learn; for a null distribution.
+    """
+    layers: list[LayerKeys] = []
+    n_held_out = len(held_out(texts))
+    for layer in range(model.cfg.n_layers):
+        with model.holding(as_bias(model, layers, r)):
+            ours, pool = see(model, layer, texts), see(model, layer, candidates).k
+        t = wanted(model, layer, ours, see(changed, layer, texts))
+        if flip:
+            sign = torch.randint(0, 2, (len(texts), 1, 1), generator=generator) * 2 - 1
+            t = (t.unflatten(0, texts.shape) * sign).flatten(0, 1)
+        pool = rearrange(pool, "t p h d -> h (t p) d")
+        drawn = pool[:, torch.randperm(pool.shape[1], generator=generator)[:n_candidates]]
+        layers.append(_fit_layer(model, layer, ours, t, drawn, r, n_held_out * texts.shape[1]))
+    return as_bias(model, layers, r)
+
+
+def _fit_layer(
+    model: HookedKVTransformer, layer: int, ours: Seen, t: Tensor, pool: Tensor, r: int, n_held_out: int
+) -> LayerKeys:
+    """Choose keys, fit their values with every ridge, and keep the best on the last ``n_held_out`` rows, or none."""
+    w_o, kv_heads, z = model.blocks[layer].attn.W_O.double(), model.cfg.n_kv_heads, ours.z.double()
+    train, unseen = slice(None, -n_held_out), slice(-n_held_out, None)
+    alone = shares(log_ratios(model, layer, ours, pool)[:, train], alone=True)
+    keys = pool.gather(1, _chosen(alone, w_o, t[train], kv_heads, r))
+    ratios = log_ratios(model, layer, ours, keys)
+    mean = _mean(z, kv_heads).expand(-1, r, -1)
+    off_weights, even = even_weights(ratios, kv_heads, OFF), even_weights(ratios, kv_heads, SHARES[0]) / SHARES[0]
+    best, left = LayerKeys(keys, off_weights.to(keys), mean.to(keys)), float(t[unseen].norm())
+    for weights in (share * even for share in SHARES):
+        s = shares(ratios, weights)
+        fit = Fit(s[:, train], z[:, train], w_o, t[train], kv_heads)
+        for u in map(fit.solve, RIDGES):
+            off = float((brought(fit.start + u, s[:, unseen], z[:, unseen], w_o) - t[unseen]).norm())
+            if off < left:
+                best, left = LayerKeys(keys, weights.to(keys), (fit.start + u).to(keys)), off
+    return best
+
+
+def _mean(z: Float[Tensor, "head row d_head"], kv_heads: int) -> Float[Tensor, "kv_head 1 d_head"]:
+    return rearrange(z.double(), "(g s) i d -> g (s i) d", g=kv_heads).mean(dim=1, keepdim=True)
+
+
+def brought(
+    values: Float[Tensor, "kv_head r d_head"],
+    s: Float[Tensor, "head row r"],
+    z: Float[Tensor, "head row d_head"],
+    w_o: Float[Tensor, "head d_head d_model"],
+) -> Float[Tensor, "row d_model"]:
+    """What keys of these values add to the stream: sum_h sum_r s_ihr (u_hr - z_ih) W_O_h."""
+    u = values.repeat_interleave(len(s) // len(values), dim=0)
+    return ((s @ u - s.sum(dim=-1, keepdim=True) * z) @ w_o).sum(dim=0)
+
+
+def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Tensor, "kv_head r d_head"]:
+    """The keys whose shares explain most of the target, head by head, by matching pursuit."""
+    by_group = rearrange(s, "(g s) i c -> g (s i) c", g=kv_heads)
+    aim = rearrange(t.double() @ w_o.double().mT, "(g s) i d -> g (s i) d", g=kv_heads)
+    gram = by_group.mT @ by_group
+    nothing = torch.zeros_like(gram[..., 0])
+    sums = Statistics(Products(gram), nothing, by_group.mT @ aim, nothing[:, 0], by_group.shape[1])
+    return choose_keys(sums, r).keys[..., None].expand(-1, -1, w_o.shape[1])
+
+
+def as_bias(model: HookedKVTransformer, layers: list[LayerKeys], r: int) -> KVBias:
+    """The keys as a bias with which a text starts at position 0; layers without keys have none."""
+    cfg = model.cfg
+    nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a shift state of zeros
+    empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)
+    layers = [*layers, *[LayerKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
+    keys, weights = torch.stack([each.keys for each in layers]), torch.stack([each.weights for each in layers])
+    return replace(
+        nothing,
+        b_KV=weights[..., None] * torch.stack([each.values for each in layers]),
+        b_D=weights,
+        n_prompt_tokens=r,
+        position_offset=0,
+        features=VirtualKeys(keys, torch.ones(keys.shape[:3], dtype=torch.long)),
+        log_scale=keys.new_zeros(keys.shape[:2]),
+    )
+
+
+# --- claims and figure ---
+
+
 def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
     """The share of the change that is left, by way and number of keys, tested over the changes; and the null."""
     for (part, way, r), rows in changes.groupby(["part", "way", "keys_per_head"], sort=False):
@@ -201,31 +486,8 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         yield Comparison.tested_on(name, claim, left.to_numpy(), 1.0, below=way != NULL)
 
 
-COLORS = {GIVEN: "#009E73", FREE: "#CC79A7"}
-
-
 def draw(table: pd.DataFrame) -> Figure:
     """Plot the share left against keys per head, a panel for each part of the model."""
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(PARTS), sharey=True)
-    for axes, part in zip(panels, PARTS, strict=True):
-        here = table[table["part"] == part]
-        for kind, (way, color) in zip(MARKERS, COLORS.items(), strict=False):
-            rows = here[here["way"] == way]
-            axes.fill_between(rows["keys_per_head"], rows["min"], rows["max"], color=color, alpha=0.15, linewidth=0)
-            axes.plot(rows["keys_per_head"], rows["mean"], marker=kind, color=color, linewidth=2, label=way)
-        for way, marker in ((PROMPT, "D"), (NULL, "x")):
-            rows = here[here["way"] == way]
-            axes.plot(rows["keys_per_head"], rows["mean"], marker, color="#555555", linestyle="none", label=way)
-        axes.axhline(1, color="#555555", linestyle=":", linewidth=1.4)
-        axes.set(xscale="log", xlabel="virtual keys per head", title=f"a change of {NAMES[part]}")
-        axes.set_xticks(ticks := sorted(set(here["keys_per_head"])), [str(r) for r in ticks])
-        axes.minorticks_off()
-        finish(axes)
-    panels[0].set_ylim(bottom=0)  # of all panels, once all of them are drawn
-    panels[0].set_ylabel("share of the change of the logits that is left")
-    words: dict[str, Any] = dict(loc="outside lower center", frameon=False, fontsize=9, ncols=4)
-    figure.legend(*panels[0].get_legend_handles_labels(), **words)
-    title = "Virtual keys instead of a change of the weights, on unseen text; mean, band from minimum to maximum"
-    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
-    return figure
+    title = "Virtual keys instead of a change of the weights, on unseen text: share of the change that is left"
+    how: dict[str, Any] = dict(by="way", panel="part", title=title, lines={"nothing imitated": 1.0}, log="x", ticks=True)
+    return draw_panels(table.rename(columns={"min": "low", "max": "high"}), "keys_per_head", "mean", **how)

@@ -18,12 +18,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import matplotlib
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
@@ -31,7 +28,7 @@ from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
 from kvlens.papers.harness.learned import Cell, train_cells
-from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import MORE_SEEDS, SMALL_MODEL, SMALL_RATES, SMALL_SEEDS, SMALL_TEXT, SMALL_TRAINING, TINY_TEXT
@@ -103,7 +100,7 @@ def coefficients(settings: Settings, tell: Tell) -> Reproduction:
     tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Reproduction(
         tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
-        figure=lambda: draw(preferences(coefficients), counts, course),
+        figure=lambda: draw(preferences(coefficients)),
         comparisons=[
             row
             for source in of_name
@@ -310,51 +307,22 @@ def describe(source: Source) -> str:
 
 # --- figure ---
 
-COEFFICIENT_COLORS = {"alpha_1": "#0072B2", "alpha_2": "#56B4E9", "beta_1": "#D55E00", "beta_2": "#E69F00"}
 
-
-def draw(heads: pd.DataFrame, counts: pd.DataFrame, course: pd.DataFrame) -> Figure:
-    """One plane per model, of rows with a head's coefficients as columns; then the course of each model that was watched."""
-    names, watched = heads["model"].unique().tolist(), course["model"].unique().tolist()
-    figure = Figure(figsize=(5.4 * (len(names) + len(watched)), 4.9), layout="constrained")
-    panels = figure.subplots(1, len(names) + len(watched), squeeze=False)[0]
-    for axes, name in zip(panels, names, strict=False):
-        _draw_plane(axes, heads[heads["model"] == name], counts[counts["model"] == name], name)
-    for axes, name in zip(panels[len(names) :], watched, strict=True):
-        _draw_course(axes, course[course["model"] == name], name)
+def draw(heads: pd.DataFrame) -> Figure:
+    """The quadrants of table 4: a dot per head, with the preference of its keys across and that of its values up."""
+    shown = heads.assign(keys=heads["alpha_1"] - heads["alpha_2"], values=heads["beta_1"] - heads["beta_2"])
+    figure = draw_panels(
+        shown,
+        "keys",
+        "values",
+        by="layer",
+        panel="model",
+        title="Preference for the current token over the previous one; a dot per head, by layer",
+        xlabel="keys: $\\alpha_1 - \\alpha_2$",
+        ylabel="values: $\\beta_1 - \\beta_2$",
+        dots=True,
+    )
+    for axes in figure.axes:
+        axes.axvline(0, color="#64748b", linewidth=1)
+        axes.axhline(0, color="#64748b", linewidth=1)
     return figure
-
-
-def _draw_plane(axes: Axes, heads: pd.DataFrame, counts: pd.DataFrame, name: str) -> None:
-    across, up = heads["alpha_1"] - heads["alpha_2"], heads["beta_1"] - heads["beta_2"]
-    layers = sorted(heads["layer"].unique())
-    for i, layer in enumerate(layers):
-        chosen = heads["layer"] == layer
-        color, marker = matplotlib.colormaps["viridis"](i / len(layers)), MARKERS[i % len(MARKERS)]
-        axes.plot(across[chosen], up[chosen], marker, color=color, alpha=0.8, markersize=7, label=f"layer {layer}")
-    axes.axhline(0, color="#9ca3af", linewidth=1)
-    axes.axvline(0, color="#9ca3af", linewidth=1)
-    for _, kind in counts.iterrows():
-        x, y = (0.98 if ">" in kind["keys"] else 0.02), (0.98 if ">" in kind["values"] else 0.02)
-        text = f"{kind['count']} ({kind['share']:.0%})\npaper {kind['paper']} ({kind['paper_share']:.0%})"
-        look: dict[str, Any] = dict(ha="right" if x > 0.5 else "left", va="top" if y > 0.5 else "bottom", color="#374151")
-        axes.text(x, y, text, transform=axes.transAxes, fontsize=9, **look)
-    reach = 1.45 * max(across.abs().max(), up.abs().max())  # room for the counts in the corners
-    axes.set(xlim=(-reach, reach), ylim=(-reach, reach))
-    axes.set(xlabel="$\\alpha_1 - \\alpha_2$   (keys: right, the current token)", ylabel="$\\beta_1 - \\beta_2$   (values)")
-    axes.set_title(f"{name}: a dot per head", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=6, handletextpad=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_course(axes: Axes, course: pd.DataFrame, name: str) -> None:
-    axes.axhspan(0, 1, color="#f1f5f9", zorder=0)
-    for coefficient, rows in course.groupby("coefficient"):
-        lines = rows.pivot_table(index="step", columns=["layer", "head"], values="value")
-        color = COEFFICIENT_COLORS.get(str(coefficient), "#9ca3af")
-        drawn = axes.plot(lines.index, lines, color=color, linewidth=0.9, alpha=0.75)
-        letter, number = str(coefficient).split("_")
-        drawn[0].set_label(f"$\\{letter}_{number}$")
-    axes.set(xlabel="step", ylabel="coefficient (gray: from 0 to 1)")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    finish(axes, f"{name}: every head's coefficients in training", ncols=5, fontsize=8)

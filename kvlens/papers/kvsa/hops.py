@@ -48,17 +48,7 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
     final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
     chance = 1 / settings["task"]["vocab_size"]
     final = final.assign(chance=chance)
-    figure = partial(
-        draw_panels,
-        final,
-        "k",
-        by="n_layers",
-        xlabel="hops k",
-        ylabel="held-out accuracy after training",
-        colors=COLORS,
-        title=lambda rows: layers(rows["n_layers"].iloc[0]),
-        ticks=True,
-    )
+    figure = partial(draw_panels, final, "k", panel="n_layers", xlabel="hops k", colors=COLORS, ticks=True)
     differences = [
         f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
         f"{settings['model']['d_model']}, depths {settings['depths']}, k in {settings['hops']}, at most "

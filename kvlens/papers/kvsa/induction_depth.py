@@ -69,7 +69,7 @@ def induction_depth(settings: Settings, tell: Tell) -> Reproduction:
     steps = steps_to(curves, LEARNED, by=("compared", "law", "model", "seed"))
     return Reproduction(
         tables={"curves": curves, "steps": steps},
-        figure=lambda: draw(curves, steps),
+        figure=lambda: draw(curves),
         comparisons=compare(curves, steps, limit, untrained(curves, task["vocab_size"])),
         differences=[
             f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "
@@ -143,20 +143,8 @@ def in_words(steps: float, limit: int) -> str:
     return f"{steps:g}" if steps < math.inf else f"more than {limit}"
 
 
-def draw(curves: pd.DataFrame, steps: pd.DataFrame) -> Figure:
-    """Plot accuracy against step, with a dot where each run has learned induction."""
-    figure = draw_panels(
-        of_heldout(curves),
-        "step",
-        xlabel="step",
-        ylabel="held-out accuracy",
-        colors=COLORS,
-        title=lambda rows: f"{rows['compared'].iloc[0]}, {rows['law'].iloc[0]}s; dot: {LEARNED:.0%}".capitalize(),
-        by="compared",
-    )
-    for axes, (_, panel) in zip(figure.axes, steps.groupby("compared", sort=False), strict=True):
-        for label, rows in panel[panel["steps"] < math.inf].groupby("model", sort=False):
-            dot: dict[str, Any] = dict(color=COLORS[str(label)], markeredgecolor="white", markersize=8)
-            axes.plot(rows["steps"], [LEARNED] * len(rows), "o", **dot)
-        axes.axhline(LEARNED, color="#64748b", linestyle=(0, (5, 3)), linewidth=0.8, zorder=0)
-    return figure
+def draw(curves: pd.DataFrame) -> Figure:
+    """Plot accuracy against step."""
+    table = of_heldout(curves)
+    table = table.assign(compared=table["compared"] + ", " + table["law"] + "s")
+    return draw_panels(table, "step", panel="compared", colors=COLORS, lines={f"learned: {LEARNED:.0%}": LEARNED})

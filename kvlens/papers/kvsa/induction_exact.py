@@ -17,13 +17,12 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction.induction_head import induction_head
-from kvlens.papers.harness.plots import PALETTE, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.constructed_models import BLIND_HOOK, shifted_head, two_layer_head
@@ -173,32 +172,12 @@ def compare(errors: pd.DataFrame, bound: float, shown: Mapping[str, float]) -> I
 
 
 def draw(errors: pd.DataFrame, shown: Mapping[str, float]) -> Figure:
-    """The error of each construction against p1, at one temperature and slope."""
-    figure = Figure(figsize=(7.4, 5.4), layout="constrained")
-    axes = figure.subplots()
-    _draw_errors(axes, errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])])
-    title = f"Error against IH(x), σ = {shown['sigma']:g}, slope m = {shown['slope']:g}; dotted: float32"
-    finish(axes, title, ncols=2)
-    return figure
-
-
-def _draw_errors(axes: Axes, errors: pd.DataFrame) -> None:
-    colors = {SHIFTED: PALETTE[1], BLIND: PALETTE[0], ORDINARY: PALETTE[2]}
-    styles: dict[str, dict[str, Any]] = {
-        "float64": dict(linestyle="-", marker="o"),
-        "float32": dict(linestyle=":", marker="s", alpha=0.75),
-    }
-    bottom = errors.loc[errors["max_abs_error"] > 0, "max_abs_error"].min() / 10  # where a logarithmic axis puts 0
-    for (construction, dtype), rows in errors.groupby(["construction", "dtype"], sort=False):
-        error, color = rows["max_abs_error"].clip(lower=bottom), colors[construction]
-        label = construction if dtype == "float64" else None
-        if construction == SHIFTED:
-            axes.axhline(error.iloc[0], color=color, linestyle=styles[dtype]["linestyle"], linewidth=2.2, label=label)
-            number = "0, to the last bit" if rows["max_abs_error"].iloc[0] == 0 else f"{error.iloc[0]:.0e}"
-            look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color=color, fontsize=9)
-            axes.annotate(f"{dtype}: {number}", (errors["p1"].min(), error.iloc[0]), **look)
-        else:
-            axes.plot(rows["p1"], error, color=color, markersize=3.5, linewidth=1.4, label=label, **styles[dtype])
-    predicted = errors[(errors["construction"] == BLIND) & (errors["dtype"] == "float64") & (errors["predicted"] > bottom)]
-    axes.plot(predicted["p1"], predicted["predicted"], color="#444444", linestyle=(0, (5, 3)), linewidth=1, label="$e^{-p_1}$")
-    axes.set(yscale="log", xlabel="$p_1$, ALiBi slope of the first of two layers", ylabel="largest absolute error")
+    """The error of each construction against p1, at one temperature and slope; the shifted head's does not depend on p1."""
+    here = errors[(errors["sigma"] == shown["sigma"]) & (errors["slope"] == shown["slope"])]
+    lowest = here.loc[here["max_abs_error"] > 0, "max_abs_error"].min() / 10  # where a logarithmic axis puts 0
+    shifted = here[here["construction"] == SHIFTED].set_index("dtype")["max_abs_error"].clip(lower=lowest)
+    two = here[here["construction"] != SHIFTED]
+    two = two.assign(construction=two["construction"] + ", " + two["dtype"])
+    title = f"Error against IH(x) by $p_1$, σ = {shown['sigma']:g}, slope m = {shown['slope']:g}"
+    lines = {f"{SHIFTED}, {dtype}": error for dtype, error in shifted.items()}
+    return draw_panels(two, "p1", "max_abs_error", by="construction", title=title, lines=lines, log="y")

@@ -49,17 +49,11 @@ def induction_width(settings: Settings, tell: Tell) -> Reproduction:
     """Train both models at every width, and compare them at each."""
     (curves, _), task = train_cells(cells(settings), settings, tell), settings["task"]
     accuracy = last_heldout(curves, by=("d_model", "model", "seed"))
-    figure = partial(
-        draw_panels,
-        accuracy,
-        "d_model",
-        xlabel="width (d_model)",
-        ylabel="held-out accuracy after training",
-        colors={SHIFT_1: SHIFTED, PLAIN_2: PLAIN},
-        title="Induction: the width needed by one shifted layer and by two plain layers",
-        ticks=True,
-        log2=True,
+    title, colors = (
+        "Induction: the width needed by one shifted layer and by two plain layers",
+        {SHIFT_1: SHIFTED, PLAIN_2: PLAIN},
     )
+    figure = partial(draw_panels, accuracy, "d_model", title=title, colors=colors, log="x", ticks=True)
     differences = [
         f"Vocabulary {task['vocab_size']} and length {task['length']} (the paper: 8,000 and 512), seeds {settings['seeds']}, "
         f"at most {settings['training']['steps']} steps for every model: one that has not learned here may still do so later. "

@@ -2,7 +2,7 @@
 
 The plane is that of fig. 2: alpha_1 on the horizontal axis, beta_1 on the vertical one, with alpha_2 = 1 - alpha_1 and
 beta_2 = 1 - beta_1. The induction head is at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in
-closed form: contour lines, and the direction of its negative gradient. A real model descends on it, ``landscape_model`` of
+closed form. A real model descends on it, ``landscape_model`` of
 :mod:`kvlens.papers.kvsa.constructed_models`, by the loss of its logits on actual texts x_1 .. x_T x_i and the gradient of
 its shift parameters from autograd. The two are compared, in value and gradient, at every step.
 
@@ -11,7 +11,6 @@ the number of irrelevant tokens) is small, it is not monotone everywhere.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ import matplotlib
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -45,7 +43,6 @@ STARTS = [[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]]
     ),
     T=([4, 14], [4, 14, 104]),
     grid=(13, 61),
-    arrows=(6, 12),
     n_texts=(2, 2),
     step_per_token=(0.08, 0.01),
     max_steps=(400, 4000),
@@ -65,7 +62,7 @@ def landscape(settings: Settings, tell: Tell) -> Reproduction:
     plane, path = pd.concat(planes, ignore_index=True), pd.concat(paths, ignore_index=True)
     return Reproduction(
         tables={"landscape": plane, "path": path},
-        figure=lambda: draw(plane, path, settings["arrows"]),
+        figure=lambda: draw(plane, path),
         comparisons=[*compare(plane, path)],
         differences=[
             "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
@@ -194,57 +191,21 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> Iterator[Comparison]:
 
 # --- figure ---
 
-PATH_COLOR = "#D55E00"
-HATCH = "#9ca3af"
 
-
-def draw(plane: pd.DataFrame, path: pd.DataFrame, n_arrows: int) -> Figure:
-    """One panel per T: contour lines, descent directions, the model's paths, and in gray where descent is not monotone."""
+def draw(plane: pd.DataFrame, path: pd.DataFrame) -> Figure:
+    """One panel per T: contour lines of the loss, the model's paths, and the induction head."""
     lengths = sorted(set(plane["T"].tolist()))
     figure = Figure(figsize=(4.6 * len(lengths), 5.1), layout="constrained")
     for axes, T in zip(figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0], lengths, strict=True):
-        _draw_plane(axes, plane[plane["T"] == T], n_arrows)
-        _draw_paths(axes, path[path["T"] == T])
-        axes.set_title(f"T = {T}, O(T) = {T - 4}", fontsize=12)
-        axes.set_xlabel("$\\alpha_1$   (keys: weight of the current token)")
+        grid = plane[plane["T"] == T].pivot_table(index="beta_1", columns="alpha_1", values="loss")
+        filled = axes.contourf(grid.columns, grid.index, grid, levels=24, cmap=matplotlib.colormaps["viridis"], alpha=0.55)
+        figure.colorbar(filled, ax=axes, label="loss, nats", shrink=0.7, format="%.4g").outline.set_visible(False)
+        axes.contour(grid.columns, grid.index, grid, levels=9, colors="#334155", linewidths=0.6, alpha=0.8)
+        for number, rows in path[path["T"] == T].groupby("start"):
+            label = "gradient descent of the model" if number == 0 else "_path"
+            axes.plot(rows["alpha_1"], rows["beta_1"], color="#D55E00", linewidth=2, marker="o", markevery=[0], label=label)
+        axes.plot(*INDUCTION_HEAD, "*", color="#facc15", markersize=20, clip_on=False, zorder=5, label="induction head")
+        axes.set(aspect="equal", xlabel="$\\alpha_1$   (keys: weight of the current token)", title=f"T = {T}, O(T) = {T - 4}")
     figure.axes[0].set_ylabel("$\\beta_1$   (values: weight of the current token)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return figure
-
-
-def _draw_plane(axes: Axes, plane: pd.DataFrame, n_arrows: int) -> None:
-    names = ("loss", "descent_alpha_1", "descent_beta_1")
-    grid = {name: plane.pivot_table(index="beta_1", columns="alpha_1", values=name) for name in names}
-    across, up = grid["loss"].columns.to_numpy(), grid["loss"].index.to_numpy()
-    filled = axes.contourf(across, up, grid["loss"], levels=24, cmap=matplotlib.colormaps["viridis"], alpha=0.55)
-    axes.figure.colorbar(filled, ax=axes, label="loss, nats", shrink=0.7, format="%.4g").outline.set_visible(False)
-    lines = axes.contour(across, up, grid["loss"], levels=9, colors="#334155", linewidths=0.6, alpha=0.8)
-    axes.clabel(lines, list(lines.levels)[::2], fontsize=8, fmt="%.4g")
-
-    away = grid["descent_alpha_1"].clip(lower=-grid["descent_beta_1"])  # positive where descent leads right or down
-    hatched = axes.contourf(across, up, away, levels=[0, math.inf], colors="none", hatches=["////"])
-    hatched.set_edgecolor(HATCH)
-    label = "descent leads right or down: not monotone"
-    axes.fill([], [], facecolor="none", edgecolor=HATCH, hatch="////", linewidth=0, label=label)
-
-    every = max((len(across) - 1) // n_arrows, 1)
-    pick = slice(every // 2, None, every)
-    by_alpha, by_beta = (grid[f"descent_{name}_1"].to_numpy()[pick, pick] for name in ("alpha", "beta"))
-    length = (by_alpha**2 + by_beta**2) ** 0.5
-    look: dict[str, Any] = dict(color="#1f2937", alpha=0.75, scale=26, width=0.0035, pivot="mid")
-    axes.quiver(across[pick], up[pick], by_alpha / length, by_beta / length, **look)
-    arrow: dict[str, Any] = dict(marker="$\\rightarrow$", color="#1f2937", linestyle="none", markersize=14)
-    axes.plot([], [], **arrow, label="direction of descent")  # a quiver's own mark in a legend is a rectangle
-
-
-def _draw_paths(axes: Axes, path: pd.DataFrame) -> None:
-    for number, rows in path.groupby("start"):
-        label = "gradient descent of the model" if number == 0 else None
-        axes.plot(rows["alpha_1"], rows["beta_1"], color="white", linewidth=4, alpha=0.8)
-        axes.plot(rows["alpha_1"], rows["beta_1"], color=PATH_COLOR, linewidth=2, label=label)
-        axes.plot(*rows[["alpha_1", "beta_1"]].iloc[0], marker="o", color=PATH_COLOR, markeredgecolor="white", markersize=8)
-    star: dict[str, Any] = dict(marker="*", color="#facc15", markeredgecolor="#78350f", markersize=20, linestyle="none")
-    axes.plot(*INDUCTION_HEAD, **star, clip_on=False, zorder=5, label="induction head")
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal", xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)

@@ -8,13 +8,12 @@ counts with that loss of the token frequencies.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, final_losses, lead, of_heldout, train_cells
-from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import (
@@ -155,18 +154,7 @@ def _compare_stability(runs: pd.DataFrame) -> Comparison:
 
 
 def draw(runs: pd.DataFrame, no_context: float) -> Figure:
-    """Plot the final held-out loss against the learning rate; a dot per seed, a line through the means."""
-    figure = Figure(figsize=(7.6, 5), layout="constrained")
-    axes = figure.subplots()
+    """Plot the final held-out loss against the learning rate; losses off the chart are drawn at its top."""
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
-    for marker, (label, color) in zip(MARKERS, COLORS.items(), strict=False):
-        own = runs[runs["model"] == label].assign(shown=lambda r: r["heldout_loss"].clip(upper=top))
-        axes.plot(own["learning_rate"], own["shown"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
-        mean = own.groupby("learning_rate")["shown"].mean()
-        axes.plot(mean.index, mean, color=color, linewidth=2, marker=marker, markersize=4, label=label)
-    axes.axhline(no_context, color="#78350f", linestyle=(0, (5, 3)), linewidth=1)
-    look: dict[str, Any] = dict(xytext=(0, 4), textcoords="offset points", color="#78350f", fontsize=9)
-    axes.annotate("token frequencies alone; above: diverged", (runs["learning_rate"].min(), no_context), **look)
-    axes.set(xscale="log", xlabel="learning rate (peak)", ylabel="held-out loss at the end (nats)")
-    finish(axes, "Dots: seeds, lines: means; losses off the chart are drawn at its top", ncols=2)
-    return figure
+    shown, lines = runs.assign(heldout_loss=runs["heldout_loss"].clip(upper=top)), {"token frequencies alone": no_context}
+    return draw_panels(shown, "learning_rate", "heldout_loss", colors=COLORS, lines=lines, log="x")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -23,11 +22,10 @@ from kvlens.papers.harness.learned import (
     final_losses,
     lead,
     mean_and_spread,
-    mean_course,
     of_heldout,
     train_cells,
 )
-from kvlens.papers.harness.plots import MARKERS, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import (
@@ -75,7 +73,7 @@ def scaling(settings: Settings, tell: Tell) -> Reproduction:
     why = untrained(curves, text_goal(settings["task"]))
     return Reproduction(
         tables={"course": curves, "scaling": finals},
-        figure=lambda: draw(curves, finals),
+        figure=lambda: draw(finals),
         comparisons=[*compare(finals, why), *compare_sizes(finals, why), compare_course(curves, why)],
         differences=[
             "The paper's models have up to billions of parameters and tokens to match; here the largest has "
@@ -103,15 +101,14 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
 
 
-def power_law(n: Any, loss: Any) -> tuple[Float[np.ndarray, "*seed"], Float[np.ndarray, "*seed"]]:
-    """(p, c) of loss = c n^(-p) by least squares on the logarithms.
+def power_law(n: Any, loss: Any) -> Float[np.ndarray, "*seed"]:
+    """The p of loss = c n^(-p), by least squares on the logarithms.
 
     Args:
         n: number of parameters of each size.
         loss: a row for each size; one seed, or a column for each of several.
     """
-    slope, intercept = np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)
-    return np.asarray(-slope), np.asarray(np.exp(intercept))
+    return np.asarray(-np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)[0])
 
 
 def untrained(curves: pd.DataFrame, goal: Goal) -> dict[Any, str | None]:
@@ -140,7 +137,7 @@ def compare_sizes(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[C
     for kind in MODELS:
         runs = finals[finals["model"] == kind]
         by_size = runs.pivot_table(index="non_embedding", columns="seed", values="heldout_loss")
-        exponents = power_law(by_size.index, by_size)[0].tolist()
+        exponents = power_law(by_size.index, by_size).tolist()
         what, ours = f"p of loss = c N^(-p), {kind}", mean_and_spread(exponents)
         claim = "the loss falls as models grow (fig. 7a)"
         found.append(Comparison.tested_on(what, claim, exponents, ours=ours).unless(anywhere))
@@ -164,32 +161,8 @@ def compare_course(course: pd.DataFrame, why: Mapping[Any, str | None]) -> Compa
     return Comparison.tested_on(what, claim, change, ours=mean_and_spread(change)).unless(why.get(str(largest)))
 
 
-def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
-    """Plot, left, held-out loss against step at each size; right, final loss against parameters outside the embeddings."""
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_courses(left, of_heldout(curves))
-    for marker, (kind, color) in zip(MARKERS, COLORS.items(), strict=False):
-        own = finals[finals["model"] == kind]
-        right.plot(own["non_embedding"], own["heldout_loss"], marker, color=color, alpha=0.5, markersize=7, markeredgewidth=0)
-        means = own.groupby("non_embedding")["heldout_loss"].mean()
-        exponent, factor = (float(part) for part in power_law(means.index, means))
-        n = np.array([means.index.min(), means.index.max()], dtype=float)
-        right.plot(n, factor * n**-exponent, color=color, linewidth=1.8, label=f"{kind}: $N^{{-{exponent:.3f}}}$")
-    right.set(xscale="log", yscale="log", xlabel="parameters outside the embeddings", ylabel="held-out loss at the end (nats)")
-    right.yaxis.set_major_formatter("{x:.3g}")
-    right.yaxis.set_minor_formatter("{x:.3g}")
-    finish(right, "Dots: seeds, lines: power laws fitted to the means", ncols=2)
-    right.grid(color="#dddddd", linewidth=0.6, which="minor")
-    return figure
-
-
-def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
-    sizes = heldout["size"].unique().tolist()
-    for kind, (number, size) in itertools.product(MODELS, enumerate(sizes)):
-        mean = mean_course(heldout[(heldout["model"] == kind) & (heldout["size"] == size)], y="loss")
-        strength = 0.3 + 0.7 * (number + 1) / len(sizes)
-        look: dict[str, Any] = dict(marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=max(1, len(mean) // 8))
-        axes.plot(mean["step"], mean["mean"], color=COLORS[kind], alpha=strength, label=f"{kind}, {size}", **look)
-    axes.set(xlabel="step", ylabel="held-out loss (nats)")
-    finish(axes, "Means over seeds; stronger lines are larger models", ncols=4)
+def draw(finals: pd.DataFrame) -> Figure:
+    """Final loss against parameters outside the embeddings; on these axes a power law is a straight line."""
+    return draw_panels(
+        finals, "non_embedding", "heldout_loss", xlabel="parameters outside the embeddings", colors=COLORS, log="xy"
+    )

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens.errors import KVLensError, nearest
@@ -20,11 +19,10 @@ from kvlens.papers.harness.learned import (
     differences_by_seed,
     final_losses,
     lead,
-    mean_course,
     of_heldout,
     train_cells,
 )
-from kvlens.papers.harness.plots import SHIFTED, finish, line_style
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import MODEL, MORE_SEEDS, RATES, SMALL_SEEDS, TEXT, TRAINING, text_goal, tokens_seen
@@ -60,8 +58,6 @@ CLAIMS = {
 CLEAR = (NONE, "window 2")
 """Variants whose difference from the free form is large next to the spread of seeds, so that fewer seeds will do."""
 
-LOOKS = {label: line_style(number) for number, label in enumerate(VARIANTS)}
-
 
 @experiment(
     "KVSA fig. 8, app. J",
@@ -84,7 +80,7 @@ def variants(settings: Settings, tell: Tell) -> Reproduction:
     finals = final_losses(curves)
     return Reproduction(
         tables={"course": curves, "variants": summarize(finals)},
-        figure=lambda: draw(curves, finals),
+        figure=lambda: draw(finals),
         comparisons=compare(finals, untrained(of_heldout(curves), text_goal(settings["task"]))),
         differences=[
             "The paper trains 1.5 billion parameters on 10 billion tokens; here the largest model has "
@@ -147,36 +143,9 @@ def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
     ]
 
 
-def draw(curves: pd.DataFrame, finals: pd.DataFrame) -> Figure:
-    """Plot, left, held-out loss against step; right, each variant's held-out loss at the end minus the free form's."""
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.25, 1])
-    _draw_courses(left, of_heldout(curves))
-    _draw_differences(right, finals)
-    return figure
-
-
-def _draw_courses(axes: Axes, heldout: pd.DataFrame) -> None:
-    for label in heldout["model"].unique():
-        look = LOOKS[label]
-        mean = mean_course(heldout[heldout["model"] == label], y="loss")
-        axes.plot(mean["step"], mean["mean"], linewidth=1.8, markevery=max(1, len(mean) // 8), label=label, **look)
-    axes.set(xlabel="step", ylabel="held-out loss (nats)")
-    finish(axes, "Mean over seeds", ncols=3)
-
-
-def _draw_differences(axes: Axes, finals: pd.DataFrame) -> None:
-    order = summarize(finals)["model"].tolist()
-    for place, label in enumerate(order):
-        differences = differences_by_seed(finals, label, FREE, "heldout_loss")
-        color, marker = LOOKS[label]["color"], LOOKS[label]["marker"]
-        axes.plot(differences, [place] * len(differences), marker, color=color, alpha=0.55, markersize=7, markeredgewidth=0)
-        axes.plot([sum(differences) / len(differences)], [place], "|", color=color, markersize=18, markeredgewidth=2.5)
-    axes.axvline(0, color=SHIFTED, linewidth=1)
-    axes.set_yticks(range(len(order)), order)
-    axes.invert_yaxis()
-    axes.set_xlabel("held-out loss above the free form's, same seed (nats)")
-    axes.set_title("Best at the top; dots: seeds, bars: means", loc="left", fontsize=11)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+def draw(finals: pd.DataFrame) -> Figure:
+    """Plot each variant's held-out loss at the end minus the free form's, seed by seed; the best is on the left."""
+    free, order = finals[finals["model"] == FREE].set_index("seed")["heldout_loss"], summarize(finals)["model"].tolist()
+    above = finals.assign(above=finals["heldout_loss"] - finals["seed"].map(free), place=finals["model"].map(order.index))
+    title = "Held-out loss above the free form's, same seed (nats); a dot per seed"
+    return draw_panels(above.sort_values("place", kind="stable"), "place", "above", title=title, lines={FREE: 0.0}, dots=True)

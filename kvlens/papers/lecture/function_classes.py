@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor
 from kvlens.papers.harness.learned import Goal, Trial
-from kvlens.papers.harness.plots import draw_curves, finish
+from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.lecture.equivariance import equivariance_table
@@ -100,7 +99,7 @@ def function_classes(settings: Settings, tell: Tell) -> Reproduction:
     }
     return Reproduction(
         tables=tables,
-        figure=lambda: draw(tables, settings),
+        figure=lambda: draw(tables["error"]),
         comparisons=compare(tables, settings),
         differences=differences(settings),
     )
@@ -445,66 +444,18 @@ def differences(settings: Settings) -> list[str]:
 # --- figure ---
 
 COLORS = {"transformer": "#D55E00", "least squares": "#0072B2", "ridge": "#56B4E9", "nearest neighbors": "#9a8c5a"}
-SHIFT_TITLES = {
-    "scaled_inputs": "points 3 times as far out",
-    "skewed_inputs": "skewed covariance",
-    "orthant": "examples in one orthant",
-    "noisy": "noise of deviation 1",
-}
-POSITION_STYLES = {"standard": ("learned positions", "#D55E00"), "sinusoidal": ("sinusoidal positions", "#CC79A7")}
-LOWEST, HIGHEST = 3e-4, 3.0
+LOWEST = 3e-4
 """The lower end of the logarithmic axis of relative errors; least squares on linear functions continues down to rounding."""
 
 
-def draw(tables: Mapping[str, pd.DataFrame], settings: Settings) -> Figure:
-    """Plot, above, every class in distribution; below, linear functions on other distributions, and longer prompts."""
-    error, dimensions, classes = tables["error"], settings["task"]["dimensions"], list(settings["classes"])
-    figure = Figure(figsize=(18, 8.2), layout="constrained")
-    above, below = figure.subplots(2, max(len(classes), len(SHIFT_TITLES) + 1))
-    for axes, functions in zip(above, classes, strict=False):
-        rows = error[(error["functions"] == functions) & (error["shift"] == "none")]
-        n = rows.loc[rows["predictor"] == "transformer", "seed"].nunique()
-        draw_errors(axes, rows, f"{functions.replace('_', ' ')}, {n} seed{'s' if n > 1 else ''}", dimensions)
-    for axes, (shift, title) in zip(below, SHIFT_TITLES.items(), strict=False):
-        draw_errors(axes, error[error["shift"] == shift], f"linear, {title}", dimensions)
-    for axes in [*above[len(classes) :], *below[len(SHIFT_TITLES) :]]:
-        axes.set_axis_off()
-    draw_lengths(below[-1], tables["length"])
-    for row in (above, below):
-        row[0].set_ylabel("squared error / that of always saying 0")
-    handles, labels = above[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=10)
-    figure.suptitle("Error on new functions; thick: mean over seeds, thin: each seed", x=0.005, ha="left", fontsize=12)
+def draw(error: pd.DataFrame) -> Figure:
+    """Plot relative error against the number of examples: every class in distribution, then linear functions on others."""
+    shown = error.assign(
+        functions=error["functions"] + error["shift"].map(lambda shift: "" if shift == "none" else f", {shift}"),
+        relative_error=error["relative_error"].clip(lower=LOWEST / 10),
+    )
+    title = "Error on new functions over that of always saying 0"
+    how: dict[str, Any] = dict(by="predictor", panel="functions", title=title, colors=COLORS, log="y")
+    figure = draw_panels(shown, "n_examples", "relative_error", **how)
+    figure.axes[0].set_ylim(LOWEST, 3)
     return figure
-
-
-def draw_errors(axes: Axes, rows: pd.DataFrame, title: str, dimensions: int) -> None:
-    """Plot relative error against the number of examples, one line per predictor; the dotted line is at n = d."""
-    # The trained model is drawn last, on top; a logarithmic axis cannot show an error of exactly 0.
-    visible = rows.assign(
-        relative_error=rows["relative_error"].clip(lower=LOWEST / 10),
-        rank=rows["predictor"].map({name: rank for rank, name in enumerate(reversed(COLORS))}),
-    )
-    shown = visible.sort_values(["rank", "seed", "n_examples"])
-    draw_curves(axes, shown, "n_examples", "relative_error", by="predictor", colors=COLORS)
-    axes.axvline(dimensions, color="#94a3b8", linewidth=1, linestyle=":")
-    axes.axhline(1, color="#94a3b8", linewidth=0.8)
-    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
-    axes.minorticks_off()
-    axes.set_title(title, loc="left", fontsize=10.5)
-
-
-def draw_lengths(axes: Axes, table: pd.DataFrame) -> None:
-    """Plot the error of the models with learned and sinusoidal positions, at and beyond (shaded) the training lengths."""
-    axes.set_axis_on()
-    for positions, (label, color) in POSITION_STYLES.items():
-        rows = table[table["positions"] == positions]
-        axes.plot(rows["n_examples"], rows["relative_error"], color=color, linewidth=1.8, label=label)
-    end = table[table["in_training"] & (table["positions"] == "standard")].iloc[-1]
-    axes.axvspan(end["n_examples"], table["n_examples"].max(), color="#f1f5f9", zorder=0)
-    axes.plot(
-        end["n_examples"], end["relative_error"], "X", color=POSITION_STYLES["standard"][1], markersize=9, label="refused"
-    )
-    axes.set(yscale="log", ylim=(LOWEST, HIGHEST), xlabel="examples in the prompt")
-    axes.minorticks_off()
-    finish(axes, "linear, prompts longer than in training", below=0.2, fontsize=8.5, ncols=2)

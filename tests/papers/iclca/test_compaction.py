@@ -75,34 +75,6 @@ def test_the_prompts_whole_effect_is_that_of_all_but_its_bos(measured):
     assert rows["prompt left out"]["relative_error"] == pytest.approx(expected, rel=LAW)
 
 
-def made_table(factor: float, noise: float) -> pd.DataFrame:
-    generator = np.random.default_rng(0)
-    rows = [
-        {
-            "context": context,
-            "method": method,
-            "prompt_tokens": 64,
-            "keys_per_head": 4 * (method in KEPT),
-            **dict.fromkeys(("relative_error", "kl"), (factor if method == compaction.OURS else 1.0) * (1 + drawn)),
-        }
-        for context in range(8)
-        for method in [*KEPT, *CHANGED]
-        for drawn in noise * generator.normal(size=1)
-    ]
-    return pd.DataFrame(rows)
-
-
-N_COMPARED = len(KEPT) - 1 + len(CHANGED) - 1
-"""With every method but our own and token patches, which are exact."""
-
-
-@pytest.mark.parametrize(("factor", "noise", "verdict"), [(0.7, 0.05, True), (1.4, 0.05, False)])
-def test_verdicts_go_either_way(factor, noise, verdict):
-    found = list(compaction.compare(made_table(factor, noise)))
-    assert [comparison.holds for comparison in found] == [verdict] * N_COMPARED
-    assert all(comparison.ours == pytest.approx(factor, rel=0.1) for comparison in found)
-
-
 def test_facts_are_counted_by_hand():
     """Only answers that are right with the story count; intervals are over stories."""
     rows = [
@@ -119,13 +91,3 @@ def test_facts_are_counted_by_hand():
     assert row["loss_interval"] == pytest.approx(1.96 * np.std([1.05, 0.3], ddof=1) / 2**0.5)
     by_sentence = compaction.kept(answers, ["sentence"]).set_index("sentence")
     assert by_sentence["share_kept"].tolist() == [1.0, 0.0] and by_sentence["mean_loss"].tolist() == [pytest.approx(0.2), 2.0]
-
-
-def test_every_method_of_the_picture_looks_its_own():
-    ranks = compaction.ranks(compaction.compaction.scales["paper"])  # token patches are drawn at the lower edge
-    paper = [*THOUGHTS, *map(compaction.distillation_name, ranks)]
-    styles = compaction.styles_of([*KEPT, *paper])
-    looks = [(style["color"], style["marker"], style["linestyle"]) for style in styles.values()]
-    assert [*styles] == [*KEPT, *paper] and len(set(looks)) == len(looks)
-    by_family = {compaction.family(method): styles[method]["color"] for method in KEPT}
-    assert len(set(by_family.values())) == len(by_family)

@@ -5,7 +5,7 @@ import torch
 from precision import LAW, relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError
-from kvlens.papers.iclca import imitation, weights_to_prompt
+from kvlens.papers.iclca import weights_to_prompt
 
 HEADS, KV_HEADS, ROWS, R, D_HEAD, D_MODEL = 6, 3, 71, 4, 5, 13
 
@@ -46,7 +46,7 @@ def problem() -> tuple[torch.Tensor, ...]:
 
 def test_values_are_those_of_plain_least_squares():
     s, z, w_o, t = problem()
-    found = imitation.Fit(s, z, w_o, t, KV_HEADS)
+    found = weights_to_prompt.Fit(s, z, w_o, t, KV_HEADS)
     u = found.start + found.solve(1e-12)
     columns = torch.zeros(ROWS, D_MODEL, KV_HEADS, R, D_HEAD, dtype=torch.float64)
     for h in range(HEADS):
@@ -54,15 +54,15 @@ def test_values_are_those_of_plain_least_squares():
     own = torch.einsum("hi,hid,hdm->im", s.sum(-1), z, w_o)
     expected = torch.linalg.lstsq(columns.reshape(ROWS * D_MODEL, -1), (t + own).reshape(-1, 1)).solution
     assert relative_error(u.reshape(-1, 1), expected) < 1e-9  # the ridge is 1e-12 of the diagonal
-    off = imitation.brought(u, s, z, w_o) - t
+    off = weights_to_prompt.brought(u, s, z, w_o) - t
     by_hand = (columns.reshape(ROWS * D_MODEL, -1) @ expected).view(ROWS, D_MODEL) - own - t
     assert relative_error(off, by_hand) < 1e-9
 
 
 def test_a_large_ridge_gives_the_mean_output_and_a_small_one_fits_best():
     s, z, w_o, t = problem()
-    found = imitation.Fit(s, z, w_o, t, KV_HEADS)
-    off = [float((imitation.brought(found.start + found.solve(x), s, z, w_o) - t).norm()) for x in (1e-9, 1e-2, 1e2)]
+    found = weights_to_prompt.Fit(s, z, w_o, t, KV_HEADS)
+    off = [float((weights_to_prompt.brought(found.start + found.solve(x), s, z, w_o) - t).norm()) for x in (1e-9, 1e-2, 1e2)]
     assert off[0] < off[1] < off[2]
     assert found.solve(1e9).abs().max() < 1e-6  # numbers of order 1 over 1e9 times a diagonal of at least 1e-2
 
@@ -70,14 +70,14 @@ def test_a_large_ridge_gives_the_mean_output_and_a_small_one_fits_best():
 def test_the_model_under_the_bias_gives_what_the_shares_promise(texts):
     """The stream after attention moves by the result of ``brought``, in the model's own forward pass."""
     model, weights = small_model(), 0.3 * torch.arange(1, 1 + R).expand(KV_HEADS, R).double()
-    seen = imitation.see(model, 0, texts)
+    seen = weights_to_prompt.see(model, 0, texts)
     keys, values = drawn(3, R, 4), drawn(3, R, 4)
-    layer = imitation.LayerKeys(keys, weights, values)
-    bias = imitation.as_bias(model, [layer], R)
+    layer = weights_to_prompt.LayerKeys(keys, weights, values)
+    bias = weights_to_prompt.as_bias(model, [layer], R)
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(texts, names_filter="blocks.0.hook_resid_mid")
-    s = imitation.shares(imitation.log_ratios(model, 0, seen, keys), weights)
-    moved = imitation.brought(values, s, seen.z, model.blocks[0].attn.W_O)
+    s = weights_to_prompt.shares(weights_to_prompt.log_ratios(model, 0, seen, keys), weights)
+    moved = weights_to_prompt.brought(values, s, seen.z, model.blocks[0].attn.W_O)
     torch.testing.assert_close(cache["blocks.0.hook_resid_mid"].flatten(0, 1), seen.middle + moved, rtol=1e-9, atol=1e-9)
     assert moved.norm() > 0.1 * seen.middle.norm()
 
@@ -85,8 +85,8 @@ def test_the_model_under_the_bias_gives_what_the_shares_promise(texts):
 @pytest.mark.parametrize("part", [".attn.W_Q", ".attn.W_O", ".mlp.b_out"])
 def test_what_is_wanted_makes_the_block_end_where_the_changed_one_does(texts, part):
     model, changed = small_model(), changed_model(part)
-    ours, theirs = imitation.see(model, 0, texts), imitation.see(changed, 0, texts)
-    t = imitation.wanted(model, 0, ours, theirs)
+    ours, theirs = weights_to_prompt.see(model, 0, texts), weights_to_prompt.see(changed, 0, texts)
+    t = weights_to_prompt.wanted(model, 0, ours, theirs)
     block, place = model.blocks[0], (ours.middle + t)[None]
     after = (place + block.mlp(block.ln2(place)))[0]
     before = float((ours.after - theirs.after).norm())
@@ -101,16 +101,18 @@ def test_what_virtual_keys_did_is_found_again_and_nothing_where_signs_are_drawn(
     """Three keys of the pool add to the stream; eight keys chosen from it explain nearly all of that, on unseen rows too."""
     model, generator = small_model(), torch.Generator().manual_seed(4)
     texts, others = torch.randint(19, (2, 40, 11), generator=generator)
-    seen, n_unseen = imitation.see(model, 0, texts), 10 * 11
-    pool = imitation.see(model, 0, others).k.permute(2, 0, 1, 3).flatten(1, 2)[:, :48]
+    seen, n_unseen = weights_to_prompt.see(model, 0, texts), 10 * 11
+    pool = weights_to_prompt.see(model, 0, others).k.permute(2, 0, 1, 3).flatten(1, 2)[:, :48]
     values, w_o = 3 * drawn(3, 3, 4), model.blocks[0].attn.W_O
-    ratios = imitation.log_ratios(model, 0, seen, pool[:, [5, 17, 31]])
-    t = imitation.brought(values, imitation.shares(ratios, torch.full_like(pool[:, :3, 0], weight)), seen.z, w_o)
+    ratios = weights_to_prompt.log_ratios(model, 0, seen, pool[:, [5, 17, 31]])
+    t = weights_to_prompt.brought(
+        values, weights_to_prompt.shares(ratios, torch.full_like(pool[:, :3, 0], weight)), seen.z, w_o
+    )
 
     def left(t: torch.Tensor) -> float:
-        found = imitation._fit_layer(model, 0, seen, t, pool, 8, n_unseen)
-        s = imitation.shares(imitation.log_ratios(model, 0, seen, found.keys), found.weights)
-        return float((imitation.brought(found.values, s, seen.z, w_o) - t)[-n_unseen:].norm() / t[-n_unseen:].norm())
+        found = weights_to_prompt._fit_layer(model, 0, seen, t, pool, 8, n_unseen)
+        s = weights_to_prompt.shares(weights_to_prompt.log_ratios(model, 0, seen, found.keys), found.weights)
+        return float((weights_to_prompt.brought(found.values, s, seen.z, w_o) - t)[-n_unseen:].norm() / t[-n_unseen:].norm())
 
     assert left(t) < 0.5  # measured: 0.27 and 0.35; other keys than the three serve nearly as well
     sign = torch.randint(0, 2, (40, 1, 1), generator=generator) * 2 - 1
@@ -120,18 +122,18 @@ def test_what_virtual_keys_did_is_found_again_and_nothing_where_signs_are_drawn(
 def test_keys_with_no_remaining_error_have_no_effect(texts):
     """However large their scores are: on stories260K, 64 keys of weight 1e-4 once turned an error of 1 into 1.28."""
     model = small_model()
-    seen = imitation.see(model, 0, texts)
+    seen = weights_to_prompt.see(model, 0, texts)
     pool = 6 * seen.k.permute(2, 0, 1, 3).flatten(1, 2)
-    found = imitation._fit_layer(model, 0, seen, torch.zeros_like(seen.middle), pool, R, 2 * texts.shape[1])
-    s = imitation.shares(imitation.log_ratios(model, 0, seen, found.keys), found.weights)
-    assert 0 < float(s.sum(dim=-1).mean()) < 1.01 * imitation.OFF
+    found = weights_to_prompt._fit_layer(model, 0, seen, torch.zeros_like(seen.middle), pool, R, 2 * texts.shape[1])
+    s = weights_to_prompt.shares(weights_to_prompt.log_ratios(model, 0, seen, found.keys), found.weights)
+    assert 0 < float(s.sum(dim=-1).mean()) < 1.01 * weights_to_prompt.OFF
 
 
 def test_weights_are_those_with_which_each_key_takes_its_share(texts):
     model = small_model()
-    seen = imitation.see(model, 0, texts)
-    ratios = imitation.log_ratios(model, 0, seen, 5 * drawn(3, R, 4))
-    s = imitation.shares(ratios, imitation.even_weights(ratios, KV_HEADS, 0.3), alone=True)
+    seen = weights_to_prompt.see(model, 0, texts)
+    ratios = weights_to_prompt.log_ratios(model, 0, seen, 5 * drawn(3, R, 4))
+    s = weights_to_prompt.shares(ratios, weights_to_prompt.even_weights(ratios, KV_HEADS, 0.3), alone=True)
     each = s.unflatten(0, (KV_HEADS, -1)).mean(dim=(1, 2))
     torch.testing.assert_close(each, torch.full_like(each, 0.3 / R), rtol=1e-3, atol=0)  # bisected 24 times from 200
 
@@ -140,9 +142,9 @@ def test_of_the_biases_shown_the_nearest_is_kept():
     model, changed = small_model(), changed_model(".mlp.b_out")
     generator = torch.Generator().manual_seed(2)
     fitted, others = torch.randint(19, (2, 16, 11), generator=generator)
-    good = imitation.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
+    good = weights_to_prompt.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
     bad = good.select(layers=[0]) * 50.0
-    best = weights_to_prompt.Best(model, changed, imitation.held_out(fitted))
+    best = weights_to_prompt.Best(model, changed, weights_to_prompt.held_out(fitted))
     assert best.of(bad) is bad
     assert best.of(good) is good
     assert best.of(bad) is good
@@ -150,9 +152,9 @@ def test_of_the_biases_shown_the_nearest_is_kept():
 
 def test_free_keys_do_not_see_the_texts_that_choose_among_them(texts):
     model, changed = small_model(), changed_model(".mlp.b_out")
-    bias = imitation.imitation(model, changed, texts, texts, 2, torch.Generator(), n_candidates=4)
+    bias = weights_to_prompt.imitation(model, changed, texts, texts, 2, torch.Generator(), n_candidates=4)
     others = texts.clone()
-    others[-len(imitation.held_out(texts)) :] = 0
+    others[-len(weights_to_prompt.held_out(texts)) :] = 0
     assert not torch.equal(others, texts)
     found = [[*weights_to_prompt.freed(model, changed, bias, x, 3, torch.Generator())][-1] for x in (texts, others)]
     assert torch.equal(found[0].b_KV, found[1].b_KV) and not torch.equal(found[0].b_KV, bias.b_KV)
@@ -162,7 +164,7 @@ def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
     model, changed = small_model(), changed_model(".mlp.b_out")
     generator = torch.Generator().manual_seed(2)
     fitted, others = torch.randint(19, (2, 16, 11), generator=generator)
-    given = imitation.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
+    given = weights_to_prompt.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
     *_, free = weights_to_prompt.freed(model, changed, given, fitted, 30, generator)
     aim = weights_to_prompt._logits(changed, fitted)
 
@@ -184,4 +186,4 @@ def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
 )
 def test_models_that_it_cannot_imitate(changes, words):
     with pytest.raises(KVLensError, match=words):
-        imitation.check_imitable(small_model(**changes))
+        weights_to_prompt.check_imitable(small_model(**changes))
