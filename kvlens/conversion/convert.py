@@ -141,7 +141,7 @@ def convert_prompt(
             )
         _warn_of_length(model, tokens, old)
         if is_softmax:
-            bias = convert_softmax_prompt(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
+            bias, whole = convert_softmax_prompt(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
@@ -150,7 +150,7 @@ def convert_prompt(
             bias = bias.select_prompt(0)
         changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
         if isinstance(way, Approximation) and way.n_held_out and old is None and not changed:
-            bias = _with_recall(cast(ReadsPrompts, model), prompt, tokens, bias)
+            bias = _with_recall(model, prompt, tokens, whole, bias)
         bias = bias if bias.fit is None else bias.compact()
         if is_softmax and on_progress is not None:
             on_progress(1.0)
@@ -181,14 +181,13 @@ def recall(model: KVModel, prompt: Prompt, bias: KVBias) -> Recall | None:
     return recalled(model, layout, convert_prompt(model, layout.tokens), bias)
 
 
-def _with_recall(model: ReadsPrompts, prompt: Any, tokens: PromptTokens, bias: KVBias) -> KVBias:
+def _with_recall(model: KVModel, prompt: Any, tokens: PromptTokens, whole: KVBias, bias: KVBias) -> KVBias:
     """The bias of one prompt, given as text or as a chat, with its recall in the record."""
     fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
     if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):
         return bias
     layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
-    whole = convert_softmax_prompt(model, tokens, None, bias.fingerprint, Exact()).select_prompt(0)
-    found = recalled(model, layout, whole, bias)
+    found = recalled(model, layout, whole.select_prompt(0), bias)
     seconds = {**fit.seconds, "recall": time.perf_counter() - began}
     return bias if found is None else bias._made(dataclasses.replace(fit, recall=found, seconds=seconds))
 

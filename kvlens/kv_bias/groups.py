@@ -9,11 +9,12 @@ and 5 % of the keys). The rows of all layers and groups lie in one tensor for ea
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvlens.kv_bias.features import VirtualKeys
 from kvlens.kv_bias.ragged import DISTANCE, RAGGED, used_keys
 
 MOST_STORED = 0.9
@@ -97,6 +98,12 @@ class KeyGroups:
 
     def _rows_per_key(self, name: str) -> int:
         return len(self.rows[name]) // len(self.rows[DISTANCE])
+
+
+def fields_of_groups(groups: KeyGroups, layer: int | None = None, narrow: bool = False) -> dict[str, Any]:
+    """The fields of a bias that groups stand for, of all layers or of one: :meth:`KeyGroups.whole`."""
+    b_kv, b_d, keys, distance = (groups.whole(name, layer, narrow) for name in RAGGED)
+    return {"b_KV": b_kv, "b_D": b_d, "features": VirtualKeys(keys, distance)}
 
 
 def _in_two(counts: list[int], start: int, batch: int) -> tuple[Group, ...]:

@@ -11,7 +11,6 @@ the states of the recurrent layers, and the other fields describe only the atten
 """
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -30,8 +29,9 @@ from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
-from kvlens.kv_bias.groups import KeyGroups
-from kvlens.kv_bias.ragged import RAGGED, packed, padded, used_keys
+from kvlens.kv_bias.groups import KeyGroups, fields_of_groups
+from kvlens.kv_bias.layers import fields_of_layer, fields_of_selection
+from kvlens.kv_bias.ragged import packed, padded, used_keys
 from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates, recurrent_from
 from kvlens.kv_bias.rows import fields_of_batch, fields_of_exchange, fields_of_rows
 from kvlens.kv_bias.storage import read_bias_file, write_bias_file
@@ -142,7 +142,7 @@ class KVBias:
         groups = self.__dict__.get("_groups")
         if groups is None or name not in OF_KEYS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        fields = _fields_of(groups)
+        fields = fields_of_groups(groups)
         fit, made_of = self._record
         self.__dict__.update(fields, _groups=None, _record=(fit, made_of | fields))
         return fields[name]
@@ -227,32 +227,15 @@ class KVBias:
 
         The layer is one with attention, and is counted among these.
         """
-        f = self.fingerprint.of_layer(layer)
         if self._groups is not None:
             return self._layer_of_groups(layer, narrow=True)
-        by_query_head = self.b_KV.shape[-3] == self.n_heads
-        heads, d_phi = f.n_heads if by_query_head else f.n_kv_heads, f.d_phi or self.d_phi
-        fields: dict[str, Any] = {
-            "b_KV": self.b_KV[..., :heads, :d_phi, : f.d_head],
-            "b_D": self.b_D[..., :heads, :d_phi],
-            "last_q": self.last_q[..., : f.n_heads, : f.d_head],
-            **{x: getattr(self, x)[..., : f.n_kv_heads, : f.d_head] for x in ("last_k", "last_v")},
-        }
-        if self.log_scale is not None and self.features is not None:
-            fields["log_scale"] = self.log_scale[..., : f.n_kv_heads]
-        fields = {name: tensor[layer : layer + 1] for name, tensor in fields.items()}
-        if isinstance(self.features, VirtualKeys):
-            keys = self.features.keys[layer : layer + 1, ..., : f.n_kv_heads, :, : f.d_key or f.d_head]
-            fields["features"] = VirtualKeys(keys, self.features.distance[layer : layer + 1, ..., : f.n_kv_heads, :])
-        elif self.features is not None:
-            fields["features"] = self.features.map(lambda x: x[layer : layer + 1])
-        return self._made(None, **fields, fingerprint=f, recurrent=NO_STATES)
+        return self._made(None, **fields_of_layer(self, layer))
 
     def _layer_of_groups(self, layer: int, narrow: bool) -> "KVBias":
         """One layer of a compact bias, with every head as wide as in ``b_KV``, or, if ``narrow``, as the layer's widest."""
         assert self._groups is not None
         rest = {name: getattr(self, name)[layer : layer + 1] for name in (*TENSORS[2:], "log_scale")}
-        fields = {**rest, **_fields_of(self._groups, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
+        fields = {**rest, **fields_of_groups(self._groups, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
         return replace(self, **fields, recurrent=NO_STATES, fit=None, _record=None)
 
     @property
@@ -424,28 +407,7 @@ class KVBias:
         Raises:
             KVLensError: a layer or head that does not exist.
         """
-        n_heads = [self.n_heads_of(layer) for layer in range(self.n_layers)]
-        whole = self.padded().per_query_head()
-        kept = whole.b_KV.new_zeros(self.n_layers, max(n_heads))
-        for layer in layers:
-            layer = _index("layer", layer, self.n_layers)
-            kept[layer, : n_heads[layer]] = 1
-        for layer, head in heads:
-            layer = _index("layer", layer, self.n_layers)
-            kept[layer, _index("head", head, n_heads[layer])] = 1
-        n_kept, n_all = int(kept.count_nonzero()), sum(n_heads)
-        fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
-        n_states = self.recurrent.n_heads
-        of_states = [kept[layer, (first := self.first_state_head(layer)) : first + n_states] for layer in self.recurrent.layers]
-        keep = kept[list(self.attention_layers), : self.n_heads]
-        keep = keep if self.batch_size is None else keep[:, None]
-        return self._made(
-            fit,
-            features=whole.features,
-            b_KV=whole.b_KV * keep[..., None, None],
-            b_D=whole.b_D * keep[..., None],
-            recurrent=self.recurrent.select(of_states),
-        )
+        return self._made(**fields_of_selection(self, layers, heads))
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
@@ -644,22 +606,6 @@ def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shi
     return total if all(bias._groups is None for bias in biases) else total.compact()
 
 
-def _fields_of(groups: KeyGroups, layer: int | None = None, narrow: bool = False) -> dict[str, Any]:
-    """The fields of :data:`OF_KEYS`, of all layers or of one."""
-    b_kv, b_d, keys, distance = (groups.whole(name, layer, narrow) for name in RAGGED)
-    return {"b_KV": b_kv, "b_D": b_d, "features": VirtualKeys(keys, distance)}
-
-
 def as_numbers(value: int | Tensor) -> int | list[int]:
     """A count as Python types: an int, or a list with one int per prompt."""
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _index(what: str, index: int, n: int) -> int:
-    try:
-        index = operator.index(index) if not isinstance(index, bool) else operator.index(None)  # type: ignore[arg-type]
-    except TypeError:
-        raise KVLensError(f"select: {what} must be an integer, got {index!r}") from None
-    if not -n <= index < n:
-        raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
-    return index

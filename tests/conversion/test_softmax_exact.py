@@ -55,7 +55,7 @@ def test_prompts_of_unequal_length_are_those_of_each_alone(kind):
     model, prompt = model_of("softmax", kind), tokens(2, 7)
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
-    both = convert_softmax_prompt(model, PromptTokens(prompt, mask, True), None, model.fingerprint(), Exact())
+    both, _ = convert_softmax_prompt(model, PromptTokens(prompt, mask, True), None, model.fingerprint(), Exact())
     assert both.position_offset.tolist() == [7, 4]
     for row, length in ((0, 7), (1, 4)):
         text = tokens(1, 6, seed=3)

@@ -22,7 +22,7 @@ from kvlens.papers import EXPERIMENTS
 from kvlens.papers.dual import dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.harness import significance
 from kvlens.papers.harness.learned import Cell, train_cells
-from kvlens.papers.harness.significance import SIGNIFICANCE, SignificanceTest
+from kvlens.papers.harness.significance import LEVEL, share_above, sides
 from kvlens.papers.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
 from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
 from kvlens.papers.lecture.function_classes import Measured
@@ -282,7 +282,7 @@ def recall_runs(runs):
         runs.table(v, story=np.arange(len(v)), way=way, ratio=f.AIM_RATIO, is_right=v, right_with_story=True)
         for way, v in shares.items()
     )
-    with mock.patch.object(SignificanceTest, "share_above", return_value=None):
+    with mock.patch.object(significance, "share_above", return_value=None):
         return list(f.compare(answers, 0.5))
 
 
@@ -319,12 +319,12 @@ def verdicts_on(case: Case, noise: str, difference: float) -> tuple[list, np.nda
     """The test's results, [verdict, draw], 1 above, -1 below, 0 neither; and the comparisons they belong to."""
     answers = []
 
-    def above(self, values, bound=0.0):
-        answers.append(self.sides(np.asarray(values, dtype=float).reshape(N_DRAWS, -1) - bound))
+    def above(values, bound=0.0):
+        answers.append(sides(np.asarray(values, dtype=float).reshape(N_DRAWS, -1) - bound))
 
     # what is told beside a verdict is told of an experiment's few values, not of these thousands
-    beside = mock.patch.multiple(significance, interval_of_mean=lambda values: None)
-    with beside, mock.patch.multiple(SignificanceTest, above=above, detectable=lambda self, values: None):
+    nothing = dict.fromkeys(("interval_of_mean", "detectable"), lambda values: None)
+    with mock.patch.multiple(significance, above=above, **nothing):
         runs = Runs(noise, difference, case.n_seeds, np.random.default_rng(7))
         found = [comparison for comparison in case.compare(runs) if comparison.tested]
     return found, np.stack(answers)
@@ -383,10 +383,10 @@ SHARES = [
 def test_shares_at_the_bound_and_at_a_known_distance_from_it(of, bound, known):
     """Exact: every count, with the chance of it."""
     counts = np.arange(of + 1)
-    told = np.array([SIGNIFICANCE.share_above(int(count), of, bound) is not None for count in counts])
+    told = np.array([share_above(int(count), of, bound) is not None for count in counts])
     ways = np.array([math.comb(of, int(count)) for count in counts], dtype=float)
     at_rest, moved = (float((ways * p**counts * (1 - p) ** (of - counts))[told].sum()) for p in (bound, known))
-    assert at_rest <= SIGNIFICANCE.level
+    assert at_rest <= LEVEL
     assert moved >= LEAST
 
 
@@ -394,11 +394,11 @@ def test_runs_whose_heads_are_alike_by_chance_are_not_tested_as_if_heads_were_in
     """coefficients: in each of 12 runs the heads agree or not together, which a test of single heads calls a majority."""
     generator = np.random.default_rng(2)
     alike = (generator.random((N_DRAWS, 12, 1)) < 0.5) * np.ones(8)
-    assert (SIGNIFICANCE.sides(alike.mean(axis=2) - 0.5) != 0).mean() <= MOST
-    of_heads = [SIGNIFICANCE.share_above(int(run.sum()), run.size) is not None for run in alike]
+    assert (sides(alike.mean(axis=2) - 0.5) != 0).mean() <= MOST
+    of_heads = [share_above(int(run.sum()), run.size) is not None for run in alike]
     assert np.mean(of_heads) > 5 * MOST
     leaning = generator.binomial(8, 0.7, size=(N_DRAWS, 12)) / 8
-    assert (SIGNIFICANCE.sides(leaning - 0.5) == 1).mean() >= LEAST
+    assert (sides(leaning - 0.5) == 1).mean() >= LEAST
 
 
 def test_errors_with_a_margin_are_significant_at_four_standard_errors_and_not_at_their_bound():

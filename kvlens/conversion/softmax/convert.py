@@ -23,8 +23,9 @@ def convert_softmax_prompt(
     method: ConversionMethod,
     fwd_hooks: Sequence[Any] = (),
     verbose: bool = True,
-) -> KVBias:
-    """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
+) -> tuple[KVBias, KVBias]:
+    """The bias of :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues, and the exact bias of
+    this prompt alone, both with a batch axis."""
     method.check_model(model)
     if isinstance(method, Approximation) and fingerprint.layers_differ:
         raise KVLensError(
@@ -37,7 +38,7 @@ def convert_softmax_prompt(
             'states have the same size for every prompt; use method="exact"'
         )
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
-    bias, old = exact.bias, exact.old
+    bias, whole, old = exact.bias, exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
         bias.check_finite("convert_prompt")
@@ -45,7 +46,7 @@ def convert_softmax_prompt(
         exact = exact._replace(bias=bias.to(wide))
         teacher = Teacher(model, prompt, exact, None if old is None else old.to(wide), method, verbose)
         bias = _approximated(teacher, method, dtype)
-    return bias if old is None else _on_top_of(old, bias)
+    return bias if old is None else _on_top_of(old, bias), whole
 
 
 def _on_top_of(old: KVBias, new: KVBias) -> KVBias:

@@ -31,7 +31,7 @@ from kvlens.dual import dual_figures
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
-from kvlens.papers.harness.significance import MOST_COUNTED, SIGNIFICANCE, Comparison
+from kvlens.papers.harness.significance import LEVEL, MOST_COUNTED, Comparison
 from kvlens.tasks import make_task
 from kvlens.tasks.batch import Batch
 
@@ -40,7 +40,6 @@ OTHERS = {
     "ablation_effect": "change in loss when resampled, nats",
     "induction_score": "induction score, share of attention",
 }
-LEVEL = SIGNIFICANCE.level
 
 
 def _induction(vocab_size: int, length: int) -> dict[str, Any]:

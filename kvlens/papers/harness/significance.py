@@ -17,10 +17,10 @@ The sign-flip test alone would call identical models different in 3.1 % of cases
 together the two tests do so in 1.5 to 2 % (normal noise), and in at most 5 % for any distribution. With six normal differences
 the power is 87 % when their mean is 2.1 times their standard deviation, which is 3 times the spread of one model's seeds.
 
-Beside an inconclusive verdict stands what the test could have found (`SignificanceTest.detectable`): the smallest distance of
+Beside an inconclusive verdict stands what the test could have found (`detectable`): the smallest distance of
 the mean from the bound that is significant in 80 % of samples of as many normal values with this standard deviation.
 
-The verdict depends neither on the order of the values nor on their unit. Proportions (`SignificanceTest.share_above`) are
+The verdict depends neither on the order of the values nor on their unit. Proportions (`share_above`) are
 tested with the exact binomial distribution.
 """
 
@@ -35,6 +35,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Real
 
+LEVEL, MOST = 0.02, 0.05
+"""The significance levels: of the t-test and of the binomial test, and of the sign-flip test."""
+
 MOST_COUNTED = 20_000
 """Above this number of patterns, a sample of this size is drawn; it includes the observed one, so that p stays valid."""
 
@@ -48,69 +51,56 @@ Values = Sequence[float | int] | Real[np.ndarray, " value"]
 """One for each seed, prompt or sequence."""
 
 
-@dataclass(frozen=True)
-class SignificanceTest:
-    """Two-sided verdicts at the significance levels of the two tests.
+def above(values: Values, bound: float | int = 0.0) -> bool | None:
+    """Whether ``values`` lie significantly above ``bound`` (True), below it (False), or neither (None: inconclusive).
 
-    Attributes:
-        level: of the t-test and of the binomial test.
-        most: of the sign-flip test.
+    Args:
+        values: one for each seed (or prompt, or sequence); for two models their differences, pair by pair.
+        bound: 0 tests for a difference, another number for a difference of at least that size.
     """
-
-    level: float = 0.02
-    most: float = 0.05
-
-    def above(self, values: Values, bound: float | int = 0.0) -> bool | None:
-        """Whether ``values`` lie significantly above ``bound`` (True), below it (False), or neither (None: inconclusive).
-
-        Args:
-            values: one for each seed (or prompt, or sequence); for two models their differences, pair by pair.
-            bound: 0 tests for a difference, another number for a difference of at least that size.
-        """
-        (side,) = self.sides(np.asarray(values, dtype=float)[None] - bound)
-        return None if side == 0 else bool(side > 0)
-
-    def detectable(self, values: Values) -> float | None:
-        """The smallest distance of the mean from its bound that would be significant in `POWER` of the cases.
-
-        Args:
-            values: their number and standard deviation count.
-
-        Returns:
-            In the unit of the values; None where no distance is significant (fewer than 6 values, or one that is not finite).
-        """
-        sample = np.asarray(values, dtype=float)
-        if len(sample) < 2 or not np.isfinite(sample).all():
-            return None
-        spreads = _detectable_spreads(self, len(sample))
-        return None if spreads is None else spreads * float(sample.std(ddof=1))
-
-    def sides(self, distances: Float[np.ndarray, "case value"]) -> Int[np.ndarray, " case"]:
-        """For many cases at once, the side of 0 on which the values of each lie significantly: 1, -1, or 0 for neither."""
-        finite = np.isfinite(distances).all(axis=1)
-        # flip to a positive sum, sort, scale the largest to 1: the result then depends on neither order, side nor unit
-        distances = np.where(finite[:, None], distances, 0.0)
-        largest = np.abs(distances).max(axis=1, keepdims=True, initial=0.0)
-        distances = distances / np.where(largest > 0, largest, 1.0)
-        side = np.sign(distances.sum(axis=1)).astype(int)
-        distances = np.sort(distances * side[:, None], axis=1)
-        candidates = np.flatnonzero(chance_of_student(distances) <= self.level)
-        significant = np.zeros(len(distances), dtype=bool)
-        significant[candidates] = chance_of_signs(distances[candidates]) <= self.most
-        return side * significant
-
-    def share_above(self, count: int, of: int, bound: float = 0.5) -> bool | None:
-        """Whether ``count`` successes in ``of`` independent trials are significantly more than a chance of ``bound`` gives.
-
-        True: more; False: fewer; None: neither. Each direction has half of the level, by the exact binomial distribution.
-        """
-        if binomial_tail(count, of, bound) <= self.level / 2:
-            return True
-        return False if binomial_tail(of - count, of, 1 - bound) <= self.level / 2 else None
+    (side,) = sides(np.asarray(values, dtype=float)[None] - bound)
+    return None if side == 0 else bool(side > 0)
 
 
-SIGNIFICANCE = SignificanceTest()
-"""The test that all experiments use."""
+def detectable(values: Values) -> float | None:
+    """The smallest distance of the mean from its bound that would be significant in `POWER` of the cases.
+
+    Args:
+        values: their number and standard deviation count.
+
+    Returns:
+        In the unit of the values; None where no distance is significant (fewer than 6 values, or one that is not finite).
+    """
+    sample = np.asarray(values, dtype=float)
+    if len(sample) < 2 or not np.isfinite(sample).all():
+        return None
+    spreads = _detectable_spreads(len(sample))
+    return None if spreads is None else spreads * float(sample.std(ddof=1))
+
+
+def sides(distances: Float[np.ndarray, "case value"]) -> Int[np.ndarray, " case"]:
+    """For many cases at once, the side of 0 on which the values of each lie significantly: 1, -1, or 0 for neither."""
+    finite = np.isfinite(distances).all(axis=1)
+    # flip to a positive sum, sort, scale the largest to 1: the result then depends on neither order, side nor unit
+    distances = np.where(finite[:, None], distances, 0.0)
+    largest = np.abs(distances).max(axis=1, keepdims=True, initial=0.0)
+    distances = distances / np.where(largest > 0, largest, 1.0)
+    side = np.sign(distances.sum(axis=1)).astype(int)
+    distances = np.sort(distances * side[:, None], axis=1)
+    candidates = np.flatnonzero(chance_of_student(distances) <= LEVEL)
+    significant = np.zeros(len(distances), dtype=bool)
+    significant[candidates] = chance_of_signs(distances[candidates]) <= MOST
+    return side * significant
+
+
+def share_above(count: int, of: int, bound: float = 0.5) -> bool | None:
+    """Whether ``count`` successes in ``of`` independent trials are significantly more than a chance of ``bound`` gives.
+
+    True: more; False: fewer; None: neither. Each direction has half of the level, by the exact binomial distribution.
+    """
+    if binomial_tail(count, of, bound) <= LEVEL / 2:
+        return True
+    return False if binomial_tail(of - count, of, 1 - bound) <= LEVEL / 2 else None
 
 
 def chance_of_signs(distances: Float[np.ndarray, "case value"]) -> Float[np.ndarray, " case"]:
@@ -166,8 +156,8 @@ def student_tails(angle: Float[np.ndarray, " case"], degrees: int) -> Float[np.n
 
 
 @cache
-def _detectable_spreads(test: SignificanceTest, n: int) -> float | None:
-    """`SignificanceTest.detectable` of ``n`` values with standard deviation 1, by bisection on fixed samples.
+def _detectable_spreads(n: int) -> float | None:
+    """`detectable` of ``n`` values with standard deviation 1, by bisection on fixed samples.
 
     Where sign patterns are too many to be counted, the t-test decides alone: on normal values it is the stricter one.
     """
@@ -179,9 +169,9 @@ def _detectable_spreads(test: SignificanceTest, n: int) -> float | None:
 
     def power(distance: float) -> float:
         if 2**n <= MOST_COUNTED:
-            return float((test.sides(noise + distance) == 1).mean())
+            return float((sides(noise + distance) == 1).mean())
         chance = student_tails(np.arctan2(np.abs(mean + distance) * math.sqrt(n), spread * math.sqrt(n - 1)), n - 1)
-        return float(((chance <= test.level) & (mean + distance > 0)).mean())
+        return float(((chance <= LEVEL) & (mean + distance > 0)).mean())
 
     if power(high) < POWER:
         return None
@@ -325,11 +315,10 @@ class Comparison:
         paper: Number = None,
     ) -> "Comparison":
         """A claim that the values lie above ``bound`` (``below``: below it), by the significance test; ``ours``: their mean."""
-        above, mean = SIGNIFICANCE.above(values, bound), float(np.mean(values)) if len(values) else math.nan
+        side, mean = above(values, bound), float(np.mean(values)) if len(values) else math.nan
         low, high = interval_of_mean(values) or (None, None)
-        detectable = SIGNIFICANCE.detectable(values) if above is None else None
-        sample = Sample(len(values), mean, low, high, float(bound), detectable)
-        holds = None if above is None else above is not below
+        sample = Sample(len(values), mean, low, high, float(bound), detectable(values) if side is None else None)
+        holds = None if side is None else side is not below
         return cls(what, claim, mean if ours is None else ours, holds, paper, sample=sample)
 
     @classmethod
@@ -338,8 +327,8 @@ class Comparison:
     ) -> "Comparison":
         """A claim that the share of True lies above ``bound`` (``below``: below it), by the binomial test."""
         right, of = int(np.count_nonzero(is_right)), len(is_right)
-        above = SIGNIFICANCE.share_above(right, of, bound)
-        return cls(what, claim, right / of, None if above is None else above is not below)
+        side = share_above(right, of, bound)
+        return cls(what, claim, right / of, None if side is None else side is not below)
 
     @classmethod
     def at_most(cls, what: str, claim: str, ours: float, bound: float, *, paper: Number = None) -> "Comparison":

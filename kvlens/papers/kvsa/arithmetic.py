@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, mean_and_spread, of_heldout, train_cells
+from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, lead, mean_and_spread, of_heldout, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
@@ -169,16 +169,13 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
     what = f"final answers right, {first['row']} (in place of the paper's {first['stands_for']})"
     claim = "the baseline; problems and models differ, so the numbers are not comparable"
     yield Comparison.stated(f"{what}: plain", claim, float(mean[PLAIN]), paper=printed[PLAIN])
-    lead, ours = f"{what}: KV shift (lead, seed by seed: {mean_and_spread(_lead(asked))})", float(mean[SHIFTED])
+    ahead = differences_by_seed(asked, SHIFTED, PLAIN, "accuracy")
+    what = f"{what}: KV shift (lead, seed by seed: {mean_and_spread(ahead)})"
     claim = "KV shift answers more problems than plain attention"
-    yield Comparison.tested_on(lead, claim, _lead(asked), ours=ours, paper=printed[SHIFTED])
+    yield Comparison.tested_on(what, claim, ahead, ours=float(mean[SHIFTED]), paper=printed[SHIFTED])
     what = f"final answers right with KV shift minus without, {first['max_ops']} operations, the longest of the training"
     claim = "KV shift is better at arithmetic (the paper prints longer problems only)"
-    yield Comparison.tested_on(what, claim, _lead(trained), ours=mean_and_spread(_lead(trained)))
-
-
-def _lead(rows: pd.DataFrame) -> list[float]:
-    return differences_by_seed(rows, SHIFTED, PLAIN, "accuracy")
+    yield lead(trained, SHIFTED, PLAIN, "accuracy", what, claim)
 
 
 def draw(answers: pd.DataFrame) -> Figure:

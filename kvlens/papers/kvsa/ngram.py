@@ -2,7 +2,7 @@
 
 The token after two tokens comes from a fixed random table, which a model must store in its weights; nothing can be copied from
 the context. The paper's concern is that mixing neighboring tokens blurs them. Models of several sizes with and without KV shift
-learn the same table; at the paper's scale it has 14 x 14 pairs, for the paper's "approximately 200".
+learn the same table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,6 @@ def _size(
 
 _SMALLEST = dict(n_layers=1, d_model=8, d_head=8, d_mlp=16)
 _MIDDLE = dict(n_layers=2, d_model=128, d_head=32)
-_LARGEST = dict(n_layers=4, d_model=1024, d_head=64)
 
 
 @experiment(

@@ -117,3 +117,22 @@ def test_curves_are_drawn_in_the_tables_order_and_the_given_colors():
     assert lines[1].get_ydata().tolist() == [0.5, 0.25]
     assert matplotlib.colors.to_hex(lines[1].get_color()) == "#010203"
     assert matplotlib.colors.to_hex(lines[0].get_color()) == plots.PALETTE[0].lower()
+
+
+def test_panels_share_one_legend_and_mark_their_lines():
+    table = pd.concat(
+        [course(m, 0, [0.2, 1.0]).assign(kind=kind, chance=c) for kind, c in (("x_1", 0.1), ("y", 0.3)) for m in "ab"]
+    )
+    figure = plots.draw_panels(table, "step", panel="kind", title="t", lines={"goal": 0.9}, log="x", ticks=True)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["kind: x 1", "kind: y"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "goal", "chance"]
+    drawn = [{line.get_label(): line.get_ydata()[0] for line in axes.get_lines()} for axes in figure.axes]
+    assert [(found["goal"], found["chance"]) for found in drawn] == [(0.9, 0.1), (0.9, 0.3)]
+    assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["10", "20"]
+
+
+def test_dots_are_rows_and_intervals_are_bands():
+    table = course("b", 0, [0.2, 1.0]).assign(low=0.1, high=1.1)
+    (dots,) = plots.draw_panels(table, "step", dots=True).axes[0].get_lines()
+    assert (dots.get_linestyle(), dots.get_ydata().tolist()) == ("None", [0.2, 1.0])
+    assert len(plots.draw_panels(table, "step").axes[0].collections) == 1

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from kvlens.papers.harness.significance import (
     MOST_COUNTED,
-    SIGNIFICANCE,
+    above,
     chance_of_signs,
     chance_of_student,
+    detectable,
     interval_of_mean,
+    share_above,
+    sides,
     student_tails,
 )
 
@@ -51,7 +54,7 @@ NOISE = {
     ],
 )
 def test_values_against_a_bound(values, bound, verdict):
-    assert SIGNIFICANCE.above(values, bound) is verdict
+    assert above(values, bound) is verdict
 
 
 def test_the_chance_of_signs_is_the_counted_share():
@@ -84,30 +87,30 @@ values_of_seeds = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=6
 @settings(deadline=None)
 @given(values_of_seeds, st.randoms(use_true_random=False), st.sampled_from([2.0**-300, 0.25, 2.0**500]))
 def test_order_and_unit_make_no_difference_and_the_other_side_turns_the_verdict(values, random, unit):
-    verdict = SIGNIFICANCE.above(values)
+    verdict = above(values)
     shuffled = random.sample(values, len(values))
-    assert SIGNIFICANCE.above(shuffled) is verdict
-    assert SIGNIFICANCE.above([unit * value for value in values]) is verdict
-    assert SIGNIFICANCE.above([-value for value in values]) is (None if verdict is None else not verdict)
-    assert SIGNIFICANCE.above([value + 8.0 for value in values], 8.0) is verdict
+    assert above(shuffled) is verdict
+    assert above([unit * value for value in values]) is verdict
+    assert above([-value for value in values]) is (None if verdict is None else not verdict)
+    assert above([value + 8.0 for value in values], 8.0) is verdict
 
 
 def test_many_cases_at_once_equal_those_cases_one_by_one():
     cases = np.random.default_rng(5).normal(0.6, 1, size=(60, 7))
-    one_by_one = [{True: 1, False: -1, None: 0}[SIGNIFICANCE.above(case)] for case in cases]
-    assert SIGNIFICANCE.sides(cases).tolist() == one_by_one
+    one_by_one = [{True: 1, False: -1, None: 0}[above(case)] for case in cases]
+    assert sides(cases).tolist() == one_by_one
     assert set(one_by_one) == {0, 1}
 
 
 def test_shares_by_the_binomial_distribution():
-    assert SIGNIFICANCE.share_above(7, 7) is True  # 1 of 128 in one direction
-    assert SIGNIFICANCE.share_above(0, 7) is False
-    assert SIGNIFICANCE.share_above(6, 6) is None  # 1 of 64 is more than one of a hundred
-    assert SIGNIFICANCE.share_above(102, 128) is True  # KVSA table 4: keys and values that prefer the same token
-    assert SIGNIFICANCE.share_above(0, 0) is None
-    assert SIGNIFICANCE.share_above(9_990, 10_000, 0.999) is None
-    assert SIGNIFICANCE.share_above(9_999, 10_000, 0.999) is True
-    assert SIGNIFICANCE.share_above(9_950, 10_000, 0.999) is False
+    assert share_above(7, 7) is True  # 1 of 128 in one direction
+    assert share_above(0, 7) is False
+    assert share_above(6, 6) is None  # 1 of 64 is more than one of a hundred
+    assert share_above(102, 128) is True  # KVSA table 4: keys and values that prefer the same token
+    assert share_above(0, 0) is None
+    assert share_above(9_990, 10_000, 0.999) is None
+    assert share_above(9_999, 10_000, 0.999) is True
+    assert share_above(9_950, 10_000, 0.999) is False
 
 
 @pytest.mark.parametrize("name", NOISE)
@@ -116,37 +119,37 @@ def test_sets_of_one_model_are_called_different_in_at_most_one_of_twenty_cases(n
     """The t-test's level is 2 %; no distribution drawn here reaches 3 %, four standard errors away from one of twenty."""
     generator = np.random.default_rng([n, *name.encode()])
     first, second = NOISE[name](generator, (2, N_DRAWS, n))
-    assert (SIGNIFICANCE.sides(first - second) != 0).mean() <= 0.03 + 4 * math.sqrt(0.03 * 0.97 / N_DRAWS) < 0.05
+    assert (sides(first - second) != 0).mean() <= 0.03 + 4 * math.sqrt(0.03 * 0.97 / N_DRAWS) < 0.05
 
 
 def test_a_difference_of_3_spreads_is_significant_with_six_seeds_in_four_of_five_cases():
     generator = np.random.default_rng(0)
     first, second = generator.normal(size=(2, N_DRAWS, 6))
-    assert (SIGNIFICANCE.sides(first + 3 - second) == 1).mean() >= 0.85
+    assert (sides(first + 3 - second) == 1).mean() >= 0.85
     first, second = generator.normal(size=(2, N_DRAWS, 8))
-    assert (SIGNIFICANCE.sides(first + 2 - second) == 1).mean() >= 0.80
+    assert (sides(first + 2 - second) == 1).mean() >= 0.80
 
 
 @pytest.mark.parametrize(("n", "at_1_5", "at_1"), [(6, 0.57, 0.26), (8, 0.85, 0.48), (12, 0.99, 0.74)])
 def test_the_power_at_one_and_a_half_and_at_one_spread(n, at_1_5, at_1):
     """Shares of 4,000 samples; three standard errors are 0.024 at most."""
     noise = np.random.default_rng(n).normal(size=(N_DRAWS, n))
-    assert (SIGNIFICANCE.sides(noise + 1.5) == 1).mean() == pytest.approx(at_1_5, abs=0.03)
-    assert (SIGNIFICANCE.sides(noise + 1.0) == 1).mean() == pytest.approx(at_1, abs=0.03)
+    assert (sides(noise + 1.5) == 1).mean() == pytest.approx(at_1_5, abs=0.03)
+    assert (sides(noise + 1.0) == 1).mean() == pytest.approx(at_1, abs=0.03)
 
 
 @pytest.mark.parametrize("n", [6, 8, 12, 40])
 def test_the_detectable_difference_is_found_in_four_of_five_samples(n):
     """On other samples than those from which it is computed; the standard error of a share of 1,000 is 0.013."""
-    spread_of_2 = SIGNIFICANCE.detectable(np.where(np.arange(n) % 2, 1.0, -1.0) * 2 * math.sqrt((n - 1) / n))
+    spread_of_2 = detectable(np.where(np.arange(n) % 2, 1.0, -1.0) * 2 * math.sqrt((n - 1) / n))
     noise = 2 * np.random.default_rng([n, 1]).normal(size=(1000, n))
-    assert (SIGNIFICANCE.sides(noise + spread_of_2) == 1).mean() == pytest.approx(0.8, abs=0.05)
+    assert (sides(noise + spread_of_2) == 1).mean() == pytest.approx(0.8, abs=0.05)
 
 
 def test_nothing_is_detectable_with_too_few_values_or_infinite_ones():
-    assert SIGNIFICANCE.detectable([1, 2, 3, 4, 5]) is None
-    assert SIGNIFICANCE.detectable([1, 2, 3, 4, 5, math.inf]) is None
-    assert SIGNIFICANCE.detectable([1] * 6) == 0
+    assert detectable([1, 2, 3, 4, 5]) is None
+    assert detectable([1, 2, 3, 4, 5, math.inf]) is None
+    assert detectable([1] * 6) == 0
 
 
 def test_the_interval_of_a_mean_by_a_pencil():
@@ -159,5 +162,5 @@ def test_the_interval_of_a_mean_by_a_pencil():
 def test_many_values_are_tested_on_drawn_patterns_with_a_fixed_result():
     values = np.random.default_rng(1).normal(0.5, 1, size=(1, 40))
     assert MOST_COUNTED < 2**40
-    assert SIGNIFICANCE.above(values[0]) is True
+    assert above(values[0]) is True
     assert chance_of_signs(values)[0] == chance_of_signs(values)[0] >= 1 / (MOST_COUNTED + 1)

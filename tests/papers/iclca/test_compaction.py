@@ -75,34 +75,6 @@ def test_the_prompts_whole_effect_is_that_of_all_but_its_bos(measured):
     assert rows["prompt left out"]["relative_error"] == pytest.approx(expected, rel=LAW)
 
 
-def made_table(factor: float, noise: float) -> pd.DataFrame:
-    generator = np.random.default_rng(0)
-    rows = [
-        {
-            "context": context,
-            "method": method,
-            "prompt_tokens": 64,
-            "keys_per_head": 4 * (method in KEPT),
-            **dict.fromkeys(("relative_error", "kl"), (factor if method == compaction.OURS else 1.0) * (1 + drawn)),
-        }
-        for context in range(8)
-        for method in [*KEPT, *CHANGED]
-        for drawn in noise * generator.normal(size=1)
-    ]
-    return pd.DataFrame(rows)
-
-
-N_COMPARED = len(KEPT) - 1 + len(CHANGED) - 1
-"""With every method but our own and token patches, which are exact."""
-
-
-@pytest.mark.parametrize(("factor", "noise", "verdict"), [(0.7, 0.05, True), (1.4, 0.05, False)])
-def test_verdicts_go_either_way(factor, noise, verdict):
-    found = list(compaction.compare(made_table(factor, noise)))
-    assert [comparison.holds for comparison in found] == [verdict] * N_COMPARED
-    assert all(comparison.ours == pytest.approx(factor, rel=0.1) for comparison in found)
-
-
 def test_facts_are_counted_by_hand():
     """Only answers that are right with the story count; intervals are over stories."""
     rows = [
