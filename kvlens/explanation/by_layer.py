@@ -33,6 +33,7 @@ def exchange_layers(explaining: Any, number: int, cause: Set) -> int:
     """
     donor = explaining.runs.donor(cause)
     layers = _Layers(explaining, number, donor, SEPARATOR.join(map(str, cause)))
+    layers.begin()
     breaking = layers.breaking()
     layers.keeping()
     if explaining.depth == "heads":
@@ -52,6 +53,17 @@ class _Layers:
 
     def may_be_lost(self, now: Outcome) -> bool:
         return may_be_lost(self.claim, self.fall(now), now.firm)
+
+    def begin(self) -> None:
+        """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""
+        runs, singles = self.explaining.runs, [(layer,) for layer in range(self.n)]
+        with runs.texts_together():
+            falls = [self.fall(now) for now in runs.layers(self.donor, singles, self.may_be_lost)]
+            self.order = sorted(range(self.n), key=lambda layer: -falls[layer])
+            others = [set(range(self.n)) - set(each) for each in self._strongest(1)]
+            read = runs.layers(self.donor, others, lambda now: False)
+            keeping = [each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)]
+            runs.layers(self.donor, keeping[:1])
 
     def run(self, role: str, sets: Sequence[Set], *, others: bool = False, texts: bool = True) -> list[Outcome]:
         """Each set exchanged, or everything but it; texts only where the claim may be lost, or only where it may be kept."""
@@ -86,10 +98,8 @@ class _Layers:
 
     def breaking(self) -> list[Set]:
         """The single layers that lose the claim, the strongest first; else the first set that does."""
-        singles = [(layer,) for layer in range(self.n)]
-        found = sorted(zip(singles, self.run("each", singles), strict=True), key=lambda each: -self.fall(each[1]))
-        self.order = [layer for (layer,), _ in found]
-        breaking: list[Set] = [each for each, now in found if self.explaining.lost(self.number, now)]
+        outcomes = self.run("each", [(layer,) for layer in range(self.n)])
+        breaking: list[Set] = [(layer,) for layer in self.order if self.explaining.lost(self.number, outcomes[layer])]
         if not breaking:
             pairs = itertools.combinations(self.order[:MOST_PAIRED], 2)
             breaking = self.first_lost([tuple(sorted(pair)) for pair in pairs])

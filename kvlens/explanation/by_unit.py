@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kvlens import KVModel
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
+from kvlens.explanation.verdicts import may_be_lost
 from kvlens.units import Layout, Unit, cut
 
 MANY = 12
@@ -87,8 +88,14 @@ class UnitSearch:
         return n_rows * (n // 2 + n_response) + (4 if self.groups else 2) * n_response * PASS
 
     def begin(self) -> Outcome:
-        """Remove everything, and what is removed first; returns what is said without everything."""
-        nothing, *first = self.runs.without([self.everything, *self.first])
+        """Remove everything, which shows the claims, and what is removed first; returns what is said without everything."""
+        sets = [self.everything, *self.first]
+        with self.runs.texts_together():
+            nothing, *first = self.runs.without(sets)
+            self.explaining.find_claims(nothing)
+            if not self.groups:
+                self._follow(dict(enumerate(first)))
+        nothing, *first = self.runs.without(sets)
         self.of_groups = list(zip(self.groups, first, strict=True)) if self.groups else []
         if not self.groups:
             self.each = dict(enumerate(first))
@@ -101,13 +108,21 @@ class UnitSearch:
             for group, now in self.of_groups:
                 self.add(number, now, "group", group.members)
         self._open([group for group, now in self.of_groups if self._matters(now)])
-        single = [self._losing(number) for number in claims]
-        lost = dict.fromkeys(unit for of_claim in single for unit in of_claim)
-        strongest = dict.fromkeys(of_claim[0] for of_claim in single if of_claim and len(self.everything) > 1)
-        self.runs.without_these(  # all in one batch
+        return [self._cause(number, self._losing(number)) for number in claims]
+
+    def _follow(self, each: dict[int, Outcome]) -> None:
+        """Run at once what follows where a unit loses a claim: its gap closed, and all but the strongest removed."""
+        lost: dict[int, None] = {}
+        strongest: dict[int, None] = {}
+        for number, claim in enumerate(self.explaining.claims):
+            falls = {unit: self.fall(number, now) for unit, now in each.items()}
+            may = [unit for unit, now in each.items() if may_be_lost(claim, falls[unit], now.firm)]
+            lost |= dict.fromkeys(may)
+            if may and len(self.everything) > 1:
+                strongest[max(may, key=falls.__getitem__)] = None
+        self.runs.without_these(
             [*(([unit], "closed") for unit in lost), *((self.everything - {unit}, "kept") for unit in strongest)]
         )
-        return [self._cause(number, units) for number, units in enumerate(single)]
 
     def _matters(self, now: Outcome) -> bool:
         falls = (self.explaining.fall(claim, now) for claim in self.explaining.claims)
@@ -118,6 +133,8 @@ class UnitSearch:
         new = [unit for group in groups for unit in sorted(group.members) if unit not in self.each]
         n_tokens = len(new) * len(self.explaining.prompt)
         if self.groups and new and self.explaining.room("units inside documents or paragraphs", n_tokens):
+            with self.runs.texts_together():
+                self._follow(dict(zip(new, self.runs.without([[unit] for unit in new]), strict=True)))
             self.each |= dict(zip(new, self.runs.without([[unit] for unit in new]), strict=True))
         else:
             new = [] if self.groups else list(self.each)

@@ -5,6 +5,7 @@ is the bias of a prompt without some units, or a mixture of two biases: in some 
 the others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,6 +108,9 @@ class Runs:
     on_without: Callable[[frozenset[int], Outcome], None] = lambda units, now: None
     n_tokens: int = 0
     _found: dict[Key, Outcome] = field(default_factory=dict)
+    _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
+    _texts_wait: bool = False
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
@@ -149,8 +153,21 @@ class Runs:
         """The same for sets whose gaps are kept or closed; texts of all are generated together."""
         keys = [(positions, frozenset(units)) for units, positions in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
-        self._found.update(self._under(self._without(new)))
+        self._under(self._without(new))
         return [self._found[key] for key in keys]
+
+    @contextlib.contextmanager
+    def texts_together(self) -> Iterator[None]:
+        """Outcomes within have no text yet; the texts of all are generated together at the end, and have to be asked for again.
+
+        A pass for one token takes about as long for eight texts as for one.
+        """
+        self._texts_wait = True
+        try:
+            yield
+        finally:
+            self._texts_wait = False
+        self._say()
 
     def _without(self, keys: list[tuple[Positions, frozenset[int]]]) -> Iterator[tuple[list[Key], KVBias]]:
         for positions in ("kept", "closed"):
@@ -187,18 +204,21 @@ class Runs:
             (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once]))
             for start in starts
         )
-        self._found.update(self._under(readings, asks))
+        self._under(readings, asks)
         return [self._found[key] for key in keys]
 
     def under(self, biases: Iterable[KVBias], asks: Callable[[Outcome], bool]) -> list[Outcome]:
         """What the model says under other biases, batch by batch."""
-        numbers = itertools.count()
+        keys: list[Key] = []
 
-        def keys(n: int) -> list[Key]:
-            return [("other", next(numbers)) for _ in range(n)]
+        def readings() -> Iterator[tuple[list[Key], KVBias]]:
+            for each in biases:
+                here: list[Key] = [("other", next(self._numbers)) for _ in range(each.batch_size or 1)]
+                keys.extend(here)
+                yield here, each
 
-        readings = ((keys(each.batch_size or 1), each) for each in biases)
-        return list(self._under(readings, asks).values())
+        self._under(readings(), asks)
+        return [self._found[key] for key in keys]
 
     def _lacks_text(self, now: Outcome, asks: Callable[[Outcome], bool]) -> bool:
         return now.firm is not None and now.text is None and asks(now)
@@ -217,28 +237,22 @@ class Runs:
             logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
         return logits.double().log_softmax(dim=-1).cpu()
 
-    def _under(
-        self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Outcome], bool] = lambda now: True
-    ) -> dict[Key, Outcome]:
-        """What the model says under each bias; texts are generated together, as many as there is room for."""
-        found: dict[Key, Outcome] = {}
-        waiting: list[tuple[list[Key], KVBias]] = []
+    def _under(self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Outcome], bool] = lambda now: True) -> None:
+        """Find what the model says under each bias; texts are generated together, as many as there is room for."""
         for keys, biases in readings:
             here = self._walked(biases)
-            found.update(zip(keys, here, strict=True))
+            self._found.update(zip(keys, here, strict=True))
             for key, now in zip(keys, here, strict=True):
                 if key[0] == "kept":
                     self.on_without(key[1], now)  # type: ignore[arg-type]
             said = [i for i, now in enumerate(here) if now.firm is not None and asks(now)]
             if said:
                 of_these = biases if len(said) == len(here) else biases.select_prompts(torch.tensor(said))
-                if waiting and sum(len(keys) for keys, _ in waiting) + len(said) > 2 * self._rows_at_once():
-                    self._say(waiting, found)
-                    waiting = []
-                waiting.append(([keys[i] for i in said], of_these))
-        if waiting:
-            self._say(waiting, found)
-        return found
+                if sum(len(keys) for keys, _ in self._waiting) + len(said) > 2 * self._rows_at_once():
+                    self._say()
+                self._waiting.append(([keys[i] for i in said], of_these))
+        if not self._texts_wait:
+            self._say()
 
     def _walked(self, biases: KVBias) -> list[Outcome]:
         walked, n = walk(self.whole, self._log_p(biases), self.response.tokens.cpu()), len(self.response.tokens)
@@ -247,20 +261,23 @@ class Runs:
             for falls, differs, firm in zip(walked.falls, walked.differs, walked.firm, strict=True)
         ]
 
-    def _say(self, waiting: list[tuple[list[Key], KVBias]], found: dict[Key, Outcome]) -> None:
+    def _say(self) -> None:
         """Add the texts that are said from the firm difference on, what stands before it given."""
-        keys, n = [key for some, _ in waiting for key in some], len(self.response.tokens)
+        if not self._waiting:
+            return
+        keys, n = [key for some, _ in self._waiting for key in some], len(self.response.tokens)
         enough = n if self.one_sentence else n + MORE_TOKENS
         whole = torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
             return self._stops(text) or (len(text) >= enough and self._ends_sentence(text))
 
-        firm = torch.tensor([found[key].firm for key in keys])
+        firm = torch.tensor([self._found[key].firm for key in keys])
         forced = self.response.tokens.expand(len(keys), -1)
-        biases = KVBias.batch([biases for _, biases in waiting])
+        biases = KVBias.batch([biases for _, biases in self._waiting])
+        self._waiting = []
         most = min(n + MOST_TOKENS, self._room)
         texts = greedy(self.model, biases, self.last, forced, firm, most, ends, self.count)
         for key, text in zip(keys, texts, strict=True):
             said = Response.of(self.model, whole, torch.tensor(text, device=whole.device))
-            found[key] = replace(found[key], text=said.text, words=said.words)
+            self._found[key] = replace(self._found[key], text=said.text, words=said.words)

@@ -171,7 +171,8 @@ class _Explaining:
         longest = len(tokens) + MORE_TOKENS
         self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
         self.nothing = search.begin()
-        self._claims()
+        for number in range(len(self.claims)):
+            self.add(number, self.nothing, "units", "none", range(len(self.units)))
         heading = self._heading(about)
         causes = search.causes()
         n_tried, positions = 0, pd.DataFrame()
@@ -211,15 +212,14 @@ class _Explaining:
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def _claims(self) -> None:
-        everything, falls = range(len(self.units)), self._of_words(self.nothing.falls)
+    def find_claims(self, nothing: Outcome) -> None:
+        """The words of the response that fall without all units; the whole response where none does."""
+        falls = self._of_words(nothing.falls)
         self.asked = frozenset(self._asked())
         self.claims = claims_of(self.response, falls, self.asked)
         self.is_whole = not self.claims
         if self.is_whole:
             self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.asked)]
-        for number in range(len(self.claims)):
-            self.add(number, self.nothing, "units", "none", everything)
 
     def _asked(self) -> tuple[str, ...]:
         """Content words of what is in no unit."""

@@ -8,7 +8,7 @@ import torch
 
 import kvlens
 from kvlens import KVLensError, convert_prompt
-from kvlens.explanation import explanation_view, paragraphs
+from kvlens.explanation import explanation_view, paragraphs, runs
 from kvlens.report.explanation import print_explanation
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
@@ -54,6 +54,29 @@ def test_statements_on_units_are_passes_without_them(model, found):
         fall = (whole - log_p(model, found, tokens, kept))[claim.start : claim.stop].sum()
         assert float(fall) == pytest.approx(row.nats, abs=1e-3)
         assert row.p_after == pytest.approx(row.p_before * math.exp(-row.nats), rel=1e-6)
+
+
+def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
+    """The answer; what is said without units; what is said with layers exchanged. With the same statements as in more."""
+    batches, greedy = [], runs.greedy
+
+    def counted(model, biases, *args):
+        batches.append(biases.batch_size)
+        return greedy(model, biases, *args)
+
+    monkeypatch.setattr(runs, "greedy", counted)
+    again = kvlens.explain(model, STORY, QUESTION)
+    alone = again.rows("layers", "breaking")["parts"].str.contains("+", regex=False)
+    assert batches[0] == 1 and len(batches) == 3 + int(alone.any())
+    first = len(batches)
+    monkeypatch.setattr(runs.Runs, "_rows_at_once", lambda self: 1)  # room for two texts
+    again = kvlens.explain(model, STORY, QUESTION)
+    assert (
+        len(batches) > 2 * first
+        and max(batches[first:]) <= 2
+        and again.statements["says"].fillna("").tolist()
+        == (found.statements.query("about not in ('heads', 'groups')")["says"].fillna("").tolist())
+    )
 
 
 def test_all_layers_exchanged_are_the_prompt_without_the_cause(model, found):
