@@ -202,6 +202,7 @@ def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
     assert os.listdir(".") == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

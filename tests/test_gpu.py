@@ -41,6 +41,7 @@ def on_both_devices(attention, **changes):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_analysis_gives_the_same_table(name, attention):
@@ -48,6 +49,7 @@ def test_an_analysis_gives_the_same_table(name, attention):
     pd.testing.assert_frame_equal(here, there, **ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name} {getattr(method, 'budget', '')}")
 def test_a_method_of_conversion_gives_the_same_bias(method, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 20)

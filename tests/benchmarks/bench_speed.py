@@ -274,7 +274,7 @@ def convert(run: Run) -> None:
     The long text is one conversion, stopped between its segments to convert a short one; each stretch between two stops is
     compared with the short conversions on both its sides, and the median of these ratios counts.
     """
-    short, long, n_stops = (512, 16384, 4) if run.small else (16384, 1_000_000, 40)
+    short, long, n_stops = (256, 4096, 4) if run.small else (16384, 1_000_000, 40)
     model = HookedKVTransformer.from_zoo("docs-linear").requires_grad_(False)
     tokens = run.tokens(1, long, model.cfg.d_vocab)[0]
     whole, in_two = convert_prompt(model, tokens[:2000]), convert_prompt(model, tokens[:1200])

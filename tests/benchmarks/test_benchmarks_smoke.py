@@ -44,6 +44,7 @@ ROWS = {  # of bench_speed
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_smoke(name, capsys):
     words, expected = PROGRAMS[name]
@@ -52,6 +53,7 @@ def test_a_benchmark_smoke(name, capsys):
     assert {each: printed.count(each) for each in expected} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", bench_speed.ROWS)
 def test_a_row_of_speed_smoke(row, capsys):
     bench_speed.main(["--small", "--threads", "1", "--only", row])
@@ -59,6 +61,7 @@ def test_a_row_of_speed_smoke(row, capsys):
     assert {each: printed.count(each) for each in ROWS[row]} == ROWS[row]
 
 
+@pytest.mark.slow
 @pytest.mark.unhooked  # a stand-in for a question looks its scores up
 @pytest.mark.parametrize("model", ["facts-gpt2", "facts-linear"])
 def test_attribution_smoke(model, capsys):
@@ -67,6 +70,7 @@ def test_attribution_smoke(model, capsys):
     assert "of the ceiling" in printed and "leave one out" in printed
 
 
+@pytest.mark.slow
 def test_real_sizes_smoke(tmp_path, capsys):
     """One of its processes; the benchmark starts one for each model and front end."""
     bench_real_sizes.write_folder("tiny", tmp_path)
@@ -76,11 +80,13 @@ def test_real_sizes_smoke(tmp_path, capsys):
     assert (tmp_path / "report" / "answer_statements.parquet").is_file()
 
 
-def test_real_speed_smoke(tmp_path, capsys):
+@pytest.mark.slow
+def test_real_speed_smoke(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_real_speed, "LENGTHS", (1, 9))
     bench_real_sizes.write_folder("tiny", tmp_path)
     bench_real_speed.main([str(tmp_path), "--prompt", "9", "--seconds", "0"])
     printed = capsys.readouterr().out
-    assert (printed.count("hooked, "), printed.count("bridge, ")) == (11, 11)
+    assert (printed.count("hooked, "), printed.count("bridge, ")) == (7, 7)
 
 
 def test_bounds_of_shares_are_those_of_the_binomial_distribution():

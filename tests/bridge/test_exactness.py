@@ -31,7 +31,7 @@ def largest_share(models, padded):
     return share(max(errors(logits.ours, logits.exact)), errors(logits.theirs, logits.exact))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LIKE_THE_OTHERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in LIKE_THE_OTHERS)])
 def test_as_exact_as_transformers_own_cache(family):
     """Padded left and right, prompts of unequal length; in float64 test_bridge.py holds each family without padding."""
     assert largest_share(models_of(family), padded=True) < 1

@@ -45,6 +45,7 @@ def test_a_report(folder, tmp_path, capsys):
     assert heads.tolist() == [4, 6, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
 def test_a_report_without_direct_logits(family, tmp_path, capsys):
     """Heads behind factors, and layers without heads: everything but the contributions to logits is there."""

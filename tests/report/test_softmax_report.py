@@ -45,6 +45,7 @@ def test_a_llama2c_model_is_exact_by_default_and_nothing_that_is_shared_says_whe
     assert printed.startswith("kvlens report: stories260K.bin\n") and "exact to rounding" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])  # positions that end, and rotary ones
 def test_a_folder_of_transformers_with_landmark_keys(kind, tmp_path):
     context = {"n_positions": 64, "n_ctx": 64} if kind == "gpt2" else {"max_position_embeddings": 64}

@@ -359,6 +359,7 @@ def test_unrelated_units_are_seldom_significant():
     assert float(p_values(torch.tensor([2.0]), torch.tensor([1.0, -2.0, 3.0]))) == (1 + 2) / (1 + 3)  # one is as large
 
 
+@pytest.mark.slow
 def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
     """Prompts of random tokens, and a null of random tokens: each set of three units is drawn as the null's are. Without the
     adjustment one in seven prompts has a unit with p <= 0.05."""

@@ -176,6 +176,7 @@ def test_the_value_side_decides_and_a_common_factor_does_not():
     assert KINDS[0] == "prefix_matching"
 
 
+@pytest.mark.slow
 def test_heads_of_untrained_models_are_hardly_ever_named():
     """Fresh weights, and weights whose attention is as sharp as a trained one's; at most five of 1,000 may be named."""
     named = n_heads = 0
