@@ -14,7 +14,7 @@ from kvlens import KVModel
 from kvlens.model import heads_per_layer
 
 
-def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor, "layer *rest"]:
+def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor, " layer *rest"]:
     """Stack one tensor per layer, with ``fill`` for heads, and dimensions of heads, that a layer does not have."""
     largest = [max(sizes) for sizes in zip(*(x.shape for x in of_layers), strict=True)]
     whole = of_layers[0].new_full((len(of_layers), *largest), fill)

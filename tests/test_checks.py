@@ -365,9 +365,9 @@ def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
 
 @checked
 def grammar(
-    last: Float[Tensor, "n-1"] | None = None,
+    last: Float[Tensor, " n-1"] | None = None,
     pairs: Float[Tensor, "... two=2"] | None = None,
-    rows: Float[Tensor, "n #m _"] | None = None,
+    rows: Float[Tensor, " n #m _"] | None = None,
     more: Float[Tensor, "#n m _any"] | None = None,
 ) -> None: ...
 

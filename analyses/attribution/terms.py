@@ -126,7 +126,7 @@ class Terms:
         return found
 
 
-def of_layer(tensor: Float[Tensor, "layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, "layer *rest"]:
+def of_layer(tensor: Float[Tensor, " layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, " layer *rest"]:
     """Zeros in every layer but the one that is meant; `ALL` means all of them."""
     return tensor if layer == ALL else tensor * in_layer(numbers, layer).to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
 

@@ -141,6 +141,6 @@ def _describe(
     }
 
 
-def _norms(of_heads: list[Float[Tensor, "_ *pos"]], units: list[list[tuple[int, int]]]) -> Float[Tensor, "unit *pos"]:
+def _norms(of_heads: list[Float[Tensor, " _ *pos"]], units: list[list[tuple[int, int]]]) -> Float[Tensor, " unit *pos"]:
     """From the norms of heads, layer by layer, those of units of heads side by side."""
     return torch.stack([torch.stack([of_heads[layer][head] for layer, head in unit]).norm(dim=0) for unit in units])

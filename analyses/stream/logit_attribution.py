@@ -87,7 +87,7 @@ def component_logits(
     scale: Float[Tensor, "*position 1"],
     tokens: Int[Tensor, "*position"],
     rival: Int[Tensor, "*position"] | None = None,
-) -> Float[Tensor, "component *position"]:
+) -> Float[Tensor, " component *position"]:
     """What each summand of the residual stream adds to a centered logit, or to a logit difference, at each position.
 
     Args:

@@ -33,7 +33,7 @@ class LayerMemory(NamedTuple):
     survival: Float[Tensor, "pos head"]
     values: Float[Tensor, "pos head d_v"]
     state_map: Float[Tensor, "head d_k d_k"]
-    decay: Float[Tensor, "head #d_k"]
+    decay: Float[Tensor, " head #d_k"]
 
 
 @torch.no_grad()

@@ -75,7 +75,9 @@ class FeatureMap(nn.Module):
         raise NotImplementedError
 
 
-def per_head(weight: Float[Tensor, "kv_head *rest"], x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "head *rest"]:
+def per_head(
+    weight: Float[Tensor, " kv_head *rest"], x: Float[Tensor, "batch pos head d_head"]
+) -> Float[Tensor, " head *rest"]:
     """``weight`` with one slice per head of ``x``: query heads use the slice of their key-value head."""
     return weight if weight.shape[0] == x.shape[2] else weight.repeat_interleave(x.shape[2] // weight.shape[0], dim=0)
 

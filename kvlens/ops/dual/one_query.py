@@ -48,7 +48,7 @@ def pair_sums(
     return PairSums(step.sum(dim=(-2, -1)), start.sum(dim=(-2, -1)), norm.sum(dim=(-2, -1)))
 
 
-def losses(sums: PairSums, n_steps: int, eta: float, alpha: float = 0.0) -> Float[Tensor, "step *lead"]:
+def losses(sums: PairSums, n_steps: int, eta: float, alpha: float = 0.0) -> Float[Tensor, " step *lead"]:
     """L(W_0), ..., L(W_n) for learning rate ``eta``; without ``alpha`` they decrease linearly."""
     course = []
     for n in range(n_steps + 1):

@@ -104,14 +104,14 @@ def random_pairs(
 
 def error_of_conversion(
     model: HookedKVTransformer, prompt: Int[Tensor, "pair prompt_pos"], text: Int[Tensor, "pair text_pos"]
-) -> tuple[Float[Tensor, "pair"], Float[Tensor, "pair text_pos d_vocab"]]:
+) -> tuple[Float[Tensor, " pair"], Float[Tensor, "pair text_pos d_vocab"]]:
     """Relative error of every pair's converted logits, and the reference: the logits with the prompt in context."""
     old = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
     with model.kv_bias(convert_prompt(model, prompt)):
         return relative_error(model(text), old), old
 
 
-def relative_error(new: Float[Tensor, "pair *rest"], old: Float[Tensor, "pair *rest"]) -> Float[Tensor, "pair"]:
+def relative_error(new: Float[Tensor, " pair *rest"], old: Float[Tensor, " pair *rest"]) -> Float[Tensor, " pair"]:
     """||new - old|| / ||old|| of every pair, in float64."""
     return (new.double() - old.double()).flatten(1).norm(dim=1) / old.double().flatten(1).norm(dim=1)
 

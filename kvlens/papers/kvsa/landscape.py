@@ -96,7 +96,7 @@ def plane_of(T: int, n: int) -> pd.DataFrame:
 
 def model_and_texts(
     T: int, n_texts: int, seed: int
-) -> tuple[HookedKVTransformer, Int[Tensor, "text pos"], Int[Tensor, "text"]]:
+) -> tuple[HookedKVTransformer, Int[Tensor, "text pos"], Int[Tensor, " text"]]:
     """The model with random orthonormal embeddings, texts x_1 .. x_T x_i in float64, and the answers x_{i+1}."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.linalg.qr(torch.randn(T, T, generator=generator, dtype=torch.float64)).Q
@@ -109,7 +109,7 @@ def model_and_texts(
 def descend(
     model: HookedKVTransformer,
     tokens: Int[Tensor, "text pos"],
-    answers: Int[Tensor, "text"],
+    answers: Int[Tensor, " text"],
     start: Sequence[float],
     step_size: float,
     max_steps: int,
@@ -140,7 +140,7 @@ def descend(
 
 
 def model_slope(
-    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], answers: Int[Tensor, "text"]
+    model: HookedKVTransformer, tokens: Int[Tensor, "text pos"], answers: Int[Tensor, " text"]
 ) -> tuple[float, float, float]:
     """The model's loss, and its derivatives by alpha_1 and beta_1 in the plane (alpha_2 and beta_2 move the other way)."""
     attn = model.blocks[0].attn
