@@ -94,12 +94,12 @@ assert abs(losses(f + g - f)["gizmo"] - losses(g)["gizmo"]) < 1e-4
 errors
 
 # %% [markdown]
-# ## Exchanging: `a + c * (b - a)`
+# ## Exchanging: `a.toward(b, c)`
 #
-# Two stories, `a` and `b`, differ in one word, Pavel's animal. `b - a` is what the exchange of this word does to the bias, and `a + c * (b - a)` does
-# it to a degree: nothing at c = 0, the other story at c = 1, more than that beyond; `a.toward(b, c)` is this bias. We measure the probability of the old and the new animal as the answer
-# to a question about Pavel, for six pairs of animals, on a linear and on a softmax model. (`toward` takes prompts of any lengths: the text then begins behind
-# the longer one.)
+# Two stories, `a` and `b`, differ in one word, Pavel's animal. `a.toward(b, c)` is `a + c * (b - a)`: nothing is exchanged at c = 0, the bias is the other
+# story's at c = 1, and beyond it goes further in the same direction. (Prompts of different lengths can be exchanged, too; the text then begins behind
+# the longer one.) We measure the probability of the old and the new animal as the answer to a question about Pavel, for six pairs of animals, on a linear
+# and on a softmax model.
 #
 # Two controls: the question about Kaya, whose animal is the same in both stories; and a third story `d`, in which *Kaya's* animal is
 # exchanged instead, under which Pavel's animal should stay the old one.
@@ -123,7 +123,7 @@ def p(model, bias, who, animal):
 rows = []
 for name, facts in models.items():
     for old, new in zip(animals, animals[1:] + animals[:1], strict=True):
-        a, b, d = (convert_prompt(facts, story.format(*pair)) for pair in [(old, "donkey"), (new, "donkey"), (old, "cow")])
+        a, b, d = (convert_prompt(facts, story.format(*pair)) for pair in [(old, "donkey"), (new, "donkey"), (old, "fox")])
         for c in degrees:
             exchanged, elsewhere = a.toward(b, c), a.toward(d, c)
             answers = {"new": p(facts, exchanged, "Pavel", new), "old": p(facts, exchanged, "Pavel", old)}
@@ -152,11 +152,11 @@ assert medians.loc[("facts-linear", 5), "Kaya's"] < 0.5 and medians.loc[("facts-
 worst.round(3)
 
 # %% [markdown]
-# ## What the model then writes, and what a negative weight does
+# ## Where it ends: negative normalizers
 #
-# The same for one pair, with the text that the model writes and the share of normalizers (the denominators above, of all layers, heads and tokens of
-# the question) that are below 0. Where a normalizer is negative, a head does not average values. The hook point `hook_normalizer` shows it, for softmax its
-# logarithm, which is NaN there. Two more biases stand below: `-1 * a`, and `b - a` by itself.
+# With c from 0 to 1 the weights $1 - c$ and $c$ are not negative. Beyond, a normalizer (the denominator above) can be, and then a head does not average
+# values. The hook point `hook_normalizer` shows it, for softmax its logarithm, which is NaN there. For one pair: the share of the question's normalizers,
+# of all layers and heads, that are below 0, and what the model writes. Two more biases stand below: `-1 * a`, and `b - a` by itself.
 
 # %%
 
@@ -184,42 +184,31 @@ ask = question.format("Pavel")
 rows = []
 for name, facts in models.items():
     a, b = (convert_prompt(facts, story.format(animal, "donkey")) for animal in ("parrot", "dog"))
-    steered = {f"a + {c} (b - a)": a + c * (b - a) for c in (0, 1, 2, 10)} | {"-1 a": -1 * a, "b - a": b - a, "nothing": a.zero_like()}
+    steered = {f"a.toward(b, {c})": a.toward(b, c) for c in (0, 1, 2, 10)} | {"-1 a": -1 * a, "b - a": b - a, "nothing": a.zero_like()}
     for words, bias in steered.items():
         rows.append({"model": name, "bias": words, "below 0": share_below_zero(facts, bias, ask), "text": written(facts, bias, ask)})
 wrote = pd.DataFrame(rows).set_index(["model", "bias"])
 wrote.style.format({"below 0": "{:.1%}"})
 
 # %% [markdown]
-# With c from 0 to 1 the weights $1 - c$ and $c$ are not negative, so no normalizer is. A real model bears less than these: with SmolLM2-135M-Instruct and
-# system prompts for cheerful and gloomy answers, c from 0 to 1 leads from one to the other, at c = 1.2 it repeats itself, at 1.5 it writes nonsense, with
-# 1.5 % of the normalizers below 0. Here, at c = 2 a few are on the softmax model, and the answer
-# holds; at c = 10 its text falls apart. Under `-1 * a` all or most normalizers are negative, and neither model writes sentences. `b - a` by itself
-# happens to leave all of the linear model's positive, and breaks the softmax model.
+# At c = 2 a few are negative on the softmax model, and the answer holds; at c = 10 its text falls apart. Under `-1 * a`, which one might take for "the
+# opposite of the story", all or most are negative, and neither model writes sentences. `b - a` by itself happens to leave all of the linear model's
+# positive, and breaks the softmax model. A pass that reads such a bias warns, once, with the share.
 #
-# One could take `-1 * a` for a way to make what the story says less likely, and on the linear model it does. The control shows what this is worth: a
-# text about other people loses even more, and on the softmax model both become more likely. A pass that reads such a bias warns, once, with
-# the share.
+# **A real model bears less than these.** With SmolLM2-135M-Instruct and system prompts for cheerful and gloomy answers, c from 0 to 1 leads from one to
+# the other; at c = 1.2 it repeats itself, at 1.5 it writes nonsense, with only 1.5 % of the normalizers below 0. So stay between 0 and 1, where nothing
+# can be negative, and read what the model writes.
 
 # %%
-told, unrelated = " Pavel has a parrot. At night Kaya feeds a donkey.", " Bruno has a swan. At night Zora feeds a horse."
-rows = []
-for name, facts in models.items():
-    a = convert_prompt(facts, story.format("parrot", "donkey"))
-    for words, bias in {"nothing": a.zero_like(), "-1 a": -1 * a}.items():
-        with facts.kv_bias(bias), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            found = [float(facts(text, return_type="loss", prepend_bos=False)) for text in (told, unrelated)]
-        rows.append({"model": name, "bias": words, "told": found[0], "unrelated": found[1]})
-        assert len(warned) == (words == "-1 a")
-    print(f"{name}: {warned[0].message}")
-negative = pd.DataFrame(rows).set_index(["model", "bias"])
-rise = negative.xs("-1 a", level=1) - negative.xs("nothing", level=1)
-assert 1 < rise.loc["facts-linear", "told"] < rise.loc["facts-linear", "unrelated"] and (rise.loc["facts-gpt2"] < 0).all()
-assert (wrote.query("bias in ['a + 0 (b - a)', 'a + 1 (b - a)', 'nothing']")["below 0"] == 0).all()
+assert (wrote.query("bias in ['a.toward(b, 0)', 'a.toward(b, 1)', 'nothing']")["below 0"] == 0).all()
 assert wrote.loc[("facts-linear", "b - a"), "below 0"] == 0 and wrote.loc[("facts-gpt2", "b - a"), "below 0"] > 0.05
-assert (wrote.query("bias == '-1 a'")["below 0"] > 0.3).all() and (wrote.query("bias == 'a + 2 (b - a)'")["below 0"] < 0.02).all()
-negative.round(2)
+assert (wrote.query("bias == '-1 a'")["below 0"] > 0.3).all() and (wrote.query("bias == 'a.toward(b, 2)'")["below 0"] < 0.02).all()
+for name, facts in models.items():
+    with facts.kv_bias(-1 * convert_prompt(facts, story.format("parrot", "donkey"))), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        facts(ask, prepend_bos=False)
+    assert len(warned) == 1
+    print(f"{name}: {warned[0].message}")
 
 # %% [markdown]
 # ## Scaling
@@ -250,30 +239,6 @@ assert (knobs["g"]["gizmo"].loc[1:] - knobs["g"]["gizmo"].loc[1]).abs().max() < 
 others += [knobs["f"]["gizmo"], knobs["h"]["gizmo"]]
 assert all(other.loc[1:].is_monotonic_increasing and other.idxmin() < 1 for other in others)
 pd.DataFrame({(name, x): knob[name] for name in texts for x, knob in knobs.items()}).round(2)
-
-# %% [markdown]
-# ## Which layers matter
-#
-# `select` keeps the bias of some layers or heads and sets the rest to zero. Here we remove one layer of `f` at a time; the control is the other text,
-# read with the same bias.
-
-# %%
-layers = range(model.cfg.n_layers)
-without = pd.DataFrame([losses(f.select(layers=[other for other in layers if other != layer])) for layer in layers])
-lost = without - table.loc["f"]
-figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
-lost.plot.bar(ax=axes, rot=0)
-axes.axhline(gain.loc["f", "frobnicator"], color="gray", linewidth=0.8)
-axes.set(xlabel="ablated layer", ylabel="nats lost");
-
-# %% [markdown]
-# The prompt's own text loses more than 0.3 nats without any one layer, and at least twice what the control loses. The losses do not add up to
-# the gain from the whole prompt (the gray line). Notebook 02 is about single heads.
-
-# %%
-assert (lost["frobnicator"] > 0.3).all() and (lost["frobnicator"] > 2 * lost["gizmo"]).all()
-assert abs(lost["frobnicator"].sum() - gain.loc["f", "frobnicator"]) > 0.3
-lost.round(2)
 
 # %% [markdown]
 # ## What a sum misses

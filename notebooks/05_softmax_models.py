@@ -22,11 +22,14 @@
 # $b_D$ and fitted values in $b_{KV}$.
 
 # %%
+import circuitsvis
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
+from kvlens.analyses import attention_under_bias as attention_by_head
+from kvlens.viz import attention_under_bias
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-gpt2")  # trained on made-up stories, like the model of notebook 01, but with softmax attention
@@ -94,6 +97,38 @@ print(table.query("method == 'landmark'")["bias"].iloc[-1].fit)
 kl.round(3)
 
 # %% [markdown]
+# Which tokens of the question suffer with two keys? Token by token, the KL of the next token's prediction, by circuitsvis:
+
+# %%
+two = table.set_index(["method", "size"])["bias"]["landmark", 2]
+errors = (with_story.exp() * (with_story - converted(two))).sum(-1)
+assert abs(float(errors.mean()) - kl["landmark"].iloc[0]) < 1e-6
+circuitsvis.tokens.colored_tokens(model.to_str_tokens(question, prepend_bos=False), errors)
+
+# %% [markdown]
+# ## What the question attends to
+#
+# `hook_pattern` under a bias has the columns of the question alone. `attention_under_bias` adds those of the story's tokens (p0, p1, ...), and circuitsvis
+# draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was taken. Hover over a head to enlarge it.
+
+# %%
+attention_under_bias(model, story, question, layer=1, title="layer 1, every key")
+
+# %%
+four = table.set_index(["method", "size"])["bias"]["landmark", 4]
+attention_under_bias(model, story, question, layer=1, bias=four, title="layer 1, four fitted keys")
+
+# %%
+patterns = {name: attention_by_head(model, story, question, 1, bias=bias) for name, bias in {"exact": exact, "four": four}.items()}
+last = {name: found.pattern[:, -1, : found.n_prompt] for name, found in patterns.items()}  # the last token's, to the story
+assert all(torch.allclose(found.pattern[:, -1].sum(-1), torch.ones(model.cfg.n_heads), atol=1e-4) for found in patterns.values())
+assert ((last["four"] != 0).sum(-1) <= 4).all() and ((last["exact"] != 0).sum(-1) == story_tokens.shape[1]).all()
+pd.DataFrame({f"attention to the story, {name}": row.sum(-1) for name, row in last.items()}).round(2)
+
+# %% [markdown]
+# A fitted key is not the token: its weight in $b_D$ and its value in $b_{KV}$ are fitted, so that a head's output can come near that of all keys with hardly any
+# weight, which is what a pattern shows, on the story. Read the pattern of fitted keys as what the smaller bias computes, not as what the model attends to.
+#
 # ## Your own models
 #
 # Load a Hugging Face folder as in notebook 01, a llama2.c checkpoint with `HookedKVTransformer.from_llama2c(path, tokenizer_path)`.

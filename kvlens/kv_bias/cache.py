@@ -173,7 +173,7 @@ def attention_with_weights(
     query: Float[Tensor, "batch head pos d_key"],
     key: Float[Tensor, "batch kv_head key d_stored"],
     value: Float[Tensor, "batch kv_head key d_head"],
-    attention_mask: Float[Tensor, " batch #head pos key"] | None,
+    attention_mask: Float[Tensor, " batch #head pos masked"] | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,

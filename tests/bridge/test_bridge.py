@@ -8,6 +8,7 @@ import torch
 from bridge_models import FAMILIES, N_PROMPT, N_TEXT, PROMPT, TEXT, greedy_error, some_tokens
 from precision import LAW, relative_error
 from tiny_hf import D_VOCAB, N_CTX, PURELY_RECURRENT, WINDOW, tiny_hf_model
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -138,6 +139,21 @@ def test_nothing_attached_changes_nothing(family, model):
             model.run_with_hooks(text, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: 1 / 0)])
     assert hooks_of(model) == before
     assert torch.equal(model(text), ours)
+
+
+def test_only_what_is_hooked_is_computed_by_the_bridge(bridge_of, monkeypatch):
+    """Of blocks, norms and MLPs: in any order of passes with and without hooks."""
+    model, called = bridge_of("llama"), []
+    names = ("hook_in", "hook_out", "ln1.hook_in", "ln2.hook_scale", "mlp.hook_in", "mlp.gate.hook_out")
+    monkeypatch.setattr(HookPoint, "forward", lambda point, x: called.append(point) or x)
+    points = [model.hook_dict[f"blocks.1.{name}"] for name in names]
+    for point in points:
+        called.clear()
+        model(TEXT)
+        assert not {id(x) for x in called} & {id(x) for x in points}
+        with point.register_forward_hook(lambda *of_pass: None):
+            model(TEXT)
+        assert sum(x is point for x in called) == 1
 
 
 def hooks_of(model):
