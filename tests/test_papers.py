@@ -1,4 +1,4 @@
-"""The papers' claims: every one has a result or a reason, every experiment its claims, and RESULTS.md the same tables."""
+"""The papers' claims: every one has a result or a reason, every experiment its claims, and CLAIMS.md the same tables."""
 
 import importlib
 import json
@@ -63,7 +63,8 @@ def test_every_test_that_holds_a_claim_exists():
 def test_results_and_the_papers_page_have_its_table(paper):
     table = claims_table(CLAIMS[paper])
     assert table in importlib.import_module(f"kvlens.papers.{paper}").__doc__
-    assert table in (ROOT / "RESULTS.md").read_text(), f"RESULTS.md lacks this table:\n{table}"
+    page = f"kvlens/papers/{paper}/CLAIMS.md"
+    assert table in (ROOT / page).read_text(), f"{page} lacks this table:\n{table}"
 
 
 def test_the_training_settings_as_printed_can_be_set(tmp_path, capsys):

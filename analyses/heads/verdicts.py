@@ -18,7 +18,7 @@ of what a head reads, |E|, is at the lag of that kind:
 
 A matching head that reads, at its lag, less than :data:`WEAK` of what the model's strongest head of that kind does, is called
 "weak induction" or "weak duplicate token". In SmolLM2-135M and Qwen2.5-0.5B the weak ones together change nothing when they
-are ablated (RESULTS has the figures).
+are ablated (``tests/benchmarks/results/explanations.md`` has the figures).
 
 A positional head must meet the criterion at three of four positions of the stretch, with half of ``ratio`` there, and a
 matching head at :data:`MIN_MATCHES` positions, with half of the contrast: a head that attends to random fixed positions

@@ -1,4 +1,4 @@
-"""The list of a paper's claims, from which its page and RESULTS.md get the same table.
+"""The list of a paper's claims, from which its page and its CLAIMS.md get the same table.
 
     place | the paper's words
         by | verdict | what was found, or why it was not tested | rows
