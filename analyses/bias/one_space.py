@@ -24,7 +24,7 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
     Raises:
         KVLensError: biases of different models or with features of different kinds.
     """
-    biases = tuple(bias.per_query_head() for bias in biases)
+    biases = tuple(bias.padded().per_query_head() for bias in biases)  # compact ones would each leave out the others' keys
     if biases[0].features is None:
         return list(biases)
     alone = torch.eye(len(biases)).tolist()

@@ -85,7 +85,6 @@ OPS: dict[Any, dict[str, Any]] = {
     softmax.attend_with_extra_keys: dict(
         q="b p h d", k="b key g d", v="b key g d", extra=EXTRA, scale=2.0, visible=bools("one one p key")
     ),
-    softmax.last_with_extra_keys: dict(q="b one h d", k="b key g d", v="b key g d", extra=EXTRA, scale=2.0),
     softmax.merge_extra_keys: dict(z="b p h d", log_normalizer="b p h", q="b p h d", extra=EXTRA, scale=2.0),
     features.virtual_key_scores: dict(
         q="b p h d", keys="b g r d", rule=RULE._replace(slopes="h"), distance=ints("b g r"), positions=ints("b p")

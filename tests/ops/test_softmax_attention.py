@@ -14,12 +14,12 @@ from kvlens.ops.softmax_attention import (
     by_kv_head,
     fused_softmax_attention,
     join_bias,
-    last_with_extra_keys,
     merge_extra_keys,
     naive_join_bias,
     naive_softmax_attention,
     visible_keys,
 )
+from kvlens.ops.softmax_attention.extra_keys import last_with_extra_keys
 
 CASES = {
     "causal": {},

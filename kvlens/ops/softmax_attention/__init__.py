@@ -2,7 +2,7 @@
 
 from kvlens.checks import doors
 from kvlens.ops.softmax_attention.bias import join_bias, naive_join_bias
-from kvlens.ops.softmax_attention.extra_keys import ExtraKeys, attend_with_extra_keys, last_with_extra_keys, merge_extra_keys
+from kvlens.ops.softmax_attention.extra_keys import ExtraKeys, attend_with_extra_keys, merge_extra_keys
 from kvlens.ops.softmax_attention.fused import fused_softmax_attention
 from kvlens.ops.softmax_attention.grouped import by_kv_head
 from kvlens.ops.softmax_attention.naive import naive_softmax_attention
@@ -19,7 +19,6 @@ __all__ = [
     "by_kv_head",
     "fused_softmax_attention",
     "join_bias",
-    "last_with_extra_keys",
     "merge_extra_keys",
     "naive_join_bias",
     "naive_softmax_attention",

@@ -48,7 +48,7 @@ class Reproduction(NamedTuple):
     """
 
     tables: Mapping[str, pd.DataFrame]
-    figure: Callable[[], "Figure"]
+    figure: Callable[[], Any]
     comparisons: list[Comparison]
     differences: Sequence[str] = ()
 
