@@ -72,7 +72,7 @@ def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tm
 
 def test_an_explanation_that_is_killed_leaves_nothing_and_nobody_else_works_on_it_meanwhile(tmp_path):
     first = started(tmp_path, *EXPLAIN)
-    while not list(tmp_path.iterdir()) and first.process.is_alive():
+    while not (tmp_path / ".d.work.kvlens-lock").exists() and first.process.is_alive():
         time.sleep(0.01)
     os.kill(first.process.pid, signal.SIGSTOP)
     status, error = started(tmp_path, *EXPLAIN, "--overwrite").end()
