@@ -23,6 +23,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +36,37 @@ from kvlens.analyses.attribution.terms import Terms
 import kvlens
 from kvlens import counterfactuals
 from kvlens.chat import prompt_layout
-from kvlens.explanation.by_position import QUESTION, places_of
+from kvlens.explanation.by_position import Place, places_of, position_groups
 from kvlens.units import Unit, cut
 
 FIRM = math.log(4)
 ROWS = ("fact", "later", "text", "question", "marks", "all")
 
 
-def groups(unit: Unit, n: int, asked: list[bool], behind: list[bool]) -> dict[str, list[int]]:
-    """The positions of each row, of a prompt of n tokens without its last one."""
-    later = range(unit.stop, n)
-    found = {
-        "fact": list(range(unit.start, unit.stop)),
-        "later": list(later),
-        "text": [i for i in later if not (asked[i] or behind[i])],
-        "question": [i for i in later if asked[i]],
-        "marks": [i for i in later if behind[i]],
+def sets_of(own: torch.Tensor, places: Sequence[Place]) -> dict[str, list[int]]:
+    """The positions of each row; ``own`` is True at the sentence's."""
+    found = position_groups(own, places)
+    text = found.get("document", []) + found.get("between", [])
+    question, marks = found.get("question", []), found.get("end", [])
+    later = text + question + marks
+    return {
+        "fact": found["cause"],
+        "later": later,
+        "text": text,
+        "question": question,
+        "marks": marks,
+        "all": found["cause"] + later,
     }
-    return {**found, "all": found["fact"] + found["later"]}
 
 
 @torch.no_grad()
 def falls_of(
-    model: Any, read: Terms, tokens: torch.Tensor, response: torch.Tensor, unit: Unit, sets: dict[str, list[int]]
-) -> Any:
+    model: Any, read: Terms, tokens: torch.Tensor, response: torch.Tensor, unit: Unit, places: Sequence[Place]
+) -> torch.Tensor:
     """[row, response token], in nats: by how much each falls with each set of positions exchanged."""
     own = torch.zeros(len(tokens) - 1, dtype=torch.bool)
     own[unit.start : unit.stop] = True
+    sets = sets_of(own, places)
     exchange = PositionExchange(read, counterfactuals(model, tokens[:-1], own[None]))
     chosen = torch.zeros(1 + len(ROWS), len(exchange.parts), dtype=torch.bool)
     for row, name in enumerate(ROWS, 1):
@@ -83,19 +88,14 @@ def case(model: Any, chat: Any, explained: dict[str, Any], i: int) -> dict[str, 
     causes = {unit for cause in explained["causes"] for unit in cause}
     unit = units[next(unit for unit in explained["stating"] if unit in causes)]
     places = places_of(layout, len(tokens))
-    asked = [place == QUESTION for place in places]
-    last = max(k for k, is_asked in enumerate(asked) if is_asked)
-    sets = groups(unit, len(tokens) - 1, asked, [k > last for k in range(len(tokens))])
     response = model.to_tokens(explained["response"], prepend_bos=False)[0]
     read = Terms.of_prompt(model, tokens[:-1])
-    falls = falls_of(model, read, tokens, response, unit, sets)
+    falls = falls_of(model, read, tokens, response, unit, places)
     decision = falls[ROWS.index("all")] > FIRM
     if not bool(decision.any()):
         return None
     other = random.Random(i).choice([each for k, each in enumerate(units) if k not in causes and k not in explained["stating"]])
-    null = falls_of(
-        model, read, tokens, response, other, groups(other, len(tokens) - 1, asked, [k > last for k in range(len(tokens))])
-    )
+    null = falls_of(model, read, tokens, response, other, places)
     return {
         "tokens": int(decision.sum()),
         **{name: float(falls[row, decision].sum()) for row, name in enumerate(ROWS)},
