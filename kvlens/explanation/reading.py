@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
+from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.attribution.by_head import rows_at_once
 from kvlens.analyses.bias.parts import HEAD
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
@@ -75,7 +76,7 @@ def reading_layers(
     prompt: PromptTokens,
     text: TextTokens | None = None,
     *,
-    answer: str | Int[Tensor, " answer_pos"],
+    answer: str | int | Int[Tensor, " answer_pos"],
     without: By,
     heads: bool = True,
     on_progress: Progress | None = None,
@@ -95,7 +96,7 @@ def reading_layers(
         model: that is asked.
         prompt: a string, a chat, or tokens [pos]. Its last token is read with the text.
         text: what stands between the prompt and the answer; None for nothing, as where an answer begins a chat's response.
-        answer: its tokens, or as text.
+        answer: its tokens, one token, or text, blanks in front included.
         without: what the other prompt lacks: strings that occur in the prompt once each, ranges of its tokens, or a level of
             units (all of them).
         heads: also groups and heads, which take most of the time: a row of the response's tokens each.
@@ -118,7 +119,7 @@ def reading_layers(
     if bool(gone[-1]) or len(gone) < 2:
         raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
     between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)
-    said = one_sequence(model, "answer", answer)
+    said = answer_tokens(model, "answer", answer)
     whole = convert_prompt(model, layout.tokens[:-1])
     other = convert_prompt(model, counterfactuals(model, layout.tokens[:-1], gone[None, :-1])).select_prompt(0)
     reading = _Reading(model, whole, other, torch.cat([layout.tokens[-1:], between, said[:-1]]), said)
@@ -208,7 +209,8 @@ class _Reading:
             first += n_heads
 
             def put(z: Tensor, hook: object, chosen: Tensor = chosen, other: Tensor = writes[name]) -> Tensor:
-                return torch.where(chosen[:, None, :, None].to(z.device), other, z)
+                of_heads, others = (x.reshape(*x.shape[:2], chosen.shape[1], -1) for x in (z, other))  # some join heads
+                return torch.where(chosen[:, None, :, None].to(z.device), others, of_heads).reshape(z.shape)
 
             hooks.append((name, put))
         with self.model.kv_bias(self.whole.repeat(len(sets))), self.model.hooks(fwd_hooks=hooks):

@@ -101,17 +101,24 @@ def facts(model: Any, args: argparse.Namespace) -> Iterator[Case]:
     """Right answers of ``bench_explanation.py``."""
     with gzip.open(args.data / "nq-oracle-half.jsonl.gz", "rt", encoding="utf-8") as data:
         rows = [json.loads(line) for line in data]
-    for each in map(json.loads, args.explained.read_text().splitlines()):
-        if each["right"] and "causes" in each:
-            documents = case_of(rows, each["i"], 0)
-            chat = Chat.ask(rows[each["i"]]["question"].rstrip("?").capitalize() + "?", documents)
-            units = cut(model, prompt_layout(model, chat), "sentence")
-            stating, causes = set(each["stating"]), {unit for of in each["all_causes"] for cause in of for unit in cause}
-            others = [(u.start, u.stop) for k, u in enumerate(units) if k not in stating | causes]
-            without = [(units[k].start, units[k].stop) for k in sorted(stating)]
-            if without and others:
-                null = random.Random(each["i"]).choice(others)
-                yield Case(chat, without, [null], rows[each["i"]]["answers"], said=each["response"])
+    lines = [json.loads(line) for line in args.explained.read_text().splitlines()]
+    right = [each for each in lines if each["right"] and "causes" in each]
+    for each in sorted(right, key=said_before):  # those that are said soonest cost least
+        documents = case_of(rows, each["i"], 0)
+        chat = Chat.ask(rows[each["i"]]["question"].rstrip("?").capitalize() + "?", documents)
+        units = cut(model, prompt_layout(model, chat), "sentence")
+        stating, causes = set(each["stating"]), {unit for of in each["all_causes"] for cause in of for unit in cause}
+        others = [(u.start, u.stop) for k, u in enumerate(units) if k not in stating | causes]
+        without = [(units[k].start, units[k].stop) for k in sorted(stating)]
+        if without and others:
+            null = random.Random(each["i"]).choice(others)
+            yield Case(chat, without, [null], rows[each["i"]]["answers"], said=each["response"])
+
+
+def said_before(line: dict[str, Any]) -> int:
+    """How many characters of a response stand before the first of its short answers; all of them where none is literal."""
+    text = line["response"].casefold()
+    return min([text.find(answer.casefold()) for answer in line["answers"] if answer.casefold() in text], default=len(text))
 
 
 def persona(model: Any, args: argparse.Namespace) -> Iterator[Case]:
