@@ -5,7 +5,7 @@ import torch
 
 from kvlens import HookedKVTransformer
 from kvlens.dual import DualModel
-from kvlens.ops.dual import bound
+from kvlens.ops import dual_layers as bound
 
 STORY = "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Pavel keep? Pavel keeps a"
