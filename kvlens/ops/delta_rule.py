@@ -206,7 +206,6 @@ def naive_carried_delta_rule(
 #
 # `Chunks` is everything that does not depend on the state before, for all chunks at once.
 
-
 BLOCK = 16
 """Block size with a decay per channel: within a block products are formed pair by pair, between blocks as matrix products."""
 

@@ -55,7 +55,6 @@ __all__ = [
 # and the exact softmax kernel alike: W = sum_t c_t phi(k_t)^T is represented by its coefficients c_t, and W phi(z) = sum_t c_t
 # kappa(k_t, z).
 
-
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """kappa of two vectors, a number."""
 
@@ -275,16 +274,9 @@ def random_log_features(
 # The dual model with an explicit weight W (DUAL th. 3.1). With decay, the ``inputs`` are phi~(k_j) gamma^{i-j}, the features as
 # query i sees them. Rows: ``inputs`` [demo, d_phi] and ``labels`` [demo, d_out]; a weight is [d_out, d_phi].
 
-
 Inputs = Float[Tensor, "*lead demo d_phi"]
-
-
 Labels = Float[Tensor, "*lead demo d_out"]
-
-
 Weight = Float[Tensor, "*lead d_out d_phi"]
-
-
 Normalizer = Float[Tensor, "*#lead"]
 """D, one per query."""
 
@@ -410,7 +402,6 @@ def cosine(a: Float[Tensor, "*lead d"], b: Float[Tensor, "*lead d"]) -> Float[Te
 #
 # The cosines take O(pos^3) time, or O(N pos (pos - N)) if the first N tokens are the demonstrations of every query. For a head
 # with decay, ``log_kernel`` is kappa times gamma^{-s} gamma^{-t} here; `log_loss_drops` restores gamma^{2i}.
-
 
 PerScoredQuery = Float[Tensor, "*lead scored_query"]
 

@@ -122,7 +122,6 @@ def induction_head(x: Float[Tensor, "batch pos d_model"], sigma: float, slope: f
 # x_{i-1} and x_T get A1 b2 as the predecessors of rows i and T + 1; KVSA table 5 and eq. 10 have e^{alpha_2} there instead. The
 # loss is the same for every i and every order of the tokens.
 
-
 SHORTEST = 4
 """In shorter texts no i satisfies 1 < i < T - 1."""
 

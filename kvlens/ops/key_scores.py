@@ -144,14 +144,9 @@ def expected_log_attention(
 # The text after the prompt, and how much attention it leaves for the prompt, play no role here; in kvlens' own fit
 # (`fit_weights` and `fit_values` of `kvlens.ops.landmarks`) they do.
 
-
 MatchedBy = Literal["attention", "pursuit"]
-
-
 LEAST = 1e-12
 """Smallest weight during matching pursuit, as in the authors' code."""
-
-
 RIDGE = 1e-9
 """Ridge of the fit of the values, relative to the mean diagonal of the Gram matrix, for keys that never get attention."""
 

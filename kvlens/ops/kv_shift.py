@@ -124,8 +124,6 @@ def _take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 Parametrization = Literal["free", "gate", "clamp"]
-
-
 Init = Literal["uniform", "identity"]
 
 

@@ -129,7 +129,6 @@ def _left_of(target: Tensor, columns: Tensor) -> float:
 # Choosing r of N keys reads the diagonal and one column for each chosen key. `Products` stores the matrix; `Rows` stores the
 # rows x_i themselves, and computes a column when it is read.
 
-
 T = TypeVar("T", bound=tuple)
 
 
@@ -209,7 +208,6 @@ def _total(parts: Iterator[Tensor]) -> Tensor:
 # problem; the leading axis ("cell") runs over prompts and key-value heads.
 #
 # Sums over the queries are computed cell by cell, so that what is read repeatedly stays in the processor's cache.
-
 
 GRAM_COLUMNS = 128
 """Columns of a Gram matrix that are computed at once; entries above the diagonal are copied by symmetry."""
@@ -357,15 +355,10 @@ def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> 
 # tokens, 8 keys per head, equal budgets) the error of the logits after the same fit is 1.6 %, with keys chosen by the
 # normalizer alone 2.1 %, with those of most attention 2.7 %.
 
-
 KAPPA = 0.5
 """Weight of the normalizer's error relative to the output's. 0.25 to 1 differ by a few percent; 2 is 10 % worse."""
-
-
 FEW_STEPS = 64
 """Steps for which there is room at first; twice as many where a path goes on."""
-
-
 AHEAD = 8
 """A path ends where so many gains in a row are too small."""
 
@@ -460,7 +453,6 @@ def _matching_pursuit(
 # some paths are. A gain may rise again: the *level* of a step is the largest gain of the next `AHEAD` steps, and never above
 # the level of an earlier step.
 
-
 FIRST_STEPS = 4
 """A path's first part has this many times the average number of keys; only those still above the waterline then go on."""
 
@@ -534,11 +526,8 @@ def lazy_paths(
 # Weights stay non-negative so that the normalizer stays positive for queries outside the fit. The second objective is the
 # head's output error itself, which is linear in B once w is known.
 
-
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
 """Relative to the mean diagonal of the Gram matrix; 1e-8 to 1e-5 change the error of the logits by less than 1 %."""
-
-
 RESOLVED = 1e-6
 """The smallest part of a normalizer that is larger than the rounding of shares in float32."""
 

@@ -306,14 +306,9 @@ def parallel_linear_attention(
 # in sequence, each starting from the state of the one before. A segment is short enough for its intermediates to stay in the
 # processor's cache, which on a CPU gains a factor of two. The backward pass is autograd through the same products, also O(pos).
 
-
 CHUNK_SIZE = 64
-
-
 NORMALIZER_CHUNK_SIZE = 16
 """Chunk size of the normalizer: its triangular products all lie within a chunk, so shorter chunks mean less work."""
-
-
 SEGMENT_ON_CPU, SEGMENT_ELSEWHERE = 512, 16384
 """Tokens per segment: chosen for the cache on a CPU, and for enough parallel work on an accelerator."""
 

@@ -112,8 +112,6 @@ class _Rotation(torch.autograd.Function):
 
 ROWS_KEPT = 8192
 """Number of rows from position 0 that are kept once computed; later rows are computed on request."""
-
-
 Rows = tuple[Tensor, Tensor]
 
 

@@ -31,17 +31,9 @@ __all__ = [
 
 
 Keys = Float[Tensor, "batch pos key_head d_k"]
-
-
 Values = Float[Tensor, "batch pos head d_v"]
-
-
 LogDecay = Float[Tensor, "batch pos head d_k"]
-
-
 WriteStrength = Float[Tensor, "batch pos head"]
-
-
 Mask = Bool[Tensor, "#batch pos"]
 
 

@@ -174,7 +174,6 @@ def visible_keys(
 # CPU does, but without a gradient, so a log-normalizer with a gradient is refused here. On other devices the log-normalizer is
 # computed separately, over blocks of queries.
 
-
 QUERY_BLOCK = 256
 """Queries whose scores are held at once where the kernel does not return its normalizer."""
 
