@@ -21,4 +21,57 @@ divides scores.
 - ``induction``: the induction head as a function, and its training loss landscape (KVSA th. 1-3).
 
 Each function is checked against the shapes in its signature where it is called from outside kvlens.
+
+**An op.** An op stands in the file of its concept in `kvlens/ops`, named as in the paper, with the equation at its top. First
+write the obvious form, one line per equation:
+
+```python
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def naive_running_mean(x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
+    '''m_i = (x_0 + ... + x_i) / (i + 1), one token at a time.'''
+    means = [x[:, : i + 1].mean(dim=1) for i in range(x.shape[1])]
+    return torch.stack(means, dim=1)
+```
+
+then the fast one, with the same arguments and the same result. `checked` checks each call against the signature, so wrong
+shapes raise a readable error:
+
+```python
+from kvlens.checks import checked
+
+
+@checked
+def running_mean(x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
+    '''m_i = (x_0 + ... + x_i) / (i + 1).
+
+    Args:
+        x: one row per token.
+
+    Returns:
+        At each position the mean of the rows up to it.
+    '''
+    counts = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)
+    return x.cumsum(dim=1) / counts[:, None]
+```
+
+and a test in `tests/ops`: the two agree, on axes of different lengths, and a property holds that every correct answer has.
+
+```python
+from precision import LAW, relative_error
+
+
+def test_running_mean():
+    x = torch.randn(2, 11, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert relative_error(running_mean(x), naive_running_mean(x)) < LAW
+    later_changed = torch.cat([x[:, :7], torch.zeros_like(x[:, 7:])], dim=1)
+    assert torch.equal(running_mean(later_changed)[:, :7], running_mean(x)[:, :7])  # causal
+```
+
+Name it in the file's `__all__`; the file's last line has its calls checked where they come from outside kvlens. Ops import
+torch, einops, jaxtyping and a few modules of the standard library (`tests/test_imports.py`). If a paper defines it, add it to
+that paper's page in `kvlens/papers`.
 """
