@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
-from kvlens.ops.feature_maps import maps as ops
-from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops import feature_maps as ops
+from kvlens.ops.feature_maps import draw_projections
 
 
 class FeatureMap(nn.Module):
