@@ -385,8 +385,10 @@ def _layers(lines: list[dict[str, Any]]) -> range:
     return range(len(lines[0]["attention"]))
 
 
-def ablated(model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: pd.DataFrame, induction: np.ndarray) -> Any:
-    """Of each case of one task, whether it is lost without the sets that the other half of them gives; yields (i, sets)."""
+def ablated(
+    model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: pd.DataFrame, induction: np.ndarray, done: set[int]
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """(i, whether case i is lost without each of the sets that the other half gives), but for cases that are done."""
     names = [tuple(map(int, each)) for each in parts.loc[parts["part"] == "head", ["layer", "head"]].to_numpy()]
     order = random.Random(0).sample(range(len(lines)), len(lines))
     for fold in (0, 1):
@@ -401,7 +403,7 @@ def ablated(model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: 
         layers = {f"layers {k}": np.argsort(-by_layer)[:k].tolist() for k in n_of_layers} | {
             f"random layers {k} {again}": draw.sample(range(len(by_layer)), k) for k in n_of_layers for again in range(DRAWS)
         }
-        for k in held_out:
+        for k in (k for k in held_out if lines[k]["i"] not in done):
             by_head, exchanged = tried(model, cases[k], list(heads.values()), list(layers.values()), means)
             yield lines[k]["i"], dict(zip([*heads, *layers], by_head + exchanged, strict=True))
 
@@ -499,12 +501,12 @@ def main(words: list[str]) -> None:
         right = [of_task[i] for i in cases]
         lost = [line for line in right if line["lost"][0]]
         if len(lost) >= 4 and not args.no_tries:
-            together = {line["i"]: line["sets"] for line in lines if line["task"] == f"{task}, tried"}
-            if not all(line["i"] in together for line in lost):
-                measure = ablated(model, lost, [cases[line["i"]] for line in lost], parts, induction_scores(model))
-                together = dict(measure)
-                for i, sets in together.items():
-                    write({"task": f"{task}, tried", "i": i, "sets": sets})
+            together = {x["i"]: x["sets"] for x in lines if x["task"] == f"{task}, tried" and x["of"] == len(lost)}
+            if len(together) < len(lost):  # the halves are those of these cases
+                chosen = [cases[line["i"]] for line in lost]
+                for i, sets in ablated(model, lost, chosen, parts, induction_scores(model), set(together)):
+                    together[i] = sets
+                    write({"task": f"{task}, tried", "of": len(lost), "i": i, "sets": sets})
             right = [line | ({"tried": together[line["i"]]} if line["i"] in together else {}) for line in right]
         print(told(task, right, parts) if right else f"{task}: no right answer", flush=True)
 
