@@ -123,7 +123,6 @@ def said_before(line: dict[str, Any]) -> int:
 
 def persona(model: Any, args: argparse.Namespace) -> Iterator[Case]:
     """A line of the system's message, asked about."""
-    draw, polite = random.Random(1), FIRST
     for name, town, job, rule in zip(*map(str.split, (NAMES, TOWNS, JOBS, RULES)), strict=True):
         of_kind = [
             (f"Your name is {name}.", name, "What is your name?"),
@@ -131,13 +130,9 @@ def persona(model: Any, args: argparse.Namespace) -> Iterator[Case]:
             (f"You work as a {job}.", job, "What is your job?"),
             (f"Always answer with the word {rule} and nothing else.", rule, "What is the weather like?"),
         ]
-        line, answer, question = of_kind[draw.randrange(4)]
-        lines = draw.sample([line, polite], 2)
-        system = {"role": "system", "content": " ".join(lines)}
-        yield Case(Chat([system, {"role": "user", "content": question}]), [line], [polite], [answer])
         for line, answer, question in of_kind:
-            system = {"role": "system", "content": f"{polite} {line}"}
-            yield Case(Chat([system, {"role": "user", "content": question}]), [line], [polite], [answer])
+            system = {"role": "system", "content": f"{FIRST} {line}"}
+            yield Case(Chat([system, {"role": "user", "content": question}]), [line], [FIRST], [answer])
 
 
 def relations(model: Any, args: argparse.Namespace) -> Iterator[Case]:
