@@ -3,16 +3,17 @@
     pip install context-cite captum
     python tests/benchmarks/bench_peers.py FOLDER --data nq-oracle-half.jsonl.gz --out FILE [--sizes 10 30 60] [--cases 40]
 
-FOLDER has a chat model in Hugging Face's format, DATA has the lines of ``bench_explanation.py``, whose cases are taken; those of
-about 30 and 60 units have more documents without the answer. The response is the model's own, greedy, of up to 64 tokens; only
-questions that it answers rightly are looked at. f(mask) is the log-probability of the response after the prompt without some
-units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
+FOLDER has a chat model in Hugging Face's format, DATA has the lines of ``bench_explanation.py``, whose cases are taken; those
+of about 30 and 60 units have more documents without the answer. The response is the model's own, greedy, of up to 64 tokens;
+only questions that it answers rightly are looked at. f(mask) is the log-probability of the response after the prompt without
+some units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
 
 - LDS: rank correlation of predicted and true f on 50 random halves of the units, drawn with a seed that no method uses;
 - fall 1, 3, 5: f(whole) - f(without the units of largest effect), nats: the more the better;
 - rest 1, 3, 5: f(whole) - f(those units alone), nats: the less the better;
 - gold 1, 3: whether the first, one of the first three, has the short answer;
-- passes: masks that the method asks for (what is no mask: see ``KINDS``), and the processor time that they take, see `seconds`.
+- passes, seconds: masks that the method asks for, and processor time: of its masks, each read from its beginning, by the time
+  of a plain pass of so many tokens on this machine, and of its own work.
 
 A run is resumed where it stopped: one JSON line a case, with every mask and the log-probabilities of the response's tokens, so
 that another fit is tried without a model (``--table``: no model is loaded, and the measures are those of the methods as they
@@ -188,7 +189,7 @@ class Pace:
         return cls(few - 60 * (many - few) / 300, (many - few) / 300)
 
     def seconds(self, scores: Scores, names: Sequence[str], shared: bool = False) -> float:
-        """Of masks, each read from its beginning; or from the first unit that it lacks, as a cache of the whole prompt allows."""
+        """Of masks, each read from its beginning, or with a cache of the whole prompt from the first unit that it lacks."""
         n = len(scores.response)
         first = [scores.units[name.index("0")].start if shared and "0" in name else 0 for name in names]
         return sum(
@@ -466,7 +467,6 @@ def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, docume
         "measured": measured(model, scores, size, FRESH + i),
     }
     of = torch.tensor(documents_of(units))
-    scores.of_tokens(torch.zeros(0, len(units)))
     dry = Scores(units, prompt, response, dry=True)
     for method in asking(len(units), size, seed + i, has).values():
         method(dry)
