@@ -35,7 +35,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -56,9 +56,22 @@ AT_ONCE, MOST_TOKENS, WORTH = 4, 64, 16
 HELD_OUT, BEST = 50, (1, 3, 5)
 FRESH = 9_000_000
 """Seeds of the held-out masks begin here."""
-BUDGETS = (32, 64)
-ORDERS = {10: 3, 30: 2}
-"""Captum's samples of an order of the units, by size: 32 to 64 passes; none for 60 units."""
+
+
+class Plan(NamedTuple):
+    """Which methods are run.
+
+    Attributes:
+        has: the peers' packages that are there.
+        budgets: passes of ContextCite and of kvlens' fits.
+        orders: Captum's samples of an order of the units, each of as many passes as there are units; 0 leaves them out.
+        seed: of the methods.
+    """
+
+    has: frozenset[str]
+    budgets: tuple[int, ...] = (32, 64)
+    orders: int = 3
+    seed: int = 0
 
 
 # --- what a mask costs -------------------------------------------------------------------------------------------------------
@@ -323,17 +336,17 @@ def context_citer(scores: Scores, n_passes: int, own_passes: bool = False) -> An
     return Citer()
 
 
-def asking(n_units: int, size: int, seed: int, has: set[str]) -> dict[str, Callable[[Scores], Found]]:
+def asking(plan: Plan, i: int) -> dict[str, Callable[[Scores], Found]]:
     """The methods that ask for masks, all of which they choose before they see any score."""
     found: dict[str, Callable[[Scores], Found]] = {"kvlens leave one out, closed": by_kvlens(LeaveOneOut())}
-    for n in BUDGETS:
-        found[f"kvlens interactions {n}"] = by_kvlens(InteractionFit(n, seed))
-    if "context_cite" in has:
-        found |= {f"ContextCite {n}": context_cite(n) for n in BUDGETS}
-    if "captum" in has:
+    for n in plan.budgets:
+        found[f"kvlens interactions {n}"] = by_kvlens(InteractionFit(n, plan.seed + i))
+    if "context_cite" in plan.has:
+        found |= {f"ContextCite {n}": context_cite(n) for n in plan.budgets}
+    if "captum" in plan.has:
         found["Captum FeatureAblation"] = captum_ablation
-        if size in ORDERS:
-            found["Captum ShapleyValueSampling"] = captum_shapley(ORDERS[size], seed)
+        if plan.orders:
+            found["Captum ShapleyValueSampling"] = captum_shapley(plan.orders, plan.seed + i)
     return found
 
 
@@ -438,7 +451,7 @@ def documents_of(units: Sequence[Unit]) -> list[int]:
     return [numbers[name] for name in names]
 
 
-def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, documents: Any, seed: int, has: set[str]) -> dict:
+def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, documents: Any, plan: Plan) -> dict:
     """Run one case; without units where it is too short or too long, or answered wrongly."""
     chat = kvlens.Chat.ask(row["question"].rstrip("?").capitalize() + "?", documents)
     units = kvlens.units.cut(model, kvlens.chat.prompt_layout(model, chat), "sentence")
@@ -468,12 +481,12 @@ def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, docume
     }
     of = torch.tensor(documents_of(units))
     dry = Scores(units, prompt, response, dry=True)
-    for method in asking(len(units), size, seed + i, has).values():
+    for method in asking(plan, i).values():
         method(dry)
     without_documents = [bits((of != number).tolist()) for number in of.unique()]
     scores.run([*map(bits, held_out(len(units), i).tolist()), *dry.asked, *without_documents])
     line |= {"scores": scores.known}
-    rows_of(line, has, seed, scores)  # asks for the best units of each method
+    rows_of(line, plan, scores)  # asks for the best units of each method
     line["seconds"] = time.process_time() - began
     return line
 
@@ -483,13 +496,11 @@ def scores_of(line: dict[str, Any], hf: Any = None) -> Scores:
     return Scores(units, torch.tensor(line["tokens"]), torch.tensor(line["response_tokens"]), hf, line["scores"])
 
 
-def rows_of(
-    line: dict[str, Any], has: set[str], seed: int, scores: Scores, pace: Pace = Pace(0.0, 0.0)
-) -> list[dict[str, Any]]:
+def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(0.0, 0.0)) -> list[dict[str, Any]]:
     """A row of measures for each method."""
     n, size, i = len(scores.units), line["size"], line["i"]
     methods: dict[str, tuple[Found, list[str]]] = {}
-    for name, method in asking(n, size, seed + i, has).items():
+    for name, method in asking(plan, i).items():
         scores.asked = {}
         began = time.process_time()
         found = method(scores)
@@ -532,7 +543,7 @@ def best_sets(effects: Tensor) -> dict[str, str]:
     return found
 
 
-def checks(model: Any, scores: Scores, has: set[str]) -> dict[str, float]:
+def checks(model: Any, scores: Scores, has: frozenset[str]) -> dict[str, float]:
     """How far other programs' passes are from the shared ones, nats: ContextCite's package (the largest difference of a token's
     log-probability over eight of its masks), and kvlens without each unit, the gap closed (of the whole response)."""
     n = len(scores.units)
@@ -561,9 +572,9 @@ PAIRS = [
 ]
 
 
-def summary(lines: Sequence[dict[str, Any]], has: set[str], seed: int, pace: Pace) -> str:
+def summary(lines: Sequence[dict[str, Any]], plan: Plan, pace: Pace) -> str:
     """Means and intervals over cases, by size; differences are paired."""
-    rows = [row for line in lines if "scores" in line for row in rows_of(line, has, seed, scores_of(line), pace)]
+    rows = [row for line in lines if "scores" in line for row in rows_of(line, plan, scores_of(line), pace)]
     table, said = pd.DataFrame(rows), []
     for size, cases in table.groupby("size"):
         said.append(f"\nabout {size} units: {cases['i'].nunique()} cases")
@@ -581,7 +592,7 @@ def summary(lines: Sequence[dict[str, Any]], has: set[str], seed: int, pace: Pac
     return "\n".join(said)
 
 
-def peers() -> set[str]:
+def peers() -> frozenset[str]:
     """The peers' packages that are there; says which are missing."""
     found = set()
     for name, load in (("context_cite", context_cite_module), ("captum", lambda: importlib.import_module("captum.attr"))):
@@ -590,7 +601,7 @@ def peers() -> set[str]:
             found.add(name)
         except ImportError as error:
             print(f"{name} is left out: {error}; pip install context-cite captum")
-    return found
+    return frozenset(found)
 
 
 def main(words: list[str]) -> None:
@@ -603,23 +614,34 @@ def main(words: list[str]) -> None:
     say.add_argument("--cases", type=int, default=100, help="of all sizes, those answered rightly")
     say.add_argument("--questions", type=int, nargs="+", help="rows of the data; all of them if not given")
     say.add_argument("--checked", type=int, default=2, help="of so many cases the masks are run by the peers' programs, too")
+    say.add_argument("--budgets", type=int, nargs="+", default=[32, 64])
+    say.add_argument("--orders", type=int, default=3, help="Captum's samples of an order of the units; 0 leaves them out")
     say.add_argument("--seed", type=int, default=0)
     say.add_argument("--seconds", type=float, default=math.inf)
+    say.add_argument(
+        "--fill", action="store_true", help="run what the cases so far lack: methods that have changed, other budgets"
+    )
     say.add_argument("--table", action="store_true", help="only print it")
     args = say.parse_args(words)
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    has = peers()
+    plan = Plan(peers(), tuple(args.budgets), args.orders, args.seed)
     pace = next((Pace(*line["pace"]) for line in lines if "pace" in line), Pace(0.0, 0.0))
     if not args.table:
-        lines = run(args, lines, has)
+        lines = run(args, lines, plan)
         pace = next(Pace(*line["pace"]) for line in lines if "pace" in line)
     for line in lines:
         if "checks" in line:
             print(f"case {line['i']}, {line['n_units']} units: other programs' passes differ by at most", line["checks"])
-    print(summary(lines, has, args.seed, pace))
+    print(summary(lines, plan, pace))
 
 
-def run(args: argparse.Namespace, lines: list[dict[str, Any]], has: set[str]) -> list[dict[str, Any]]:
+def rounded(line: dict[str, Any]) -> dict[str, Any]:
+    """With scores of seven digits, as many as float32 has."""
+    scores = {mask: [float(f"{x:.7g}") for x in of] for mask, of in line.get("scores", {}).items()}
+    return line | ({"scores": scores} if scores else {})
+
+
+def run(args: argparse.Namespace, lines: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
     hf = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().requires_grad_(False)
     # the bridge puts its parts into the model that it is given: a copy, of the same weights
     shared = copy.deepcopy(hf, {id(x): x for x in [*hf.parameters(), *hf.buffers()]})
@@ -628,6 +650,10 @@ def run(args: argparse.Namespace, lines: list[dict[str, Any]], has: set[str]) ->
     with gzip.open(args.data, "rt", encoding="utf-8") as data:
         rows = [json.loads(line) for line in data]
     began, pace = time.perf_counter(), Pace.of(hf)
+    if args.fill:
+        for line in filter(lambda each: "scores" in each, lines):
+            rows_of(line, plan, scores_of(line, hf))
+        args.out.write_text("".join(json.dumps(rounded(line)) + "\n" for line in lines))
     done = {(line["size"], line["i"]) for line in lines}
     left = {size: iter(args.questions or range(len(rows))) for size in args.sizes}
     n = sum("scores" in line for line in lines)
@@ -638,15 +664,14 @@ def run(args: argparse.Namespace, lines: list[dict[str, Any]], has: set[str]) ->
             documents = None if (size, i) in done else longer_case(rows, i, args.seed, size)
             if documents is None:
                 continue
-            line = one_case(model, hf, rows[i], i, size, documents, args.seed, has)
+            line = one_case(model, hf, rows[i], i, size, documents, plan)
             if "scores" in line:
                 line["pace"] = [pace.each, pace.per_token]
                 if sum("checks" in each for each in lines) < args.checked:
-                    line["checks"] = checks(model, scores_of(line, hf), has)
-                line["scores"] = {mask: [float(f"{x:.7g}") for x in of] for mask, of in line["scores"].items()}
-            lines.append(line)
+                    line["checks"] = checks(model, scores_of(line, hf), plan.has)
+            lines.append(rounded(line))
             with args.out.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+                out.write(json.dumps(lines[-1]) + "\n")
             if "scores" in line:
                 n += 1
                 print(

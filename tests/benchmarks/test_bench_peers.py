@@ -64,7 +64,7 @@ def test_attention_is_that_of_the_response(scores):
 
 
 def test_the_table_smoke(scores, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_peers, "peers", set)
+    monkeypatch.setattr(bench_peers, "peers", frozenset)
     shared = copy.deepcopy(scores.hf, {id(x): x for x in [*scores.hf.parameters(), *scores.hf.buffers()]})
     model = kvlens.KVTransformerBridge.boot_transformers(shared, verify=False)
     line = {
@@ -79,9 +79,9 @@ def test_the_table_smoke(scores, tmp_path, capsys, monkeypatch):
         "scores": scores.known,
         "pace": [0.1, 0.01],
     }
-    closed = bench_peers.checks(model, scores, set())["kvlens"]
+    closed = bench_peers.checks(model, scores, frozenset())["kvlens"]
     assert closed < 1e-5  # the angles of positions are float32 in Transformers
-    rows = bench_peers.rows_of(line, set(), 0, scores)
+    rows = bench_peers.rows_of(line, bench_peers.Plan(frozenset()), scores)
     assert {row["passes"] for row in rows if row["method"] == "kvlens leave one out, closed"} == {5}
     out = tmp_path / "out.jsonl"
     out.write_text(json.dumps(line) + "\n")
