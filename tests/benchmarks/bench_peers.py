@@ -9,8 +9,8 @@ only questions that it answers rightly are looked at. f(mask) is the log-probabi
 some units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
 
 - LDS: rank correlation of predicted and true f on 50 random halves of the units, drawn with a seed that no method uses;
-- fall 1, 3, 5: f(whole) - f(without the units of largest effect), nats: the more the better;
-- rest 1, 3, 5: f(whole) - f(those units alone), nats: the less the better;
+- fall 1, 3, 5: f(whole) - f(without the best units, by what the method predicts), nats: the more the better;
+- rest 1, 3, 5: f(whole) - f(the best units alone, likewise), nats: the less the better;
 - gold 1, 3: whether the first, one of the first three, has the short answer;
 - passes, seconds: masks that the method asks for, and processor time: of its masks, each read from its beginning, by the time
   of a plain pass of so many tokens on this machine, and of its own work.
@@ -508,7 +508,7 @@ def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(
         methods[name] = (found, list(scores.asked))
     for name, of in line["measured"].items():
         methods[name] = (Found.sum_of(torch.tensor(of["effects"]), of["seconds"]), [])
-    sets = {name: best_sets(found.effects) for name, (found, _) in methods.items()}
+    sets = {name: best_sets(found, n) for name, (found, _) in methods.items()}
     with contextlib.suppress(KeyError):
         scores.run([mask for chosen in sets.values() for mask in chosen.values()])
     fresh, whole = held_out(n, i), sum(scores.known["1" * n])
@@ -533,14 +533,20 @@ def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(
     return rows
 
 
-def best_sets(effects: Tensor) -> dict[str, str]:
-    """The masks without the best units, and with these alone."""
-    order, n = effects.argsort(descending=True, stable=True), len(effects)
-    found = {}
-    for k in BEST:
-        best = torch.isin(torch.arange(n), order[:k])
-        found |= {f"fall {k}": bits((~best).tolist()), f"rest {k}": bits(best.tolist())}
-    return found
+def best_sets(found: Found, n: int) -> dict[str, str]:
+    """The masks without the best units and with these alone, chosen one after another by what the method predicts.
+
+    Where it predicts a sum, these are the units of largest effect.
+    """
+    sets = {}
+    for what, kept, sign in (("fall", torch.ones(n, dtype=torch.bool), -1), ("rest", torch.zeros(n, dtype=torch.bool), 1)):
+        for k in range(1, min(max(BEST), n) + 1):
+            free = torch.nonzero(kept if what == "fall" else ~kept)[:, 0]
+            rows = kept ^ torch.nn.functional.one_hot(free, n).bool()
+            kept = rows[int((sign * found.predict(rows)).argmax())]
+            if k in BEST:
+                sets[f"{what} {k}"] = bits(kept.tolist())
+    return sets
 
 
 def checks(model: Any, scores: Scores, has: frozenset[str]) -> dict[str, float]:
