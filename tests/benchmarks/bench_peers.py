@@ -540,10 +540,11 @@ def best_sets(found: Found, n: int) -> dict[str, str]:
     """
     sets = {}
     for what, kept, sign in (("fall", torch.ones(n, dtype=torch.bool), -1), ("rest", torch.zeros(n, dtype=torch.bool), 1)):
-        for k in range(1, min(max(BEST), n) + 1):
+        for k in range(1, max(BEST) + 1):
             free = torch.nonzero(kept if what == "fall" else ~kept)[:, 0]
-            rows = kept ^ torch.nn.functional.one_hot(free, n).bool()
-            kept = rows[int((sign * found.predict(rows)).argmax())]
+            if len(free):
+                rows = kept ^ torch.nn.functional.one_hot(free, n).bool()
+                kept = rows[int((sign * found.predict(rows)).argmax())]
             if k in BEST:
                 sets[f"{what} {k}"] = bits(kept.tolist())
     return sets
