@@ -107,7 +107,8 @@ class SoftmaxLayer(Part):
         if self.component_name == "attn":
             return {}
         names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
-        return {f"blocks.{self.layer}.attn.{name}": attrgetter(name)(self.attn) for name in names}
+        points = {"hook_z": self.attn.o.hook_in} | {name: attrgetter(name)(self.attn) for name in names}  # elsewhere an alias
+        return {f"blocks.{self.layer}.attn.{name}": point for name, point in points.items()}
 
     def forget(self, normalizers: Normalizers | None) -> None:
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
