@@ -60,21 +60,14 @@ def path_of(what: str, value: str | Path) -> Path:
     return path
 
 
-def numbers_of(what: str, values: Any) -> "Tensor":
-    """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch.
-
-    Raises:
-        KVLensError: they contain anything but real numbers, or rows of different lengths.
-    """
+def numbers_of(values: Any) -> "Tensor":
+    """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch."""
     import torch  # kept out of the command line's start
 
     values = list(values) if isinstance(values, Iterator) else values.to_numpy() if hasattr(values, "to_numpy") else values
-    try:
-        found = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, OverflowError) as error:
-        raise KVLensError(f"{what}: expected numbers as a tensor, an array or lists, got {brief(values)}") from error
+    found = torch.as_tensor(values).detach().cpu()
     if found.is_complex():
-        raise KVLensError(f"{what}: expected real numbers, got {found.dtype}; take their size or one of their parts")
+        raise KVLensError(f"expected real numbers, got {found.dtype}; take their size or one of their parts")
     return found.double()
 
 

@@ -240,7 +240,7 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) ->
     for x in known:
         full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
         n_heads = [of.n_heads if x == "q" else of.n_kv_heads for of in map(cfg.of_layer, range(cfg.n_layers))]
-        coef = numbers_of(f"coefficients: {x!r}", given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
+        coef = numbers_of(given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
         if tuple(coef.shape) not in (full, full[-1:]):
             raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
         sources |= {(f"{x}_shift_coef", layer): row[: n_heads[layer]] for layer, row in enumerate(coef.expand(full))}

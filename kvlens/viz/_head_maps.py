@@ -5,25 +5,11 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.errors import KVLensError
 from kvlens.viz._color import scale_of, strength_style
-from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number, rounded
 
 MAX_NUMBERED = 24
 """Up to this many heads per layer, cells show their numbers."""
-
-
-def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
-    """Raise KVLensError unless ``table`` has one row per head and numbers in column ``value``."""
-    check_columns(piece, table, ("layer", "head", value))
-    check_numbers(piece, table, value)
-    if table.duplicated(["layer", "head"]).any():
-        twice = table.loc[table.duplicated(["layer", "head"]), ["layer", "head"]].iloc[0]
-        raise KVLensError(
-            f"{piece}: layer {twice['layer']}, head {twice['head']} has two rows; give one row per head "
-            "(filter one prompt, or average over prompts, first)"
-        )
 
 
 def head_grid(table: pd.DataFrame, column: str) -> pd.DataFrame:

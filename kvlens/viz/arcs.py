@@ -8,16 +8,13 @@ import pandas as pd
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE
-from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import data_script, html_text, label, printable, rounded
 from kvlens.viz.piece import Piece
 
 MAX_ARCS, MAX_TOKENS = 4000, 1024
 MAX_TOUCHED = 256
 """The number of tokens shown of more than ``MAX_TOKENS``: those at the strongest arcs of each head."""
-COLUMNS = ("layer", "head", "position", "prompt_position", "attention", "shifted")
 
 
 @checked
@@ -46,13 +43,8 @@ def induction_arcs(
         A `Piece`; ``ax`` where it was given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), positions outside the tokens.
+        KVLensError: positions outside the tokens.
     """
-    check_columns("induction_arcs", scores, ("layer", "head", "score"))
-    check_numbers("induction_arcs", scores, "score")
-    missing = [name for name in COLUMNS if name not in arcs.columns]
-    if missing:
-        raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(COLUMNS)}")
     for column, n in (("position", len(tokens) - n_prompt), ("prompt_position", n_prompt)):
         if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
             raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
@@ -118,7 +110,6 @@ def _figure(data: dict[str, Any], title: str) -> Any:
 def _draw(ax: Any, data: dict[str, Any], title: str) -> Any:
     from matplotlib.patches import Arc
 
-    check_ax("induction_arcs: ax", ax)
     n = len(data["tokens"])
     for _, _, query, key, share, shifted in data["arcs"]:
         width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"

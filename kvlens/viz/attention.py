@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,7 +19,6 @@ from kvlens import KVBias, KVModel, analyses
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
-from kvlens.viz._axes import listed_axes
 from kvlens.viz._blocks import strongest_positions
 from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, beyond, diverging_map, strongest
 from kvlens.viz._quantized import quantized
@@ -75,7 +75,7 @@ def attention_view(
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
     if axes is not None:
-        _draw(listed_axes("attention_view: axes", axes, len(names), "one for each head"), square, labels, names, top)
+        _draw(np.ravel(axes)[: len(names)], square, labels, names, top)
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
@@ -157,14 +157,14 @@ def attention_under_bias(
 def _checked(
     tokens: Sequence[str], pattern: Any, queries: Any, n_prompt: int, head_names: Sequence[str] | None
 ) -> tuple[Float[Tensor, "head query key"], Int[Tensor, " query"], list[str]]:
-    values, n_keys = numbers_of("attention_view: pattern", pattern).float(), len(tokens)
+    values, n_keys = numbers_of(pattern).float(), len(tokens)
     if values.dim() != 3 or not values.numel() or values.shape[1] > n_keys or values.shape[2] != n_keys:
         raise KVLensError(
             f"attention_view: expected a pattern [head, query, key] with query <= key = {n_keys} tokens, "
             f"got shape {list(values.shape)}"
         )
     last = torch.arange(n_keys)[n_keys - values.shape[1] :]
-    positions = last if queries is None else numbers_of("attention_view: queries", queries).long()
+    positions = last if queries is None else numbers_of(queries).long()
     ascending = positions.dim() == 1 and bool((positions.diff() > 0).all())
     if not ascending or len(positions) != values.shape[1] or not 0 <= int(positions[0]) <= int(positions[-1]) < n_keys:
         raise KVLensError(

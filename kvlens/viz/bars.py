@@ -6,9 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.checks import checked
-from kvlens.viz._axes import check_ax
 from kvlens.viz._color import NEGATIVE, POSITIVE, strongest
-from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece
 
@@ -35,12 +33,7 @@ def contribution_bars(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
-
-    Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a column without numbers.
     """
-    check_columns("contribution_bars", table, [by, value, *([] if part is None else [part])])
-    check_numbers("contribution_bars", table, value)
     names = [_name(row, by, part) for row in table[[by, *([] if part is None else [part])]].itertuples(index=False)]
     numbers = [float(x) for x in table[value]]
     if ax is not None:
@@ -79,7 +72,6 @@ def _figure(names: list[str], numbers: list[float], value: str, title: str) -> A
 
 
 def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
-    check_ax("contribution_bars: ax", ax)
     ax.barh(range(len(names)), numbers, color=[NEGATIVE if x < 0 else POSITIVE for x in numbers])
     ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     ax.invert_yaxis()

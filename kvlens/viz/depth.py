@@ -8,15 +8,12 @@ import pandas as pd
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.viz._axes import listed_axes
 from kvlens.viz._color import beyond, diverging_map, strongest
-from kvlens.viz._frames import check_columns, check_numbers
 from kvlens.viz._text import data_script, html_text, label, number, printable, rounded
 from kvlens.viz.piece import Piece
 
 MAX_POSITIONS = 512
 """The most text tokens on a map; if there are more, a note says so."""
-COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
 
 
 @checked
@@ -35,10 +32,8 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         A `Piece`; ``axes`` where they were given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a position that has two rows at one depth.
+        KVLensError: a position that has two rows at one depth.
     """
-    check_columns("depth_map", table, COLUMNS)
-    check_numbers("depth_map", table, "loss_change")
     if table.duplicated(["layer", "position"]).any():
         raise KVLensError("depth_map: one layer and position has two rows; give the rows of one prompt and text")
     positions = np.sort(table["position"].unique())
@@ -57,7 +52,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         "top": rounded(top),
     }
     if axes is not None:
-        ax, curve = listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means")
+        ax, curve = np.ravel(axes)[:2]
         _draw(ax, curve, data, title)
         return axes
     n_tokens = len(positions)

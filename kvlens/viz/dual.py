@@ -10,8 +10,7 @@ import torch
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._blocks import block_means, block_size, token_blocks
-from kvlens.viz._frames import check_columns, check_numbers
-from kvlens.viz._head_maps import check_heads, column_choice, head_map, maps_data
+from kvlens.viz._head_maps import column_choice, head_map, maps_data
 from kvlens.viz._quantized import quantized
 from kvlens.viz._text import data_script, html_text, rounded
 from kvlens.viz.heat_map import draw_heat_map, heat_figure
@@ -48,14 +47,9 @@ def dual_view(
         A `Piece`; ``ax`` where it was given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a head with missing or duplicate demonstrations.
+        KVLensError: a head with missing or duplicate demonstrations.
     """
-    check_columns("dual_view", losses, ("layer", "head", *FIGURES))
-    check_columns("dual_view", demonstrations, ("layer", "head", "prompt_position", "token", *OF_TOKENS))
-    for column in FIGURES:
-        check_numbers("dual_view", losses, column)
     by_head = losses.groupby(["layer", "head"], as_index=False)[list(FIGURES)].mean()
-    check_heads("dual_view", by_head, FIGURES[0])
     given = demonstrations.sort_values(["layer", "head", "prompt_position"], kind="stable")
     n = given["prompt_position"].nunique()
     if not (given.groupby(["layer", "head"]).size() == n).all() or len(given) != n * len(by_head):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from kvlens.checks import checked
-from kvlens.errors import KVLensError
 from kvlens.viz._text import html_text
 from kvlens.viz.piece import Piece
 
@@ -16,13 +15,7 @@ def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str
         conditions: name -> generated text; the first one (usually ``with_prompt``) is the reference for the others.
         start: the text that all of them continue, shown before each.
         title: title above the cards.
-
-    Raises:
-        KVLensError: no condition.
     """
-    texts = isinstance(conditions, Mapping) and all(isinstance(word, str) for pair in conditions.items() for word in pair)
-    if not texts or not conditions:
-        raise KVLensError(f"generated_text: no condition with a text; expected texts by name, at least one, got {conditions!r}")
     reference = next(iter(conditions.values()))
     cards = "".join(_card(name, text, reference, start, i > 0) for i, (name, text) in enumerate(conditions.items()))
     body = f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="cards">{cards}</div></figure>'

@@ -9,11 +9,9 @@ import pandas as pd
 from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.checks import checked
-from kvlens.errors import KVLensError
-from kvlens.viz._axes import check_ax
 from kvlens.viz._color import beyond, diverging_map, scale_of
 from kvlens.viz._details import details_json
-from kvlens.viz._head_maps import MAX_NUMBERED, check_heads, column_choice, head_grid, head_map, maps_data
+from kvlens.viz._head_maps import MAX_NUMBERED, column_choice, head_grid, head_map, maps_data
 from kvlens.viz._text import data_script, html_text, number
 from kvlens.viz.piece import Piece
 
@@ -35,15 +33,11 @@ def head_heatmap(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
-
-    Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, two rows for one head, a column without numbers.
     """
     if not isinstance(table, pd.DataFrame):
         value = value or "value"
         table = _table(table, value)
     value = value or "b_kv_norm"
-    check_heads("head_heatmap", table, value)
     if ax is not None:
         return draw_heat_map(ax, table, value, title or "heads")
     others = [str(c) for c in table.columns if c not in ("layer", "head", value) and pd.api.types.is_numeric_dtype(table[c])]
@@ -60,10 +54,9 @@ def head_heatmap(
 
 def _table(values: Any, name: str) -> pd.DataFrame:
     """One row per head, from numbers [layer, head]."""
-    numbers = numbers_of("head_heatmap: table [layer, head]", values)
-    if numbers.dim() != 2 or not numbers.numel():
-        raise KVLensError(f"head_heatmap: expected numbers [layer, head], got shape {list(numbers.shape)}")
-    layer, head = np.indices(tuple(numbers.shape)).reshape(2, -1)
+    numbers = numbers_of(values)
+    n_layers, n_heads = numbers.shape
+    layer, head = np.indices((n_layers, n_heads)).reshape(2, -1)
     return pd.DataFrame({"layer": layer, "head": head, name: numbers.flatten().numpy()})
 
 
@@ -79,7 +72,6 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
 
 def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
     """Draw the map into given axes, and return them."""
-    check_ax("ax", ax)
     grid = head_grid(table, value)
     low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)
     top = top if top > low else low + 1.0

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvlens.analyses import LinkedShares
 from kvlens.checks import checked
-from kvlens.errors import KVLensError
 from kvlens.viz._blocks import block_means, block_size, token_blocks
 from kvlens.viz._quantized import quantized
 from kvlens.viz._text import data_script, html_text, part_note, percent, rounded
@@ -28,12 +27,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     """The three panels and, below them, the most probable next tokens after a chosen text token.
 
     Works with the keyboard: arrow keys move within a panel, Enter chooses, Escape clears the choice.
-
-    Raises:
-        KVLensError: no prompt or no text.
     """
-    if not len(data.prompt) or not len(data.text):
-        raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
     whole = float(data.by_text.nansum(dim=(0, 1)).mean())
     said = (
         f"Shares of the prompt in the attention output; in total {percent(whole)}, averaged over the text's tokens; the rest "

@@ -6,8 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.checks import checked
-from kvlens.errors import KVLensError
+from kvlens.checks import Count, checked
 from kvlens.viz._text import html_text, number
 from kvlens.viz.piece import Piece
 
@@ -15,19 +14,14 @@ MAX_ROWS = 200
 
 
 @checked
-def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MAX_ROWS) -> Piece:
+def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: Count = MAX_ROWS) -> Piece:
     """Show the first ``max_rows`` rows, with numbers to three digits, and the total number of rows.
 
     Args:
         frame: any tidy frame.
         title: title above the table.
         max_rows: number of rows to show.
-
-    Raises:
-        KVLensError: no columns, or ``max_rows`` below 1.
     """
-    if not len(frame.columns) or max_rows < 1:
-        raise KVLensError(f"error_table: {len(frame.columns)} columns, max_rows {max_rows}; both must be at least 1")
     more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.texts import NEWLINE, joined
-from kvlens.viz._axes import check_ax
 from kvlens.viz._color import FULL, diverging_map, strongest, style
 from kvlens.viz._text import html_text, label, number, part_note, printable, running
 from kvlens.viz.piece import Piece
@@ -51,10 +50,7 @@ def colored_tokens(
     Raises:
         KVLensError: no tokens, or another number of values than of tokens.
     """
-    shown, read = list(tokens), numbers_of("colored_tokens: values", values)
-    if read.dim() != 1:
-        raise KVLensError(f"colored_tokens: values: expected one number per token, got {brief(read)}")
-    numbers: list[float] = read.tolist()
+    shown, numbers = list(tokens), numbers_of(values).tolist()
     if not shown or len(shown) != len(numbers):
         raise KVLensError(f"colored_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one")
     if len(shown) > MAX_TOKENS:
@@ -99,7 +95,6 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
 def _draw(ax: Any, parts: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    check_ax("colored_tokens: ax", ax)
     n_lines = parts[-1][1] + 1
     colors = diverging_map()
     for column, line, shown, value in parts:
