@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -20,11 +19,6 @@ UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word",
 """What a prompt is cut into by name; ``code`` means statements."""
 DEEPEST = 200
 """The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
-
-
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number that fits a float; a bool is not a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_characters(what: str, text: str) -> None:

@@ -1,8 +1,6 @@
 """Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
 
 import contextlib
-import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +11,7 @@ from kvlens.base import HookedTransformer
 from kvlens.base.loading import OWN_FORMAT, allowed_steps
 from kvlens.checks import checked, ensure, one_of
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
+from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
@@ -169,7 +167,6 @@ def from_pretrained(
             transformers.
     """
     refuse_to_run_code(loader_kwargs)
-    _refuse_slips(loader_kwargs)
     if default_padding_side is not None:
         ensure("from_pretrained: default_padding_side", one_of(("left", "right")), default_padding_side)
     ensure("from_pretrained: local_files_only", bool, local_files_only)
@@ -219,15 +216,6 @@ def from_pretrained(
         with torch.no_grad():
             check_trial(parts.trial, model(parts.trial.tokens))
     return model
-
-
-def _refuse_slips(loader_kwargs: Mapping[str, Any]) -> None:
-    """Raise WrongArguments if an argument that would be passed to Hugging Face looks like a misspelling of one of ours."""
-    ours = [*inspect.signature(from_pretrained).parameters, *inspect.signature(load_pretrained_parts).parameters]
-    for name in loader_kwargs:
-        meant = nearest_name(name, ours, 0.8)
-        if meant not in (None, name):
-            raise WrongArguments(f"from_pretrained: no argument is called {name!r}; did you mean {meant!r}?")
 
 
 def from_llama2c(

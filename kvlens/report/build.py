@@ -37,7 +37,7 @@ from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.generation import TEMPERATURES, is_temperature
+from kvlens.model.generation import TEMPERATURE
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
 from kvlens.report.summary import (
@@ -105,7 +105,7 @@ def build_report(
     *,
     model_name: str | None = None,
     new_tokens: Count | None = None,
-    temperature: float = 0.0,
+    temperature: TEMPERATURE = 0.0,
     seed: int = 0,
     dual: bool = False,
     method: str | ConversionMethod = "exact",
@@ -144,7 +144,7 @@ def build_report(
     prompt_tokens = given.tokens(model) if is_chat else _tokens_of(model, "prompt", given, model.prepends_bos)
     cut_from = given if is_chat else prompt_tokens
     text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
-    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens)
     if dual:
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
@@ -314,12 +314,10 @@ def _tokens_of(model: KVModel, what: str, text: str, prepend_bos: bool) -> Tenso
     return tokens
 
 
-def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None, temperature: float) -> int:
+def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None) -> int:
     """How many tokens are generated; raise KVLensError if they, or prompt and text alone, are too many."""
     room = model.cfg.n_ctx - prompt - text if model.cfg.has_position_limit else NEW_TOKENS
     new_tokens = max(1, min(NEW_TOKENS, room)) if new_tokens is None else new_tokens
-    if not is_temperature(temperature):
-        raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
     if new_tokens > room and model.cfg.has_position_limit:
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "

