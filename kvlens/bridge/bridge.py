@@ -83,12 +83,6 @@ class KVTransformerBridge(TransformerBridge):
             KVLensError: nothing can be loaded, KV biases are not yet supported for the architecture, or the bridge does not
                 compute what Transformers computes (:mod:`kvlens.bridge.comparison`).
         """
-        if not isinstance(model_name, str | Path | PreTrainedModel):
-            raise KVLensError(
-                "KVTransformerBridge.boot_transformers: expected a folder, a name on the hub or a loaded Transformers model, "
-                f"got {type(model_name).__name__}"
-            )
-        ensure("KVTransformerBridge.boot_transformers: verify", bool | None, verify)
         read = wrapped if isinstance(model_name, PreTrainedModel) else loaded
         bridge, expected = read(model_name, *args, verify=verify is not False, **options)
         model = cls.of(bridge)
@@ -129,8 +123,6 @@ class KVTransformerBridge(TransformerBridge):
         Raises:
             KVLensError: KV biases are not yet supported for the architecture.
         """
-        if not isinstance(bridge, TransformerBridge):
-            raise KVLensError(f"KVTransformerBridge.of: expected a TransformerBridge, got {type(bridge).__name__}")
         if isinstance(bridge, cls):
             return bridge
         parts = parts_of(bridge)
@@ -184,8 +176,6 @@ class KVTransformerBridge(TransformerBridge):
         self._hold(bias)
 
     def _check_fits(self, bias: KVBias) -> None:
-        if not isinstance(bias, KVBias):
-            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         if FRONT_END not in bias.fingerprint.rest:
             raise KVLensError(
                 "attach_kv_bias: this bias was converted with a HookedKVTransformer, whose weights and configuration are other "

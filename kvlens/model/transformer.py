@@ -21,7 +21,7 @@ from kvlens.components import (
     norm,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError, brief, first_line
+from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -116,7 +116,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         shortformer_pos_embed: Tensor | None = None,
         attention_mask: Any = None,
         stop_at_layer: int | None = None,
-        past_kv_cache: Any = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
         """As the base's, which it calls; an empty stock cache is converted to kvlens' own, in place.
 
@@ -127,10 +127,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         tokenizer pads on the left). Pass ``attention_mask=torch.ones_like(input)`` if they are text. Without a cache and with
         padding on the right they are always text.
         """
-        if past_kv_cache is not None and not isinstance(past_kv_cache, TransformerLensKeyValueCache):
-            raise KVLensError(
-                f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}"
-            )
         check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
         if self._may_be_silent:
             self.warn_of_silent_hooks()
@@ -245,11 +241,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         return bool(self.cfg.default_prepend_bos)
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
-        """As the base's; the input is checked."""
-        for given in (*args[:1], *([kwargs["input"]] if "input" in kwargs else [])):
-            several = given if isinstance(given, list) and given else [given]
-            if not all("int" in str(getattr(one, "dtype", "")) for one in several):
-                check_text("to_str_tokens", given)
+        """As the base's."""
         with self._thread.turn:
             return super().to_str_tokens(*args, **kwargs)
 
@@ -340,8 +332,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
                 finite, or another thread is using the model.
         """
-        if not isinstance(bias, KVBias):
-            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         reason = why_no_kv_bias(self.cfg.attention_variant)
         if reason is not None:
             raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {reason}")
