@@ -30,7 +30,7 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.chat import Chat, as_prompt
+from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
@@ -141,9 +141,9 @@ def build_report(
     _check_model(model)
     given = as_prompt(prompt)
     is_chat = isinstance(given, Chat)
-    prompt_tokens = given.tokens(model) if is_chat else _tokens_of(model, "prompt", given, model.prepends_bos)
+    prompt_tokens = one_sequence(model, "prompt", given, prepend_bos=model.prepends_bos)
     cut_from = given if is_chat else prompt_tokens
-    text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
+    text_tokens = one_sequence(model, "text", text)
     new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens)
     if dual:
         check_front_end("dual_losses", model)
@@ -290,28 +290,12 @@ def _check_model(model: Any) -> None:
         raise KVLensError("a bias is attached to this model; detach it first (model.detach_kv_bias())")
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        raise KVLensError(
-            f"these weights hold NaN or infinity: {', '.join(broken[:3])}{more}; the model is broken, train or save it again"
-        )
+        raise KVLensError(f"these weights hold NaN or infinity: {', '.join(broken[:3])}; train or save the model again")
     if model.tokenizer is None:
         raise KVLensError(
             "this model has no tokenizer, so it cannot read text: save it together with its tokenizer, or, for a llama2.c "
             "checkpoint, name the tokenizer's file (--tokenizer)"
         )
-
-
-def _tokens_of(model: KVModel, what: str, text: str, prepend_bos: bool) -> Tensor:
-    if not text:
-        raise KVLensError(f"the {what} is empty; give at least one character")
-    tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
-    if tokens.numel() == int(prepend_bos):
-        raise KVLensError(f"the {what} has no tokens: the tokenizer drops all of {text!r}; give another")
-    try:
-        model.check_tokens(tokens)
-    except KVLensError as error:
-        raise KVLensError(f"the {what}: {error}; the tokenizer does not belong to this model") from error
-    return tokens
 
 
 def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None) -> int:

@@ -78,7 +78,7 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     assert isinstance(task, BigramTask)
     model = obtain_model(settings, task, tell)
     by_law: dict[str, dict[str, pd.DataFrame]] = {}
-    for law in (task.law, MARKOV):
+    for law in (task.law, "markov"):
         predictions, errors = measure(model, replace(task, law=law), settings, tell)
         by_law[law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
     own, guess = by_law[task.law], chance(task)
