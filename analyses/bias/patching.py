@@ -41,7 +41,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import numbers_of
 from kvlens.checks import Count, checked
-from kvlens.errors import brief, nearest
+from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
@@ -196,11 +196,6 @@ def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | No
 
 def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Sequence[str]:
     points = [points] if isinstance(points, str) else available_points(model) if points is None else points
-    for name in points:
-        if name not in POINTS:
-            raise KVLensError(
-                f"activation_patching: no point is called {name!r}; there are {', '.join(POINTS)}{nearest(name, POINTS)}"
-            )
     return points
 
 

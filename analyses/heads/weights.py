@@ -19,6 +19,7 @@ Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits (c
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -27,7 +28,7 @@ from torch import Tensor
 from kvlens import KVModel
 from kvlens.model import HeadMatrices
 
-COMPOSITION_KINDS = ("Q", "K", "V")
+COMPOSITION_KINDS: tuple[Literal["Q", "K", "V"], ...] = ("Q", "K", "V")
 
 
 def wide_dtype(model: KVModel) -> torch.dtype:
