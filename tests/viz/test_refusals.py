@@ -48,9 +48,7 @@ REFUSED = [
         (f"one row for each of 6 heads and 3 demonstrations, got {len(x)}", lambda x=x: viz.dual_view(losses(), x))
         for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
     ),
-    ("by_text must be [2, 3, 2]", lambda: shares(by_text=torch.zeros(2, 3, 5))),
     ("coloring 'x' must be", lambda: shares(colorings={"x": torch.zeros(3, 2)})),
-    ("next_tokens", lambda: shares(next_tokens={"with prompt": []})),
     *(("expected a path", lambda x=x: viz.generated_text({"a": "b"}).save_html(x)) for x in ("", "a\0b")),
     ("cannot write: ", functools.partial(viz.generated_text({"a": "b"}).save_html, "x" * 300)),
 ]
