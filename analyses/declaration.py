@@ -37,6 +37,13 @@ Like the analyses of kvlens it can be run in a batch that can be resumed, on sev
 An option has the default of the function's argument. The arguments ``prompt``, ``text``, ``answer`` and ``rival`` are read
 from the fields of these names: token ids, with BOS for the prompt if that is the model's default. For a model without a
 tokenizer, a field is a list of token ids, or a string of ids separated by blanks.
+
+:mod:`kvlens.analyses.sequences` reads prompts, texts and biases: ``bias_and_text`` where a bias will do, ``prompt_sequence``
+where the prompt's own tokens are needed. What takes a ``KVModel`` and reads heads with ``kvlens.model.visit_heads`` runs on the
+bridge too; in a layer, heads of attention come before those of a recurrent state (``bias.first_state_head(layer)``). A function
+``check_model=`` refuses models that lack something, and the analysis calls it, too; what does not run on a front end at all
+stands in :mod:`kvlens.analyses.front_ends`, with the reason. An attribution method is a class with ``explain(question, units)``
+and a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry`; its docstring says which passes it needs.
 """
 
 import inspect

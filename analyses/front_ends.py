@@ -96,7 +96,7 @@ def on_its_front_ends(function: Function) -> Function:
     return checked_first  # type: ignore[return-value]
 
 
-HELPERS = ("analysis", "next_token_texts", "token_texts", "tokens_field")
+HELPERS = ("analysis", "next_token_texts", "reading_shares", "reading_stability", "token_texts", "tokens_field")
 """Public functions of the package that are no analyses."""
 
 

@@ -27,6 +27,7 @@ ANALYSES = {
     "prompt_by_depth": "kvlens.analyses.prompt.readings",
     "prompt_copies": "kvlens.analyses.heads.copies",
     "prompt_effect": "kvlens.analyses.prompt.readings",
+    "reading_layers": "kvlens.explanation.reading",
     "state_erasure": "kvlens.analyses.state",
     "state_memory": "kvlens.analyses.state",
 }
@@ -53,6 +54,8 @@ HOMES = ANALYSES | {
     "bias_by_layer": "kvlens.analyses.bias.by_head",
     "head_details": "kvlens.analyses.heads.details",
     "linked_shares": "kvlens.analyses.prompt.linked",
+    "reading_shares": "kvlens.explanation.reading",
+    "reading_stability": "kvlens.explanation.reading",
     "next_token_texts": "kvlens.texts",
     "token_texts": "kvlens.texts",
     "tokens_field": "kvlens.analyses.declaration",

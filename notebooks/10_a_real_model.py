@@ -31,6 +31,7 @@ if importlib.util.find_spec("kvlens") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
 
 # %%
+import itertools
 import os
 from pathlib import Path
 
@@ -51,8 +52,9 @@ model = kvlens.load(source, verify=False, download=True)
 # %% [markdown]
 # ## Why it answered, and what it would have said
 #
-# Each sentence of the document is removed, and the model answers again. Then each layer reads the prompt without the cause, and the others
-# read it whole.
+# Each sentence of the document is removed, and the model answers again: once with the later tokens at their positions (a gap is kept), once with
+# them moved up (the gap is closed). Then each layer reads the prompt without the cause, and the others read it whole. *Near ties* are words
+# that differ where the model finds both almost equally likely.
 
 # %%
 minutes = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
@@ -73,29 +75,35 @@ alone[["parts", "verdict", "nats", "says"]]
 # %% [markdown]
 # ## The prompt as weights
 #
-# `convert_prompt` turns the prompt into a bias, which is exact: behind it, the beginning of the answer is read as behind the prompt itself.
+# `convert_prompt` turns the prompt into a bias of the attention layers: for each head and each token of the prompt a key, a value and a weight. A text
+# without the prompt then attends to them as it would to the prompt, exactly. A key-value cache holds the same keys and values; a bias can also be added,
+# exchanged by layer or head, edited by hooks, and saved with the model's fingerprint.
 
 # %%
 prompt = chat.tokens(model)
-begun = model.to_tokens("The new office will be in", prepend_bos=False)
-city = int(model.to_tokens(" Rotterdam", prepend_bos=False)[0, 0])
+words = model.to_tokens("The new office will be in Rotterdam", prepend_bos=False)
+word = range(words.shape[1] - len(model.to_str_tokens(" Rotterdam", prepend_bos=False)), words.shape[1])
 bias = convert_prompt(model, prompt)
 
 
-def log_p(bias, hooks=()):
-    """The log-probability of the city's first token behind the beginning of the answer."""
+def log_p(logits):
+    """The log-probability of 'Rotterdam', all its tokens, behind the beginning of the answer."""
+    return sum(float(logits[0, i - 1 - words.shape[1]].log_softmax(-1)[words[0, i]]) for i in word)
+
+
+def under_bias(hooks=()):
     with model.kv_bias(bias):
-        return float(model.run_with_hooks(begun, fwd_hooks=list(hooks))[0, -1].log_softmax(-1)[city])
+        return log_p(model.run_with_hooks(words, fwd_hooks=list(hooks)))
 
 
-whole = float(model(torch.cat([prompt[None], begun], dim=1))[0, -1].log_softmax(-1)[city])
-assert abs(log_p(bias) - whole) < 1e-3
-print(f"log-probability of the city: {whole:.4f} with the prompt, {log_p(bias):.4f} with its bias")
+whole = log_p(model(torch.cat([prompt[None], words], dim=1)))
+assert abs(under_bias() - whole) < 1e-3
+print(f"log-probability of 'Rotterdam' in nats: {whole:.4f} with the prompt, {under_bias():.4f} with its bias")
 
 # %% [markdown]
-# In every pass the bias goes through hook points, with a row for each token of the prompt: `hook_b_kv` has its values and `hook_b_d` its weights.
-# Zeros at the tokens of a sentence hide it from what reads the bias there. We hide the stating sentence from each layer in turn; the control
-# is the sentence about the rent, which is longer.
+# In every pass the bias goes through hook points, with a row for each token of the prompt: `hook_b_kv` has its values and `hook_b_d` the ones that are
+# summed into the denominator of the softmax. Zeros in both, at the tokens of a sentence, hide it from what reads the bias there. We hide the stating
+# sentence from each layer in turn; the control is the sentence about the rent, which is longer.
 
 # %%
 spans = [range(*span) for span in found.units[["start", "stop"]].itertuples(index=False)]
@@ -113,42 +121,48 @@ def hidden(sentence, layers):
 
 
 layers = range(model.cfg.n_layers)
-fall = pd.DataFrame({name: [whole - log_p(bias, hidden(i, [layer])) for layer in layers] for name, i in {"stating": 1, "rent": 2}.items()})
-everywhere = {name: whole - log_p(bias, hidden(i, layers)) for name, i in {"stating": 1, "rent": 2}.items()}
+sentences = {"stating": 1, "rent": 2}
+fall = pd.DataFrame({name: [whole - under_bias(hidden(i, [layer])) for layer in layers] for name, i in sentences.items()})
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
 fall.plot.bar(ax=axes, rot=0, width=0.9)
-axes.set(xlabel="layer from which the sentence's tokens are hidden", ylabel="nats that the city loses")
-everywhere
+axes.set(xlabel="layer from which the sentence's tokens are hidden", ylabel="nats that 'Rotterdam' loses");
 
 # %% [markdown]
-# One layer stands out, and the last one comes second. Hiding the sentence's tokens everywhere costs 6.4 nats, less than removing the sentence, which cost 8.1:
-# tokens behind it have read it, and keep what they read.
+# Layer 23 has the largest effect of a single layer, and the word stays likely without it. Hiding the sentence from all other layers costs more, and hiding
+# it from every layer costs more than both together: the layers make up for each other.
 
 # %%
 reader = int(fall["stating"].idxmax())
-assert reader == 23 and fall["stating"][reader] > 2 * fall["stating"].drop(reader).max() and fall["rent"].abs().max() < 0.1
-removed = float(alone["nats"].max())
-assert 10 * abs(everywhere["rent"]) < everywhere["stating"] < removed
-print(f"layer {reader}: {fall['stating'][reader]:.2f} nats; the next layer: {fall['stating'].drop(reader).max():.2f}")
+others = [layer for layer in layers if layer != reader]
+hide = {f"layer {reader}": [reader], "all other layers": others, "every layer": layers}
+costs = pd.DataFrame({name: {key: whole - under_bias(hidden(i, which)) for key, which in hide.items()} for name, i in sentences.items()})
+removed = alone.set_index("parts")["nats"]
+costs.loc["removed from the prompt"] = [float(removed[str(i)]) for i in sentences.values()]
+assert costs.loc["every layer", "stating"] > costs.loc[:"all other layers", "stating"].sum()
+assert reader == 23 and fall["stating"][reader] > 2 * fall["stating"][others].max() and costs["rent"].abs().max() < 0.1
+costs.round(2)
 
 # %% [markdown]
 # ## What its heads attend to
 #
 # `hook_pattern` under a bias has the columns of the text alone, which hold only a few percent of each row. `attention_under_bias` adds those of the prompt's
-# tokens (p0, p1, ...). circuitsvis draws the heads of this layer; hover over one to enlarge it. The last row is the token that predicts the city.
+# tokens (p0, p1, ...). circuitsvis draws the heads of this layer; hover over one to enlarge it. The last row but three is
+# the token that predicts the word.
 
 # %%
-attention_under_bias(model, prompt, begun[0], reader, bias=bias)
+attention_under_bias(model, prompt, words[0], reader, bias=bias)
 
 # %%
-looks = attention_by_head(model, prompt, begun[0], reader, bias=bias)
-last = looks.pattern[:, -1]
+looks = attention_by_head(model, prompt, words[0], reader, bias=bias)
+row = word[0] - 1 - words.shape[1]  # of the token that predicts the word, from the end
+last = looks.pattern[:, row]
 assert torch.allclose(last.sum(dim=-1), torch.ones(len(last)), atol=1e-4)
 with model.kv_bias(bias):
-    _, cache = model.run_with_cache(begun, names_filter=f"blocks.{reader}.attn.hook_pattern")
-own = cache[f"blocks.{reader}.attn.hook_pattern"][0, :, -1].sum(dim=-1)
+    _, cache = model.run_with_cache(words, names_filter=f"blocks.{reader}.attn.hook_pattern")
+own = cache[f"blocks.{reader}.attn.hook_pattern"][0, :, row].sum(dim=-1)
 assert own.median() < 0.1 and last[:, spans[1]].sum(dim=-1).max() > 0.3
-pd.DataFrame({"first token": last[:, 0], "stating sentence": last[:, spans[1]].sum(dim=-1), "the answer itself": own}).round(3)
+on = {f"{name} sentence": last[:, spans[i]].sum(dim=-1) for name, i in sentences.items()}
+pd.DataFrame({"first token": last[:, 0], **on, "the answer itself": own}).rename_axis("head").round(3)
 
 # %% [markdown]
 # Most heads attend to the first token or to the sentence, and several to both; attention alone does not say which of them matter. (`kvlens.explain(...,
@@ -159,16 +173,17 @@ pd.DataFrame({"first token": last[:, 0], "stating sentence": last[:, spans[1]].s
 #
 # Is it this layer for other questions, too? There are six kinds of facts, with five values each. For each question we write a second document with another
 # value, and as a control one in which only the month of the rent differs. `exchange_layers` gives a batch of biases in which one layer at a time comes from
-# the other document, so that all thirty layers are tried in one pass.
+# the other document, so that all thirty layers are tried in one pass. The answer begins once in the document's words, which could be copied, and once in
+# words that it does not have.
 
 # %%
 KINDS = {
-    "city": ("The new office will be in {}.", "In which city will the new office be?", "The new office will be in", "Paris London Rome Madrid Berlin"),
-    "color": ("The door of the hall was painted {}.", "In which color was the door of the hall painted?", "The door of the hall was painted", "red green blue yellow purple"),
-    "day": ("The team will meet on {}.", "On which day will the team meet?", "The team will meet on", "Monday Tuesday Thursday Friday Sunday"),
-    "person": ("The key was given to {}.", "Who was given the key?", "The key was given to", "Mary Peter Alice George Laura"),
-    "thing": ("The box in the cellar is full of {}.", "What is in the box in the cellar?", "The box in the cellar is full of", "books apples sand wine paper"),
-    "work": ("The guide of the tour is a {}.", "Which profession does the guide of the tour have?", "The guide of the tour is a", "teacher doctor farmer lawyer student"),
+    "city": ("The new office will be in {}.", "In which city will the new office be?", "They will move to", "Paris London Rome Madrid Berlin"),
+    "color": ("The door of the hall was painted {}.", "In which color was the door of the hall painted?", "Its color is", "red green blue yellow purple"),
+    "day": ("The team will meet on {}.", "On which day will the team meet?", "They will see each other on", "Monday Tuesday Thursday Friday Sunday"),
+    "person": ("The key was given to {}.", "Who was given the key?", "The person who has it is", "Mary Peter Alice George Laura"),
+    "thing": ("The box in the cellar is full of {}.", "What is in the box in the cellar?", "There are", "books apples sand wine paper"),
+    "work": ("The guide of the tour is a {}.", "Which profession does the guide of the tour have?", "By profession, he is a", "teacher doctor farmer lawyer student"),
 }
 n_values = int(os.environ.get("KVLENS_NOTEBOOK_VALUES", 5))  # of each kind; fewer take less time
 one_layer = torch.cat([torch.zeros(1, model.cfg.n_layers), torch.eye(model.cfg.n_layers)]).bool()  # the first row exchanges none
@@ -179,36 +194,50 @@ def bias_of(fact, question, month="May"):
 
 
 rows = []
-for kind, (fact, question, begin, words) in KINDS.items():
-    values, text = words.split(), model.to_tokens(begin, prepend_bos=False).expand(len(one_layer), -1)
-    for value, other in zip(values[:n_values], values[1:] + values[:1], strict=False):
-        own, answer = bias_of(fact.format(value), question), model.to_single_token(" " + value)
+for kind, (fact, question, paraphrase, values) in KINDS.items():
+    values, begins = values.split(), {"the document's": fact.removesuffix(" {}."), "other": paraphrase}
+    for value, other in list(zip(values, values[1:] + values[:1], strict=True))[:n_values]:
+        own, answer, rival = bias_of(fact.format(value), question), model.to_single_token(" " + value), model.to_single_token(" " + other)
         seconds = {"value": bias_of(fact.format(other), question), "month": bias_of(fact.format(value), question, "June")}
-        for name, second in seconds.items():
+        for (name, second), (begun, text) in itertools.product(seconds.items(), begins.items()):
             with model.kv_bias(own.exchange_layers(second, one_layer)):
-                p = model(text)[:, -1].log_softmax(-1)[:, answer]
-            rows += [{"kind": kind, "value": value, "what": name, "layer": i, "fall": float(p[0] - p[1 + i])} for i in layers]
+                p = model(model.to_tokens(text, prepend_bos=False).expand(len(one_layer), -1))[:, -1].log_softmax(-1)
+            falls, flips = p[0, answer] - p[1:, answer], p[1:, rival] > p[1:, answer]
+            found_there = {"p": float(p[0, answer].exp()), "kind": kind, "value": value, "what": name, "words": begun}
+            rows += [found_there | {"layer": i, "fall": float(falls[i]), "flips": bool(flips[i])} for i in layers]
 table = pd.DataFrame(rows)
-by_question = table.set_index(["what", "kind", "value", "layer"])["fall"].unstack("layer")
+by_question = table.set_index(["what", "words", "kind", "value", "layer"])["fall"].unstack("layer")
 
 # %%
 figure, axes = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 1))
-image = axes[0].imshow(by_question.loc["value"], aspect="auto", cmap="Blues", vmin=0)
-ticks = range(n_values // 2, len(by_question.loc["value"]), n_values)
-axes[0].set(yticks=ticks, yticklabels=KINDS, title="nats that the answer loses when one layer reads the other document")
+shown = by_question.loc["value", "the document's"]
+most = float(shown.abs().max().max())
+image = axes[0].imshow(shown, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most)
+axes[0].set(yticks=range(n_values // 2, len(shown), n_values), yticklabels=KINDS, title="nats that the answer loses when one layer reads the other document")
 figure.colorbar(image, ax=axes[0])
-for name, style in {"value": "-", "month": ":"}.items():
-    axes[1].plot(by_question.loc[name].median(), style, marker=".", label=f"another {name}, median")
-axes[1].set(xlabel="layer", ylabel="nats")
+for (what, begun), style in {("value", "the document's"): "-", ("value", "other"): "--", ("month", "the document's"): ":"}.items():
+    axes[1].plot(by_question.loc[what, begun].median(), style, marker=".", label=f"another {what}, {begun} words")
+axes[1].set(xlabel="layer", ylabel="nats, median")
 axes[1].legend();
 
 # %%
-strongest = by_question.loc["value"].idxmax(axis=1)
-assert (strongest == reader).mean() >= 0.8 and by_question.loc["month"].abs().median().max() < 0.1
-print(f"layer {reader} is the strongest in {(strongest == reader).sum()} of {len(strongest)} questions")
-by_question.loc["value"].groupby("kind").median()[[22, 23, 24, 28, 29]].round(2)
+of_values = table[table["what"] == "value"]
+there = of_values[of_values["layer"] == reader].set_index(["words", "kind", "value"])
+elsewhere = of_values[of_values["layer"] != reader].groupby(["words", "kind", "value"])
+summary = pd.DataFrame({"p": there["p"], "fall": there["fall"], "next layer": elsewhere["fall"].max(), "other value wins": there["flips"], "by another layer": elsewhere["flips"].any()})
+summary["strongest"] = summary["fall"] > summary["next layer"]
+assert summary["strongest"].mean() >= 0.8 and by_question.loc["month"].abs().median().max() < 0.1
+columns = ["strongest", "other value wins", "by another layer"]
+counts = summary.groupby("words")[columns].sum().join(summary.groupby("words")["fall"].describe()[["count", "min", "50%", "max"]])
+counts.join(summary.groupby("words")[["p", "next layer"]].median()).round(2)
+
+# %%
+by_question.loc["value", "the document's"].groupby("kind").median()[[22, 23, 24, 28, 29]].round(2)
 
 # %% [markdown]
-# Layer 23 is the strongest of thirty in all thirty questions, whatever the fact is about: this is where the answer's last token picks up the fact. Three limits.
-# The questions are short and their answers single words. The first words of the answer are given, so only the word itself is at stake; for the whole answer
-# above, layers 22 and 23 had to be exchanged together. And other models read elsewhere, or in several layers: `kvlens.explain` says which for each answer.
+# Layer 23 is the strongest of thirty in 30 of 30 questions if the answer begins with the document's words, and in 30 of 30 if it begins with others, so
+# it is not only a copying of what stood there. With this one layer exchanged, the other document's value becomes likelier than the own one in 28 and 25 of 30;
+# with any other single layer in 0 and 4. The control changes nothing. Limits: the effect is small for some questions (from 0.4 nats); there are six
+# templates, short documents with the fact in the second sentence, single words as answers, and their beginnings are given. The layer reads all of the
+# exchanged prompt, not just the fact. And it does not act alone: for the answer above, layers 22 and 23 had to be exchanged together. Other models read
+# elsewhere, or in several layers: `kvlens.explain` says which for each answer.

@@ -27,6 +27,7 @@ from kvlens import (
 )
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.checks.values import members, reader_of
+from kvlens.ops import rotary
 from kvlens.tasks import Task, make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
@@ -76,6 +77,17 @@ def placeholder(kind):
     if kind not in made and isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
         return object.__new__(kind)
     return made.get(kind, torch.zeros(1, dtype=torch.long))
+
+
+def test_a_door_checks_calls_from_outside_alone():
+    """The same wrong call: refused here, and left to torch within kvlens, whose own calls are not checked again."""
+    x, wide = torch.ones(2, 3), torch.ones(1, 8)
+    with pytest.raises(KVLensError, match="rotate: expected x"):
+        rotary.rotate(x, wide, wide[:, :4])
+    within: dict = {"__name__": "kvlens.somewhere", "rotate": rotary.rotate}
+    exec("def call(*args):\n    return rotate(*args)", within)
+    with pytest.raises(KVLensError, match="rotate: expected an even rotary_dim"):
+        within["call"](x, wide, wide[:, :4])
 
 
 def test_the_list_is_long():

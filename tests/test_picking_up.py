@@ -1,7 +1,9 @@
 """What somebody reads who picks the project up: the guide's code runs, the citation is whole, every >>> is true."""
 
 import doctest
+import functools
 import importlib
+import inspect
 import os
 import re
 import tomllib
@@ -16,9 +18,16 @@ import kvlens
 from kvlens.components import FEATURE_MAPS
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDE = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
-CODE = {title: re.findall(r"```python\n(.*?)```", text, flags=re.S) for title, text in GUIDE}
-WORKED = [title for title, blocks in CODE.items() if blocks]
+GUIDE, READING = ((ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "READING.md"))
+RECIPES = {
+    "An op": "kvlens.ops",
+    "A feature map": "kvlens.components.feature_maps",
+    "A conversion method": "kvlens.conversion.softmax",
+    "A task": "kvlens.tasks",
+    "An experiment": "kvlens.papers.harness",
+}
+"""The docstring that has each recipe; that of an analysis stands in the guide."""
+CODE = {title: importlib.import_module(name).__doc__ or "" for title, name in RECIPES.items()} | {"An analysis": GUIDE}
 WITH_EXAMPLES = (
     "kvlens.kv_bias.kv_bias",
     "kvlens.conversion.convert",
@@ -31,26 +40,36 @@ WITH_EXAMPLES = (
 )
 
 
-def test_the_guide_has_one_worked_example_each():
-    assert WORKED == ["An op", "A feature map", "A conversion method", "An analysis", "A task", "An experiment"]
-
-
-@pytest.mark.parametrize("title", WORKED)
-def test_the_guides_examples_run(title, tmp_path, monkeypatch):
+@pytest.mark.parametrize("title", CODE)
+def test_the_recipes_run(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "guide"}
     with patch.dict(FEATURE_MAPS):
-        for code in CODE[title]:
-            exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), namespace)
+        blocks = re.findall(r"```python\n(.*?)```", CODE[title], flags=re.S)
+        for code in blocks:
+            exec(compile(code, title, "exec"), namespace)
+    assert blocks
     for name, test in list(namespace.items()):
         if name.startswith("test_"):
             test()
 
 
-def test_the_guide_names_paths_that_exist():
-    for path in re.findall(r"`((?:kvlens|analyses|tests|notebooks)/[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text()):
+def test_the_guide_and_the_recipes_name_paths_that_exist():
+    for path in re.findall(r"`((?:kvlens|analyses|tests|notebooks)/[\w/.]*)`", READING + "".join(CODE.values())):
         if "PAPER" not in path:
             assert (ROOT / path).exists(), path
+    assert all(f"**{title}" in GUIDE or f"## {title}" in GUIDE for title in CODE)
+
+
+def test_forty_files_and_the_walk_of_a_prompt():
+    files = set(re.findall(r"`([\w/]+\.py)`", READING.partition("## The files")[2]))
+    assert len(files) == 40 and sum(len((ROOT / file).read_text().splitlines()) for file in files) < 10_000
+    steps = re.findall(r"^\d+\. `([\w.]+)` \(`([\w/]+)\.py`\)", READING, re.M)
+    assert len(steps) == 15
+    for name, file in steps:
+        module = importlib.import_module(file.replace("/", "."))
+        found = functools.reduce(getattr, name.split("."), module)
+        assert inspect.unwrap(found).__module__ == module.__name__, name
 
 
 def test_the_citation_is_whole_and_of_this_version():

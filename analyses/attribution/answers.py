@@ -88,8 +88,8 @@ class Question:
         read_text = one_sequence(model, "text", text)
         if answer is None:
             answer = int(text_logits(model, layout.tokens, read_text)[-1].argmax())
-        tokens = _answer_tokens(model, "answer", answer)
-        other = None if rival is None else _answer_tokens(model, "rival", rival)
+        tokens = answer_tokens(model, "answer", answer)
+        other = None if rival is None else answer_tokens(model, "rival", rival)
         if other is not None and torch.equal(tokens, other):
             raise KVLensError("rival: it is the answer itself; name another one, or none")
         return cls(model, layout, read_text, tokens, other, positions, Account())
@@ -165,7 +165,7 @@ def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_
     return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1)).sum(dim=(1, 2))
 
 
-def _answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
+def answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
     """An answer as token ids; a string is tokenized as it is, blanks in front included."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = torch.tensor([given])

@@ -32,8 +32,7 @@ from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remember
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.parts import Form, HeadMatrices, Part, Point
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
-from kvlens.ops.softmax_features import ScoreRule
-from kvlens.ops.softmax_features.virtual_keys import distance_scores, scaled_exp, virtual_key_scores
+from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
 
 HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_context", "hook_z_bias")
 BETWEEN = ("hook_attn_scores", "hook_pattern", *HOOKS[3:])
@@ -108,7 +107,8 @@ class SoftmaxLayer(Part):
         if self.component_name == "attn":
             return {}
         names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
-        return {f"blocks.{self.layer}.attn.{name}": attrgetter(name)(self.attn) for name in names}
+        points = {"hook_z": self.attn.o.hook_in} | {name: attrgetter(name)(self.attn) for name in names}  # elsewhere an alias
+        return {f"blocks.{self.layer}.attn.{name}": point for name, point in points.items()}
 
     def forget(self, normalizers: Normalizers | None) -> None:
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""

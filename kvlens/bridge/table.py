@@ -17,6 +17,15 @@ its logits differ by more than rounding (StableLM's do).
 :func:`kvlens.analyses.conversion_error` measures how exact a conversion is.
 
 Without a bias, and with nothing hooked to a recurrent layer, a pass is TransformerLens' own, bit by bit.
+
+**A model family on the bridge.** `KVTransformerBridge` loads any model that TransformerLens' bridge builds and whose logits are
+those of Transformers (`kvlens/bridge/comparison.py`, at every load); `kvlens/bridge/table.py` lists the families that are
+tested. A new one is a row there and a row in `tests/model/tiny_hf.py`, the tiny random models of all tests: in
+`ON_BRIDGE_ALONE`, or in `ON_BOTH` if HookedKVTransformer loads it too. Where its layers are computed like another family's, add
+its name to `LIKE_THE_OTHERS` in `tests/bridge/bridge_models.py`, which leaves out the slowest tests.
+`tests/bridge/test_table.py` checks that model and row agree; exactness, hook names, gradients and loading go through all
+families: `pytest tests/bridge -k NAME -m "slow or not slow"`. A family with recurrent layers also needs a mixer in
+`kvlens/mixers`.
 """
 
 from typing import NamedTuple

@@ -11,8 +11,8 @@ value, and the shapes of tensors that do not match. Everything is declared by an
         n_landmarks: Annotated[int, Within(1, 4096)] | None = None,
     ): ...
 
-A package checks at its door: ``doors(__name__)`` in its ``__init__`` checks the functions that users import from there.
-The modules that define them hold them unchecked, and most of kvlens' own code imports them from there.
+A module checks at its door: ``doors(__name__)`` at its end checks every call of its public functions that comes from outside
+kvlens. kvlens' own calls are not checked: an op takes a few microseconds, and a check would be a tenth of that.
 
 Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that have passed are cached, so that a check of an op's
 arguments takes a microsecond or two.

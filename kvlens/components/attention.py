@@ -26,7 +26,7 @@ from kvlens.components.positions import counted_by
 from kvlens.components.softmax_attention import SoftmaxHeads, score_rule
 from kvlens.components.variants import Augmentation, augmented, regularized
 from kvlens.errors import KVLensError
-from kvlens.ops.rotary.rotate import rotate
+from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
 NO_COPY_ROWS = 128

@@ -2,6 +2,70 @@
 
 phi turns a score exp(q.k / attn_scale) into a product phi(q).phi(k), so that a sum over keys can be stored (ICLCA eq. 12). The
 pure functions are in :mod:`kvlens.ops.feature_maps`.
+
+**A feature map.** A feature map is one class: its name, its number of features, where RoPE is applied, whether it is positive,
+its parameters and their initial values, and phi. The configuration, attention, conversion and file formats read all of this
+from the class, so there is nothing else to change. `FeatureMap` documents each attribute. The same function is applied to
+queries and keys. A token's features must not depend on the other tokens in the batch, because a prompt's features are stored
+and later combined with those of its continuation.
+
+```python
+import torch
+from torch import nn
+
+from kvlens.components import FEATURE_MAPS, FeatureMap, per_head
+
+
+class SquaredReLU(FeatureMap):
+    '''phi(x) = relu(g x)^2 + 1e-3, with a learned gain g, initially 1, for each dimension of each key-value head.'''
+
+    kind = "squared_relu"
+    positive = True
+    rotary_placement = "after"
+
+    def __init__(self, cfg, attn_scale):
+        super().__init__(cfg, attn_scale)
+        self.gain = nn.Parameter(torch.zeros(cfg.n_kv_heads, cfg.d_head, dtype=cfg.dtype))
+
+    @torch.no_grad()
+    def init_weights(self, generator):
+        self.gain.fill_(1.0)
+
+    def forward(self, x):
+        return (per_head(self.gain, x).to(x.dtype) * x).relu().square() + 1e-3
+
+
+FEATURE_MAPS[SquaredReLU.kind] = SquaredReLU
+```
+
+To add it to kvlens itself, add a line to `FEATURE_MAPS` in `kvlens/components/feature_maps.py` instead, and put mathematics of
+more than one line into `kvlens/ops/feature_maps.py`. `tests/components/test_feature_map_classes.py` and `by_the_formula` in
+`tests/ops/test_feature_maps.py` list all maps. A program that loads a model with a map of your own imports its module first.
+Test one answer computed by hand, and a general property: here, that a converted prompt replaces the prompt exactly.
+
+```python
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, convert_prompt
+
+sizes = dict(n_layers=2, n_heads=4, n_key_value_heads=2, d_model=32, d_head=8, n_ctx=64, d_vocab=20, act_fn="gelu", seed=0)
+cfg = HookedKVTransformerConfig(
+    **sizes,
+    attention="linear",
+    feature_map="squared_relu",
+    positional_embedding_type="rotary",
+    dtype=torch.float64,
+    device="cpu",
+)
+model = HookedKVTransformer(cfg)
+phi = model.blocks[0].attn.feature_map
+ones = torch.ones(1, 1, 4, 8, dtype=torch.float64)
+assert (phi(3 * ones) == 9 + 1e-3).all() and (phi(-3 * ones) == 1e-3).all()
+
+tokens = torch.arange(15)[None]
+with model.kv_bias(convert_prompt(model, tokens[0, :9])):
+    continued = model(tokens[:, 9:])
+expected = model(tokens)[:, 9:]
+assert (continued - expected).norm() < 1e-11 * expected.norm()
+```
 """
 
 from typing import Any, ClassVar, Literal
@@ -11,8 +75,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
-from kvlens.ops.feature_maps import maps as ops
-from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops import feature_maps as ops
+from kvlens.ops.feature_maps import draw_projections
 
 
 class FeatureMap(nn.Module):

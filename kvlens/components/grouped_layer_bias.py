@@ -10,7 +10,7 @@ from kvlens.components.hooks import is_hooked
 from kvlens.components.layer_bias import LayerBias
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.kv_bias.groups import KeyGroups
-from kvlens.ops.softmax_attention.extra_keys import SomeHeads
+from kvlens.ops.softmax_attention import SomeHeads
 
 
 class GroupedLayerBias(NamedTuple):

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from kvlens.components.decode_cache import ShiftState
 from kvlens.components.hooks import through
-from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter, initial_shift_parameter
-from kvlens.ops.kv_shift.shift import kv_shift
+from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
 
 
 def shifted_heads(cfg: Any) -> dict[str, int]:

@@ -25,14 +25,19 @@ from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import read_bias
 from kvlens.components.variants import read_values
 from kvlens.errors import KVLensError
-from kvlens.ops.attention_variants.ridge import ridge_attention, ridge_state, ridge_steps
-from kvlens.ops.linear_attention.chunked import chunked_linear_attention
-from kvlens.ops.linear_attention.parallel import causal_scores, final_state, running_normalizer
-from kvlens.ops.linear_attention.recurrent import recurrent_linear_attention
-from kvlens.ops.linear_attention.state import read_state, real_steps, without_padding
-from kvlens.ops.linear_attention.types import LinearAttentionState
-from kvlens.ops.rotary.rotate import rotate
-from kvlens.ops.rotary.table import RotaryTable
+from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
+from kvlens.ops.linear_attention import (
+    LinearAttentionState,
+    causal_scores,
+    chunked_linear_attention,
+    final_state,
+    read_state,
+    real_steps,
+    recurrent_linear_attention,
+    running_normalizer,
+    without_padding,
+)
+from kvlens.ops.rotary import RotaryTable, rotate
 
 WITHOUT_SCORES = {"chunked": chunked_linear_attention, "recurrent": recurrent_linear_attention}
 """The forms that never hold all scores; the parallel form's steps are those of :class:`LinearHeads`, with hooks between."""

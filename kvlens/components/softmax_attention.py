@@ -24,21 +24,22 @@ from kvlens.components.hooks import is_hooked, through
 from kvlens.components.layer_bias import LayerBias
 from kvlens.components.variants import read_values
 from kvlens.kv_bias import VirtualKeys
-from kvlens.ops.attention_variants.ridge import ridge_attention
-from kvlens.ops.rotary.rotate import rotate
-from kvlens.ops.softmax_attention import ExtraKeys, JoinedBias, ScaledMass
-from kvlens.ops.softmax_attention.bias import join_bias
-from kvlens.ops.softmax_attention.extra_keys import (
+from kvlens.ops.attention_variants import ridge_attention
+from kvlens.ops.rotary import rotate
+from kvlens.ops.softmax_attention import (
+    ExtraKeys,
+    JoinedBias,
+    ScaledMass,
     SomeHeads,
     attend_with_extra_keys,
+    fused_softmax_attention,
+    join_bias,
     last_with_extra_keys,
     merge_extra_keys,
     read_by_groups,
+    visible_keys,
 )
-from kvlens.ops.softmax_attention.fused import fused_softmax_attention
-from kvlens.ops.softmax_attention.visible import visible_keys
-from kvlens.ops.softmax_features import ScoreRule
-from kvlens.ops.softmax_features.virtual_keys import distance_scores
+from kvlens.ops.softmax_features import ScoreRule, distance_scores
 
 FEW_KEYS = 1024
 """Virtual keys of all rows up to which one kernel call is the faster for a single query (9 heads of 64, 14 of 64, one thread:

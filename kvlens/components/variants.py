@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvlens.components.heads import HeadOutputs, NewTokens
-from kvlens.ops.attention_variants.augmented import augment
-from kvlens.ops.attention_variants.negative import lowest_scored, mean_of_negatives
+from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
 

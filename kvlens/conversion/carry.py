@@ -14,8 +14,7 @@ from kvlens.kv_bias import LAST_POSITION, KVBias, VirtualKeys
 from kvlens.kv_bias.fit import since
 from kvlens.kv_bias.ragged import padded
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.linear_attention import LinearAttentionState
-from kvlens.ops.linear_attention.carry import carry_state
+from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
 
 @checked

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlens.dual.reading import LayerReading
 from kvlens.errors import KVLensError
 from kvlens.ops import dual as ops
-from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops.feature_maps import draw_projections
 
 Kernel = Literal["exact", "random", "landmark"]
 BiasRole = Literal["initial", "demonstrations"]

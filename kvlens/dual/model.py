@@ -35,6 +35,7 @@ from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_laye
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
 from kvlens.ops import dual as ops
+from kvlens.ops import dual_layers
 
 
 class DualModel:
@@ -221,30 +222,30 @@ class DualModel:
         log_norm: Finite | None = None,
         n_negative: Annotated[int, Within(0)] = 0,
         beta: Finite = 0.0,
-    ) -> ops.BoundTerms:
+    ) -> dual_layers.BoundTerms:
         """The terms of the generalization bound (th. 3.2) for this training set, in logarithms.
 
         Args:
             delta: the probability with which the bound may fail.
             log_norm: log w; None uses |W_1|.
             n_negative: for negative samples, the number of least similar demonstrations that each one is pushed away from. The
-                bound with them is kvlens' own: it rises where the paper's (app. C.2) falls (:mod:`kvlens.ops.dual.bound`).
+                bound with them is kvlens' own: it rises where the paper's (app. C.2) falls (:mod:`kvlens.ops.dual_layers`).
             beta: their weight; not read without them.
 
         Raises:
             KVLensError: a kernel that is not positive, ``delta`` outside (0, 1), more negatives than demonstrations.
         """
         kernel = self._demonstration_kernel()
-        trace = ops.log_trace(kernel)
+        trace = dual_layers.log_trace(kernel)
         beta = beta if n_negative else 0.0
         if n_negative:
             if not 0 < n_negative <= self._n:
                 raise KVLensError(f"bound: n_negative must be 1 to {self._n} (one per demonstration), got {n_negative}")
-            trace = ops.log_effective_trace(kernel, _least_similar(kernel, n_negative), beta)
+            trace = dual_layers.log_effective_trace(kernel, _least_similar(kernel, n_negative), beta)
         predictions = _at_demonstrations(self._tokens, self._tokens.values, self._n)
         rho = torch.stack([self.labels.norm(dim=-1).max(), predictions.norm(dim=-1).max()]).max()
         norm = self._sums().square_norm(1).clamp(min=0).log() / 2 if log_norm is None else torch.tensor(log_norm)
-        return ops.bound_terms(norm.to(trace), rho.log(), trace, self._n, self.labels.shape[-1], delta, beta)
+        return dual_layers.bound_terms(norm.to(trace), rho.log(), trace, self._n, self.labels.shape[-1], delta, beta)
 
     # --- the kernel form underneath ----------------------------------------------------------------------------------
 

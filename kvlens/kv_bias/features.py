@@ -24,10 +24,15 @@ from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.ops.softmax_attention import ScaledFeatures
-from kvlens.ops.softmax_features import ScoreRule
-from kvlens.ops.softmax_features.positive import elu_log_features, learned_log_features, random_log_features
-from kvlens.ops.softmax_features.taylor import taylor_features
-from kvlens.ops.softmax_features.virtual_keys import scaled_exp, virtual_key_scores
+from kvlens.ops.softmax_features import (
+    ScoreRule,
+    elu_log_features,
+    learned_log_features,
+    random_log_features,
+    scaled_exp,
+    taylor_features,
+    virtual_key_scores,
+)
 
 F = TypeVar("F", bound="SoftmaxFeatures")
 Queries = Float[Tensor, "batch pos head d_key"]

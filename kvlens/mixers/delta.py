@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from kvlens.mixers.protocol import Mixer, MixerInputs
 from kvlens.mixers.rules import DeltaRule
-from kvlens.ops.short_convolution.convolution import short_convolution
+from kvlens.ops.short_convolution import short_convolution
 
 NORM_EPS = 1e-6
 """Added to the squared norm of a key or query, as in flash-linear-attention's kernels and Transformers' torch forms."""

@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from kvlens.mixers.protocol import Mixer, MixerInputs, RecurrentState
-from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.short_convolution.convolution import short_convolution
+from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.short_convolution import short_convolution
 
 
 class Lfm2Mixer(Mixer):

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from kvlens.mixers.protocol import Mixer, MixerInputs
 from kvlens.mixers.rules import StateSpace
-from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.short_convolution.convolution import short_convolution
+from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.short_convolution import short_convolution
 
 
 class Mamba2Mixer(Mixer):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import is_hooked
-from kvlens.ops.linear_attention.state import without_padding
+from kvlens.ops.linear_attention import without_padding
 
 
 class RecurrentState(NamedTuple):

@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from kvlens.mixers.protocol import MixerInputs, Read, RecurrentState, Rule
-from kvlens.ops.delta_rule import chunked as delta_rule
-from kvlens.ops.delta_rule import recurrent
-from kvlens.ops.lightning import carried as lightning
-from kvlens.ops.lightning.forms import chunked_lightning, recurrent_lightning
-from kvlens.ops.linear_attention.state import without_padding
-from kvlens.ops.selective_scan import scan
-from kvlens.ops.ssd import carried as ssd
-from kvlens.ops.ssd.forms import chunked_ssd, recurrent_ssd
+from kvlens.ops import delta_rule, lightning, selective_scan, ssd
+from kvlens.ops.lightning import chunked_lightning, recurrent_lightning
+from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.ssd import chunked_ssd, recurrent_ssd
 
 
 class DeltaRule(Rule):
@@ -30,10 +26,10 @@ class DeltaRule(Rule):
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
         decodes = inputs.v.shape[1] == 1
         if with_map:
-            carried = recurrent.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
+            carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
             return Read(*carried(*arguments, state.state_map))
         if decodes:
-            z, final = recurrent.recurrent_delta_rule(*arguments, output_final_state=True)
+            z, final = delta_rule.recurrent_delta_rule(*arguments, output_final_state=True)
         else:
             z, final = delta_rule.chunked_delta_rule(*arguments, output_final_state=True, chunk_size=self.chunk_size)
         assert final is not None
@@ -123,10 +119,10 @@ class StateSpace(Rule):
 class Selective(StateSpace):
     """T_t = Diag(a_t), with one a per token, head and state; D as there (:mod:`kvlens.ops.selective_scan`)."""
 
-    carries = scan
+    carries = selective_scan
 
     def form(self, n_tokens: int) -> Any:
-        return scan.selective_scan
+        return selective_scan.selective_scan
 
 
 def _carried(carried_q: Tensor, final: Tensor, state_map: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:

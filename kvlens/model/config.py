@@ -18,7 +18,7 @@ from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
 from kvlens.model.sizes import check_sizes
-from kvlens.ops.linear_attention.state import retnet_decay
+from kvlens.ops.linear_attention import retnet_decay
 
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")

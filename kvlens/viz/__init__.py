@@ -12,18 +12,12 @@ also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and th
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", ax=ax)
 """
 
-from kvlens.viz.arcs import induction_arcs
-from kvlens.viz.attention import attention_under_bias, attention_view
-from kvlens.viz.bars import contribution_bars
-from kvlens.viz.depth import depth_map
+from kvlens.viz.attention import attention_under_bias, attention_view, induction_arcs, linked_view
 from kvlens.viz.dual import dual_view
-from kvlens.viz.generated import generated_text
-from kvlens.viz.heat_map import head_heatmap
-from kvlens.viz.linked import linked_view
-from kvlens.viz.page import Page
-from kvlens.viz.piece import Piece
-from kvlens.viz.tables import error_table
-from kvlens.viz.tokens import colored_tokens
+from kvlens.viz.heads import head_heatmap
+from kvlens.viz.page import Page, Piece
+from kvlens.viz.tables import contribution_bars, error_table
+from kvlens.viz.tokens import colored_tokens, depth_map, generated_text
 
 __all__ = [
     "Page",

@@ -1,4 +1,4 @@
-"""Attention patterns in circuitsvis' view of heads, including the tokens of the converted prompt.
+"""Attention between prompt and text: circuitsvis' view of heads, arcs of induction, and three linked panels.
 
 circuitsvis only draws square patterns. After a conversion the queries are those of the text, and the keys those of prompt and
 text: the prompt's tokens, now in the bias, come first as virtual rows and columns. Their rows are those of the prompt's own
@@ -11,19 +11,30 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel, analyses
+from kvlens.analyses import LinkedShares
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
-from kvlens.viz._blocks import strongest_positions
-from kvlens.viz._color import FULL, NEGATIVE, POSITIVE, beyond, diverging_map, strongest
-from kvlens.viz._quantized import quantized
-from kvlens.viz._text import data_script, html_text, label, number, rounded
-from kvlens.viz.piece import Piece
+from kvlens.viz._figures import (
+    FULL,
+    NEGATIVE,
+    POSITIVE,
+    beyond,
+    block_means,
+    block_size,
+    diverging_map,
+    strongest,
+    strongest_positions,
+    token_blocks,
+)
+from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, printable, quantized, rounded
+from kvlens.viz.page import Piece
 
 MAX_HEADS = 64
 MAX_CELLS = 64_000
@@ -221,3 +232,189 @@ def _draw(axes: Sequence[Any], square: Tensor, labels: list[str], names: list[st
             ax.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
             ax.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
     return image
+
+
+# Induction over prompt and text: an arc from each text token to the prompt token that follows its earlier occurrence.
+
+
+MAX_ARCS, MAX_ARC_TOKENS = 4000, 1024
+MAX_TOUCHED = 256
+"""The number of tokens shown of more than ``MAX_ARC_TOKENS``: those at the strongest arcs of each head."""
+
+
+@checked
+def induction_arcs(
+    tokens: Sequence[str],
+    n_prompt: int,
+    arcs: pd.DataFrame,
+    scores: pd.DataFrame,
+    *,
+    title: str = "induction arcs",
+    ax: Any = None,
+) -> Piece | Any:
+    """Arcs of all heads, filtered by a strip of induction scores; dashed if the head matches by its key shift.
+
+    Args:
+        tokens: tokens of prompt and text, in order.
+        n_prompt: number of tokens of the prompt.
+        arcs: the table of ``prompt_copies``, one row per head and pair of tokens: ``layer``, ``head``, ``position`` (in the
+            text), ``prompt_position``, ``attention`` (from the one to the other: the width of the arc), ``shifted`` (True if
+            the head matches by its key shift).
+        scores: one row per head: ``layer``, ``head``, ``score``, shown in the strip that filters the arcs.
+        title: title above the picture.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
+
+    Raises:
+        KVLensError: positions outside the tokens.
+    """
+    for column, n in (("position", len(tokens) - n_prompt), ("prompt_position", n_prompt)):
+        if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
+            raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
+    arcs = arcs.assign(query=arcs["position"] + n_prompt)
+    strongest, positions = _shown(arcs, len(tokens))
+    at = {position: i for i, position in enumerate(positions)}
+    data = {
+        "tokens": [str(tokens[i]) for i in positions],
+        "places": [i if i < n_prompt else i - n_prompt for i in positions],
+        "n_prompt": sum(i < n_prompt for i in positions),
+        "scores": [[int(r.layer), int(r.head), rounded(float(r.score))] for r in scores.itertuples()],
+        "arcs": [
+            [int(r.layer), int(r.head), at[r.query], at[r.prompt_position], rounded(float(r.attention)), int(bool(r.shifted))]
+            for r in strongest.itertuples()
+        ],
+    }
+    if ax is not None:
+        return _draw_arcs(ax, data, title)
+    left_out = ""
+    if len(strongest) < len(arcs):
+        left_out += f" {len(strongest):,} of {len(arcs):,} arcs are shown, each head's strongest."
+    if len(positions) < len(tokens):
+        left_out += f" Of {len(tokens):,} tokens the {len(positions):,} under them are shown; ⋯ marks where some are left out."
+    note = (
+        "From a text token to the token after its earlier occurrence; as wide as the head's share of attention. Dashed: "
+        f"the head reaches it by its key shift. Choose heads in the strip.{left_out}"
+    )
+    if not len(arcs):
+        note = "No token of the text occurs earlier, so there is nothing for induction to copy."
+    body = (
+        f'<figure class="piece" data-kvlens="arcs"><figcaption>{html_text(title)}</figcaption>'
+        f'<p class="note">{html_text(note)}</p><div class="arcs"></div>'
+        f"{data_script(data)}</figure>"
+    )
+    return Piece(title, body, figure=functools.partial(_arcs_figure, data, title))
+
+
+def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
+    """The arcs that are drawn, each head's strongest first, and the positions of the tokens under them."""
+    size = arcs["attention"].abs()
+    rank = size.groupby([arcs["layer"], arcs["head"]]).rank(method="first", ascending=False)
+    best = arcs.loc[rank.sort_values(kind="stable").index[:MAX_ARCS]]
+    if n_tokens <= MAX_ARC_TOKENS:
+        return best, list(range(n_tokens))
+    positions: set[int] = set()
+    n_drawn = 0
+    for query, key in zip(best["query"].tolist(), best["prompt_position"].tolist(), strict=True):
+        touched = positions | {query, key, max(0, key - 1)}  # the repeated token precedes the key
+        if len(touched) > MAX_TOUCHED:
+            break
+        positions, n_drawn = touched, n_drawn + 1
+    return best.iloc[:n_drawn], sorted(positions)
+
+
+def _arcs_figure(data: dict[str, Any], title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5, 0.17 * len(data["tokens"])), 3.2))
+    _draw_arcs(figure.add_axes((0.02, 0.02, 0.96, 0.9)), data, title)
+    return figure
+
+
+def _draw_arcs(ax: Any, data: dict[str, Any], title: str) -> Any:
+    from matplotlib.patches import Arc
+
+    n = len(data["tokens"])
+    for _, _, query, key, share, shifted in data["arcs"]:
+        width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
+        color = NEGATIVE if (share or 0.0) < 0 else POSITIVE
+        middle, span = (query + key) / 2, query - key
+        ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=color))
+    for i, token in enumerate(data["tokens"]):
+        gray = "black" if i >= data["n_prompt"] else "dimgrey"
+        look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=gray, parse_math=False)
+        ax.text(i, -0.6, printable(label(token))[:14], **look)
+    sizes: list[tuple[str, dict[str, Any]]] = [(f"{share:g}", dict(linewidth=0.3 + 3 * share)) for share in (0.1, 0.5, 1.0)]
+    if any(shifted for *_, shifted in data["arcs"]):
+        sizes.append(("by the key shift", dict(linewidth=1.0, linestyle="--")))
+    for words, look in sizes:
+        ax.plot([], [], color=POSITIVE, label=words, **look)
+    ax.legend(title="share of attention", frameon=False, fontsize=6, title_fontsize=6, loc="upper left")  # no arc is there
+    ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
+    ax.axis("off")
+    return ax
+
+
+# Prompt, heads and text side by side: choosing a token or a head in one panel recolors the other two.
+#
+# All three panels show one quantity, the share of prompt token j, through head (l, h), in the attention output at text token i:
+#
+#     w[l, h, i, j] = <c, o> / (|o| sum over all heads of |o|)       c = A_ij v_j W_O,  o = z_i W_O of that head
+#
+# At one text token the shares of all heads and all positions, including those of the text, sum to 1. A panel only needs sums of
+# w over one or two axes, so a page contains just three matrices.
+
+
+MAX_LINKED_CELLS = 60_000
+"""The most numbers in each of the three matrices; each takes about three bytes."""
+
+
+@checked
+def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next token") -> Piece:
+    """The three panels and, below them, the most probable next tokens after a chosen text token.
+
+    Works with the keyboard: arrow keys move within a panel, Enter chooses, Escape clears the choice.
+    """
+    whole = float(data.by_text.nansum(dim=(0, 1)).mean())
+    said = (
+        f"Shares of the prompt in the attention output; in total {percent(whole)}, averaged over the text's tokens; the rest "
+        "comes from the text itself. Blue adds to the output, red subtracts from it; a marked corner is beyond the scale."
+        if math.isfinite(whole)
+        else "Shares of the prompt in the attention output."
+    )
+    said = f"{said} {part_note([*data.prompt, *data.text])}".strip()
+    body = (
+        f'<figure class="piece" data-kvlens="linked"><figcaption>{html_text(title)}</figcaption>'
+        f'<p class="note">{html_text(said)}</p><div class="linked"></div>'
+        f"{data_script(_json(data))}</figure>"
+    )
+    return Piece(title, body)
+
+
+def _json(data: LinkedShares) -> dict[str, Any]:
+    """The data of the page. A long prompt is shown in blocks of neighbors, each with its mean per token."""
+    n_layers, n_heads, n_prompt = data.by_prompt.shape
+    n_text = min(len(data.text), max(16, MAX_LINKED_CELLS // (n_layers * n_heads)))
+    limit = min(MAX_LINKED_CELLS // (n_layers * n_heads), MAX_LINKED_CELLS // n_text)
+    per_block = block_size(data.between.shape[1], limit)
+    size = per_block * data.block
+    return {
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_prompt": n_prompt,
+        "block": size,
+        "blocks": token_blocks(data.prompt, size),
+        "text": list(data.text[:n_text]),
+        "by_prompt": quantized(block_means(data.by_prompt, size)),
+        "by_text": quantized(data.by_text[..., :n_text]),
+        "between": quantized(block_means(data.between[:n_text], per_block, per_column=data.block, n=n_prompt)),
+        "next": {
+            name: [[[token, rounded(p)] for token, p in row] for row in rows[:n_text]]
+            for name, rows in data.next_tokens.items()
+        },
+        "colorings": {
+            name: {**quantized(numbers), "without_zero": name in data.without_zero} for name, numbers in data.colorings.items()
+        },
+        "note": f"{len(data.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(data.text) else ""),
+    }

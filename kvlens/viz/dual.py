@@ -9,12 +9,10 @@ import torch
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.viz._blocks import block_means, block_size, token_blocks
-from kvlens.viz._head_maps import column_choice, head_map, maps_data
-from kvlens.viz._quantized import quantized
-from kvlens.viz._text import data_script, html_text, rounded
-from kvlens.viz.heat_map import draw_heat_map, heat_figure
-from kvlens.viz.piece import Piece
+from kvlens.viz._figures import block_means, block_size, token_blocks
+from kvlens.viz._text import data_script, html_text, quantized, rounded
+from kvlens.viz.heads import column_choice, draw_heat_map, head_map, heat_figure, maps_data
+from kvlens.viz.page import Piece
 
 FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after")
 LOGARITHMS = ("log_loss_drop",)

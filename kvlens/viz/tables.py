@@ -1,5 +1,6 @@
-"""A tidy frame as a formatted table."""
+"""A tidy frame as a formatted table, and as bars: one group per layer (or other grouping column), one bar per part."""
 
+import functools
 import math
 import numbers
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pandas as pd
 
 from kvlens.checks import Count, checked
+from kvlens.viz._figures import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._text import html_text, number
-from kvlens.viz.piece import Piece
+from kvlens.viz.page import Piece
 
 MAX_ROWS = 200
 
@@ -56,3 +58,73 @@ def _cell(value: Any, right: bool) -> str:
 
 def _right(right: bool) -> str:
     return ' class="right"' if right else ""
+
+
+@checked
+def contribution_bars(
+    table: pd.DataFrame,
+    value: str,
+    *,
+    by: str = "layer",
+    part: str | None = None,
+    title: str = "contributions",
+    ax: Any = None,
+) -> Piece | Any:
+    """Horizontal bars from zero, blue to the right and red to the left.
+
+    Args:
+        table: tidy: one row per group and part.
+        value: the column of the bars' lengths.
+        by: the column that groups them.
+        part: the column that names the bars of a group, such as ``component``; None draws one bar per group.
+        title: title above the bars.
+        ax: draw the static picture into these matplotlib axes instead, and return them.
+
+    Returns:
+        A `Piece`; ``ax`` where it was given.
+    """
+    names = [_name(row, by, part) for row in table[[by, *([] if part is None else [part])]].itertuples(index=False)]
+    numbers = [float(x) for x in table[value]]
+    if ax is not None:
+        return _draw(ax, names, numbers, value, title)
+    top = strongest(numbers)
+    left = max(0.0, -min((x for x in numbers if x == x), default=0.0)) / top if top else 0.0
+    zero = 100 * left / (1 + left) if any(x > 0 for x in numbers) or not left else 100.0
+    rows = "".join(_bar(name, x, top, zero) for name, x in zip(names, numbers, strict=True))
+    body = (
+        f'<figure class="piece"><figcaption>{html_text(title)} <span class="unit">{html_text(value)}</span></figcaption>'
+        f'<table class="bars"><tbody>{rows}</tbody></table></figure>'
+    )
+    return Piece(title, body, figure=functools.partial(_figure, names, numbers, value, title))
+
+
+def _name(row: Any, by: str, part: str | None) -> str:
+    group = f"{by} {row[0]}" if isinstance(row[0], int) else str(row[0])
+    return group if part is None else f"{group}, {row[1]}"
+
+
+def _bar(name: str, value: float, top: float, zero: float) -> str:
+    """One bar; ``zero`` is the position of zero, in percent of the width, and the longest bar reaches an edge."""
+    width = abs(value) / top * (max(zero, 100 - zero) if top else 0) if top and value == value else 0.0
+    start = max(0.0, zero - width) if value < 0 else zero
+    kind = "negative" if value < 0 else "positive"
+    bar = f'<div class="bar {kind}" style="left:{start:.2f}%;width:{width:.2f}%"></div>'
+    return f'<tr><th scope="row">{html_text(name)}</th><td><div class="track">{bar}</div></td><td>{number(value)}</td></tr>'
+
+
+def _figure(names: list[str], numbers: list[float], value: str, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 0.8 + 0.24 * len(names)))
+    _draw(figure.add_subplot(), names, numbers, value, title)
+    return figure
+
+
+def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
+    ax.barh(range(len(names)), numbers, color=[NEGATIVE if x < 0 else POSITIVE for x in numbers])
+    ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
+    ax.invert_yaxis()
+    ax.axvline(0, color="black", linewidth=0.8)
+    ax.set(xlabel=value, title=title)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

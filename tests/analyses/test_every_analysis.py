@@ -55,6 +55,10 @@ def patching(model, prompt, text, other, **target):
     return analyses.activation_patching(model, prompt, other, text, **target)
 
 
+def reading(model, prompt, text, other, *, answer, **target):
+    return analyses.reading_layers(model, prompt, text, answer=answer, without=["widget is purple"])
+
+
 def contributions(model, prompt, text, other, **target):
     """Of the prompt's bias, as in a batch."""
     if not isinstance(prompt, KVBias):
@@ -72,6 +76,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "circuits": ({}, lambda model, prompt, text, other, **target: analyses.circuits(model, prompt, text)),
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
+    "reading_layers": ({}, reading),
 }
 CALLS = {
     **{name: call for name, (_, call) in IN_A_BATCH.items()},
@@ -125,7 +130,7 @@ def test_a_record_of_a_batch_gives_the_table_of_the_function_with_a_row_for_ever
     model, (options, call) = grouped(attention), IN_A_BATCH[name]
     analysis = load_analysis(name.partition(",")[0])
     analysis.check_model(model)
-    fields = {"corrupted": OTHER, "references": [OTHER], "second_prompt": TEXT, **TARGET}
+    fields = {"without": "widget is purple", "corrupted": OTHER, "references": [OTHER], "second_prompt": TEXT, **TARGET}
     frame = analysis.run(model, Record("a", PROMPT, TEXT, fields), **options)
     pd.testing.assert_frame_equal(frame, call(model, PROMPT, TEXT, OTHER, **TARGET))
     assert frame.dtypes.astype(str).to_dict() == analysis.columns.dtypes

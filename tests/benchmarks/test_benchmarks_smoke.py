@@ -5,6 +5,7 @@ import json
 
 import bench_attribution
 import bench_notes
+import bench_reading_layers
 import bench_real_sizes
 import bench_real_speed
 import bench_speed
@@ -94,6 +95,18 @@ def test_bounds_of_shares_are_those_of_the_binomial_distribution():
     assert bench_notes.lower_bound(60, 60) == pytest.approx(0.05 ** (1 / 60), abs=1e-9)
     assert bench_notes.lower_bound(1, 7) == pytest.approx(1 - 0.95 ** (1 / 7), abs=1e-9)
     assert bench_notes.lower_bound(0, 7) == 0.0
+
+
+@pytest.mark.slow
+def test_where_stories_are_read_smoke(tmp_path, capsys):
+    """A second run adds nothing, and prints the same."""
+    words = ["facts-gpt2", "--out", str(tmp_path / "found.jsonl"), "--cases", "stories=4"]
+    printed = []
+    for _ in range(2):
+        bench_reading_layers.main(words)
+        printed.append((capsys.readouterr().out, (tmp_path / "found.jsonl").read_text()))
+    assert printed[0] == printed[1]
+    assert "4 right answers, 4 lost without the part, 0 under the null" in printed[0][0]
 
 
 def test_a_wrong_answer_is_not_timed():

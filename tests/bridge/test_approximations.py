@@ -25,7 +25,7 @@ from kvlens.conversion import (
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.softmax import logit_effects
 from kvlens.conversion.softmax.prompt_pass import attention_parts
-from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
+from kvlens.ops.softmax_features import virtual_key_scores
 
 PROMPT, TEXT = some_tokens(20), some_tokens(3, 10, seed=1)
 FEW = dict(n_continuations=9, continuation_length=6, n_held_out=2)

@@ -47,6 +47,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "induction_heads": [FEW, dict(**ABLATIONS, batch_size=7)],
     "induction_verdicts": [FEW, ABLATIONS],
     "prompt_attribution": [dict(by="token"), dict(by=UNITS, null=NULL), dict(by=UNITS[:2], null=NULL, positions="closed")],
+    "reading_layers": [dict(answer=3, without=UNITS[:1])],
 }
 """With the first of these an analysis runs on every model, with all of them on both front ends."""
 OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdicts", "linked_shares", "prompt_copies")

@@ -48,7 +48,7 @@ def in_little_memory(monkeypatch) -> list[int]:
     monkeypatch.setattr(reading, "NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr("kvlens.conversion.softmax.prompt_pass.NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr(reading, "tokens_at_once", observed)
-    monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("kvlens.ops.landmarks.NUMBERS_AT_ONCE", 1)
     return lengths
 
 

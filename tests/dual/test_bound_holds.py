@@ -5,7 +5,8 @@ import math
 
 import torch
 
-from kvlens.ops.dual import bound_terms, feature_kernel, log_trace
+from kvlens.ops.dual import feature_kernel
+from kvlens.ops.dual_layers import bound_terms, log_trace
 
 N_TOKENS, D_PHI, D_OUT, NORM, DELTA, DRAWS = 500, 6, 4, 1.0, 0.05, 200
 

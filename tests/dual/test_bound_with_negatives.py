@@ -5,7 +5,7 @@ import torch
 
 from kvlens import HookedKVTransformer
 from kvlens.dual import DualModel
-from kvlens.ops.dual import bound
+from kvlens.ops.dual_layers import log_effective_trace
 
 STORY = "The drum stands in the cellar. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Pavel keep? Pavel keeps a"
@@ -23,9 +23,9 @@ def test_without_negatives_their_weight_changes_nothing(dual):
 
 
 def test_the_first_negative_raises_the_bound_and_more_lower_it(dual):
-    """The numbers of the module's docstring; the paper's bound falls from the first on."""
+    """The numbers of the op's docstring; the paper's bound falls from the first on."""
     found = {n: float(dual.bound(n_negative=n, beta=0.5).log_bound) for n in (0, 1, 2, 4, 8, 16)}
     rounded = {n: f"{found[n]:.2f}" for n in (0, 1, 16)}
-    assert all(x in bound.__doc__ for x in rounded.values())
+    assert all(x in log_effective_trace.__doc__ for x in rounded.values())
     assert found[1] > found[0] and sorted(list(found.values())[1:], reverse=True) == list(found.values())[1:]
     assert found[16] > found[0]

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.dual import DualLayer, dual_logits, layer
-from kvlens.ops import dual as ops
+from kvlens.ops import dual_layers
 
 
 def normal(*shape, seed):
@@ -78,7 +78,9 @@ def test_the_bias_is_that_of_the_mask(act):
     assert dual.equivalence_error() < 1e-12
     _, cache = model.run_with_cache(tokens[None])
     pre, mid = cache["blocks.0.mlp.hook_pre"][0, -1], cache["blocks.0.hook_resid_mid"][0, -1]
-    folded = ops.fold_mlp(block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, getattr(functional, act), pre)
+    folded = dual_layers.fold_mlp(
+        block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, getattr(functional, act), pre
+    )
     if act == "relu":
         assert float(folded.remainder.norm()) == 0
         torch.testing.assert_close(folded.weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out, rtol=1e-11, atol=1e-12)
@@ -129,17 +131,17 @@ def test_a_wrong_initial_weight_is_seen():
 @pytest.mark.parametrize("eta", [0.1, 5.0])
 def test_layers_in_a_row_under_prefix_lm_attention(eta):
     d = 7
-    layers = [ops.AttentionWeights(*(normal(d, d, seed=10 * i + j) / d**0.5 for j in range(3))) for i in range(4)]
+    layers = [dual_layers.AttentionWeights(*(normal(d, d, seed=10 * i + j) / d**0.5 for j in range(3))) for i in range(4)]
     x = normal(11, d, seed=99)
-    plain = ops.through_layers(x, layers, d**0.5, ops.prefix_lm_attention)
-    dual = ops.through_layers(x, layers, d**0.5, lambda y, w, scale: ops.dual_of_prefix_lm(y, w, scale, eta))
+    plain = dual_layers.through_layers(x, layers, d**0.5, dual_layers.prefix_lm_attention)
+    dual = dual_layers.through_layers(x, layers, d**0.5, lambda y, w, scale: dual_layers.dual_of_prefix_lm(y, w, scale, eta))
     for ours, theirs in zip(dual, plain, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 1e-11
 
 
 def test_prefix_lm_attention_by_loops():
-    weights, x = ops.AttentionWeights(*(normal(5, 3, seed=j) for j in range(3))), normal(6, 5, seed=9)
-    out = ops.prefix_lm_attention(x, weights, 1.7)
+    weights, x = dual_layers.AttentionWeights(*(normal(5, 3, seed=j) for j in range(3))), normal(6, 5, seed=9)
+    out = dual_layers.prefix_lm_attention(x, weights, 1.7)
     for i in range(6):
         seen = range(6) if i == 5 else range(5)
         scores = torch.stack([(x[i] @ weights.W_Q) @ (x[j] @ weights.W_K) / 1.7 for j in seen]).softmax(0)
@@ -165,4 +167,4 @@ def test_logits_by_dual_models_under_a_bias():
 
 def test_rank_bound():
     mask = torch.tensor([[1.0, 0, 1, 0, 0], [1, 1, 1, 1, 1]])
-    assert ops.rank_bound(mask, 3).tolist() == [2.0, 3.0]
+    assert dual_layers.rank_bound(mask, 3).tolist() == [2.0, 3.0]

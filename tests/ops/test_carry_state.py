@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import laws, normal
 
-from kvlens.ops.linear_attention import (
-    LinearAttentionState,
-    carry_state,
-    naive_carry_state,
-    naive_linear_attention,
-)
+from kvlens.ops.linear_attention import LinearAttentionState, carry_state, naive_carry_state, naive_linear_attention
 
 BATCH, HEAD, D_PHI, D_HEAD = 2, 3, 6, 5
 EPS = torch.finfo(torch.float64).eps

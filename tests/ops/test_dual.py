@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ops_cases import laws, normal
 
 from kvlens import KVLensError
-from kvlens.ops import dual
+from kvlens.ops import dual, dual_layers
 
 TIGHT = dict(rtol=1e-11, atol=1e-12)  # sums of at most 13^2 products in float64, of size 1
 
@@ -237,18 +237,18 @@ def test_random_log_features_are_the_feature_map():
 def test_bound_on_paper():
     """N = 4, w = 2, rho = 3, d_o = 1, Tr K = 16, delta = 1/e: 2 * 3 * 4 / 4 = 6 and 9 * 1/2."""
     k = torch.full((4, 1), 2.0, dtype=torch.float64)
-    trace = dual.log_trace(dual.feature_kernel(k, k))
+    trace = dual_layers.log_trace(dual.feature_kernel(k, k))
     assert float(trace.exp()) == pytest.approx(16)
     number = lambda x: torch.tensor(x, dtype=torch.float64).log()  # noqa: E731
-    terms = dual.bound_terms(number(2.0), number(3.0), trace, 4, 1, math.exp(-1))
+    terms = dual_layers.bound_terms(number(2.0), number(3.0), trace, 4, 1, math.exp(-1))
     assert float(terms.log_complexity.exp()) == pytest.approx(6)
     assert float(terms.log_confidence.exp()) == pytest.approx(4.5)
     assert float(terms.log_bound.exp()) == pytest.approx(10.5)
     everyone = torch.ones(4, 4, dtype=torch.bool)  # beta 1/2 of the mean of equal features leaves half of each
-    half = dual.log_effective_trace(dual.feature_kernel(k, k), everyone, beta=0.5)
+    half = dual_layers.log_effective_trace(dual.feature_kernel(k, k), everyone, beta=0.5)
     assert float(half.exp()) == pytest.approx(4)
     with pytest.raises(KVLensError, match="delta"):
-        dual.bound_terms(number(2.0), number(3.0), trace, 4, 1, 1.5)
+        dual_layers.bound_terms(number(2.0), number(3.0), trace, 4, 1, 1.5)
     indefinite = dual.LogKernel(torch.zeros(2, 2), -torch.ones(2, 2))
     with pytest.raises(KVLensError, match="negative for some key"):
-        dual.log_trace(indefinite)
+        dual_layers.log_trace(indefinite)

@@ -6,10 +6,18 @@ import pytest
 import torch
 from ops_cases import normal
 
-from kvlens.ops.key_scores import attention_received, expected_log_attention
-from kvlens.ops.key_scores.naive import naive_attention_received, naive_expected_log_attention
-from kvlens.ops.landmarks import PromptKeys, Queries, masses, match_among, match_keys, match_mass, match_output
-from kvlens.ops.landmarks.naive import naive_fit_weights
+from kvlens.ops.key_scores import (
+    attention_received,
+    expected_log_attention,
+    masses,
+    match_among,
+    match_keys,
+    match_mass,
+    match_output,
+    naive_attention_received,
+    naive_expected_log_attention,
+)
+from kvlens.ops.landmarks import PromptKeys, Queries, naive_fit_weights
 from kvlens.ops.softmax_features import ScoreRule
 
 BATCH, KV, GROUP, D, KEYS, ROWS, SCALE = 2, 3, 2, 5, 7, 40, 1.7
@@ -31,7 +39,7 @@ def prompt_pass() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("sink", [None, normal(KV * GROUP, seed=4)], ids=["no sink", "sink"])
 @pytest.mark.parametrize("at_once", [2**20, 100], ids=["one block", "blocks"])
 def test_received_attention_is_the_sum_over_queries(sink, at_once, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvlens.ops.key_scores.attention"], "BLOCK_NUMBERS", at_once)
+    monkeypatch.setattr(sys.modules["kvlens.ops.key_scores"], "BLOCK_NUMBERS", at_once)
     given = prompt_pass()
     got = attention_received(**given, rule=ScoreRule(SCALE), sink=sink)
     for b in range(BATCH):
@@ -135,6 +143,6 @@ def test_matching_head_by_head_from_the_queries_rows_is_matching(monkeypatch, by
     queries, prompt, _ = reading()
     some = queries.part(slice(0, 2))
     whole = match_among(some, prompt, 3, by)
-    monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("kvlens.ops.landmarks.NUMBERS_AT_ONCE", 1)
     for a, b in zip(whole, match_among(some, prompt, 3, by), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

@@ -24,7 +24,7 @@ def case(window, seed=0, pos=POS, state=True, mask=False, dtype=torch.float64):
     arguments = {"x": normal(BATCH, pos, HEAD, D, seed=seed, dtype=dtype)}
     arguments["coef"] = normal(HEAD, window + 1, seed=seed + 1, dtype=dtype)
     if state:
-        arguments["state"] = normal(BATCH, window, HEAD, D, seed=seed + 2, dtype=dtype)
+        arguments["initial_state"] = normal(BATCH, window, HEAD, D, seed=seed + 2, dtype=dtype)
     if mask:
         arguments["mask"] = random_mask(BATCH, pos, seed + 3)
     return arguments
@@ -70,8 +70,8 @@ def test_a_text_shorter_than_the_window_keeps_what_the_state_held():
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_state_of_one_row_serves_the_whole_batch(mask):
     arguments = case(2, mask=mask)
-    arguments["state"] = arguments["state"][:1]
-    repeated = {**arguments, "state": arguments["state"].repeat(BATCH, 1, 1, 1)}
+    arguments["initial_state"] = arguments["initial_state"][:1]
+    repeated = {**arguments, "initial_state": arguments["initial_state"].repeat(BATCH, 1, 1, 1)}
     for one, all_rows in zip(kv_shift(**arguments), kv_shift(**repeated), strict=True):
         assert torch.equal(one, all_rows)
 
@@ -99,8 +99,8 @@ def test_the_arguments_are_left_as_they_were():
 def test_cut_anywhere_and_resume(seed, window, cut, mask):
     arguments = case(window, seed, mask=mask)
 
-    def in_two(x, coef, state, mask=None):
-        first, last = kv_shift(x[:, :cut], coef, state, None if mask is None else mask[:, :cut])
+    def in_two(x, coef, initial_state, mask=None):
+        first, last = kv_shift(x[:, :cut], coef, initial_state, None if mask is None else mask[:, :cut])
         second, last = kv_shift(x[:, cut:], coef, last, None if mask is None else mask[:, cut:])
         return torch.cat([first, second], dim=1), last
 
@@ -117,8 +117,8 @@ def test_padding_is_the_removal_of_the_padded_tokens(seed, window):
     shifted, last = kv_shift(**arguments)
     for row in range(BATCH):
         removed = arguments["x"][row : row + 1, mask[row]]
-        alone, alone_last = kv_shift(removed, arguments["coef"], arguments["state"][row : row + 1])
-        sizes = kv_shift(removed.abs(), arguments["coef"].abs(), arguments["state"][row : row + 1].abs())
+        alone, alone_last = kv_shift(removed, arguments["coef"], arguments["initial_state"][row : row + 1])
+        sizes = kv_shift(removed.abs(), arguments["coef"].abs(), arguments["initial_state"][row : row + 1].abs())
         assert_within_rounding([shifted[row, mask[row]]], [alone[0]], [sizes[0][0]], window + 2)
         assert torch.equal(last[row], alone_last[0])
 
@@ -136,7 +136,7 @@ def test_nothing_looks_ahead(seed, window, mask, i):
 @given(seeds, windows, st.booleans())
 def test_linear_in_the_rows_and_the_state_together(seed, window, mask):
     a, b = case(window, seed, mask=mask), case(window, seed + 9)
-    both = {**a, "x": 2 * a["x"] - 3 * b["x"], "state": 2 * a["state"] - 3 * b["state"]}
+    both = {**a, "x": 2 * a["x"] - 3 * b["x"], "initial_state": 2 * a["initial_state"] - 3 * b["initial_state"]}
     b = {**b, "coef": a["coef"], "mask": a.get("mask")}
     expected = [2 * x - 3 * y for x, y in zip(kv_shift(**a), kv_shift(**b), strict=True)]
     absolute = [map_tensors(torch.abs, x) for x in (a, b)]

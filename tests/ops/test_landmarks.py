@@ -2,12 +2,12 @@
 
 import functools
 import math
-import sys
 
 import pytest
 import torch
 from ops_cases import normal
 
+from kvlens.ops import landmarks
 from kvlens.ops.landmarks import (
     Products,
     PromptKeys,
@@ -21,17 +21,15 @@ from kvlens.ops.landmarks import (
     fit_weights,
     lazy_paths,
     levels,
-    output_errors,
-    shares,
-    statistics,
-    waterline,
-)
-from kvlens.ops.landmarks.naive import (
     naive_choose_keys,
     naive_fit_values,
     naive_fit_weights,
     naive_greedy_budgets,
     naive_share,
+    output_errors,
+    shares,
+    statistics,
+    waterline,
 )
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
@@ -92,8 +90,8 @@ def test_sums_are_sums_over_every_query(rule):
 def test_sums_over_blocks_are_sums(monkeypatch):
     queries, prompt = attention()
     whole = statistics(queries, prompt, roots())
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "BLOCK_NUMBERS", 3 * GROUP * KEYS)
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "GRAM_COLUMNS", 3)  # 7 keys: in threes, and one
+    monkeypatch.setattr(landmarks, "BLOCK_NUMBERS", 3 * GROUP * KEYS)
+    monkeypatch.setattr(landmarks, "GRAM_COLUMNS", 3)  # 7 keys: in threes, and one
     parts = statistics(queries, prompt, roots())
     torch.testing.assert_close(whole.gram.products, parts.gram.products, rtol=1e-12, atol=1e-12)
     for a, b in zip(whole[1:], parts[1:], strict=True):
@@ -104,10 +102,10 @@ def test_keys_of_a_long_prompt_are_chosen_alike_head_by_head_from_the_queries_ro
     queries, prompt = attention()
     some = queries.part(slice(0, 2))  # 2 queries of 2 heads are 4 rows, fewer than the 7 keys
     rows = choose_among(some, prompt, roots(), 3)
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.shares"], "as_rows", lambda n_rows, n_keys: False)
+    monkeypatch.setattr(landmarks, "as_rows", lambda n_rows, n_keys: False)
     products = choose_among(some, prompt, roots(), 3)
     monkeypatch.undo()
-    monkeypatch.setattr("kvlens.ops.landmarks.gram.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(landmarks, "NUMBERS_AT_ONCE", 1)
     for other in (products, choose_among(some, prompt, roots(), 3)):
         for a, b in zip(rows, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -183,7 +181,7 @@ def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
 
 
 def test_levels_and_the_waterline_by_hand(monkeypatch):
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.budgets"], "AHEAD", 2)
+    monkeypatch.setattr(landmarks, "AHEAD", 2)
     gain = torch.tensor([[3.0, 1.0, 2.0, 0.5, 4.0, 0.25]])
     assert levels(gain).tolist() == [[3.0, 2.0, 2.0, 2.0, 2.0, 0.25]]  # 4 comes too late to lift what was 2 before
     other = torch.tensor([[2.5, 0.5]])
@@ -194,10 +192,9 @@ def test_levels_and_the_waterline_by_hand(monkeypatch):
 @pytest.mark.parametrize("total", [6, 14, 30])
 def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total):
     """Keys and budgets; and less is computed."""
-    for module in ("budgets", "choice"):
-        monkeypatch.setattr(sys.modules[f"kvlens.ops.landmarks.{module}"], "AHEAD", 2)
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.budgets"], "FIRST_STEPS", 1)
-    monkeypatch.setattr(sys.modules["kvlens.ops.landmarks.choice"], "FEW_STEPS", 2)
+    monkeypatch.setattr(landmarks, "AHEAD", 2)
+    monkeypatch.setattr(landmarks, "FIRST_STEPS", 1)
+    monkeypatch.setattr(landmarks, "FEW_STEPS", 2)
     n_keys, layers, problems = 23, 3, []
     for layer in range(layers):
         columns = normal(2 * KV, 40, n_keys, seed=layer)

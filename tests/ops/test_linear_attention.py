@@ -58,7 +58,7 @@ norms = st.sampled_from(["none", "same", "other"])
 def short_segments():
     """Chunks of 4 come in segments of 8, so that a text of 11 has two."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["kvlens.ops.linear_attention.chunked"], "SEGMENT_ON_CPU", 8)
+        patch.setattr(sys.modules["kvlens.ops.linear_attention"], "SEGMENT_ON_CPU", 8)
         yield
 
 
@@ -75,7 +75,7 @@ def case(norm="same", decay=False, mask=False, state=True, seed=0, pos=POS, n_kv
         arguments["mask"] = random_mask(BATCH, pos, seed + 5)
     if state:
         k_sum = None if norm == "none" else draw(BATCH, n_kv, D_PHI, seed=seed + 7)
-        arguments["state"] = LinearAttentionState(draw(BATCH, n_kv, D_PHI, D_HEAD, seed=seed + 6), k_sum)
+        arguments["initial_state"] = LinearAttentionState(draw(BATCH, n_kv, D_PHI, D_HEAD, seed=seed + 6), k_sum)
     return arguments
 
 
@@ -90,9 +90,9 @@ def form_of(name, norm):
 def cut(arguments, first, last):
     """Tokens first .. last - 1 of a case, without its state."""
     return {
-        name: value[:, first:last] if name not in ("decay", "state") else value
+        name: value[:, first:last] if name not in ("decay", "initial_state") else value
         for name, value in arguments.items()
-        if name != "state"
+        if name != "initial_state"
     }
 
 
@@ -141,7 +141,7 @@ def test_an_answer_from_a_pencil(name):
 def test_the_loop_equals_the_recurrence_that_the_field_writes(decay):
     # S_t = S_{t-1} + k_t v_t^T, o_t = q_t S_t (with RetNet's factor on S_{t-1}), initial and final state included
     arguments = case("none", decay=decay)
-    q, k, v, initial = arguments["phi_q"], arguments["phi_k"], arguments["v"], arguments["state"].kv
+    q, k, v, initial = arguments["phi_q"], arguments["phi_k"], arguments["v"], arguments["initial_state"].kv
     gamma = arguments.get("decay", torch.ones(KV_HEAD, dtype=torch.float64))
     outputs, final = torch.zeros(BATCH, POS, HEAD, D_HEAD, dtype=torch.float64), torch.zeros_like(initial)
     for b in range(BATCH):
@@ -172,8 +172,8 @@ def test_cut_anywhere_and_resume(seed, name, norm, decay, mask, at):
     form = form_of(name, norm)
 
     def in_two(**whole):
-        first = form(**cut(whole, 0, at), state=whole["state"])
-        second = form(**cut(whole, at, POS), state=first.state)
+        first = form(**cut(whole, 0, at), initial_state=whole["initial_state"])
+        second = form(**cut(whole, at, POS), initial_state=first.state)
         parts = [torch.cat(pair, dim=1) for pair in zip(flatten(first[:2]), flatten(second[:2]), strict=True)]
         return (*parts, second.state)
 
@@ -198,8 +198,16 @@ def test_nothing_looks_ahead(seed, name, norm, decay, mask, i):
 @given(seeds, form_names, norms, st.booleans(), st.booleans())
 def test_linear_in_the_values_and_the_state_together(seed, name, norm, decay, mask):
     a = case(norm, decay, mask, seed=seed)
-    b = {**a, "v": case(seed=seed + 50)["v"], "state": a["state"]._replace(kv=case(seed=seed + 50)["state"].kv)}
-    both = {**a, "v": 2 * a["v"] - 3 * b["v"], "state": a["state"]._replace(kv=2 * a["state"].kv - 3 * b["state"].kv)}
+    b = {
+        **a,
+        "v": case(seed=seed + 50)["v"],
+        "initial_state": a["initial_state"]._replace(kv=case(seed=seed + 50)["initial_state"].kv),
+    }
+    both = {
+        **a,
+        "v": 2 * a["v"] - 3 * b["v"],
+        "initial_state": a["initial_state"]._replace(kv=2 * a["initial_state"].kv - 3 * b["initial_state"].kv),
+    }
     form = form_of(name, norm)
     got, of_a, of_b = form(**both), form(**a), form(**b)
     sizes = [form_of("naive", norm)(**map_tensors(torch.abs, x)) for x in (a, b)]
@@ -220,8 +228,10 @@ def test_padding_is_the_removal_of_the_padded_tokens(seed, name, norm, decay, no
     out = form_of(name, norm)(**arguments)
     for row in range(BATCH):
         real = mask[row]
-        alone = {x: t[row : row + 1, real] if x not in ("decay", "state") else t for x, t in arguments.items() if x != "mask"}
-        alone["state"] = map_tensors(lambda t, row=row: t[row : row + 1], arguments["state"])
+        alone = {
+            x: t[row : row + 1, real] if x not in ("decay", "initial_state") else t for x, t in arguments.items() if x != "mask"
+        }
+        alone["initial_state"] = map_tensors(lambda t, row=row: t[row : row + 1], arguments["initial_state"])
         sizes = flatten(naive(**map_tensors(torch.abs, alone)))
         got = [t[row : row + 1, real] for t in flatten(out[:2])] + [t[row : row + 1] for t in flatten(out.state)]
         for expected in (naive(**alone), form_of(name, norm)(**alone)):
@@ -247,7 +257,7 @@ def test_grouped_heads_equal_repeated_heads(seed, name, norm, decay, mask, n_kv)
     for x, axis in (("phi_k", 2), ("v", 2), ("norm_k", 2), ("decay", 0)):
         if x in arguments:
             repeated[x] = arguments[x].repeat_interleave(group, dim=axis)
-    repeated["state"] = map_tensors(lambda t: t.repeat_interleave(group, dim=1), arguments["state"])
+    repeated["initial_state"] = map_tensors(lambda t: t.repeat_interleave(group, dim=1), arguments["initial_state"])
     form = form_of(name, norm)
     got, expected = form(**arguments), form(**repeated)
     sizes = form_of("naive", norm)(**map_tensors(torch.abs, repeated))
@@ -287,7 +297,7 @@ def test_the_arguments_are_left_as_they_were(name):
 def test_scores_normalizer_and_final_state_are_those_of_the_loop(mask, decay):
     arguments = case("other", decay, mask)
     q, k, v, norm_q, norm_k = (arguments[x] for x in ("phi_q", "phi_k", "v", "norm_q", "norm_k"))
-    gamma, real, state = arguments.get("decay"), arguments.get("mask"), arguments["state"]
+    gamma, real, state = arguments.get("decay"), arguments.get("mask"), arguments["initial_state"]
     expected = naive_linear_attention(**arguments)
     sizes = naive_linear_attention(**map_tensors(torch.abs, arguments))
     normalizer = running_normalizer(norm_q, norm_k, real, state.k_sum)

@@ -67,7 +67,7 @@ RULES = {
 @pytest.fixture(autouse=True, scope="module")
 def several_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["kvlens.ops.ssd.forms"], "CHUNK_SIZE", 4)
+        patch.setattr(sys.modules["kvlens.ops.ssd"], "CHUNK_SIZE", 4)
         yield
 
 
@@ -124,7 +124,7 @@ def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk
 @pytest.mark.parametrize("rule", [name for name, (_, _, fast) in RULES.items() if fast])
 def test_gradients_are_those_of_the_loop(rule, decay, monkeypatch):
     """Also where e^{G_i - G_j} above the diagonal, up to e^{4000}, would overflow: neither z nor a gradient may touch it."""
-    monkeypatch.setattr(sys.modules["kvlens.ops.ssd.forms"], "CHUNK_SIZE", 64)
+    monkeypatch.setattr(sys.modules["kvlens.ops.ssd"], "CHUNK_SIZE", 64)
     _, naive, fast = RULES[rule]
     arguments = {name: x for name, x in arguments_of(rule, decay, False, 40, 0).items() if x is not None}
     S = normal(BATCH, HEAD, D_K, D_V, seed=9)

@@ -7,10 +7,20 @@ import pytest
 import torch
 
 from kvlens import KVLensError
-from kvlens.ops import attention_variants, dual, feature_maps, induction, kv_shift, landmarks, linear_attention, rotary
+from kvlens.ops import (
+    attention_variants,
+    dual,
+    dual_layers,
+    feature_maps,
+    induction,
+    kv_shift,
+    landmarks,
+    linear_attention,
+    rotary,
+)
 from kvlens.ops import softmax_attention as softmax
 from kvlens.ops import softmax_features as features
-from kvlens.ops.landmarks.gram import Products
+from kvlens.ops.landmarks import Products
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 SIZES = dict(b=2, p=7, key=7, h=6, g=3, d=4, f=5, r=5, m=8, w=1, t=2, c=6, n=3, e=9, one=1, two=2, all=6)
@@ -56,23 +66,23 @@ SUMS = landmarks.Statistics(Products(torch.rand(6, 5, 5)), "c r", "c r d", "c", 
 KERNEL = dual.LogKernel("h p p", None)
 EXTRA = softmax.ExtraKeys("b g r d", "b g r", "b g r d")
 PHI = softmax.ScaledFeatures("b p h r", "b p h")
-HEAD = dual.AttentionWeights("d e", "d e", "d f")
+HEAD = dual_layers.AttentionWeights("d e", "d e", "d f")
 LINEAR = dict(phi_q="b p h f", phi_k="b p g f", v="b p g d", norm_q="b p h f", norm_k="b p g f", mask=bools("b p"))
 SOFTMAX = dict(q="b p h d", k="b key g d", v="b key g d", scale=2.0, padding=bools("b key"), score_bias="b h p key")
 STATE = linear_attention.LinearAttentionState("b g f d", "b g f")
 RIDGE = attention_variants.RidgeState("b g f d", "b g f f")
 WEIGHT, INPUTS, LABELS = "h e f", "h n f", "h n e"
 OPS: dict[Any, dict[str, Any]] = {
-    kv_shift.kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
-    kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", state="b w h d", mask=bools("b p")),
+    kv_shift.kv_shift: dict(x="b p h d", coef="h t", initial_state="b w h d", mask=bools("b p")),
+    kv_shift.naive_kv_shift: dict(x="b p h d", coef="h t", initial_state="b w h d", mask=bools("b p")),
     kv_shift.effective_pattern: dict(pattern="b h p key", coef="g t"),
     rotary.rotate: dict(x="b p h d", cos="p one two", sin="p one two"),
-    feature_maps.random_features: dict(x="b p h d", projection="h m d", attn_scale=2.0),
+    feature_maps.random_features: dict(x="b p h d", projection="h m d", scale=2.0),
     feature_maps.hedgehog: dict(x="b p h d", weight="h d d"),
-    linear_attention.naive_linear_attention: dict(LINEAR, state=STATE),
-    linear_attention.parallel_linear_attention: dict(LINEAR, state=STATE),
-    linear_attention.chunked_linear_attention: dict(LINEAR, state=STATE),
-    linear_attention.recurrent_linear_attention: dict(LINEAR, state=STATE),
+    linear_attention.naive_linear_attention: dict(LINEAR, initial_state=STATE),
+    linear_attention.parallel_linear_attention: dict(LINEAR, initial_state=STATE),
+    linear_attention.chunked_linear_attention: dict(LINEAR, initial_state=STATE),
+    linear_attention.recurrent_linear_attention: dict(LINEAR, initial_state=STATE),
     linear_attention.read_state: dict(phi_q="b p h f", kv="b g f d", decay="g", steps=ints("b p")),
     linear_attention.running_normalizer: dict(norm_q="b p h f", norm_k="b p g f", k_sum="b g f"),
     linear_attention.causal_scores: dict(phi_q="b p h f", phi_k="b key g f", decay="g", mask=bools("b key")),
@@ -123,9 +133,9 @@ OPS: dict[Any, dict[str, Any]] = {
     dual.weight_after: dict(weight=WEIGHT, added=WEIGHT, n_steps=2),
     dual.landmark_features: dict(keys="h p d", queries="h key d", scale=2.0, n_landmarks=2),
     dual.random_log_features: dict(x="h p d", projection="h m d", scale=2.0),
-    dual.fold_mlp: dict(W_in="d e", b_in="e", W_out="e d", b_out="d", activation=torch.relu, pre="e"),
-    dual.prefix_lm_attention: dict(x="p d", weights=HEAD, scale=2.0),
-    dual.bound_terms: dict(log_norm="h", log_rho="h", log_trace="h", n_demonstrations=3, d_out=4, delta=0.1),
+    dual_layers.fold_mlp: dict(W_in="d e", b_in="e", W_out="e d", b_out="d", activation=torch.relu, pre="e"),
+    dual_layers.prefix_lm_attention: dict(x="p d", weights=HEAD, scale=2.0),
+    dual_layers.bound_terms: dict(log_norm="h", log_rho="h", log_trace="h", n_demonstrations=3, d_out=4, delta=0.1),
 }
 
 

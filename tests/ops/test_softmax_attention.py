@@ -6,6 +6,7 @@ import pytest
 import torch
 from ops_cases import normal, random_mask
 
+from kvlens.ops import softmax_attention
 from kvlens.ops.softmax_attention import (
     ExtraKeys,
     ScaledFeatures,
@@ -14,12 +15,12 @@ from kvlens.ops.softmax_attention import (
     by_kv_head,
     fused_softmax_attention,
     join_bias,
+    last_with_extra_keys,
     merge_extra_keys,
     naive_join_bias,
     naive_softmax_attention,
     visible_keys,
 )
-from kvlens.ops.softmax_attention.extra_keys import last_with_extra_keys
 
 CASES = {
     "causal": {},
@@ -59,16 +60,14 @@ def test_the_fused_form_is_the_loop(name, n_kv, n_queries):
 
 
 def test_the_log_normalizer_summed_in_blocks_is_the_kernels(monkeypatch):
-    from kvlens.ops.softmax_attention import fused
-
-    monkeypatch.setattr(fused, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(softmax_attention, "QUERY_BLOCK", 4)
     q, k, v = draw()
     heads = [x.transpose(1, 2) for x in (q, k)]
     expected = naive_softmax_attention(q, k, v, 1.7, log_normalizer=True).log_normalizer
-    got = fused._log_normalizer_in_blocks(*heads, 1.7, None, True)
+    got = softmax_attention._log_normalizer_in_blocks(*heads, 1.7, None, True)
     torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-13, atol=1e-13)
     visible = visible_keys(11, 11, window=3)
-    got = fused._log_normalizer_in_blocks(*heads, 1.7, fused._additive(visible, None, q), False)
+    got = softmax_attention._log_normalizer_in_blocks(*heads, 1.7, softmax_attention._additive(visible, None, q), False)
     expected = naive_softmax_attention(q, k, v, 1.7, window=3, log_normalizer=True).log_normalizer
     torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-13, atol=1e-13)
 

@@ -11,14 +11,12 @@ from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias, 
 from kvlens.ops.softmax_features import (
     ScoreRule,
     learned_log_features,
+    naive_random_features,
+    naive_virtual_key_features,
     random_log_features,
     scaled_exp,
     taylor_features,
     virtual_key_scores,
-)
-from kvlens.ops.softmax_features.naive import (
-    naive_random_features,
-    naive_virtual_key_features,
 )
 
 BATCH, POS, HEAD, KV, R, D = 2, 5, 6, 3, 7, 11

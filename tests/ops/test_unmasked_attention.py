@@ -39,7 +39,7 @@ def layers(tokens, weights, biases):
     for (W_Q, W_K, W_V), bias in zip(weights, biases, strict=True):
         q, k, v = ((tokens @ W)[:, :, None] for W in (W_Q, W_K, W_V))
         states.append(final_state(k, v))
-        tokens = tokens + unmasked_linear_attention(q, k, v, state=bias).numerator[:, :, 0]
+        tokens = tokens + unmasked_linear_attention(q, k, v, initial_state=bias).numerator[:, :, 0]
     return tokens, states
 
 

@@ -14,7 +14,7 @@ from pictures import PATTERN, PICTURES, SEVERAL, heads
 
 from kvlens import viz
 from kvlens.viz import Page, Piece, attention_view, error_table, head_heatmap
-from kvlens.viz._document import SCRIPTS, circuitsvis_bundle
+from kvlens.viz.page import SCRIPTS, circuitsvis_bundle
 
 NOT_STATIC = {"linked_view", "generated_text", "error_table", "Page", "Piece"}
 

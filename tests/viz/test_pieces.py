@@ -24,11 +24,10 @@ from kvlens.viz import (
     induction_arcs,
     linked_view,
 )
-from kvlens.viz._blocks import block_means, block_size, strongest_positions
-from kvlens.viz._color import FULL, strongest
-from kvlens.viz._details import details_json
+from kvlens.viz._figures import FULL, block_means, block_size, strongest, strongest_positions
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
 from kvlens.viz.dual import MAX_CELLS
+from kvlens.viz.heads import details_json
 
 # --- heads and attention ---------------------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ def test_the_linked_view_holds_the_three_sums():
 
 
 def test_a_long_prompt_is_linked_in_blocks_with_means_per_token(monkeypatch):
-    monkeypatch.setattr("kvlens.viz.linked.MAX_CELLS", 64)
+    monkeypatch.setattr("kvlens.viz.attention.MAX_LINKED_CELLS", 64)
     data = data_of(linked_view(given := shares(n_prompt=50)))
     size = data["block"]
     assert size > 1 and data["blocks"][0]["place"] == f"0–{size - 1}"

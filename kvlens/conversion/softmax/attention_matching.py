@@ -14,8 +14,8 @@ from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.prompt_pass import continued
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.landmarks import MatchedBy, Queries
-from kvlens.ops.landmarks.matching import match_among, match_mass, match_output
+from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
+from kvlens.ops.landmarks import Queries
 
 
 @checked

@@ -15,8 +15,8 @@ from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.key_scores.expected import expected_log_attention
-from kvlens.ops.rotary.rotate import rotate
+from kvlens.ops.key_scores import expected_log_attention
+from kvlens.ops.rotary import rotate
 
 
 @checked

@@ -24,9 +24,8 @@ from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.feature_maps.projections import draw_projections
-from kvlens.ops.softmax_features.positive import elu_log_features, random_log_features
-from kvlens.ops.softmax_features.taylor import taylor_features
+from kvlens.ops.feature_maps import draw_projections
+from kvlens.ops.softmax_features import elu_log_features, random_log_features, taylor_features
 
 
 class FreeFeatures(Approximation):

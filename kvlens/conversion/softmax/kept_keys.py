@@ -19,7 +19,7 @@ from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
-from kvlens.ops.key_scores.attention import attention_received
+from kvlens.ops.key_scores import attention_received
 
 KEEP = 1e30
 """Added to the score of a key that is always kept."""

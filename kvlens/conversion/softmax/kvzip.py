@@ -12,8 +12,7 @@ from kvlens.conversion.softmax.kept_keys import KEEP, KeptKeys, first_keys, real
 from kvlens.conversion.softmax.reference import room_after
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.ops.landmarks import Queries
-from kvlens.ops.landmarks.shares import blocks_of, key_shares
+from kvlens.ops.landmarks import Queries, blocks_of, key_shares
 
 
 @checked

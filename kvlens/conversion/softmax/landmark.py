@@ -27,10 +27,7 @@ from kvlens.conversion.softmax.prompt_pass import attention_parts
 from kvlens.conversion.softmax.settings import MOST_ASKED
 from kvlens.conversion.softmax.teacher import Teacher
 from kvlens.kv_bias import KVBias
-from kvlens.ops.landmarks import Chosen, PromptKeys, Queries
-from kvlens.ops.landmarks.budgets import budgets_by_gain, lazy_paths
-from kvlens.ops.landmarks.choice import choose_among
-from kvlens.ops.landmarks.weights import fit_values, fit_weights
+from kvlens.ops.landmarks import Chosen, PromptKeys, Queries, budgets_by_gain, choose_among, fit_values, fit_weights, lazy_paths
 
 
 @checked

@@ -15,8 +15,7 @@ from kvlens.conversion.softmax.reference import Texts, read_queries, reference_t
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.landmarks import PromptKeys, Queries, joined
-from kvlens.ops.landmarks.weights import output_errors
+from kvlens.ops.landmarks import PromptKeys, Queries, joined, output_errors
 
 
 class Teacher:

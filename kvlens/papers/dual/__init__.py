@@ -30,17 +30,17 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 3-4: a linear layer after gradient descent is linear attention | `kvlens.ops.dual.weight_after`, `kvlens.ops.dual.predict` |
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
 | eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference implementation), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; for all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.papers.dual.dual_equivalence` |
-| eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual.bound_terms`, `kvlens.dual.DualModel.bound`; for a growing number of demonstrations, also with negative samples, `kvlens.analyses.dual_bound` |
+| eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual_layers.bound_terms`, `kvlens.dual.DualModel.bound`; for a growing number of demonstrations, also with negative samples, `kvlens.analyses.dual_bound` |
 | eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
 | lemma D.1: alpha that makes the attention block of full rank | `kvlens.ops.attention_variants.full_rank_limit` |
 | eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
 | eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
 | eq. 33, app. D.1: the ridge solution instead of the step | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
-| eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual.fold_mlp`; `kvlens.papers.dual.dual_layer` |
-| eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual.dual_of_prefix_lm`, `kvlens.ops.dual.through_layers` |
+| eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual_layers.fold_mlp`; `kvlens.papers.dual.dual_layer` |
+| eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual_layers.dual_of_prefix_lm`, `kvlens.ops.dual_layers.through_layers` |
 | sec. 5, app. E: the variants on regression | `kvlens.papers.dual.dual_variants` |
 | app. E.1: random features | `kvlens.papers.dual.random_features` |
-| app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual.rank_bound` |
+| app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual_layers.rank_bound` |
 | app. F, eq. 35-38: linear regression by one step | `kvlens.papers.dual.gradient_descent` |
 
 # Misprints and open points
@@ -53,7 +53,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 15 and 34 against the remark in sec. 5 | one set of negatives for each label in one, for each query in the other | the two differ by 46 %: ``per="label"`` or ``per="query"`` |
 | eq. 12-13 against app. D.1 | $W_0$ scaled by $1 - \alpha$ in one, the token's own value subtracted in the other | these are two models, with different names here |
 | eq. 9 | called a cosine similarity | it is linear in $W$ and has no minimum; its decrease is reported as a logarithm, together with cosines and the share of the output |
-| app. C.2, the bound with negative samples | falls as the share of negatives grows | kvlens' own (`kvlens.ops.dual.bound`, over the effective features $\phi(k_j) - \beta\, \overline{\phi(k_n)}$, $\lvert v \cdot f \rvert \le (1 + \beta) \rho^2$) rises with the first negative and falls with more: its logarithm is 6.28 without, 6.50 with one and 6.43 with 16 on a head of ``facts-linear`` |
+| app. C.2, the bound with negative samples | falls as the share of negatives grows | kvlens' own (`kvlens.ops.dual_layers`, over the effective features $\phi(k_j) - \beta\, \overline{\phi(k_n)}$, $\lvert v \cdot f \rvert \le (1 + \beta) \rho^2$) rises with the first negative and falls with more: its logarithm is 6.28 without, 6.50 with one and 6.43 with 16 on a head of ``facts-linear`` |
 | theorem 3.2 | $O(\cdot)$ without constants, for tokens drawn independently | tokens of text are not independent, so the value is not a guarantee |
 """  # noqa: E501
 

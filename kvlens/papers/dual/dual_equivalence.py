@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.ops import dual
-from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops.feature_maps import draw_projections
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, train_layer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.ops import dual
-from kvlens.ops.feature_maps.projections import draw_projections
+from kvlens.ops.feature_maps import draw_projections
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison

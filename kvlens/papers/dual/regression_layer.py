@@ -22,8 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.ops.attention_variants.augmented import augment
-from kvlens.ops.attention_variants.negative import lowest_scored, mean_of_negatives
+from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {"linear": lambda y: y, "trigonometric": torch.cos, "exponential": torch.exp}
 

@@ -54,9 +54,8 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.model.prompt import observed
-from kvlens.ops.landmarks import Products, Statistics
-from kvlens.ops.landmarks.choice import choose_keys
-from kvlens.ops.softmax_features.virtual_keys import virtual_key_scores
+from kvlens.ops.landmarks import Products, Statistics, choose_keys
+from kvlens.ops.softmax_features import virtual_key_scores
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison

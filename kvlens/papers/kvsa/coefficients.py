@@ -26,7 +26,7 @@ from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.kv_shift.coefficients import coefficients_from_parameter
+from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.papers.harness.learned import Cell, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.induction.induction_head import induction_head
+from kvlens.ops.induction import induction_head
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison

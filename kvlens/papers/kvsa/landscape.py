@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvlens.model import HookedKVTransformer
-from kvlens.ops.induction.landscape import landscape_loss
+from kvlens.ops.induction import landscape_loss
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.constructed_models import landscape_model, set_shift
@@ -67,7 +67,7 @@ def landscape(settings: Settings, tell: Tell) -> Reproduction:
         differences=[
             "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
             "initialized; unconstrained, it passes the induction head and makes it ever sharper.",
-            "The loss is the theorem's with the exponents of rows i - 1 and T corrected (see kvlens.ops.induction.landscape).",
+            "The loss is the theorem's with the exponents of rows i - 1 and T corrected (see kvlens.ops.induction).",
         ],
     )
 

@@ -1,0 +1,309 @@
+"""Where a model reads the prompt: layers, key-value groups and heads that lose an answer when each reads another prompt.
+
+1. The prompt is converted twice, whole and without a part of it (the fact that the answer rests on), whose gap is kept.
+2. The text that reads it is the prompt's last token and the response. Its pass under both biases gives what every head would
+   write if it asked what it asks and read the other prompt: before each layer the residual stream of the whole prompt's pass
+   is handed to both.
+3. One layer, group or head at a time is exchanged: it writes that, and all later layers go on from there. This is the pass
+   under the whole prompt's bias with that part of the other one, by another way, and takes the response's tokens alone.
+4. An answer is *lost* where one of its tokens is: the model would say another one in its place, and its log-odds against that
+   one moved by ln 4 or more. The answer's tokens are read one behind the other, as the model has said them.
+
+Shares and means over many cases are :func:`reading_shares`; how well two halves of the cases agree :func:`reading_stability`.
+A part "reads the fact" only beside two controls: as many random parts, and the same with another sentence taken away.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
+from kvlens.analyses.attribution.answers import answer_tokens
+from kvlens.analyses.attribution.by_head import rows_at_once
+from kvlens.analyses.bias.parts import HEAD
+from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
+from kvlens.analyses.heads.ablation import cached
+from kvlens.analyses.segments import Progress, bar_unless
+from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
+from kvlens.chat import prompt_layout
+from kvlens.checks import checked
+from kvlens.explanation.verdicts import walk
+from kvlens.model import head_hooks, heads_per_layer
+from kvlens.units import By, cut
+
+COLUMNS = Columns(
+    part=("str", "``all`` layers together, one ``layer``, a ``group`` of query heads that share keys, or one ``head``"),
+    layer=("int64", "from 0; -1 of ``all``"),
+    head=("int64", f"{HEAD}; of a group its key-value head; -1 of layers"),
+    fall=("float64", "of the answer's log-probability, nats, when this part reads the prompt without"),
+    lost=("bool", "whether the answer is lost then"),
+)
+SHARES = Columns(
+    part=("str", "as in :func:`reading_layers`"),
+    layer=("int64", "from 0; -1 of ``all``"),
+    head=("int64", "likewise; -1 of layers"),
+    cases=("int64", "in which the whole prompt's exchange loses the answer; others say nothing about where it is read"),
+    lost=("float64", "the share of these in which this part loses it"),
+    lost_low=("float64", "its 95 % interval (Wilson's)"),
+    lost_high=("float64", ""),
+    fall=("float64", "mean over cases, nats"),
+    fall_low=("float64", "its 95 % interval (bootstrap over cases)"),
+    fall_high=("float64", ""),
+)
+PART = ["part", "layer", "head"]
+N_RESAMPLES = 2000
+
+
+@analysis(
+    COLUMNS,
+    "in which layers, key-value groups and heads the model reads a fact of the prompt: each exchanged, and the answer's fall",
+    inputs={
+        "prompt": PROMPT_OR_CHAT,
+        "text": Field("text", lambda model, text: one_sequence(model, "text", text), required=False),
+        "answer": Field("answer"),
+        "without": Field("without", lambda model, given: [given] if isinstance(given, str) else given),
+    },
+    options={"heads": Option("also groups and heads, not layers alone")},
+)
+@checked
+@torch.no_grad()
+def reading_layers(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens | None = None,
+    *,
+    answer: str | int | Int[Tensor, " answer_pos"],
+    without: By,
+    heads: bool = True,
+    on_progress: Progress | None = None,
+) -> pd.DataFrame:
+    """How far an answer falls when one layer, group or head reads the prompt without a part of it.
+
+    >>> from kvlens import HookedKVTransformer
+    >>> from kvlens.analyses import reading_layers
+    >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
+    >>> prompt = "Mira keeps a goat. Kaya feeds a donkey. Olga has a hen."
+    >>> question = " Which animal does Kaya keep? Kaya keeps a"
+    >>> found = reading_layers(model, prompt, question, answer=" donkey", without=["Kaya feeds a donkey."])
+    >>> found.query("lost and part == 'layer'")["layer"].tolist()
+    [0]
+
+    Args:
+        model: that is asked.
+        prompt: a string, a chat, or tokens [pos]. Its last token is read with the text.
+        text: what stands between the prompt and the answer; None for nothing, as where an answer begins a chat's response.
+        answer: its tokens, one token, or text, blanks in front included.
+        without: what the other prompt lacks: strings that occur in the prompt once each, ranges of its tokens, or a level of
+            units (all of them).
+        heads: also groups and heads, which take most of the time: a row of the response's tokens each.
+        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
+
+    Returns:
+        All layers together first, then by part, layer and head:
+
+        {columns}
+
+    Raises:
+        KVLensError: parts that are not in the prompt, the prompt's last token among them, an empty answer.
+
+    Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
+    """
+    layout = prompt_layout(model, prompt)
+    gone = torch.zeros(len(layout.tokens), dtype=torch.bool, device=layout.tokens.device)
+    for unit in cut(model, layout, without):
+        gone[unit.start : unit.stop] = True
+    if bool(gone[-1]) or len(gone) < 2:
+        raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
+    between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)
+    said = answer_tokens(model, "answer", answer)
+    whole = convert_prompt(model, layout.tokens[:-1])
+    other = convert_prompt(model, counterfactuals(model, layout.tokens[:-1], gone[None, :-1])).select_prompt(0)
+    reading = _Reading(model, whole, other, torch.cat([layout.tokens[-1:], between, said[:-1]]), said)
+    with bar_unless(on_progress, "reading_layers") as tell:
+        found = [*reading.layers(), *(reading.heads(tell) if heads else ())]
+    return COLUMNS.frame(
+        {
+            "part": [each.part for each in found],
+            "layer": [each.layer for each in found],
+            "head": [each.head for each in found],
+            "fall": torch.tensor([each.fall for each in found], dtype=torch.float64),
+            "lost": [each.lost for each in found],
+        }
+    )
+
+
+class _Found(NamedTuple):
+    part: str
+    layer: int
+    head: int
+    fall: float
+    lost: bool
+
+
+class _Reading:
+    """A text that reads one prompt, and parts of which read another."""
+
+    def __init__(self, model: KVModel, whole: KVBias, other: KVBias, text: Tensor, answer: Tensor) -> None:
+        self.model, self.whole, self.other, self.text, self.answer = model, whole, other, text, answer
+        self.log_p = self._read(whole.repeat(1))[0]
+
+    def _read(self, biases: KVBias) -> Float[Tensor, "row answer_pos d_vocab"]:
+        n_rows = biases.batch_size or 1
+        with self.model.kv_bias(biases):
+            logits = self.model.logits_on(self.text.expand(n_rows, -1), len(self.answer))
+        return logits.double().log_softmax(dim=-1).cpu()
+
+    def layers(self) -> list[_Found]:
+        """All layers together, and each."""
+        n_layers = self.whole.n_layers
+        sets = torch.cat([torch.ones(1, n_layers, dtype=torch.bool), torch.eye(n_layers, dtype=torch.bool)])
+        some = sets.split(max(1, rows_at_once(self.whole)))
+        log_p = torch.cat([self._read(self.whole.exchange_layers(self.other, each)) for each in some])
+        return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in range(n_layers))], log_p)
+
+    def heads(self, tell: Progress) -> list[_Found]:
+        """Each group, then each head."""
+        starts, writes = self._both()
+        of_groups, of_heads = list[_Found](), list[_Found]()
+        for layer, n_heads in enumerate(heads_per_layer(self.model)):
+            groups = self._groups(layer)
+            sets = [*groups, *([head] for head in range(n_heads))]
+            names = [("group", layer, i) for i in range(len(groups))] + [("head", layer, head) for head in range(n_heads)]
+            found = self._found(names, self._exchanged(layer, sets, starts[layer], writes[layer])) if sets else []
+            of_groups += found[: len(groups)]
+            of_heads += found[len(groups) :]
+            tell((layer + 1) / self.whole.n_layers)
+        return of_groups + of_heads
+
+    def _groups(self, layer: int) -> list[list[int]]:
+        """The query heads that share a key-value head, where several do."""
+        if layer not in self.whole.attention_layers:
+            return []
+        n_heads, n_groups = self.whole.first_state_head(layer), self.whole.n_kv_heads_of(layer)
+        size = n_heads // n_groups
+        return [list(range(i * size, (i + 1) * size)) for i in range(n_groups)] if size > 1 else []
+
+    def _both(self) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Before each layer the residual stream, [1, pos, d_model]; and what its heads write there if they read the other
+        prompt, by hook point."""
+        n_layers = self.whole.n_layers
+        starts = [f"blocks.{layer}.hook_resid_pre" for layer in range(n_layers)]
+        points = [list(head_hooks(self.model, layer, "hook_z")) for layer in range(n_layers)]
+        asks = [(name, lambda x, hook: x[:1].expand_as(x).clone()) for name in starts]
+        both = self.whole.exchange_layers(self.other, torch.tensor([[False], [True]]).expand(2, n_layers))
+        with self.model.kv_bias(both), self.model.hooks(fwd_hooks=asks):
+            seen = cached(self.model, self.text.expand(2, -1), [*starts, *(name for of_layer in points for name in of_layer)])
+        return [seen[name][:1] for name in starts], [{name: seen[name][1:] for name in of_layer} for of_layer in points]
+
+    def _exchanged(
+        self, layer: int, sets: list[list[int]], start: Tensor, writes: dict[str, Tensor]
+    ) -> Float[Tensor, "row answer_pos d_vocab"]:
+        """Log-probabilities when these sets of a layer's heads read the other prompt, a row each."""
+        hooks, first = [], 0
+        for name, n_heads in head_hooks(self.model, layer, "hook_z").items():
+            chosen = torch.tensor([[first + i in each for i in range(n_heads)] for each in sets])
+            first += n_heads
+
+            def put(z: Tensor, hook: object, chosen: Tensor = chosen, other: Tensor = writes[name]) -> Tensor:
+                of_heads, others = (x.reshape(*x.shape[:2], chosen.shape[1], -1) for x in (z, other))  # some join heads
+                return torch.where(chosen[:, None, :, None].to(z.device), others, of_heads).reshape(z.shape)
+
+            hooks.append((name, put))
+        with self.model.kv_bias(self.whole.repeat(len(sets))), self.model.hooks(fwd_hooks=hooks):
+            logits = self.model.logits_of(start.expand(len(sets), -1, -1), layer, len(self.answer))
+        return logits.double().log_softmax(dim=-1).cpu()
+
+    def _found(self, names: list[tuple[str, int, int]], log_p: Float[Tensor, "row answer_pos d_vocab"]) -> list[_Found]:
+        walked = walk(self.log_p, log_p, self.answer.cpu())
+        n = len(self.answer)
+        rows = zip(names, walked.falls.sum(dim=-1).tolist(), walked.firm.tolist(), strict=True)
+        return [_Found(*name, fall, firm < n) for name, fall, firm in rows]
+
+
+@SHARES.document
+def reading_shares(tables: pd.DataFrame, case: str = "prompt_id", seed: int = 0) -> pd.DataFrame:
+    """Over many cases, how often each part loses the answer, and by how much it falls, with intervals.
+
+    Cases whose answer is not lost with all layers exchanged are left out.
+
+    Args:
+        tables: of :func:`reading_layers`, below each other, with a column that says which case a row is of, as a batch writes.
+        case: that column.
+        seed: of the resamples.
+
+    Returns:
+        One row per part, in the tables' order:
+
+        {columns}
+
+    Raises:
+        KVLensError: tables without these columns, or without a case whose answer is lost.
+    """
+    lost, falls = _by_case(tables, case)
+    n = len(lost)
+    again = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=N_RESAMPLES) / n
+    low, high = np.quantile(again @ falls.to_numpy(), [0.025, 0.975], axis=0)
+    share = lost.to_numpy().mean(axis=0)
+    share_low, share_high = wilson(share, n)
+    return SHARES.frame(
+        {
+            **{name: list(falls.columns.get_level_values(name)) for name in PART},
+            "cases": [n] * falls.shape[1],
+            "lost": list(share),
+            "lost_low": list(share_low),
+            "lost_high": list(share_high),
+            "fall": list(falls.to_numpy().mean(axis=0)),
+            "fall_low": list(low),
+            "fall_high": list(high),
+        }
+    )
+
+
+def wilson(share: Float[np.ndarray, " _"], n: int, z: float = 1.96) -> tuple[Float[np.ndarray, " _"], Float[np.ndarray, " _"]]:
+    """The 95 % interval of shares of n (Wilson 1927)."""
+    middle, half = share + z * z / (2 * n), z * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return np.maximum(0.0, middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def reading_stability(tables: pd.DataFrame, part: str, case: str = "prompt_id", draws: int = 200, seed: int = 0) -> float:
+    """How far two halves of the cases agree on which layers, groups or heads matter: rank correlation of their mean falls.
+
+    Args:
+        tables, case: as :func:`reading_shares`.
+        part: ``layer``, ``group`` or ``head``.
+        draws: splits at random, whose mean is returned.
+        seed: of the splits.
+
+    Raises:
+        KVLensError: as :func:`reading_shares`; fewer than two cases, or no such part.
+    """
+    falls = _by_case(tables, case)[1]
+    if part not in falls.columns.get_level_values("part") or len(falls) < 2:
+        raise KVLensError(f"reading_stability: expected at least two cases with rows of part {part!r}, got {len(falls)} cases")
+    values, draw = falls.xs(part, axis=1, level="part").to_numpy(), np.random.default_rng(seed)
+    found = []
+    for _ in range(draws):
+        halves = np.array_split(draw.permutation(len(values)), 2)
+        one, other = (pd.Series(values[half].mean(axis=0)).rank() for half in halves)
+        found.append(one.corr(other))
+    return float(np.mean(found))
+
+
+def _by_case(tables: pd.DataFrame, case: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(lost, fall): a row per case whose answer all layers together lose, a column per part."""
+    missing = [name for name in (case, *COLUMNS) if name not in tables]
+    if missing:
+        raise KVLensError(
+            f"reading_shares: the tables lack the columns {', '.join(missing)}; a batch of reading_layers has them"
+        )
+    whole = tables[tables["part"] == "all"]
+    chosen = tables[tables[case].isin(whole.loc[whole["lost"], case])]
+    if chosen.empty:
+        raise KVLensError("reading_shares: no case loses its answer with all layers exchanged, so that nothing is read there")
+    order = pd.MultiIndex.from_frame(chosen[PART].drop_duplicates())
+    lost, falls = (chosen.pivot_table(index=case, columns=PART, values=name)[order] for name in ("lost", "fall"))
+    return lost.astype(float), falls

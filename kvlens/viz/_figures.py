@@ -1,0 +1,140 @@
+"""What all figures share: the color scale, and blocks for long axes.
+
+The scale is white to blue for positive values and white to red for negative ones, as in circuitsvis. A page mixes the colors
+itself (``--x`` in ``static/kvlens.css``), so that it can follow a light or dark theme; here are the intensity of each value and
+the same scale for matplotlib. Long axes are shown in blocks of neighbors, long token lists by their most relevant tokens: a
+4,096-token prompt has 4,096 columns per head and query, and a picture a few hundred. Sums over neighbors preserve the order and
+the total.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.texts import joined
+
+POSITIVE, NEGATIVE = "#1d5fa8", "#c0392b"
+
+
+FULL = 0.98
+"""The quantile of magnitudes that gets full color if many values share a scale: otherwise a single token, often the first, that
+attracts most of a head's attention would leave all others white. ``static/base.js`` has the same number."""
+
+
+def strongest(values: Iterable[float], quantile: float = 1.0) -> float:
+    """The magnitude that gets full color: a quantile of the finite nonzero magnitudes; 0 if there are none."""
+    sizes = sorted(abs(value) for value in values if math.isfinite(value) and value)
+    return sizes[math.ceil(quantile * len(sizes)) - 1] if sizes else 0.0
+
+
+def scale_of(values: Iterable[float], *, without_zero: bool = False) -> tuple[float, float]:
+    """The value without color and the one with full color: 0 and the largest magnitude, or the lowest and the highest value.
+
+    Args:
+        values: the colored values; values that are not finite are ignored.
+        without_zero: whether their 0 is not meaningful, as for logarithms, so that the scale runs from lowest to highest.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if without_zero and finite:
+        return min(finite), max(finite)
+    return 0.0, strongest(finite)
+
+
+def strength_style(value: float, low: float, top: float) -> str:
+    """The ``class`` and ``style`` attributes of an element that shows ``value`` on a scale from ``low`` to ``top``."""
+    return style(value, top) if low == 0 else style(value - low, top - low)
+
+
+def style(value: float, top: float) -> str:
+    """The ``class`` and ``style`` attributes of an element that shows ``value``, with full color at ``top``."""
+    if not math.isfinite(value):
+        return 'class="none"'
+    strength = min(1.0, abs(value) / top) if top > 0 else 0.0
+    kind = ("negative" if value < 0 else "positive") + (" clipped" if abs(value) > 1.0005 * top > 0 else "")
+    return f'class="{kind}" style="--x:{100 * strength:.1f}%"'
+
+
+def beyond(values: Iterable[float], low: float, top: float) -> str:
+    """Which ends of a color bar from ``low`` to ``top`` are pointed, as matplotlib's ``extend``: those that values exceed."""
+    finite = [value for value in values if math.isfinite(value)]
+    slack = 5e-4 * (top - low)
+    under, over = min(finite, default=low) < low - slack, max(finite, default=top) > top + slack
+    return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[under, over]
+
+
+def diverging_map() -> Any:
+    """The scale as a matplotlib color map, for values in -top..top."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("kvlens", [NEGATIVE, "white", POSITIVE])
+
+
+MAX_TEXT = 40
+"""The most characters of a block's text."""
+
+
+def block_size(n: int, limit: int) -> int:
+    """The number of neighbors per block for which ``n`` positions make at most ``limit`` blocks."""
+    return max(1, math.ceil(n / max(1, limit)))
+
+
+def token_blocks(tokens: Sequence[str], size: int) -> list[dict[str, str]]:
+    """Tokens in blocks of ``size`` neighbors: the position of each block, and its text, shortened in the middle."""
+    return [_block(tokens, start, size) for start in range(0, len(tokens), size)]
+
+
+def _block(tokens: Sequence[str], start: int, size: int) -> dict[str, str]:
+    last = min(start + size, len(tokens)) - 1
+    text = joined(tokens[start : last + 1])
+    if last > start and len(text) > MAX_TEXT:
+        text = f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
+    return {"place": str(start) if last == start else f"{start}–{last}", "text": text}
+
+
+def block_means(
+    sums: Float[Tensor, "*rest column"], size: int, *, per_column: int = 1, n: int | None = None
+) -> Float[Tensor, "*rest block"]:
+    """Means per token over blocks of neighbors.
+
+    Args:
+        sums: one column per ``per_column`` neighboring tokens; the last one may have fewer.
+        size: columns per block; the last block may have fewer.
+        per_column: tokens per column.
+        n: total number of tokens; None if the last column is full.
+    """
+    n = sums.shape[-1] * per_column if n is None else n
+    blocks = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % size)).unflatten(-1, (-1, size)).sum(dim=-1)
+    n_tokens = torch.full((blocks.shape[-1],), size * per_column)
+    n_tokens[-1] = n - (len(n_tokens) - 1) * size * per_column
+    return blocks / n_tokens
+
+
+def strongest_positions(
+    pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
+) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
+    """Choose which of the ``key`` positions a square view of ``max_tokens`` rows shows.
+
+    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
+    positions with known rows first.
+
+    Args:
+        pattern: the known rows.
+        queries: the positions of these rows, ascending.
+        n_prompt: number of positions of the prompt.
+        max_tokens: rows and columns of the view.
+    """
+    n_keys = pattern.shape[-1]
+    if n_keys <= max_tokens:
+        return torch.arange(n_keys), torch.arange(0)
+    of_text = (queries >= n_prompt).nonzero().squeeze(1)
+    last = of_text[-max(max_tokens // 2, max_tokens - n_prompt) :]
+    mass = pattern[:, last].abs().sum(dim=(0, 1))
+    mass[queries] += mass.sum()  # positions with known rows come before those with empty rows
+    mass[queries[last]] = torch.inf
+    chosen = torch.zeros(n_keys, dtype=torch.bool)
+    chosen[mass.topk(max_tokens).indices] = True
+    return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)
