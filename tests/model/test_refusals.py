@@ -104,7 +104,6 @@ CONFIGURATIONS = [
 VARIANTS = [
     ("none is set; set regularised, augmented, negative, ridge", {}),
     ("did you mean 'regularised'", {"regularized": {"alpha": 1.0}}),
-    ("regularised must be Regularised(...) or a dict, got 3", {"regularised": 3}),
     ("form='normalised' divides by 1 - alpha, so alpha must not be 1", {"regularised": {"alpha": 1, "form": "normalised"}}),
     ("form must be one of self_attention, normalised, one_step", {"regularised": {"alpha": 1, "form": None}}),
     ("set keys or values", {"augmented": {}}),
