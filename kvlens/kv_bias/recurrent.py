@@ -91,7 +91,17 @@ def combined(states: Sequence[RecurrentStates], weights: Sequence[float | int], 
 
 
 def recurrent_from(layers: Any, tensors: Mapping[str, Tensor]) -> RecurrentStates:
-    """The states described in a file."""
+    """The states described in a file.
+
+    Raises:
+        KVLensError: tensors are missing or of the wrong kind.
+    """
     if layers == [] and not tensors:
         return NO_STATES
+    listed = isinstance(layers, list) and bool(layers) and all(isinstance(layer, int) for layer in layers)
+    if set(tensors) != set(TENSORS) or not listed:
+        raise KVLensError(
+            f"KVBias.load: recurrent layers are a list of numbers and hold {', '.join(TENSORS)}; the file has {brief(layers)} "
+            f"and {', '.join(sorted(tensors))}"
+        )
     return RecurrentStates(tuple(layers), tensors["b_KV"], tensors["conv"])
