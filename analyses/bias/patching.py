@@ -45,7 +45,7 @@ from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
-from ..heads.shift_roles import shifted_projections
+from ..heads.repeated_text import shifted_projections
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
