@@ -33,7 +33,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -658,9 +658,19 @@ def run(args: argparse.Namespace, lines: list[dict[str, Any]], plan: Plan) -> li
         rows = [json.loads(line) for line in data]
     began, pace = time.perf_counter(), Pace.of(hf)
     if args.fill:
-        for line in filter(lambda each: "scores" in each, lines):
-            rows_of(line, plan, scores_of(line, hf))
-        args.out.write_text("".join(json.dumps(rounded(line)) + "\n" for line in lines))
+        for at, line in enumerate(lines):
+            if "scores" in line:
+                n_known, scores = len(line["scores"]), scores_of(line, hf)
+                dry = replace(scores, dry=True, asked={})
+                for method in asking(plan, line["i"]).values():
+                    method(dry)
+                scores.run(list(dry.asked))
+                rows_of(line, plan, scores)
+                lines[at] = rounded(line)
+                if len(scores.known) > n_known:
+                    beside = args.out.with_suffix(".new")
+                    beside.write_text("".join(json.dumps(each) + "\n" for each in lines))
+                    beside.replace(args.out)
     done = {(line["size"], line["i"]) for line in lines}
     left = {size: iter(args.questions or range(len(rows))) for size in args.sizes}
     n = sum("scores" in line for line in lines)
