@@ -503,7 +503,11 @@ def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(
     for name, method in asking(plan, i).items():
         scores.asked = {}
         began = time.process_time()
-        found = method(scores)
+        try:
+            found = method(scores)
+        except KeyError:
+            print(f"case {i}, {n} units: {name} is left out, as masks that it asks for were not run; run it with --fill")
+            continue
         found.seconds = time.process_time() - began
         methods[name] = (found, list(scores.asked))
     for name, of in line["measured"].items():
