@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread a process, and the outside data folder."""
 
 import gc
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,6 +70,35 @@ def in_float64():
     """What names float32, as Transformers' modules and the processing of weights do, is float64 in this test."""
     with float64():
         yield
+
+
+@pytest.fixture(scope="session")
+def bridge_of():
+    """``bridge_of(family)``: a tiny model in float64 on the bridge, loaded once for all tests, which leave it as it is."""
+    from small_models import Shared
+    from tiny_hf import tiny_hf_model
+
+    from kvlens import KVTransformerBridge
+
+    def build(family):
+        with float64():
+            return KVTransformerBridge.boot_transformers(tiny_hf_model(family))
+
+    bridges = Shared(build)
+    yield bridges
+    with float64():
+        bridges.assert_untouched()
+
+
+@pytest.fixture
+def logged():
+    """What kvlens logs. pytest's own plugin, which is off, walks through all loggers of Transformers three times a test."""
+    records, logger = [], logging.getLogger("kvlens")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def test_concurrent_writers_of_one_file_and_folder_leave_one_complete_result(tmp
 
     def write(which: int) -> None:
         try:
-            for _ in range(10):
+            for _ in range(4):
                 write_atomically(tmp_path / "file", bytes([which]) * size)
                 write_folder(tmp_path / "folder", lambda new: [(new / name).write_text(str(which)) for name in "abc"])
         except BaseException as error:

@@ -83,7 +83,7 @@ def test_models_of_stories_answer_as_their_facts_say(name):
     for stated in facts["heldout"]["answers"]:
         n_facts = stated["n_facts"]
         bound = 0.98 if name == "facts-hybrid" else {4: 0.95, 6: 0.95, 8: 0.90}[n_facts]
-        stories = replace(task, min_facts=n_facts, max_facts=n_facts).stories(64, torch.Generator().manual_seed(5), "heldout")
+        stories = replace(task, min_facts=n_facts, max_facts=n_facts).stories(32, torch.Generator().manual_seed(5), "heldout")
         stories = stories if task.hops == 1 else scoring_hops(stories, stated["hops"])
         shares = answer_shares(model, stories)
         # Another draw of n answers: four standard errors below what is stated, which itself is at least the bound.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 
-from ..heads.shift_roles import shifted_projections
+from ..heads.repeated_text import shifted_projections
 from .interventions import ALL, Interventions
 from .one_space import stacked
 from .parts import of_kv_head

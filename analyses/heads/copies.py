@@ -15,8 +15,8 @@ from ..layers import heads_of_model
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from .ablation import cached
+from .repeated_text import layer_taps, roles, shifted_projections
 from .rows import visit_rows
-from .shift_roles import layer_taps, roles, shifted_projections
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

@@ -2,11 +2,11 @@
 
 Each head is described by the effect of what it reads (logit attribution), by the effect of ablating it, and by
 the source of its attention: the earlier head that its keys read most, or, in a model with KV shift, its own coefficients
-(:mod:`kvlens.analyses.heads.shift_roles`), which can make an induction head in one layer. Its attention to each kind of
+(:mod:`kvlens.analyses.heads.repeated_text`), which can make an induction head in one layer. Its attention to each kind of
 position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
 
 The verdict compares what the head *reads* with chance, and with ``ablations`` also uses the effect on the loss of reading
-something else there (:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.loss_verdicts`): then every head whose
+something else there (:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.verdicts`): then every head whose
 ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
 linear attention, is "inconclusive", not "none". The verdict does not depend on copying: a head that finds the right token and
 lowers its logit has the verdict ``induction`` and a negative ``logit_attribution``.
@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import KVModel
 from kvlens.checks import Count, Seed, Within, checked
 from kvlens.model import head_matrices
 
@@ -30,6 +30,7 @@ from ..declaration import Columns, Option, analysis
 from ..layers import heads_of_model
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from .ablation import Progress, Start
+from .head_pairs import composition_scores
 from .induction import (
     ABLATIONS,
     N_RANDOM,
@@ -42,10 +43,8 @@ from .induction import (
     n_ablations,
     of_prompt_repeated,
 )
-from .repeated_tokens import LONGEST
-from .shift_roles import displacement, roles
+from .repeated_text import LONGEST, displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
-from .weights import composition_scores
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -108,8 +107,8 @@ def induction_verdicts(
     n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
-    threshold: float = THRESHOLD,
-    ratio: float = RATIO,
+    threshold: Annotated[float, Within(above=0, most=1)] = THRESHOLD,
+    ratio: Annotated[float, Within(above=0)] = RATIO,
     ablations: bool = False,
     batch_size: Count | None = None,
     on_start: Start | None = None,
@@ -135,10 +134,6 @@ def induction_verdicts(
     Raises:
         KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
-    if not 0 < threshold <= 1:
-        raise KVLensError(f"induction_verdicts: threshold must lie in (0, 1], got {threshold}")
-    if not 0 < ratio < 1e9:
-        raise KVLensError(f"induction_verdicts: ratio must be above 0, and is a few times chance, got {ratio}")
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
         batch_size=batch_size, on_start=on_start, on_progress=on_progress,

@@ -1,7 +1,7 @@
 """The name of a head: by where its attention is far above chance, and by its effect on the loss if ablations were run.
 
-**By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.lags`. For each kind, the criterion is how much
-of what a head reads, |E|, is at the lag of that kind:
+**By the pattern.** E is the value-side pattern of :mod:`kvlens.analyses.heads.repeated_text`. For each kind, the criterion is
+how much of what a head reads, |E|, is at the lag of that kind:
 
 - *"previous token" and "current token"* are positional. A head with learned positions may attend to the token before on the
   first 24 positions and nowhere else, and still feed every induction head, so the strongest stretch of :data:`STRETCH`
@@ -35,16 +35,18 @@ first :data:`EARLY` positions from the ninth, so that it does not depend on the 
 model although its pattern does not show it (below). Any other head is "none": it attends to some positions more than to
 others, but not to those of the four kinds.
 
-**By the loss.** The costs of ablations and swaps: :mod:`kvlens.analyses.heads.loss_verdicts`. Only the kinds that a head
-attends to :data:`LEAD` times as much as elsewhere are considered (by contrast; for positional kinds relative to chance on the
-strongest stretch, of E or, since E of linear heads may change sign between texts, of the root of E^2): a head that reads all
-of the first copy equally also raises the correct token, and is not an induction head.
+**By the loss.** The costs of ablations and swaps: `name_by_loss` below, from :mod:`kvlens.analyses.heads.ablation`. Only the
+kinds that a head attends to :data:`LEAD` times as much as elsewhere are considered (by contrast; for positional kinds relative
+to chance on the strongest stretch, of E or, since E of linear heads may change sign between texts, of the root of E^2): a head
+that reads all of the first copy equally also raises the correct token, and is not an induction head.
 
 The constants were chosen on models trained for this purpose (softmax ones with one to four layers, learned and rotary
 positions, with and without KV shift; linear ones with elu + 1 features), on the shipped models, and on random models with
 weights as sharp as trained ones. ``tests/benchmarks/bench_induction_heads.py`` measures the result.
 """
 
+import math
+from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -52,9 +54,110 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .lags import KINDS, PatternScores, lags_and_queries
-from .loss_verdicts import INCONCLUSIVE, MARGIN, NO_VERDICT, Losses, Named, name_by_loss, tied
-from .repeated_tokens import RepeatedTokens
+from .repeated_text import KINDS, PatternScores, RepeatedTokens, lags_and_queries
+
+# The name of a head by the loss, if ablations and swaps were measured.
+#
+# If the kernel cannot be sharp, a head may attend nearly everywhere and still carry the answer with a small part of its
+# attention. Its pattern alone does not show that, but swaps do: the head reads another text's token at the lag of one kind, and
+# nowhere else.
+#
+# A change of the loss is significant if it is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or
+# down. A head whose ablation is significant is named by the swap with the largest change, if that is at least :data:`PART` of
+# the change by the ablation (it may be larger, since what a head reads elsewhere can have the opposite effect): by the name of
+# the kind if the loss rises, by "negative" and the name if it falls. Kinds whose swaps differ by at most :data:`MARGIN`
+# standard errors of the difference are named together. Otherwise, if the ablation raises the loss, the head keeps the name of
+# its pattern if that swap is significant, or is "other": the model needs it, but not for any one of these kinds of position. If
+# the ablation lowers the loss it is "harmful": the model does better without it. If nothing is significant the name is that of
+# the pattern; an inconclusive head is "none" if the ablation changes the loss by less than :data:`COSTLY`, its noise included.
+
+
+NO_VERDICT = "none"
+INCONCLUSIVE = "inconclusive"
+OTHER = "other"
+HARMFUL = "harmful"
+NEGATIVE = "negative "
+TIE = " / "
+COSTLY = 0.1
+"""The smallest significant change of the loss, in nats per token of the second copy."""
+MARGIN = 2.0
+"""Standard errors."""
+PART = 1 / 3
+
+
+class Losses(NamedTuple):
+    """Changes by ablations and swaps, with standard errors (of the difference of two swaps; on the diagonal, of one)."""
+
+    ablation: Float[Tensor, "layer head"]
+    ablation_error: Float[Tensor, "layer head"]
+    swaps: Float[Tensor, "kind layer head"]
+    swap_errors: Float[Tensor, "kind kind layer head"]
+
+
+class Named(NamedTuple):
+    """A name, and the kinds of position that it refers to."""
+
+    name: str
+    kinds: tuple[str, ...]
+
+
+def tied(names: Mapping[str, str], kinds: tuple[str, ...]) -> str:
+    """The name of one kind, or those of several that cannot be distinguished."""
+    return TIE.join(names[kind] for kind in kinds)
+
+
+def name_by_loss(
+    names: Mapping[str, str],
+    by_pattern: Named,
+    ablation: tuple[float, float],
+    swaps: Mapping[str, float],
+    errors: Mapping[tuple[str, str], float],
+) -> Named:
+    """The name of one head.
+
+    Args:
+        names: kind -> name of a head of that kind.
+        by_pattern: the name by its pattern.
+        ablation: the increase of the loss without the head, and its standard error.
+        swaps: the increase for each kind considered; NaN if not measured because the ablation changes almost nothing.
+        errors: two kinds -> standard error of their difference; the same kind twice -> that of its swap.
+    """
+    cost, error = ablation
+    if any(math.isnan(loss) for loss in swaps.values()):
+        return _unchanged(by_pattern, cost, error)
+    counts = abs(cost) > max(COSTLY, MARGIN * error)
+    raising, lowering = (
+        {kind: sign * loss for kind, loss in swaps.items() if sign * loss > max(COSTLY, MARGIN * errors[kind, kind])}
+        for sign in (1, -1)
+    )
+    enough = PART * abs(cost) if counts else 0.0
+    kinds = _largest(raising, errors, enough)
+    if kinds:
+        return Named(tied(names, kinds), kinds)
+    if counts and cost > 0:
+        return by_pattern if set(by_pattern.kinds) & set(raising) else Named(OTHER, ())
+    kinds = _largest(lowering, errors, enough)
+    if kinds:
+        return Named(NEGATIVE + tied(names, kinds), kinds)
+    if counts:
+        return Named(HARMFUL, ())
+    return _unchanged(by_pattern, cost, error)
+
+
+def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:
+    """The name if no change of the loss is significant: that of the pattern, as far as the noise of the ablation allows."""
+    if by_pattern.name == INCONCLUSIVE and abs(cost) + MARGIN * error <= COSTLY:
+        return Named(NO_VERDICT, ())
+    return Named(INCONCLUSIVE, ()) if by_pattern.name == NO_VERDICT and abs(cost) > COSTLY else by_pattern
+
+
+def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], float], enough: float) -> tuple[str, ...]:
+    """The kind of the largest change, with those not significantly different; none if it is below ``enough``."""
+    top = max(changes, key=lambda kind: changes[kind], default=None)
+    if top is None or changes[top] < enough:
+        return ()
+    return tuple(k for k in changes if k == top or changes[top] - changes[k] <= MARGIN * errors[top, k])
+
 
 VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
 STRETCH = 16

@@ -23,7 +23,7 @@ class HeadMatrices(NamedTuple):
     """A layer's weights by query head, as linear maps from and to the residual stream.
 
     Those of :func:`kvlens.model.head_matrices` have the linear part of the norms before and after the heads folded in
-    (:mod:`kvlens.analyses.heads.weights`), and are in float32 or wider.
+    (:mod:`kvlens.analyses.heads.head_pairs`), and are in float32 or wider.
     """
 
     W_Q: Float[Tensor, "head d_model d_key"]

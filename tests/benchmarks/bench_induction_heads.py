@@ -19,9 +19,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from kvlens.analyses.heads.loss_verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from kvlens.analyses.heads.naming import induction_verdicts
-from kvlens.analyses.heads.repeated_tokens import draw_piece, longest_repeat, repeat_tokens
+from kvlens.analyses.heads.repeated_text import draw_piece, longest_repeat, repeat_tokens
+from kvlens.analyses.heads.verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from timing import verdict
 
 import kvlens

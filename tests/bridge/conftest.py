@@ -22,15 +22,6 @@ def laws_in_float64(request):
 
 
 @pytest.fixture(scope="session")
-def bridge_of():
-    """A tiny model of a family; tests leave it as it is."""
-    bridges = Shared(lambda family: KVTransformerBridge.boot_transformers(tiny_hf_model(family)))
-    yield bridges
-    with float64():
-        bridges.assert_untouched()
-
-
-@pytest.fixture(scope="session")
 def both_of(tmp_path_factory):
     """``both_of(family)``: a model in float64, from one folder, on HookedKVTransformer and on the bridge."""
 

@@ -51,11 +51,6 @@ def slow(families):
     return [pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
-@pytest.fixture(scope="module")
-def model(family):
-    return KVTransformerBridge.boot_transformers(tiny_hf_model(family))
-
-
 def error(model, bias: KVBias) -> float:
     """The relative error of the logits on a text that no fit has read."""
     with torch.no_grad():

@@ -8,9 +8,8 @@ import pytest
 import torch
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, TEXT
 from precision import LAW, relative_error
-from tiny_hf import tiny_hf_model
 
-from kvlens import KVTransformerBridge, convert_prompt
+from kvlens import convert_prompt
 from kvlens.bridge.native import POINTS
 from kvlens.bridge.softmax import BETWEEN, HOOKS
 
@@ -39,9 +38,10 @@ def scaled(x, hook, part, by):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SLOW])
 @pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning")  # TransformerLens, of any such edit
+@pytest.mark.filterwarnings("ignore:run_with_cache. skipped:UserWarning")  # points that a switch turns on
 @torch.no_grad()
-def test_every_name_fires_and_every_edit_acts_as_in_one_pass(family):
-    model = KVTransformerBridge.boot_transformers(tiny_hf_model(family))
+def test_every_name_fires_and_every_edit_acts_as_in_one_pass(family, bridge_of):
+    model = bridge_of(family)
     bias, logits = convert_prompt(model, PROMPT), model(BOTH)
     edited = check_names(model, bias, edited=set())
     for switch in SWITCHES:
@@ -55,11 +55,11 @@ def test_every_name_fires_and_every_edit_acts_as_in_one_pass(family):
 
 def check_names(model, bias, edited):
     """All names in a layer, which are returned; those of ``edited`` are seen, and not edited again."""
-    _, of_whole = model.run_with_cache(BOTH)
+    only = dict(names_filter=lambda name: name.startswith(("blocks.1.attn", "blocks.1.mixer")))
+    _, of_whole = model.run_with_cache(BOTH, **only)
     with model.kv_bias(bias):
-        _, under_bias = model.run_with_cache(TEXT)
-    of_layer = ("blocks.1.attn", "blocks.1.mixer")
-    whole, ours = ({name for name in cache if name.startswith(of_layer)} for cache in (of_whole, under_bias))
+        _, under_bias = model.run_with_cache(TEXT, **only)
+    whole, ours = set(of_whole), set(under_bias)
     assert whole <= ours and ours - whole == {f"blocks.1.attn.{name}" for name in HOOKS}
     for name in sorted(whole):
         seen = under_bias[name]

@@ -229,8 +229,8 @@ def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "llama", "bamba", "nemotron_h", "gemma3", "gpt_oss", "olmo_hybrid"])
-def test_padding_in_front(family):
-    model = KVTransformerBridge.boot_transformers(tiny_hf_model(family))
+def test_padding_in_front(family, bridge_of):
+    model = bridge_of(family)
     mask = torch.ones_like(TEXT)
     mask[0, :4] = 0
     with model.kv_bias(convert_prompt(model, PROMPT[0])):

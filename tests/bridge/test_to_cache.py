@@ -42,11 +42,9 @@ def logits_under(model, bias, text=TEXT):
         return model(text)
 
 
-def hooked(family, tmp_path, **options):
-    tiny_hf_model(family).save_pretrained(tmp_path / family)
-    load = HookedKVTransformer.from_pretrained if options.pop("processed", False) else None
-    load = load or HookedKVTransformer.from_pretrained_no_processing
-    return load(tmp_path / family, dtype=torch.float64, device="cpu", **options)
+def hooked(family, processed=False):
+    load = HookedKVTransformer.from_pretrained if processed else HookedKVTransformer.from_pretrained_no_processing
+    return load("x", hf_model=tiny_hf_model(family), dtype=torch.float64, device="cpu")
 
 
 def weighted(exact: KVBias, n: int = 7) -> KVBias:
@@ -74,8 +72,8 @@ def test_plain_transformers_reads_a_prompt_of_the_bridge(model, family):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_plain_transformers_reads_a_prompt_of_a_hooked_model(family, tmp_path):
-    model, hf = hooked(family, tmp_path), tiny_hf_model(family)
+def test_plain_transformers_reads_a_prompt_of_a_hooked_model(family):
+    model, hf = hooked(family), tiny_hf_model(family)
     bias = convert_prompt(model, PROMPT)
     logits = plain_logits(hf, bias)
     assert relative_error(logits, logits_under(model, bias)) < law_of(family)
@@ -152,23 +150,21 @@ def test_weights_are_finer_than_half_precision(model_of_llama):
     assert torch.equal((far * 128 + near).long(), exact.features.distance[0])
 
 
-def test_what_is_processed_without_changing_values_is_a_cache(tmp_path):
-    model = hooked("llama", tmp_path, processed=True)
+def test_what_is_processed_without_changing_values_is_a_cache():
+    model = hooked("llama", processed=True)
     bias = convert_prompt(model, PROMPT)
     found, expected = plain_logits(tiny_hf_model("llama"), bias), logits_under(model, bias)
     assert relative_error(found.log_softmax(-1), expected.log_softmax(-1)) < LAW  # the processed model's logits are centered
 
 
 @pytest.mark.unhooked
-def test_refusals(bridge_of, tmp_path):
+def test_refusals(bridge_of):
     llama = bridge_of("llama")
     exact = convert_prompt(llama, PROMPT)
-    folded = convert_prompt(hooked("gpt2", tmp_path, processed=True), PROMPT)
+    folded = convert_prompt(hooked("gpt2", processed=True), PROMPT)
     unequal = KVBias.batch([convert_prompt(llama, tokens[:1]) for tokens in (PROMPT, TEXT)])
     with float64():
-        shifted = HookedKVTransformer.from_hooked_transformer(
-            hooked("llama", tmp_path), kv_shift=KVShiftConfig(init="identity")
-        )
+        shifted = HookedKVTransformer.from_hooked_transformer(hooked("llama"), kv_shift=KVShiftConfig(init="identity"))
     refused = [
         ("linear attention has no keys", convert_prompt(HookedKVTransformer.from_zoo("bigram-linear"), PROMPT % 20)),
         ("states of recurrent layers", convert_prompt(bridge_of("qwen3_5"), PROMPT)),
@@ -179,7 +175,7 @@ def test_refusals(bridge_of, tmp_path):
         ("negative weight", -1.0 * exact),
         ("features are no keys", convert_prompt(llama, PROMPT, method="taylor", n_continuations=2, continuation_length=4)),
         ("differ in length", unequal),
-        ("ALiBi", 2.0 * convert_prompt(hooked("bloom", tmp_path), PROMPT)),
+        ("ALiBi", 2.0 * convert_prompt(hooked("bloom"), PROMPT)),
     ]
     for words, bias in refused:
         with pytest.raises(KVLensError, match=words):

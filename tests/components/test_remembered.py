@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from precision import LAW, relative_error
-from tiny_hf import tiny_hf_model
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVTransformerBridge, convert_prompt
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, convert_prompt
 from kvlens.components import Remembered
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -15,11 +14,13 @@ PROMPT, TEXT = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9]])
 
 
 @pytest.fixture(params=["hooked", "bridge"])
-def model(request):
+def model(request, bridge_of):
     if request.param == "bridge":
-        return KVTransformerBridge.boot_transformers(tiny_hf_model("llama"))
+        yield bridge_of("llama")
+        bridge_of("llama").detach_kv_bias()
+        return
     sizes = dict(n_layers=2, d_model=16, d_head=8, n_ctx=32, d_vocab=20, act_fn="gelu", seed=0, device="cpu")
-    return HookedKVTransformer(HookedKVTransformerConfig(**sizes, dtype=torch.float64))
+    yield HookedKVTransformer(HookedKVTransformerConfig(**sizes, dtype=torch.float64))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def test_padded_prompts_are_converted_like_single_ones(method, options, monkeypa
         pytest.skip("its features are learned for all prompts of a batch together")
     model = tiny_text_model(attention="softmax", kv_shift=None, gain=8, dtype=torch.float64)
     prompts = ["The widget is purple and the gadget is green.", "widget", "Return the gadget. Frobnicate both of them."]
-    text = dict(reference=" the widget is green and the gadget is purple", n_held_out=0)
+    text = dict(reference=" the widget is green and the gadget is purple", n_held_out=0, continuation_length=2)
     given = options_of(method, {**text, **options})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -121,22 +121,19 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
     model = model_of("softmax", kind)
     prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
     options = {} if method == "exact" else dict(method=method, n_features=3, n_continuations=2, continuation_length=6)
-    whole, padded = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
-    padded[1, :3] = 0
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    real = mask.bool()
     with torch.no_grad(), model.kv_bias(convert_prompt(model, prompt, verbose=False, **options)):
-        for mask in (whole, padded):
-            real = mask.bool()
-            hooked, cache = model.run_with_cache(text, attention_mask=mask)
-            assert "blocks.1.attn.hook_z_bias" in cache
-            for steps in (True, False):
-                with by_steps(model, steps):
-                    assert relative_error(model(text, attention_mask=mask)[real], hooked[real]) < 1e-12
-                    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-                    parts = [
-                        model(text[:, a:b], attention_mask=mask[:, a:b], past_kv_cache=cache)
-                        for a, b in ((0, 5), (5, 8), (8, 9))
-                    ]
-                    assert relative_error(torch.cat(parts, dim=1)[real], hooked[real]) < 1e-12
+        hooked, cache = model.run_with_cache(text, attention_mask=mask)
+        assert "blocks.1.attn.hook_z_bias" in cache
+        for steps in (True, False):
+            with by_steps(model, steps):
+                assert relative_error(model(text, attention_mask=mask)[real], hooked[real]) < 1e-12
+                cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+                pieces = ((0, 5), (5, 8), (8, 9))
+                parts = [model(text[:, a:b], attention_mask=mask[:, a:b], past_kv_cache=cache) for a, b in pieces]
+                assert relative_error(torch.cat(parts, dim=1)[real], hooked[real]) < 1e-12
 
 
 def test_hooks_of_a_biased_softmax_model():

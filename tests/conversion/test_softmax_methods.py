@@ -24,6 +24,7 @@ KINDS = {
     "local": dict(use_local_attn=True, window_size=20, attn_types=["local", "global"]),
 }
 QUICK = dict(n_continuations=9, continuation_length=12, verbose=False)
+UNMEASURED = dict(n_held_out=0, continuation_length=2, verbose=False)
 PROMPT, TEXT = tokens(1, 24), tokens(1, 12, seed=1)
 
 
@@ -61,7 +62,7 @@ def continuations(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", ["equal", "logits"])
 def test_more_keys_are_nearer_to_the_prompt(kind, budget):
-    at = dict(method="landmark", budget=budget, reference=continuations(kind), n_held_out=0, verbose=False)
+    at = dict(method="landmark", budget=budget, reference=continuations(kind), **UNMEASURED)
     model = model_of(**KINDS[kind])
     errors = [error(model, convert_prompt(model, PROMPT, n_features=r, **at)) for r in (3, 12, 23)]
     without = dropped(model)
@@ -124,7 +125,7 @@ def test_any_reference_serves(reference):
 
 def test_a_batch_is_its_prompts():
     model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
-    at = dict(method="landmark", n_features=5, reference=TEXT[0], n_held_out=0, verbose=False)
+    at = dict(method="landmark", n_features=5, reference=TEXT[0], **UNMEASURED)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
@@ -160,7 +161,7 @@ def test_a_second_prompt_is_kept_next_to_the_first(kind):
 def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
     """One sum over queries: of two texts of one length, whether they come as one group or, with another text, as two."""
     model = model_of(positional_embedding_type="rotary")
-    at = dict(method="landmark", n_features=5, budget="equal", n_held_out=0, verbose=False)
+    at = dict(method="landmark", n_features=5, budget="equal", **UNMEASURED)
     together = convert_prompt(model, PROMPT, reference=QUESTIONS, **at)
     apart = convert_prompt(model, PROMPT, reference=[QUESTIONS[1], *QUESTIONS[2], TEXT[0]], **at)
     assert relative_error(together.b_KV, apart.b_KV) < 1e-11
@@ -194,7 +195,7 @@ def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatc
 
     monkeypatch.setattr(polishing, "descend", only_measured)
     texts = tokens(6, 3, seed=8)
-    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", polish_steps=1, objective="kl", verbose=False)
+    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", polish_steps=1, objective="kl", **UNMEASURED)
     bias, seen = convert_prompt(model, PROMPT, **at), texts
     whole = model(torch.cat([PROMPT.expand(6, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
     with model.kv_bias(bias):

@@ -49,14 +49,14 @@ def test_another_text_or_vocabulary_is_another_file(kept_here, file, monkeypatch
     assert len(calls) == len(list(kept_here.glob("*.safetensors"))) == 3
 
 
-def test_a_damaged_file_is_reported_and_its_tokens_are_made_again(kept_here, file, monkeypatch, caplog):
+def test_a_damaged_file_is_reported_and_its_tokens_are_made_again(kept_here, file, monkeypatch, logged):
     whole = TextTask(str(file), vocab_size=270).data_hash()
     (path,) = kept_here.glob("*.safetensors")
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
     assert TextTask(str(file), vocab_size=270).data_hash() == whole
-    assert "does not match its checksum" in caplog.text or "do not match its checksum" in caplog.text
+    assert "match its checksum" in logged[0]
 
 
 def test_tokens_that_cannot_be_kept_are_made(file, monkeypatch, tmp_path):

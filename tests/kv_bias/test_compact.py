@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from precision import LAW, float64, relative_error
+from precision import LAW, relative_error
 from small_models import small_model
 from tiny_hf import tiny_hf_model
 
@@ -49,10 +49,9 @@ def compact_of(padded: KVBias) -> KVBias:
 
 
 @pytest.fixture(scope="module", params=[*HOOKED, *BRIDGE])
-def model(request):
+def model(request, bridge_of):
     if request.param in BRIDGE:
-        with float64():
-            return KVTransformerBridge.boot_transformers(tiny_hf_model(request.param))
+        return bridge_of(request.param)
     return small_model(dtype=torch.float64, d_head=8, d_vocab=20, n_ctx=64, **HOOKED[request.param])
 
 

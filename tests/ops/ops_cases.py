@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-laws = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+laws = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -152,8 +152,27 @@ def values_for(kind: str, name: str) -> list[Any]:
     return VALUES[name][fifth] if shared and kind not in ("gpt2", "llama", "olmo3") else VALUES[name]
 
 
+LIKE_THE_OTHERS = [
+    "apertus",
+    "gemma",
+    "gemma2",
+    "gpt_neox",
+    "gptj",
+    "mistral",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "phi",
+    "qwen2",
+    "qwen3",
+]
+"""What is read of these is read by the code for the other kinds, too: they are tried among the slow tests."""
+
+
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_THE_OTHERS else []) for kind in KINDS]
+)
 def test_every_field_is_honored_or_refused_by_name(kind):
     config = tiny_hf_model(kind).config
     names = set(type(config)().to_dict()) - IRRELEVANT

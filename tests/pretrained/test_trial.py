@@ -1,7 +1,5 @@
 """A model that does not compute what transformers computes is not handed out, however it came about."""
 
-import logging
-
 import pytest
 import torch
 from tiny_hf import D_VOCAB, tiny_hf_model
@@ -67,12 +65,11 @@ def test_the_model_that_is_compared_with_is_left_as_it_is():
         check_trial(found.trial, torch.full((1, 32, D_VOCAB), torch.nan))
 
 
-def test_a_large_model_is_not_compared_unasked(monkeypatch, caplog, wrong_eps):
+def test_a_large_model_is_not_compared_unasked(monkeypatch, logged, wrong_eps):
     monkeypatch.setattr(parts, "VERIFIED_PARAMETERS", 1000)
-    with caplog.at_level(logging.WARNING, logger="kvlens"):
-        HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu")
-    assert "not compared with transformers' own pass" in caplog.text
-    assert "verify=True does it all the same" in caplog.text
+    HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu")
+    (said,) = [each for each in logged if "not compared with transformers' own pass" in each]
+    assert "verify=True does it all the same" in said
     with pytest.raises(KVLensError, match="does not compute"):
         HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu", verify=True)
 

@@ -270,13 +270,12 @@ def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
 
     for answer, rival, functions in (
         (torch.tensor([5, 2]), None, FUNCTIONS[:1]),
-        (torch.tensor([5]), torch.tensor([7]), FUNCTIONS[:1]),
         (torch.tensor([5, 2]), torch.tensor([7, 1, 3]), FUNCTIONS),
     ):
-        of_rival = 0 if rival is None else expected(rival)
+        effects = (expected(answer) - (0 if rival is None else expected(rival))).tolist()
         for function in functions:
             found = total_effects(function(model, PROMPT, TEXT, by=spans, answer=answer, rival=rival))
-            assert found == pytest.approx((expected(answer) - of_rival).tolist(), abs=TOLERANCE)
+            assert found == pytest.approx(effects, abs=TOLERANCE)
 
 
 def test_a_prompt_behind_an_attached_bias_is_the_end_of_a_longer_prompt(model):
@@ -300,6 +299,24 @@ def test_closed_positions_are_the_shorter_prompts():
         whole - log_p(model, convert_prompt(model, torch.cat([PROMPT[:start], PROMPT[stop:]])), 5) for start, stop in SPANS
     ]
     assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_most_subsets_are_random():
+    """Of two units either of which is enough, leaving one out shows nothing: few subsets must not all go into that."""
+    assert chosen_subsets(16, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
+    assert chosen_subsets(15, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
+
+    def either(rows):
+        return 6.0 * (rows[:, 3] | rows[:, 11]).double()
+
+    n_units, found = 20, []
+    for seed in range(8):
+        kept = chosen_subsets(24, n_units, seed)
+        gone = torch.eye(n_units, dtype=torch.bool)
+        pairs = torch.stack([~(gone[u] | gone[v]) for u in range(n_units) for v in range(u)])
+        lowest = pairs[int(fitted(kept, either(kept))(pairs).argmin())]
+        found.append(bool(~lowest[3] & ~lowest[11]))
+    assert sum(found) >= 6
 
 
 def test_fits_recover_sums_and_pairs():

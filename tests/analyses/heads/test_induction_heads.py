@@ -8,11 +8,9 @@ import pytest
 import torch
 from analysis_models import centered, random_model
 from kvlens.analyses.declaration import Record
-from kvlens.analyses.heads import induction, measures, naming
+from kvlens.analyses.heads import induction, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
-from kvlens.analyses.heads.lags import KINDS
-from kvlens.analyses.heads.repeated_tokens import draw_piece, repeat_tokens
-from kvlens.analyses.heads.shift_roles import ShiftTaps, displacement, roles
+from kvlens.analyses.heads.repeated_text import KINDS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
 from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from transformer_lens.head_detector import detect_head
 
@@ -282,7 +280,7 @@ def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
     assert not frame.equals(table(model, n_sequences=5, n_repeated=N, seed=1))
     frame.to_parquet(tmp_path / "heads.parquet")
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "heads.parquet"), frame)
-    monkeypatch.setattr(measures, "NUMBERS_PER_PASS", 1)  # one sequence per forward pass
+    monkeypatch.setattr(induction, "NUMBERS_PER_PASS", 1)  # one sequence per forward pass
     pd.testing.assert_frame_equal(table(model, n_sequences=5, n_repeated=N), frame, rtol=1e-10)
 
 

@@ -5,14 +5,25 @@ import math
 import pytest
 import torch
 from analysis_models import random_model
-from kvlens.analyses.heads.ablation import standard_error
-from kvlens.analyses.heads.lags import KINDS, pattern_scores
-from kvlens.analyses.heads.loss_verdicts import COSTLY, HARMFUL, INCONCLUSIVE, NO_VERDICT, OTHER, Named, name_by_loss
-from kvlens.analyses.heads.measures import measure_heads
-from kvlens.analyses.heads.repeated_tokens import RepeatedTokens, draw_piece, repeat_tokens
-from kvlens.analyses.heads.shift_roles import ShiftTaps
-from kvlens.analyses.heads.swaps import swap_costs
-from kvlens.analyses.heads.verdicts import CONTRAST, MIN_MATCHES, RATIO, STRETCH, THRESHOLD, VERDICTS, name_heads
+from kvlens.analyses.heads.ablation import standard_error, swap_costs
+from kvlens.analyses.heads.induction import measure_heads
+from kvlens.analyses.heads.repeated_text import KINDS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
+from kvlens.analyses.heads.verdicts import (
+    CONTRAST,
+    COSTLY,
+    HARMFUL,
+    INCONCLUSIVE,
+    MIN_MATCHES,
+    NO_VERDICT,
+    OTHER,
+    RATIO,
+    STRETCH,
+    THRESHOLD,
+    VERDICTS,
+    Named,
+    name_by_loss,
+    name_heads,
+)
 from repeated_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig

@@ -4,9 +4,9 @@ import pytest
 import torch
 from bridge_models import some_tokens
 from precision import LAW, float64, relative_error
-from tiny_hf import HYBRIDS, tiny_hf_model
+from tiny_hf import HYBRIDS
 
-from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.analyses import state_erasure, state_memory
 from kvlens.bridge import read_memory
 from kvlens.ops.delta_rule import naive_token_maps
@@ -21,14 +21,14 @@ def in_float64():
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
-def model(request):
-    return KVTransformerBridge.boot_transformers(tiny_hf_model(request.param))
+def model(request, bridge_of):
+    return bridge_of(request.param)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "olmo_hybrid"])
-def delta_model(request):
+def delta_model(request, bridge_of):
     """Of the delta rule, whose maps the tests multiply token by token."""
-    return KVTransformerBridge.boot_transformers(tiny_hf_model(request.param))
+    return bridge_of(request.param)
 
 
 def maps_of(model, tokens, layer):
@@ -89,12 +89,13 @@ def test_erasure_is_what_becomes_of_the_earlier_state(model):
 
 
 @pytest.mark.unhooked
-def test_bad_input_is_refused_with_a_message(model):
+def test_bad_input_is_refused_with_a_message(bridge_of):
+    model = bridge_of("qwen3_5")
     with pytest.raises(KVLensError, match="got shape \\[2, 13\\]"):
         state_memory(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match="no tokenizer"):
         state_memory(model, "words")
     with pytest.raises(KVLensError, match="LlamaForCausalLM.*no layer of the model is recurrent"):
-        state_memory(KVTransformerBridge.boot_transformers(tiny_hf_model("llama")), some_tokens(N_PROMPT))
+        state_memory(bridge_of("llama"), some_tokens(N_PROMPT))
     with pytest.raises(KVLensError, match="model"):
         state_memory(HookedKVTransformer.from_zoo("bigram-linear"), some_tokens(N_PROMPT))

@@ -126,7 +126,7 @@ TRAINING = dict(steps=4, eval_every=2, batch_size=4, eval_sequences=8)
 
 def test_a_rate_is_chosen_on_seeds_that_are_not_compared():
     """1e-9 moves nothing and 1e18 breaks everything; what is chosen is what the compared runs then have."""
-    told, training = [], {**TRAINING, "steps": 40}
+    told, training = [], {**TRAINING, "steps": 20}
     settings = dict(training=training, seeds=[0, 3], rates=[1e-9, 1e-2, 1e18])
     table = train_cells([Cell(TASK, {"m": MODEL})], settings, told.append)[0]
     assert any(text.startswith("m: learning rate 0.01 of ") for text in told)
