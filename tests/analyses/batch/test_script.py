@@ -14,7 +14,7 @@ from kvlens.analyses.batch import script
 from kvlens.analyses.batch.arguments import declared_in
 from kvlens.analyses.batch.work import load_analysis
 
-from kvlens import analyses
+from kvlens import analyses, explanation
 from kvlens.analyses import ANALYSES
 from kvlens.cli import main
 
@@ -53,13 +53,14 @@ def refused(capsys, status) -> str:
 
 
 def test_every_analysis_is_registered_under_its_name():
-    root = Path(analyses.__path__[0])
     declared = {
-        ".".join(("kvlens", "analyses", *path.relative_to(root).with_suffix("").parts))
+        ".".join((package.__name__, *path.relative_to(root).with_suffix("").parts))
+        for package in (analyses, explanation)
+        for root in map(Path, package.__path__)
         for path in root.rglob("*.py")
         if re.search(r"^@analysis\(", path.read_text(), re.MULTILINE)
     }
-    assert declared | {"kvlens.explanation.analysis"} == set(ANALYSES.values())
+    assert declared == set(ANALYSES.values())
     assert all(load_analysis(name).name == name for name in ANALYSES)
 
 
