@@ -20,8 +20,8 @@ Source: DUAL th. 3.1, eq. 9 (steps); th. 3.2 (bound; the version with negative s
 import pandas as pd
 import torch
 
-from kvlens import HookedKVTransformer, KVLensError
-from kvlens.checks import checked
+from kvlens import HookedKVTransformer
+from kvlens.checks import Count, checked
 from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
 from kvlens.texts import token_texts
 
@@ -204,7 +204,7 @@ def dual_bound(
     layer: int = 0,
     head: int = 0,
     query_pos: int = -1,
-    n_steps: int = 8,
+    n_steps: Count = 8,
     delta: float = 0.05,
     n_negative: int = 0,
     beta: float = 0.0,
@@ -231,10 +231,6 @@ def dual_bound(
     tokens = prompt_sequence(model, "prompt", prompt)
     last = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else len(tokens) - 1
     first = max(1, n_negative)
-    if n_steps < 1 or last < first:
-        raise KVLensError(
-            f"dual_bound: expected at least {first} tokens before the query and n_steps of at least 1, got {last} and {n_steps}"
-        )
     sizes = torch.linspace(first, last, min(n_steps, last - first + 1)).round().long().unique().tolist()
     terms = []
     for n in sizes:

@@ -91,7 +91,5 @@ def prompt_text_bias(
 
 def bias_and_text(model: KVModel, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
     """Read the prompt of an analysis, converted already or not, as a bias, and the text."""
-    if isinstance(text, KVBias):
-        raise KVLensError(f"{analysis}: the bias comes before the text: {analysis}(model, bias, text, ...)")
     text = one_sequence(model, "text", text)
     return converted(model, analysis, prompt), text

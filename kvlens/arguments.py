@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -20,11 +19,6 @@ UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word",
 """What a prompt is cut into by name; ``code`` means statements."""
 DEEPEST = 200
 """The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
-
-
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number that fits a float; a bool is not a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_characters(what: str, text: str) -> None:
@@ -60,21 +54,14 @@ def path_of(what: str, value: str | Path) -> Path:
     return path
 
 
-def numbers_of(what: str, values: Any) -> "Tensor":
-    """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch.
-
-    Raises:
-        KVLensError: they contain anything but real numbers, or rows of different lengths.
-    """
+def numbers_of(values: Any) -> "Tensor":
+    """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch."""
     import torch  # kept out of the command line's start
 
     values = list(values) if isinstance(values, Iterator) else values.to_numpy() if hasattr(values, "to_numpy") else values
-    try:
-        found = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, OverflowError) as error:
-        raise KVLensError(f"{what}: expected numbers as a tensor, an array or lists, got {brief(values)}") from error
+    found = torch.as_tensor(values).detach().cpu()
     if found.is_complex():
-        raise KVLensError(f"{what}: expected real numbers, got {found.dtype}; take their size or one of their parts")
+        raise KVLensError(f"expected real numbers, got {found.dtype}; take their size or one of their parts")
     return found.double()
 
 

@@ -299,10 +299,8 @@ def one_sequence(
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:
         came = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise KVLensError(f"{what}: expected a string or token ids [pos] or [1, pos], got {came}; one at a time")
-    if tokens.numel() == 0 and not may_be_empty:
-        raise KVLensError(f"{what}: it is empty; give at least one token")
     try:
-        if tokens.numel():
+        if tokens.numel() or not may_be_empty:
             model.check_tokens(tokens)
     except KVLensError as error:
         raise KVLensError(f"{what}: {error}") from error

@@ -14,16 +14,8 @@ class KVLensError(ValueError):
     """Bad input to kvlens: the message says what was expected, what was given, and what to do."""
 
 
-class WrongArguments(KVLensError, TypeError):
-    """A call with an unknown argument, with too many arguments, or without a required one."""
-
-
 class IndirectHeads(KVLensError):
     """Direct logit attribution was asked of a model whose heads do not write to the residual stream directly."""
-
-
-class TooLarge(KVLensError):
-    """A call that needs more memory than is available."""
 
 
 def nearest(name: object, options: Iterable[str]) -> str:

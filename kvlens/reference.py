@@ -47,17 +47,15 @@ def build_reference(folder: str | Path, *, overwrite: bool = False) -> list[str]
         The modules that got a page.
 
     Raises:
-        KVLensError: pdoc is missing, the folder is in use or not writable, or something in the docstrings or annotations cannot
+        KVLensError: the folder is in use or not writable, or something in the docstrings or annotations cannot
             be rendered.
     """
     check_folder(folder, REFERENCE_FOLDER, overwrite=overwrite)
-    try:
-        import latex2mathml  # noqa: F401  (pdoc's markdown asks for it when it meets a formula)
-        import pdoc.doc
-        import pdoc.render
-        import pdoc.render_helpers
-    except ImportError as error:
-        raise KVLensError(f'the reference needs the extra "docs": pip install -e ".[docs]" in a clone ({error})') from error
+    import latex2mathml  # noqa: F401  (pdoc's markdown asks for it when it meets a formula)
+    import pdoc.doc
+    import pdoc.render
+    import pdoc.render_helpers
+
     names = pages()
     _settle_lazy_names(names)
     _settle_inherited_annotations()

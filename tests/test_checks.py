@@ -19,21 +19,16 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens import (
     HookedKVTransformer,
-    HookedKVTransformerConfig,
     KVBias,
     KVLensError,
     KVModel,
-    KVShiftConfig,
     analyses,
     convert_prompt,
-    viz,
 )
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.checks.values import members, reader_of
-from kvlens.corpus import TokenWindows
-from kvlens.dual import DualModel
 from kvlens.ops import rotary
-from kvlens.tasks import TASKS, Task, make_task
+from kvlens.tasks import Task, make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -220,71 +215,12 @@ def test_the_words():
         ensure("--null", Annotated[int, Within(19, 99)], "x")
 
 
-READS_ITS_OPTIONS = ("kvlens.convert_prompt", "kvlens.conversion.convert_prompt")
-ANSWER_OTHERWISE = ("kvlens.zoo.names", "kvlens.training.train", *READS_ITS_OPTIONS)
-"""One takes nothing; the others' settings are answered where they are read."""
-
-
-def test_every_public_function_answers_a_misspelt_argument():
-    found = {}
-    for family in ("kvlens", *(f"kvlens.{name}" for name in FAMILIES)):
-        module = importlib.import_module(family)
-        for name in getattr(module, "__all__", vars(module)):
-            if (
-                not name.startswith("_")
-                and inspect.isfunction(getattr(module, name))
-                and getattr(module, name).__module__.startswith(family)
-            ):
-                found[f"{family}.{name}"] = getattr(module, name)
-    found |= {f"{kind.__name__}.{name}": getattr(kind, name) for kind, names in METHODS.items() for name in names}
-    assert len(found) > 60
-    for where, function in found.items():
-        if where not in ANSWER_OTHERWISE:
-            with pytest.raises(KVLensError, match=rf"{where.rpartition('.')[2]}: no argument is called 'bogus'.* It takes \w+"):
-                function(bogus=1)
-
-
-METHODS = {
-    HookedKVTransformer: ("from_zoo", "load", "save"),
-    KVBias: ("load", "save", "select", "select_prompt", "repeat"),
-    DualModel: ("from_head", "loss", "step", "losses", "minimize", "bound"),
-    TokenWindows: ("from_texts", "sample", "consecutive"),
-    TASKS["arithmetic"]: ("new_model", "tokens_as_text", "question_length", "some_step_answers"),
-    TASKS["bigrams"]: ("tokens_as_text", "text_as_tokens", "sample_with_prompt"),
-    TASKS["regression"]: ("new_model", "points_and_values"),
-    TASKS["facts"]: ("as_batch",),
-    viz.Page: ("section", "add", "footer"),
-}
-
-
-WRONG_CALLS = [
-    ("taken: no argument is called 'wort'; did you mean 'word'? It takes whole, number, flag, word, ", lambda: taken(wort=3)),
-    ("taken: too many positional arguments. It takes whole, number", lambda: taken(*range(99))),
-    ("taken: multiple values for argument 'whole'. It takes whole, number", lambda: taken(3, whole=4)),
-    ("read: missing a required argument: 'v'. It takes q, v, rows", lambda: read(torch.ones(5, 4, 3))),
-    ("bias_by_head: missing a required argument: 'prompt'. It takes model, ", lambda: analyses.bias_by_head(model())),
-    ("'txt'; did you mean 'text'? It takes model, prompt, text", lambda: analyses.bias_by_head(model(), "x", txt="y")),
-    # what hands arguments on
-    ("'segment_len'; did you mean 'segment_length'", lambda: convert_prompt(model(), "x", segment_len=64)),
-    ("no argument is called 'initail'; did you mean 'initial'", lambda: convert_prompt(model(), "x", initail=1)),
-    ("'methd'; did you mean 'method'", lambda: convert_prompt(model(), "x", methd="exact")),
-    (", n_features", lambda: convert_prompt(model(), "x", methd="exact")),
-    ("convert_prompt: no argument is called 'bogus'", lambda: convert_prompt(model(), "x", bogus=1)),
-    ("HookedKVTransformerConfig: no argument is called 'n_layer'; did you", lambda: HookedKVTransformerConfig(n_layer=1)),
-    ("KVShiftConfig: no argument is called 'windwo'; did you mean 'window'", lambda: KVShiftConfig(windwo=2)),
-    (
-        "unknown field 'kv_shfit'; did you mean 'kv_shift'",
-        lambda: HookedKVTransformer.from_hooked_transformer(model(), kv_shfit=None),
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "call"), WRONG_CALLS)
-def test_a_wrong_call_names_the_function_the_nearest_name_and_all_of_them(words, call):
-    with pytest.raises(KVLensError) as caught:
+@pytest.mark.parametrize(
+    "call", [lambda: taken(wort=3), lambda: read(torch.ones(5, 4, 3)), lambda: analyses.bias_by_head(model(), "x", txt="y")]
+)
+def test_a_wrong_call_is_pythons_own_error_with_the_name_of_the_function(call):
+    with pytest.raises(TypeError, match=r"^(taken|read|bias_by_head)\(\) .* argument"):
         call()
-    assert words in str(caught.value)
-    assert isinstance(caught.value, TypeError) or words.startswith("unknown")
 
 
 def test_a_warning_points_at_the_line_that_called():
@@ -450,8 +386,6 @@ def test_a_dataclass_is_held_to_its_fields():
     assert Options(np.int64(3)) == Options(n=3) and type(Options(np.int64(3)).n) is int
     for call, words in (
         (lambda: Options(0), "^Options: n must be at least 1, got 0$"),
-        (lambda: Options(1, kin="iid"), "^Options: no argument is called 'kin'; did you mean 'kind'[?] It takes n, kind$"),
-        (lambda: Options(), "^Options: missing a required argument: 'n'. It takes n, kind$"),
         (
             lambda: replace(Options(1), kind="idd"),
             "^Options: kind must be one of iid, orthogonal, got 'idd'; did",
@@ -459,16 +393,3 @@ def test_a_dataclass_is_held_to_its_fields():
     ):
         with pytest.raises(KVLensError, match=words):
             call()
-
-
-def test_the_outermost_function_reports_what_memory_refuses():
-    @checked
-    def inner(n: int, x: Float[Tensor, " d"]) -> Tensor:
-        return torch.empty(n, n)
-
-    @checked
-    def outer(n: int) -> Tensor:
-        return inner(n, torch.ones(3))
-
-    with pytest.raises(KVLensError, match=r"^outer: this asks for more memory than there is \(.*\); ask for less$"):
-        outer(2**40)

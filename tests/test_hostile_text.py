@@ -35,7 +35,7 @@ def test_half_a_character_is_refused_where_text_becomes_tokens(reader):
         READERS[reader](HALF)
 
 
-@pytest.mark.parametrize("reader", ["convert_prompt", "forward", "generate", "to_tokens", "to_str_tokens", "prompt", "text"])
+@pytest.mark.parametrize("reader", ["convert_prompt", "forward", "generate", "to_tokens", "prompt", "text"])
 def test_a_value_that_is_not_text_is_refused(reader):
     for given in NO_TEXTS:
         with pytest.raises(KVLensError):

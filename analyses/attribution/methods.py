@@ -3,9 +3,9 @@
 All of them read counterfactual prompts (units removed) and ask for the answer's log-probability f after each:
 
 - `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
-- `InteractionFit`: the logit of the answer's probability over subsets of the units, leave-one-out among them, fitted by a sum
-  over units and pairs, with a Gaussian prior of its own width for each unit; a pair's is their product, so that only units that
-  matter interact.
+- `InteractionFit`: the logit of the answer's probability over subsets of the units, leave-one-out among them where it is at
+  most half of them, fitted by a sum over units and pairs, with a Gaussian prior of its own width for each unit; a pair's is
+  their product, so that only units that matter interact.
 - `ContextCite`: a sum over units alone, by lasso, as published (Cohen-Wang et al. 2024, arXiv 2409.00729).
 
 A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
@@ -96,11 +96,11 @@ class LeaveOneOut:
 
 
 def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
-    """The whole, all without one unit where there is room for them, then pairs of a random subset and its complement."""
+    """The whole, all without one unit where they are at most half, then pairs of a random subset and its complement."""
     generator = torch.Generator().manual_seed(seed)
     half = torch.rand((n_subsets + 1) // 2, n_units, generator=generator) < 0.5
     pairs = torch.stack([half, ~half], dim=1).flatten(0, 1)
-    without_one = ~torch.eye(n_units, dtype=torch.bool)[: n_units if n_subsets > n_units else 0]
+    without_one = ~torch.eye(n_units, dtype=torch.bool)[: n_units if n_subsets >= 2 * n_units else 0]
     return torch.cat([torch.ones(1, n_units, dtype=torch.bool), without_one, pairs])[:n_subsets]
 
 

@@ -28,12 +28,8 @@ def check_prompts(prompts: str | Path) -> Path:
 
 def check_table_path(out: Path) -> None:
     """Raise KVLensError unless ``out`` is a valid path of a table."""
-    if out.suffix != ".parquet" or "\0" in str(out):
+    if out.suffix != ".parquet":
         raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
-    try:
-        out.exists(), out.with_name(f"{out.name}.partial").exists()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"out: {out} cannot be a file: {reason(error)}; choose another") from error
     check_writable(out)
 
 

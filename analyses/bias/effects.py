@@ -16,7 +16,7 @@ and ``both`` leaves recurrent layers out. The effects do not add up. They includ
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 import torch
@@ -44,9 +44,10 @@ from .interventions import ALL, Interventions, donors_of, logits_under
 from .one_space import singles, with_others, with_references
 from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution
 
-METHODS = ("zero", "mean", "resample", "baseline")
-PARTS = ("bias", "shift_state", "both")
-UNITS = ("head", "layer", "model")
+Method = Literal["zero", "mean", "resample", "baseline"]
+Part = Literal["bias", "shift_state", "both"]
+Unit = Literal["head", "layer", "model"]
+METHODS, PARTS, UNITS = get_args(Method), get_args(Part), get_args(Unit)
 
 
 class Ablation(NamedTuple):
@@ -78,8 +79,6 @@ def _read_references(model: KVModel, prompts: Any) -> KVBias:
         return convert_prompt(model, prompts)
     bos = model.prepends_bos
     others = [read_tokens(model, "references", prompt, prepend_bos=bos) for prompt in prompts]
-    if len({len(tokens) for tokens in others}) > 1:
-        raise KVLensError("references: token ids of different lengths cannot form a batch; give prompts of one length")
     return convert_prompt(model, torch.stack(others))
 
 
@@ -109,9 +108,9 @@ def bias_effects(
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     *,
-    by: str = "head",
-    methods: Sequence[str] = ("zero",),
-    parts: Sequence[str] | None = None,
+    by: Unit = "head",
+    methods: Sequence[Method] = ("zero",),
+    parts: Sequence[Part] | None = None,
     references: KVBias | None = None,
     answer: Token | None = None,
     rival: Token | None = None,
@@ -187,17 +186,13 @@ def measured_effects(
     return found
 
 
-def _parts_of(bias: KVBias) -> Sequence[str]:
+def _parts_of(bias: KVBias) -> Sequence[Part]:
     return PARTS if has_shift_state(bias) else PARTS[:1]
 
 
 def _ablations(
     bias: KVBias, by: str, methods: Sequence[str], parts: Sequence[str], references: KVBias | None
 ) -> list[Ablation]:
-    for what, names, known in (("by", [by], UNITS), ("methods", methods, METHODS), ("parts", parts, PARTS)):
-        unknown = [name for name in names if name not in known]
-        if unknown or not len(names):
-            raise KVLensError(f"bias_effects: {what}: expected some of {', '.join(known)}, got {unknown or 'none'}")
     if set(parts) - {"bias"} and not has_shift_state(bias):
         raise KVLensError("bias_effects: this model has no KV shift, so its prompts have no shift state; use parts=['bias']")
     if set(methods) & {"mean", "resample"}:

@@ -41,7 +41,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.arguments import numbers_of
 from kvlens.checks import Count, checked
-from kvlens.errors import brief, nearest
+from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..front_ends import on_its_front_ends
@@ -196,11 +196,6 @@ def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | No
 
 def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Sequence[str]:
     points = [points] if isinstance(points, str) else available_points(model) if points is None else points
-    for name in points:
-        if name not in POINTS:
-            raise KVLensError(
-                f"activation_patching: no point is called {name!r}; there are {', '.join(POINTS)}{nearest(name, POINTS)}"
-            )
     return points
 
 
@@ -240,7 +235,7 @@ def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) ->
     for x in known:
         full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
         n_heads = [of.n_heads if x == "q" else of.n_kv_heads for of in map(cfg.of_layer, range(cfg.n_layers))]
-        coef = numbers_of(f"coefficients: {x!r}", given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
+        coef = numbers_of(given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
         if tuple(coef.shape) not in (full, full[-1:]):
             raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
         sources |= {(f"{x}_shift_coef", layer): row[: n_heads[layer]] for layer, row in enumerate(coef.expand(full))}

@@ -33,7 +33,7 @@ from ..stream.logit_attribution import (
 )
 from .outputs import share_probes
 from .parts import HEAD
-from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads
+from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads, View
 
 NONE = -1
 """No position: all positions of the text together, or a part that is not a prompt position."""
@@ -69,7 +69,7 @@ def bias_positions(
     text: TextTokens,
     *,
     initial: KVBias | None = None,
-    by: str = "attended",
+    by: View = "attended",
     at: Sequence[int] | None = None,
     answer: Token | None = None,
     rival: Token | None = None,
@@ -119,7 +119,7 @@ def reading_of(
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],
     *,
-    by: str = VIEWS[0],
+    by: View = "attended",
     segment_length: int | None = None,
     on_progress: Progress | None = None,
     with_logits: bool = True,
@@ -156,8 +156,6 @@ def output_shares(
 
 
 def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
-    if by not in VIEWS:
-        raise KVLensError(f"bias_positions: by must be one of {', '.join(VIEWS)}, got {by!r}")
     outside = [] if at is None else [i for i in at if not 0 <= i < n_text]
     if outside:
         raise KVLensError(f"bias_positions: at={outside[0]} lies outside the text, whose {n_text} positions count from 0")
@@ -291,7 +289,7 @@ def _at_named_positions(
     answer: Token | None,
     rival: Token | None,
     *,
-    by: str = VIEWS[0],
+    by: View = "attended",
     at: str = AT[0],
 ) -> pd.DataFrame:
     """:func:`bias_positions` at positions that are named by a word."""

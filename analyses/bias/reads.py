@@ -39,7 +39,7 @@ Source: ICLCA eq. 13 and 19; the shift state, the decay and the two views are kv
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -51,7 +51,8 @@ from kvlens.model import direct_path, read_attention
 from ..segments import Found, Looks, Progress, rows_at
 from ..stream.logit_attribution import final_scale, final_scale_name
 
-VIEWS = ("attended", "source")
+View = Literal["attended", "source"]
+VIEWS = get_args(View)
 
 
 class TextReads(NamedTuple):

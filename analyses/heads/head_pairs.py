@@ -11,6 +11,7 @@ Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits; T
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -42,7 +43,7 @@ from ..front_ends import on_its_front_ends
 # coefficients multiply W_K and W_V by numbers that cancel in all ratios below.
 
 
-COMPOSITION_KINDS = ("Q", "K", "V")
+COMPOSITION_KINDS: tuple[Literal["Q", "K", "V"], ...] = ("Q", "K", "V")
 
 
 def wide_dtype(model: KVModel) -> torch.dtype:
@@ -115,7 +116,7 @@ COLUMNS = Columns(
 @checked
 @on_its_front_ends
 @torch.no_grad()
-def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> pd.DataFrame:
+def composition(model: KVModel, *, kinds: Sequence[Literal["Q", "K", "V"]] = COMPOSITION_KINDS) -> pd.DataFrame:
     """Composition scores of all pairs of heads in different layers.
 
     Args:
@@ -128,10 +129,8 @@ def composition(model: KVModel, *, kinds: Sequence[str] = COMPOSITION_KINDS) -> 
         {columns}
 
     Raises:
-        KVLensError: an unknown kind, or none; heads whose queries, keys or values are not linear in the residual stream.
+        KVLensError: an unknown kind; heads whose queries, keys or values are not linear in the residual stream.
     """
-    if not len(kinds) or any(kind not in COMPOSITION_KINDS for kind in kinds) or len(set(kinds)) < len(kinds):
-        raise KVLensError(f"composition: kinds: expected some of {', '.join(COMPOSITION_KINDS)}, each once, got {list(kinds)}")
     counts = torch.tensor(heads_per_layer(model))
     with_heads = counts.nonzero()[:, 0]
     weights = [matrices for matrices in head_matrices(model) if matrices is not None]

@@ -341,9 +341,6 @@ def check_model(model: KVModel) -> None:
 def _pieces(model: KVModel, prompt: Any) -> Tensor:
     if isinstance(prompt, str) or (isinstance(prompt, Tensor) and prompt.dim() == 1):
         return one_sequence(model, "induction_heads: prompt", prompt)[None]
-    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
-        came = f"shape {list(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
-        raise KVLensError(f"induction_heads: prompt: expected a string or token ids [pos] or [batch, pos], got {came}")
     return prompt
 
 

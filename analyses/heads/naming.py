@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import KVModel
 from kvlens.checks import Count, Seed, Within, checked
 from kvlens.model import head_matrices
 
@@ -107,8 +107,8 @@ def induction_verdicts(
     n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
-    threshold: float = THRESHOLD,
-    ratio: float = RATIO,
+    threshold: Annotated[float, Within(above=0, most=1)] = THRESHOLD,
+    ratio: Annotated[float, Within(above=0)] = RATIO,
     ablations: bool = False,
     batch_size: Count | None = None,
     on_start: Start | None = None,
@@ -134,10 +134,6 @@ def induction_verdicts(
     Raises:
         KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
-    if not 0 < threshold <= 1:
-        raise KVLensError(f"induction_verdicts: threshold must lie in (0, 1], got {threshold}")
-    if not 0 < ratio < 1e9:
-        raise KVLensError(f"induction_verdicts: ratio must be above 0, and is a few times chance, got {ratio}")
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
         batch_size=batch_size, on_start=on_start, on_progress=on_progress,

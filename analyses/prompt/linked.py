@@ -65,15 +65,6 @@ class LinkedShares:
 
     def __post_init__(self):
         n_layers, n_heads, _ = self.by_prompt.shape
-        n_text, n_columns = len(self.text), -(-len(self.prompt) // self.block)
-        expected: dict[str, tuple[int, ...]] = {"by_prompt": (n_layers, n_heads, len(self.prompt))}
-        expected |= {"by_text": (n_layers, n_heads, n_text), "between": (n_text, n_columns)}
-        for name, shape in expected.items():
-            if tuple(getattr(self, name).shape) != shape:
-                raise KVLensError(f"LinkedShares: {name} must be {list(shape)}, got {list(getattr(self, name).shape)}")
-        for name, guesses in self.next_tokens.items():
-            if len(guesses) != n_text:
-                raise KVLensError(f"LinkedShares: next_tokens[{name!r}] has {len(guesses)} rows for {n_text} text tokens")
         for name, numbers in self.colorings.items():
             if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (n_layers, n_heads):
                 raise KVLensError(f"LinkedShares: coloring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")

@@ -150,8 +150,6 @@ def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[To
     for token in tokens:
         ids = logit_target(model, text, token).tokens.expand(len(text))
         targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))
-    if not targets:
-        raise KVLensError("layer_contributions: no logit to split; give next_token=True or tokens=[...]")
     return targets
 
 

@@ -202,9 +202,7 @@ class Attention(nn.Module):
         self, attn_scores: Tensor, past_kv_pos_offset: int = 0, attention_mask: Tensor | None = None
     ) -> Float[Tensor, "batch head pos key_pos"]:
         """-inf for later keys, for those outside the window of a local layer, and for padding."""
-        n_queries, n_keys = attn_scores.shape[-2:]
-        if past_kv_pos_offset + n_queries != n_keys:
-            raise KVLensError(f"{past_kv_pos_offset} past and {n_queries} new tokens, but {n_keys} keys")
+        n_keys = attn_scores.shape[-1]
         query = torch.arange(past_kv_pos_offset, n_keys, device=attn_scores.device)[:, None]
         key = torch.arange(n_keys, device=attn_scores.device)
         visible = key <= query

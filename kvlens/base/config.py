@@ -262,13 +262,6 @@ class HookedTransformerConfig:
             raise KVLensError("num_experts and experts_per_token belong together: give both or neither")
         if self.num_experts and not 0 < int(self.experts_per_token or 0) <= self.num_experts:
             raise KVLensError(f"experts_per_token must lie in 1..{self.num_experts}, got {self.experts_per_token}")
-        for name, value, options in (
-            ("normalization_type", self.normalization_type, NORMALIZATIONS),
-            ("init_mode", self.init_mode, INIT_MODES),
-            ("default_prepend_bos", self.default_prepend_bos, (True, False)),
-        ):
-            if value not in options:
-                raise KVLensError(f"{name}: expected one of {options}, got {value!r}")
         if self.n_devices > 1 and torch.cuda.device_count() < self.n_devices:
             raise KVLensError(f"n_devices={self.n_devices}, but {torch.cuda.device_count()} GPUs are available")
 

@@ -11,9 +11,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE, sample_logits
 
-from kvlens.errors import KVLensError, brief, warn
-
-RETURNS = ("input", "str", "tokens", "embeds")
+from kvlens.errors import KVLensError, brief
 
 
 class Generates(HookedRootModule):
@@ -67,12 +65,10 @@ class Generates(HookedRootModule):
         """
         kind = _kind_of(input)
         return_type = {"text": "str"}.get(kind, kind) if return_type == "input" else return_type
-        if return_type not in RETURNS[1:]:
-            raise KVLensError(f"generate: return_type must be one of {RETURNS}, got {return_type!r}")
         wants_logits = bool(generation_kwargs.pop("output_logits", False))
         generation_kwargs.pop("return_dict_in_generate", None)
         if generation_kwargs:
-            warn(f"generate: these arguments have no effect: {sorted(generation_kwargs)}")
+            raise TypeError(f"generate() got unexpected arguments: {', '.join(generation_kwargs)}")
         side = "left" if isinstance(input, list) and len(input) > 1 else padding_side
         start = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=side) if kind == "text" else input
         start = start.to(self.cfg.device)  # type: ignore[union-attr]

@@ -271,14 +271,10 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Whether ``hook_mlp_in`` shows the input of each MLP."""
-        if self.cfg.attn_only:
-            raise KVLensError("set_use_hook_mlp_in: this model has no MLPs")
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
         """Whether ``hook_attn_in`` shows the input of each head."""
-        if self.cfg.n_key_value_heads is not None:
-            raise KVLensError("set_use_attn_in: grouped heads share inputs of keys and values; use set_use_split_qkv_input")
         self.cfg.use_attn_in = use_attn_in
 
     def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
@@ -323,10 +319,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
 
     def load_sample_training_dataset(self, **kwargs: Any) -> Any:
         """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
-        name = DATASETS.get(self.cfg.original_architecture or "")
-        if name is None:
-            raise KVLensError(f"load_sample_training_dataset: none is known for {self.cfg.original_architecture}")
-        self.dataset = get_dataset(name, **kwargs)
+        self.dataset = get_dataset(DATASETS[self.cfg.original_architecture], **kwargs)
         return self.dataset
 
     def sample_datapoint(

@@ -18,7 +18,7 @@ from transformer_lens.utilities.tokenize_utils import (
     get_tokens_with_bos_removed,
 )
 
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 
 KEEP_THEIR_BOS = ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM")
 """Architectures whose tokenizers are used as they are; all others are made to prepend a BOS."""
@@ -46,12 +46,7 @@ class ReadsText(HookedRootModule):
             tokenizer: a ``PreTrainedTokenizerBase``.
             default_padding_side: "left" or "right"; None keeps the tokenizer's own.
         """
-        from transformers import PreTrainedTokenizerBase  # takes a second, which models of token ids can do without
 
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise KVLensError(f"set_tokenizer: expected a loaded tokenizer of transformers, got {brief(tokenizer)}")
-        if default_padding_side not in ("left", "right", None):
-            raise KVLensError(f"set_tokenizer: padding side must be 'left', 'right' or None, got {default_padding_side!r}")
         if self.cfg.original_architecture not in KEEP_THEIR_BOS:
             tokenizer = get_tokenizer_with_bos(tokenizer)
         tokenizer.padding_side = default_padding_side or tokenizer.padding_side or "right"
@@ -115,8 +110,6 @@ class ReadsText(HookedRootModule):
     def to_string(self, tokens: Any) -> str | list[str]:
         """The text of tokens [pos], or one text per row of [batch, pos]; lists and arrays too."""
         tokens = tokens if isinstance(tokens, Tensor) else torch.as_tensor(np.asarray(tokens))
-        if tokens.dim() > 2:
-            raise KVLensError(f"to_string: expected tokens [pos] or [batch, pos], got shape {list(tokens.shape)}")
         tokenizer = self._tokenizer("to_string")
         decode = tokenizer.batch_decode if tokens.dim() == 2 else tokenizer.decode
         return decode(tokens, clean_up_tokenization_spaces=False)
@@ -130,10 +123,6 @@ class ReadsText(HookedRootModule):
         """The text of each token of a string, or of tokens [pos] or [1, pos]; a list of these for a list."""
         if isinstance(input, list):
             return [self.to_str_tokens(one, prepend_bos, padding_side) for one in input]
-        if not isinstance(input, (str, Tensor, np.ndarray)):
-            raise KVLensError(
-                f"to_str_tokens: expected a string, tokens [pos] or [1, pos], or a list of those, got {brief(input)}"
-            )
         tokens = self.to_tokens(input, prepend_bos, padding_side)[0] if isinstance(input, str) else torch.as_tensor(input)
         tokens = tokens.squeeze()
         if tokens.dim() > 1:

@@ -54,11 +54,6 @@ def stacked(part: Literal["attn", "mlp"], name: str) -> Any:
     """A property: a weight of every layer, [layer, ...]."""
 
     def get(model: Any) -> Tensor:
-        if part == "attn" and name != "b_O" and getattr(model.cfg, "layers_differ", False):
-            raise KVLensError(
-                f"{name}: the layers of this model differ in their heads, so their weights have no common shape; use "
-                f"model.blocks[layer].attn.{name}"
-            )
         return torch.stack([getattr(getattr(block, part), name) for block in model.blocks])
 
     return property(get, doc=f"``{name}`` of every layer's {part}, stacked.")
@@ -125,8 +120,6 @@ class HasWeights(HookedRootModule):
         """What the output biases add to the stream before ``layer``; with ``mlp_input``, before that layer's MLP."""
         parts = [(block, ("attn", "mlp") if include_mlp_biases else ("attn",)) for block in self.blocks[:layer]]
         if mlp_input:
-            if layer >= self.cfg.n_layers:
-                raise KVLensError(f"accumulated_bias: layer {layer} has no MLP: the model has {self.cfg.n_layers} layers")
             parts.append((self.blocks[layer], ("attn",)))
         total = torch.zeros(self.cfg.d_model, device=self.cfg.device)
         for block, of in parts:
@@ -136,8 +129,6 @@ class HasWeights(HookedRootModule):
 
     def all_composition_scores(self, mode: str) -> Float[Tensor, "layer head later_layer later_head"]:
         """Q-, K- or V-composition of each head with each head of a later layer (Elhage et al. 2021); 0 for the others."""
-        if mode not in ("Q", "K", "V"):
-            raise KVLensError(f"all_composition_scores: mode must be 'Q', 'K' or 'V', got {mode!r}")
         scores = composition_scores(self.OV, {"Q": self.QK, "K": self.QK.T, "V": self.OV}[mode], broadcast_dims=True)
         layer = torch.arange(self.cfg.n_layers, device=scores.device)
         later = layer[:, None, None, None] < layer[None, None, :, None]

@@ -32,13 +32,13 @@ from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.bridge.weights import ends_of
-from kvlens.checks import ensure, unknown_argument
+from kvlens.checks import ensure
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.fingerprint import WeightsThen, look_again
-from kvlens.model.inputs import check_call, check_hook_names, check_input, check_tokens
+from kvlens.model.inputs import check_hook_names, check_input, check_tokens
 from kvlens.model.parts import Ends, Layer
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.reading import recurrent_layers
@@ -83,12 +83,6 @@ class KVTransformerBridge(TransformerBridge):
             KVLensError: nothing can be loaded, KV biases are not yet supported for the architecture, or the bridge does not
                 compute what Transformers computes (:mod:`kvlens.bridge.comparison`).
         """
-        if not isinstance(model_name, str | Path | PreTrainedModel):
-            raise KVLensError(
-                "KVTransformerBridge.boot_transformers: expected a folder, a name on the hub or a loaded Transformers model, "
-                f"got {type(model_name).__name__}"
-            )
-        ensure("KVTransformerBridge.boot_transformers: verify", bool | None, verify)
         read = wrapped if isinstance(model_name, PreTrainedModel) else loaded
         bridge, expected = read(model_name, *args, verify=verify is not False, **options)
         model = cls.of(bridge)
@@ -129,8 +123,6 @@ class KVTransformerBridge(TransformerBridge):
         Raises:
             KVLensError: KV biases are not yet supported for the architecture.
         """
-        if not isinstance(bridge, TransformerBridge):
-            raise KVLensError(f"KVTransformerBridge.of: expected a TransformerBridge, got {type(bridge).__name__}")
         if isinstance(bridge, cls):
             return bridge
         parts = parts_of(bridge)
@@ -184,8 +176,6 @@ class KVTransformerBridge(TransformerBridge):
         self._hold(bias)
 
     def _check_fits(self, bias: KVBias) -> None:
-        if not isinstance(bias, KVBias):
-            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         if FRONT_END not in bias.fingerprint.rest:
             raise KVLensError(
                 "attach_kv_bias: this bias was converted with a HookedKVTransformer, whose weights and configuration are other "
@@ -373,7 +363,7 @@ class KVTransformerBridge(TransformerBridge):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
-        given = check_call(self, TransformerBridge.forward, args, kwargs)
+        given = _given(TransformerBridge.forward, self, args, kwargs)
         self._check_pass(given)
         with contextlib.ExitStack() as stack:
             if given.get("return_type", "") is None and not is_hooked(self.unembed.hook_in, self.unembed.hook_out):
@@ -393,7 +383,7 @@ class KVTransformerBridge(TransformerBridge):
         taken = _taken(*(type(part).forward for part in (self.original_model, self.original_model.base_model)))
         unknown = next((name for name in given if name not in taken), None)
         if unknown is not None:
-            raise unknown_argument(f"{type(self).__name__}.forward", unknown, taken)
+            raise KVLensError(f"{type(self).__name__}.forward: no argument is called {unknown!r}{nearest(unknown, taken)}")
 
     def logits_on(
         self,
@@ -464,24 +454,32 @@ class KVTransformerBridge(TransformerBridge):
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        given = check_call(self, TransformerBridge.run_with_cache, args, kwargs)
+        given = _given(TransformerBridge.run_with_cache, self, args, kwargs)
         check_input(self, given["input"], None, None, is_stream=False)  # which TransformerLens reads before the pass
-        check_hook_names(given.get("names_filter"), self.hook_dict)
+        names = given.get("names_filter")
+        check_hook_names(names, self.hook_dict)
+        given["names_filter"] = list(names) if isinstance(names, tuple) else names  # TransformerLens reads lists alone
         return super().run_with_cache(**given)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; hooks must name hook points that exist."""
-        self._check_hooks(check_call(self, TransformerBridge.run_with_hooks, args, kwargs))
+        self._check_hooks(_given(TransformerBridge.run_with_hooks, self, args, kwargs))
         return super().run_with_hooks(*args, **kwargs)
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any:
         """As TransformerLens'; hooks must name hook points that exist."""
-        self._check_hooks(check_call(self, TransformerBridge.hooks, args, kwargs))
+        self._check_hooks(_given(TransformerBridge.hooks, self, args, kwargs))
         return super().hooks(*args, **kwargs)
 
     def _check_hooks(self, given: dict[str, Any]) -> None:
         for which in ("fwd_hooks", "bwd_hooks"):
             check_hook_names([name for name, _ in given.get(which, ()) if isinstance(name, str)], self.hook_dict)
+
+
+def _given(method: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model's method, by name."""
+    given = inspect.signature(method).bind(model, *args, **kwargs)
+    return {name: value for name, value in given.arguments.items() if name not in ("self", "kwargs")} | given.kwargs
 
 
 @functools.cache

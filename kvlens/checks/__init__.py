@@ -1,8 +1,7 @@
-"""Argument checking: every call must match what the signature declares (names, types, ranges, shapes).
+"""Argument checking: every call must match what the signature declares (types, ranges, shapes).
 
-A call that does not match raises an error before the function runs. The error names the function, the nearest name and all
-arguments for a misspelled argument; the expected and the given value for a wrong value; and the shapes of tensors that do not
-match. Everything is declared by annotations::
+A call that does not match raises an error before the function runs. The error names the function, the expected and the given
+value, and the shapes of tensors that do not match. Everything is declared by annotations::
 
     @checked
     def attend(
@@ -19,7 +18,7 @@ Shapes are written in jaxtyping's syntax and parsed by jaxtyping. Shapes that ha
 arguments takes a microsecond or two.
 """
 
-from kvlens.checks.signature import bound, checked, doors, unknown_argument
+from kvlens.checks.signature import checked, doors
 from kvlens.checks.values import MOST, Count, Finite, Seed, Within, ensure, one_of
 
-__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "bound", "checked", "doors", "ensure", "one_of", "unknown_argument"]
+__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "doors", "ensure", "one_of"]

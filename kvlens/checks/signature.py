@@ -3,27 +3,25 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvlens.checks.shapes import belong_together, is_decided_by_type, key_of, misfit, tensors_in
 from kvlens.checks.values import UNFIT, ensure, reader_of
-from kvlens.errors import KVLensError, TooLarge, WrongArguments, first_line, nearest
+from kvlens.errors import KVLensError
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 KEPT = 1024
 """Number of shape combinations that are cached; decoding a text produces one per token."""
 GROUPED = ("kv_head", "key_head", "head_or_kv_head")
 """Axes of heads that several query heads share."""
-OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "calculation overflowed", "multiplication overflow")
 
 
 def checked(function: Checked) -> Checked:
     """Check every call of a function, or of a dataclass, against its signature; for use as a decorator.
 
     Integers of numpy and torch, such as those in a table's column, are converted to Python's; NaN is not accepted as a number.
-    Paths, and arguments that may be a tensor or something else, are checked by the function itself. Running out of memory
-    raises :class:`~kvlens.errors.TooLarge`.
+    Paths, and arguments that may be a tensor or something else, are checked by the function itself.
 
     Where an axis ``head`` meets one of :data:`GROUPED`, it must be a multiple of it.
 
@@ -81,7 +79,10 @@ def _held(function: Callable[..., Any], from_outside: bool = False) -> Callable[
                 values = [x.shape if isinstance(x, array) else key_of(x, array) for x in kwargs.values()]
                 key = (key, *kwargs, *values)
         if not remembers or key not in accepted:
-            given, as_given = _bound(function, signature, args, kwargs), True
+            try:
+                given, as_given = signature.bind(*args, **kwargs), True
+            except TypeError:
+                return function(*args, **kwargs)  # raises Python's own error, which names the function and the argument
             for name, value in given.arguments.items():
                 if name in readers and value is not defaults[name]:
                     read = readers[name](value)
@@ -97,28 +98,9 @@ def _held(function: Callable[..., Any], from_outside: bool = False) -> Callable[
                 if len(accepted) >= KEPT:
                     accepted.clear()
                 accepted.add(key)
-        try:
-            return function(*args, **kwargs)
-        except (RuntimeError, MemoryError, TooLarge) as error:
-            cause: Any = error.__cause__ if isinstance(error, TooLarge) else error
-            if not isinstance(cause, MemoryError) and not any(word in str(cause) for word in OUT_OF_MEMORY):
-                raise
-            why = f"this asks for more memory than there is ({first_line(cause)}); ask for less"
-            raise TooLarge(f"{_called(function, args)}: {why}") from cause
+        return function(*args, **kwargs)
 
     return held
-
-
-def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    """The arguments of a call of ``function``, by name; where it is a method, the object comes first.
-
-    Raises:
-        WrongArguments: an unknown argument (the nearest name is suggested), or a missing one.
-    """
-    return _bound(function, _signature(function), args, kwargs)
-
-
-_signature = functools.cache(inspect.signature)
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
@@ -138,31 +120,3 @@ def _called(function: Callable[..., Any], args: Sequence[Any]) -> str:
         return name
     owner = args[0] if isinstance(args[0], type) else type(args[0])
     return owner.__name__ if function.__name__ == "__init__" else f"{owner.__name__}.{function.__name__}"
-
-
-def _bound(
-    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments:
-    """The arguments of a call, by name.
-
-    Raises:
-        WrongArguments: an unknown argument (the nearest name is suggested), or a missing one.
-    """
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        problem = f"{first_line(error)}."
-    parameters = signature.parameters.values()
-    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    unknown = next((name for name in kwargs if not takes_any and name not in names), None)
-    taken = [name for name in names if name not in ("self", "cls")]
-    if unknown is not None:
-        raise unknown_argument(_called(function, args), unknown, taken)
-    raise WrongArguments(f"{_called(function, args)}: {problem} It takes {', '.join(taken) or 'none'}")
-
-
-def unknown_argument(called: str, name: str, names: Collection[str]) -> WrongArguments:
-    """The error for a call of ``called`` with an argument ``name`` that is not among ``names``."""
-    problem = f"no argument is called {name!r}{nearest(name, names) or '.'}"
-    return WrongArguments(f"{called}: {problem} It takes {', '.join(names) or 'none'}")

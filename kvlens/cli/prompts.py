@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlens.arguments import check_characters
 from kvlens.errors import KVLensError
 from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.zoo import source_of
@@ -120,10 +121,7 @@ def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str] |
             continue  # a chat, checked already
         if not value:
             raise KVLensError(f"{what} is empty; give at least one character")
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise KVLensError(f"{what} is not valid UTF-8; encode it as UTF-8 or pass it as a file") from None
+        check_characters(what, value)
     return prompt, text
 
 

@@ -2,14 +2,12 @@
 
 import argparse
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from kvlens.arguments import check_device
-from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.settings import add_settings, settings_of
-from kvlens.errors import KVLensError, nearest
 from kvlens.terminal import how_it_ended, visible
 
 
@@ -44,32 +42,15 @@ def add_command(commands: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     task, model, training = (settings_of(f"--{name}", getattr(args, name)) for name in ("task", "model", "set"))
-    for flag, kind, value in (
-        ("--steps", Annotated[int, Within(1)], args.steps),
-        ("--minutes", Annotated[float, Within(above=0)], args.minutes),
-    ):
-        if value is not None:
-            ensure(flag, kind, value)
     given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
-        ensure("--seed", Seed, args.seed)
         model.setdefault("seed", args.seed)
 
-    from kvlens.tasks import TASKS
     from kvlens.training import TrainSettings, find_recipe, train_recipe
     from kvlens.training.checkpoint import CHECKPOINT
-    from kvlens.training.recipes import model_settings
 
     recipe = find_recipe(args.name)
-    for flag, given, known in (
-        ("--task", task, [field.name for field in fields(TASKS[recipe.task])]),
-        ("--model", model, model_settings()),
-        ("--set", training, [field.name for field in fields(TrainSettings)]),
-    ):
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
-            raise KVLensError(f"{flag}: unknown setting {unknown!r}{nearest(unknown, known)}; there are {', '.join(known)}")
     recipe = replace(
         recipe,
         task_settings={**recipe.task_settings, **task},

@@ -74,7 +74,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.errors import KVLensError
 from kvlens.ops import feature_maps as ops
 from kvlens.ops.feature_maps import draw_projections
 
@@ -99,12 +98,6 @@ class FeatureMap(nn.Module):
     rotary_placement: ClassVar[Literal["before", "after"]] = "before"
     needs_float64: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        for name, kind in (("kind", str), ("positive", bool)):
-            if not isinstance(getattr(cls, name, None), kind):
-                raise KVLensError(f"{cls.__name__}: a feature map needs the class attribute {name}, a {kind.__name__}")
-
     def __init__(self, cfg: Any, attn_scale: float):
         super().__init__()
         self.attn_scale = float(attn_scale)
@@ -117,18 +110,6 @@ class FeatureMap(nn.Module):
     @classmethod
     def check(cls, cfg: Any) -> None:
         """Raise KVLensError for a configuration that this map does not support. Called after all other checks."""
-
-    @torch.no_grad()
-    def check_features(self, cfg: Any, device: torch.device) -> None:
-        """Raise KVLensError unless phi has as many features as :meth:`d_phi` says. Called when a model gets its weights."""
-        for n_heads in {cfg.n_heads, cfg.n_kv_heads}:
-            x = torch.zeros(1, 2, n_heads, cfg.d_head, dtype=cfg.dtype, device=device)
-            expected, came = [1, 2, n_heads, self.d_phi(cfg)], list(self(x).shape)
-            if came != expected:
-                raise KVLensError(
-                    f"feature map {self.kind!r}: forward must return {expected} [batch, pos, head, d_phi] for queries or keys "
-                    f"{list(x.shape)}, got {came}; override d_phi(cfg) where a map has not d_head features"
-                )
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None) -> None:

@@ -96,7 +96,6 @@ class LinearHeads(Heads):
     def init_parameters(cls, attn: Any, generator: torch.Generator | None) -> None:
         """Initialize the feature map, and b_KV and b_D to 0."""
         attn.feature_map.init_weights(generator)
-        attn.feature_map.check_features(attn.cfg, attn.W_Q.device)
         if attn.cfg.trainable_kv_bias:
             nn.init.zeros_(attn.b_KV)
             nn.init.zeros_(attn.b_D)

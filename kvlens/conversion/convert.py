@@ -23,8 +23,8 @@ from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
 from kvlens.conversion.softmax.convert import convert_softmax_prompt
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
-from kvlens.conversion.softmax.methods import is_option, method_of
-from kvlens.errors import KVLensError, warn
+from kvlens.conversion.softmax.methods import method_of
+from kvlens.errors import KVLensError, nearest_name, warn
 from kvlens.kv_bias import KVBias
 from kvlens.kv_bias.recall import Recall
 from kvlens.model import HookedKVTransformer
@@ -241,13 +241,14 @@ def _own_arguments() -> tuple[str, ...]:
 
 def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
     """The method; linear attention has only the exact one."""
-    if is_softmax or not all(map(is_option, options)):
+    if is_softmax:
         return method_of(method, options, _own_arguments())
     asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
     if asked:
+        near = nearest_name(next(iter(options), ""), _own_arguments(), 0.75)
         raise KVLensError(
-            f"convert_prompt: {', '.join(asked)} is for softmax attention; with linear attention the conversion is always "
-            "exact and has no options"
+            f"convert_prompt: {', '.join(asked)}: with linear attention the conversion is always exact and has no options"
+            f"{'' if near is None else f'; did you mean {near!r}?'}"
         )
     return Exact()
 

@@ -36,8 +36,6 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
         raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
     if model.tokenizer is None:
         raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read strings; give token ids")
-    if not all(texts):
-        raise KVLensError(f"{what}: it is empty; give at least one character")
     rows = [_tokenize(model, text, prepend_bos, what) for text in texts]
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
@@ -50,8 +48,6 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
 def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
     if prompt.dim() not in (1, 2):
         raise KVLensError(f"{what}: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
-    if prompt.numel() == 0:
-        raise KVLensError(f"{what}: it is empty (shape {list(prompt.shape)}); give at least one token")
     model.check_tokens(prompt)
     tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output: unusable in autograd
     return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)

@@ -53,11 +53,7 @@ class TokenWindows:
         Raises:
             KVLensError: there is no text, or the tokenizer has no BOS.
         """
-        if not len(texts):
-            raise KVLensError("TokenWindows.from_texts: texts must be a list of at least one string")
         bos = tokenizer.bos_token_id
-        if bos is None:
-            raise KVLensError("TokenWindows.from_texts: the tokenizer has no BOS token; set tokenizer.bos_token")
         pieces = [torch.tensor([bos, *ids]) for ids in encode_texts(tokenizer, texts)]
         return cls(torch.cat(pieces), bos, n_chars=sum(map(len, texts)))
 

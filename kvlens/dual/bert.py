@@ -78,14 +78,12 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
         seed: of the initial weights of augmented keys and values.
 
     Raises:
-        KVLensError: another kind of model, ridge attention, or a model that was swapped before.
+        KVLensError: ridge attention, or a model that was swapped before.
     """
     variant = variant if isinstance(variant, AttentionVariantConfig) else AttentionVariantConfig(**variant)
     if variant.ridge is not None:
         raise KVLensError("swap_self_attention: ridge attention is solved causally, but BERT's tokens also see later ones")
-    layers = getattr(getattr(getattr(model, "bert", None), "encoder", None), "layer", None)
-    if layers is None:
-        raise KVLensError(f"swap_self_attention: expected a BertForSequenceClassification, got {type(model).__name__}")
+    layers = model.bert.encoder.layer
     if any(isinstance(layer.attention.self, VariantSelfAttention) for layer in layers):
         raise KVLensError("swap_self_attention: this model already has a variant; load it again")
     model.set_attn_implementation("eager")

@@ -169,10 +169,8 @@ class DualModel:
         return self._tokens.weights @ self._coefficients
 
     @checked
-    def losses(self, n_steps: int, eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
+    def losses(self, n_steps: Annotated[int, Within(0)], eta: float = 1.0, alpha: float = 0.0) -> Float[Tensor, " step"]:
         """L(W_0), ..., L(W_n). Without ``alpha`` they decrease linearly: the loss is linear in W and has no minimizer."""
-        if n_steps < 0:
-            raise KVLensError(f"losses: n_steps must be a number of steps, got {n_steps!r}")
         _check_rates(eta, alpha)
         return ops.losses(self._sums(), n_steps, eta, alpha)
 

@@ -35,8 +35,6 @@ def fields_of_sum(
         KVLensError: different models, dtypes or batch shapes; shift states or offsets differ and none was chosen.
     """
     weights = [1.0] * len(biases) if weights is None else list(weights)
-    if len(weights) != len(biases):
-        raise KVLensError(f"combine: expected one weight per bias, got {len(weights)} weights for {len(biases)} biases")
     biases = [bias.padded() for bias in biases]
     first = biases[0]
     here = first.b_KV.device

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.errors import KVLensError
 from kvlens.kv_bias.answers import AnswerErrors
 from kvlens.kv_bias.fingerprint import Fingerprint
 from kvlens.kv_bias.recall import Recall
@@ -150,17 +149,8 @@ class BiasFit:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "BiasFit":
-        """Rebuild from :meth:`to_json` and :meth:`to_tensors`.
-
-        Raises:
-            KVLensError: a field is missing.
-        """
+        """Rebuild from :meth:`to_json` and :meth:`to_tensors`."""
         known = {**dict.fromkeys((*cls.BY_LAYER, "recall")), **plain, **tensors}
-        missing = [f.name for f in fields(cls) if f.name not in known]
-        if not known.get("history"):
-            missing += [name for name in cls.BY_LAYER if known[name] is None]
-        if missing:
-            raise KVLensError(f"KVBias.load: the record of the fit lacks {', '.join(sorted(missing))}")
         if known["answers"] is not None:
             known["answers"] = AnswerErrors.read(known["answers"], below("answers.", tensors))
         if known["recall"] is not None:

@@ -300,8 +300,6 @@ class KVBias:
             KVLensError: neither a device nor a floating dtype, or a dtype that this bias overflows.
         """
         to_dtype = is_dtype(device_or_dtype)
-        if device_or_dtype is None:
-            raise KVLensError("KVBias.to: expected a floating dtype or a device, got None")
         if to_dtype:
             device_or_dtype = dtype_of(device_or_dtype, "KVBias.to")
         else:
@@ -346,8 +344,6 @@ class KVBias:
         """One prompt of a batch, without the batch axis."""
         if self.batch_size is None:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
-        if not -self.batch_size <= index < self.batch_size:
-            raise KVLensError(f"select_prompt: index {index} is out of range for {self.batch_size} prompts")
         picked = self._changed(lambda tensor: tensor[:, index], per_prompt_only=True)
         for name in COUNTS:
             value = getattr(self, name)
@@ -357,8 +353,6 @@ class KVBias:
     @checked
     def repeat(self, n: Count) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
-        if self.batch_size is not None:
-            raise KVLensError(f"repeat: this bias is a batch of {self.batch_size} already; select_prompt takes one")
         changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
         return self.padded()._made(None if self.fit is None else self.fit.repeat(n), **changed)
 
@@ -492,11 +486,8 @@ class KVBias:
             subtracted.
 
         Raises:
-            KVLensError: no biases, different models or batch shapes, or shift states or offsets that differ.
+            KVLensError: different models or batch shapes, or shift states or offsets that differ.
         """
-        if not biases or not all(isinstance(bias, KVBias) for bias in biases):
-            came = ", ".join(type(bias).__name__ for bias in biases) or "nothing"
-            raise KVLensError(f"combine: expected biases, combine(a, b, ...), got {came}")
         return _sum_of(biases, weights, shift_state)
 
     def toward(self, other: "KVBias", degree: float | int) -> "KVBias":
@@ -557,8 +548,6 @@ class KVBias:
     __rmul__ = __mul__
 
     def __truediv__(self, factor: float | int) -> "KVBias":
-        if isinstance(factor, Real) and factor == 0:
-            raise KVLensError("KVBias: cannot divide by 0; zero_like gives a bias that has no effect")
         return self * (1.0 / factor)
 
     def __neg__(self) -> "KVBias":
@@ -598,6 +587,15 @@ class KVBias:
             KVLensError: no such file, not a kvlens bias, damaged, or of another format version.
         """
         tensors, meta = read_bias_file(path, TENSORS)
+        try:
+            bias = cls._read(tensors, meta)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
+        bias.check_finite(f"KVBias.load: {path}")
+        return bias if bias.fit is None else bias.compact()
+
+    @classmethod
+    def _read(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVBias":
         known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
         known["fingerprint"] = fingerprint = Fingerprint.from_json(meta["fingerprint"])
         if "features" in meta:
@@ -608,9 +606,7 @@ class KVBias:
         if meta.get("fit") is not None:
             known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
         known["recurrent"] = recurrent_from(meta.get("recurrent_layers", []), below("recurrent.", tensors))
-        bias = cls(**known)
-        bias.check_finite(f"KVBias.load: {path}")
-        return bias if bias.fit is None else bias.compact()
+        return cls(**known)
 
 
 def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, **options: bool) -> KVBias:

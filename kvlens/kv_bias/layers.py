@@ -1,6 +1,5 @@
 """Parts of a bias: the fields of one of its layers, and of a selection of layers and heads."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,10 +57,6 @@ def fields_of_selection(bias: Any, layers: Sequence[int], heads: Sequence[tuple[
 
 
 def _index(what: str, index: int, n: int) -> int:
-    try:
-        index = operator.index(index) if not isinstance(index, bool) else operator.index(None)  # type: ignore[arg-type]
-    except TypeError:
-        raise KVLensError(f"select: {what} must be an integer, got {index!r}") from None
     if not -n <= index < n:
         raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
     return index

@@ -34,10 +34,6 @@ class RecurrentStates:
     conv: Float[Tensor, "recurrent_layer *batch rows channel"]
 
     def __post_init__(self) -> None:
-        for name in TENSORS:
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise KVLensError(f"RecurrentStates: {name} must be a tensor of floating-point numbers, got {brief(tensor)}")
         if list(self.layers) != sorted(set(self.layers)) or min(self.layers, default=0) < 0:
             raise KVLensError(f"RecurrentStates: layers must be numbers of layers, ascending, got {brief(self.layers)}")
 
@@ -81,13 +77,10 @@ def combined(states: Sequence[RecurrentStates], weights: Sequence[float | int], 
     """The weighted sum of the states; the convolution's inputs are the first's, the last's, or zeros ("zero").
 
     Raises:
-        KVLensError: shapes differ, or with ``shift_state="equal"`` the convolution's inputs differ.
+        KVLensError: with ``shift_state="equal"`` the convolution's inputs differ.
     """
     first = states[0]
     for other in states:
-        if other.b_KV.shape != first.b_KV.shape or other.layers != first.layers:
-            shapes = f"{list(first.b_KV.shape)} and {list(other.b_KV.shape)}"
-            raise KVLensError(f"combine: the states of the recurrent layers differ in shape: {shapes}")
         if shift_state == "equal" and not torch.equal(other.conv, first.conv):
             raise KVLensError(
                 "combine: recurrent.conv, the convolution's inputs, differs; shift_state='last' takes the last's, as a + b does"

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from kvlens.errors import KVLensError, brief
-from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.recurrent import RecurrentStates
 
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 COUNTS = ("n_prompt_tokens", "position_offset")
@@ -21,18 +19,11 @@ def check_fields(bias: Any) -> None:
     Raises:
         KVLensError: a field has the wrong type or shape; what was expected, and what came.
     """
-    for name in TENSORS:
-        if not isinstance(tensor := getattr(bias, name), Tensor) or tensor.dim() < 3:
-            raise KVLensError(f"KVBias: {name} must be a tensor with an axis of layers, got {brief(tensor)}")
-    if not isinstance(bias.fingerprint, Fingerprint):
-        raise KVLensError(f"KVBias: fingerprint must be model.fingerprint(), got {brief(bias.fingerprint)}")
     f, lead = bias.fingerprint, tuple(bias.b_KV.shape[:-3])
     if not isinstance(f.heads, tuple) or [len(of) if isinstance(of, tuple) else 0 for of in f.heads] != [4] * f.n_layers:
         raise KVLensError(
             f"KVBias: fingerprint.heads must be four numbers for each layer, [layer={f.n_layers}, 4], got {brief(f.heads)}"
         )
-    if not isinstance(bias.recurrent, RecurrentStates):
-        raise KVLensError(f"KVBias: recurrent must be RecurrentStates, without layers if none are, got {brief(bias.recurrent)}")
     bias.recurrent.check(f.n_layers, lead[1:])
     n_layers = len(bias.attention_layers)
     if len(lead) not in (1, 2) or lead[0] != n_layers:

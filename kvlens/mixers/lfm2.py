@@ -36,7 +36,6 @@ class Lfm2Mixer(Mixer):
         """See :class:`Mixer`."""
         module: Any = self.module
         state = RecurrentState() if state is None else state
-        self.check_state(state, hidden_states.shape[0])
         conv = hidden_states.new_zeros(1, self.conv_rows, self.conv_channels) if state.conv is None else state.conv
         hidden = hidden_states if mask is None else without_padding(hidden_states, mask)
         b, c, x = module.in_proj(hidden).chunk(3, dim=-1)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import is_hooked
-from kvlens.errors import KVLensError
 from kvlens.ops.linear_attention import without_padding
 
 
@@ -227,7 +226,6 @@ class Mixer(nn.Module, ABC):
             KVLensError: the state does not have this layer's sizes.
         """
         state = RecurrentState() if state is None else state
-        self.check_state(state, hidden_states.shape[0])
         conv = state.conv
         if self.conv_rows:
             if conv is None:
@@ -264,16 +262,3 @@ class Mixer(nn.Module, ABC):
         if state.context is None:
             return z
         return z + torch.einsum("bihk,bhkd->bihd", self.rule.carried_queries(inputs, mask), state.context.to(z))
-
-    def check_state(self, state: RecurrentState, batch: int) -> None:
-        """Raise KVLensError if a state does not have this layer's sizes or this batch size."""
-        matrix, square = (self.n_heads, self.d_k, self.d_v), (self.n_heads, self.d_k, self.d_k)
-        wanted = {"b_kv": matrix, "context": matrix, "state_map": square, "conv": (self.conv_rows, self.conv_channels)}
-        for name, sizes in wanted.items():
-            tensor = getattr(state, name)
-            if tensor is not None and (tuple(tensor.shape[1:]) != sizes or tensor.shape[0] not in (1, batch)):
-                kind = type(self.module).__name__
-                raise KVLensError(
-                    f"layer {self.layer} ({kind}): expected {name} of shape [{batch} or 1, {', '.join(map(str, sizes))}], got "
-                    f"{list(tensor.shape)}; a bias or state belongs to the model that made it"
-                )

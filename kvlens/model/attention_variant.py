@@ -107,8 +107,6 @@ class _Given:
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, from_fields(kind, value))
-            elif value is not None and not isinstance(value, kind):
-                raise KVLensError(f"attention_variant: {name} must be {kind.__name__}(...) or a dict, got {value!r}")
         if all(getattr(self, name) is None for name in kinds):
             raise KVLensError(f"attention_variant: none is set; set {', '.join(kinds)}, or give attention_variant=None")
         if self.ridge is not None and (self.regularised is not None or self.negative is not None):

@@ -12,7 +12,7 @@ import torch
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.config import NORM_OVER_ALL_HEADS
-from kvlens.checks import Within, checked
+from kvlens.checks import Within, checked, ensure, one_of
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
@@ -131,16 +131,11 @@ class HookedKVTransformerConfig(_Given):
         if self.trust_remote_code:
             raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
         for name, known in NAMES.items():
-            _one_of(name, getattr(self, name), known)
+            ensure(name, one_of(known), getattr(self, name))
         self._check_heads()
         self._check_alibi()
         if isinstance(self.attention_variant, Mapping):
             self.attention_variant = from_fields(AttentionVariantConfig, self.attention_variant)
-        if not isinstance(self.attention_variant, AttentionVariantConfig | None):
-            raise KVLensError(
-                f"attention_variant: expected an AttentionVariantConfig, a dict of its fields or None, got "
-                f"{self.attention_variant!r}"
-            )
         if self.kv_shift is not None:
             self._check_shift()
         if self.attention_variant is not None:
@@ -313,7 +308,7 @@ class HookedKVTransformerConfig(_Given):
     def _check_rotary(self) -> None:
         if self.rotary_placement is None:
             self.rotary_placement = FEATURE_MAPS[self.feature_map].rotary_placement
-        _one_of("rotary_placement", self.rotary_placement, ("after", "before"))
+        ensure("rotary_placement", Literal["after", "before"], self.rotary_placement)
         if self.rotary_placement == "after" and self.d_phi != self.d_head:
             raise KVLensError(
                 f"rotary_placement='after' rotates the features, which needs d_phi = d_head; {self.feature_map!r} gives "
@@ -330,7 +325,7 @@ class HookedKVTransformerConfig(_Given):
         if self.normalizer != "none":
             raise KVLensError("decay needs normalizer='none': D does not decay, so a normalized sum would shrink")
         if isinstance(self.decay, str):
-            _one_of("decay", self.decay, ("retnet",))
+            ensure("decay", Literal["retnet"], self.decay)
             return
         if len(self.decay) != self.n_heads:
             raise KVLensError(f"decay: expected one gamma per query head ({self.n_heads}), got {len(self.decay)}")
@@ -350,11 +345,4 @@ def shift_of(value: Any) -> KVShiftConfig | None:
         return value
     if isinstance(value, bool):
         return KVShiftConfig() if value else None
-    if isinstance(value, Mapping):
-        return from_fields(KVShiftConfig, value)
-    raise KVLensError(f"kv_shift: expected a KVShiftConfig, a dict of its fields, True or None, got {value!r}")
-
-
-def _one_of(what: str, value: object, options: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in options:
-        raise KVLensError(f"{what}: unknown value {value!r}, expected one of {', '.join(options)}{nearest(value, options)}")
+    return from_fields(KVShiftConfig, value)

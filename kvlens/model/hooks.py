@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlens.base import HookedTransformer
 from kvlens.errors import warn
 from kvlens.model.caching import saves, saving_hooks
-from kvlens.model.inputs import check_call, check_hook_names
+from kvlens.model.inputs import check_hook_names
 
 
 class ChecksHookNames(HookedTransformer):
@@ -54,21 +54,6 @@ class ChecksHookNames(HookedTransformer):
         block, _, hook_point = name.rpartition(".attn.")
         return bool(block) and self.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)  # type: ignore[operator]
 
-    def run_with_cache(self, *model_args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
-        given = check_call(self, HookedTransformer.run_with_cache, model_args, kwargs)
-        return super().run_with_cache(*given.pop("model_args", ()), **given)
-
-    def run_with_hooks(self, *model_args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; hooks must name hook points that exist."""
-        check_call(self, HookedTransformer.run_with_hooks, model_args, kwargs)
-        return super().run_with_hooks(*model_args, **kwargs)
-
-    def hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; hooks must name hook points that exist."""
-        check_call(self, HookedTransformer.hooks, args, kwargs)
-        return super().hooks(*args, **kwargs)
-
     def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
         """As TransformerLens'."""
         check_hook_names(name, self.hook_dict)
@@ -100,6 +85,7 @@ class ChecksHookNames(HookedTransformer):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
         self._ask_for(names_filter)
+        names_filter = list(names_filter) if isinstance(names_filter, tuple) else names_filter  # TransformerLens reads lists
         cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
         how = dict(device=device, remove_batch_dim=remove_batch_dim)
         saving, saving_gradients = saving_hooks([name for name, _ in fwd], cache, pos_slice, **how)

@@ -1,74 +1,27 @@
-"""Checks of a model's inputs: calls, configuration, tokens and their number, hook names. Errors say what was expected."""
+"""Checks of a model's inputs: configuration, tokens and their number, hook names. Errors say what was expected."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_lens.utilities import Slice
 
-from kvlens.arguments import check_characters, check_device
-from kvlens.base import HookedTransformerConfig
-from kvlens.checks import bound, ensure
+from kvlens.arguments import check_characters
 from kvlens.errors import KVLensError, brief, nearest
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 
 NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
-_HOOKS = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
-ARGUMENTS: Mapping[str, Any] = {
-    **dict.fromkeys(("loss_per_token", "return_cache_object", "remove_batch_dim", "incl_bwd"), bool),
-    **dict.fromkeys(("reset_hooks_end", "clear_contexts"), bool),
-    **dict.fromkeys(("start_at_layer", "stop_at_layer"), int | None),
-    **dict.fromkeys(("fwd_hooks", "bwd_hooks"), _HOOKS),
-    "prepend_bos": bool | None,
-    "padding_side": Literal["left", "right"] | None,
-    "labels": Tensor | None,
-    "names_filter": str | Callable[..., Any] | Sequence[str] | None,
-    "pos_slice": int | slice | Sequence[int | None] | Slice | None,
-    "device": str | int | torch.device | None,
-}
-"""What arguments of ``forward``, ``run_with_cache``, ``run_with_hooks`` and ``hooks`` may be, on both front ends."""
 
 
 def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
-    """A HookedKVTransformerConfig from one, from a TransformerLens configuration, or from a dict of its fields.
-
-    Raises:
-        KVLensError: ``cfg`` is of another type.
-    """
+    """A HookedKVTransformerConfig from one, from a TransformerLens configuration, or from a dict of its fields."""
     if isinstance(cfg, HookedKVTransformerConfig):
         return cfg
     if isinstance(cfg, dict):
         return HookedKVTransformerConfig(**cfg)
-    if isinstance(cfg, HookedTransformerConfig):
-        return HookedKVTransformerConfig.from_tl(cfg)
-    raise KVLensError(
-        f"cfg: expected a HookedKVTransformerConfig, got {type(cfg).__name__}; to load by name, use from_pretrained"
-    )
-
-
-def check_call(model: Any, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a model's method, by name.
-
-    Raises:
-        KVLensError: one is missing, unknown, or not what :data:`ARGUMENTS` says.
-    """
-    call, what = bound(method, (model, *args), kwargs), f"{type(model).__name__}.{method.__name__}"
-    given = {name: value for name, value in call.arguments.items() if name not in ("self", "kwargs", "model_kwargs")}
-    given |= call.kwargs
-    for name, value in given.items():
-        if name in ARGUMENTS:
-            ensure(f"{what}: {name}", ARGUMENTS[name], value)
-    check_device(f"{what}: device", given.get("device"))
-    names = given.get("names_filter")
-    if names is not None and not isinstance(names, str) and not callable(names):
-        given["names_filter"] = list(names)  # of sequences, TransformerLens reads lists alone
-    returned = given.get("return_type", next(iter(given.get("model_args", ())[1:]), "logits"))
-    if given.get("incl_bwd") and (returned != "loss" or given.get("loss_per_token")):
-        raise KVLensError(f"{what}: incl_bwd takes the gradient of one number: pass return_type='loss'")
-    return given
+    return HookedKVTransformerConfig.from_tl(cfg)
 
 
 def check_input(model: Any, given: Any, attention_mask: Any, past: Any, *, is_stream: bool) -> None:

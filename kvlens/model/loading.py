@@ -1,19 +1,17 @@
 """Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
 
 import contextlib
-import inspect
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
 from kvlens.base.loading import OWN_FORMAT, allowed_steps
-from kvlens.checks import checked, ensure, one_of
+from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, WrongArguments, nearest_name, warn
+from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
@@ -67,8 +65,6 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
     """
-    if not isinstance(model, HookedTransformer):
-        raise KVLensError(f"from_hooked_transformer: expected a HookedTransformer, got {type(model).__name__}")
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
     copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
     cfg.init_weights = model.cfg.init_weights
@@ -104,14 +100,6 @@ def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> 
 
 
 def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
-    own = copy.state_dict()
-    for name, value in model.state_dict().items():
-        if name in own and own[name].shape != value.shape and is_weight(name):
-            raise KVLensError(
-                f"from_hooked_transformer: the changes alter the shape of {name}: "
-                f"{list(value.shape)} -> {list(own[name].shape)}; "
-                "only kvlens' own fields and the base's switches can be changed on trained weights"
-            )
     report = copy.load_state_dict(model.state_dict(), strict=False)
     lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]
     if lost:
@@ -134,7 +122,7 @@ def from_pretrained(
     center_unembed: bool = True,
     fold_value_biases: bool | None = None,
     refactor_factored_attn_matrices: bool = False,
-    default_padding_side: str | None = None,
+    default_padding_side: Literal["left", "right"] | None = None,
     move_to_device: bool = True,
     verify: bool | None = None,
     local_files_only: bool = True,
@@ -169,10 +157,6 @@ def from_pretrained(
             transformers.
     """
     refuse_to_run_code(loader_kwargs)
-    _refuse_slips(loader_kwargs)
-    if default_padding_side is not None:
-        ensure("from_pretrained: default_padding_side", one_of(("left", "right")), default_padding_side)
-    ensure("from_pretrained: local_files_only", bool, local_files_only)
     if hf_model is None and not is_local_folder(model_name):
         if kv_shift is not None and kv_shift.values and fold_value_biases is None:
             fold_value_biases = False
@@ -219,15 +203,6 @@ def from_pretrained(
         with torch.no_grad():
             check_trial(parts.trial, model(parts.trial.tokens))
     return model
-
-
-def _refuse_slips(loader_kwargs: Mapping[str, Any]) -> None:
-    """Raise WrongArguments if an argument that would be passed to Hugging Face looks like a misspelling of one of ours."""
-    ours = [*inspect.signature(from_pretrained).parameters, *inspect.signature(load_pretrained_parts).parameters]
-    for name in loader_kwargs:
-        meant = nearest_name(name, ours, 0.8)
-        if meant not in (None, name):
-            raise WrongArguments(f"from_pretrained: no argument is called {name!r}; did you mean {meant!r}?")
 
 
 def from_llama2c(

@@ -48,8 +48,6 @@ class HookedKVRegressor(nn.Module):
 
     def __init__(self, cfg: HookedKVTransformerConfig, d_input: int):
         super().__init__()
-        if d_input < 1:
-            raise KVLensError(f"HookedKVRegressor: d_input must be at least 1, got {d_input}")
         if cfg.positional_embedding_type == "shortformer":  # its positions are not added to the residual stream
             raise KVLensError(
                 "HookedKVRegressor: positional_embedding_type='shortformer' needs tokens; take standard, sinusoidal, rotary, "
@@ -71,8 +69,6 @@ class HookedKVRegressor(nn.Module):
         Raises:
             KVLensError: inputs of the wrong size, or more positions than ``n_ctx`` if the model limits the length of a text.
         """
-        if inputs.dim() != 3 or inputs.shape[-1] != self.d_input or not inputs.numel():
-            raise KVLensError(f"HookedKVRegressor: expected inputs [batch, pos, {self.d_input}], got {list(inputs.shape)}")
         if self.cfg.has_position_limit and inputs.shape[1] > self.cfg.n_ctx:
             raise KVLensError(
                 f"HookedKVRegressor: {inputs.shape[1]} positions are more than n_ctx={self.cfg.n_ctx}; give fewer, or build "

@@ -53,11 +53,6 @@ def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str
         KVLensError: as :func:`load_shift_coefficients`.
     """
     shift = model.cfg.kv_shift
-    if shift is None:
-        raise KVLensError(
-            "load_shift_coefficients: this model has no KV shift; build it with kv_shift=KVShiftConfig(), or add one with "
-            'HookedKVTransformer.from_hooked_transformer(model, kv_shift=KVShiftConfig(init="identity"))'
-        )
     if model.attached_kv_bias is not None:
         raise KVLensError("load_shift_coefficients: a KV bias of the current weights is attached; call detach_kv_bias() first")
     parameters = {

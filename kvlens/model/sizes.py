@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
-from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.checks import MOST, Within, ensure
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError
 
 SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
 RANGES: dict[str, Any] = {
@@ -51,26 +49,13 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         is_huge = isinstance(value, int) and abs(value) > MOST and field.name != "seed"
         setattr(cfg, field.name, float(value) if is_huge else value)
     check_device("device", cfg.device)
-    if cfg.n_heads == -1 and cfg.n_heads_by_layer is None and cfg.d_model < cfg.d_head:
-        raise KVLensError(f"d_model={cfg.d_model} is smaller than d_head={cfg.d_head}, so no head fits; give n_heads")
-    if cfg.n_heads == -1 and cfg.n_heads_by_layer is None and cfg.d_model % cfg.d_head:
-        raise KVLensError(f"d_model={cfg.d_model} is not a multiple of d_head={cfg.d_head}: give n_heads")
-    if not cfg.attn_only and cfg.act_fn not in SUPPORTED_ACTIVATIONS:
-        raise KVLensError(
-            f"act_fn: unknown value {cfg.act_fn!r}, expected one of {', '.join(SUPPORTED_ACTIVATIONS)}"
-            f"{nearest(cfg.act_fn, SUPPORTED_ACTIVATIONS)}; a model without MLPs has attn_only=True"
-        )
     if cfg.attn_only and cfg.parallel_attn_mlp:
         raise KVLensError("parallel_attn_mlp needs MLPs: with attn_only=True there are none")
-    if cfg.positional_embedding_type == "relative_positional_bias":
-        raise KVLensError("relative_positional_bias (T5) belongs to TransformerLens' encoder-decoder; here it cannot be built")
     if cfg.use_normalization_before_and_after and cfg.normalization_type not in (None, "RMS", "RMSPre"):
         raise KVLensError(
             "use_normalization_before_and_after: TransformerLens supports only RMS normalization after a layer; "
             f"normalization_type is {cfg.normalization_type!r}"
         )
-    if cfg.n_devices > max(1, torch.cuda.device_count()):
-        raise KVLensError(f"n_devices={cfg.n_devices!r}: this machine has {torch.cuda.device_count()} CUDA devices")
 
 
 @functools.cache

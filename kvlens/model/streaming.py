@@ -22,7 +22,7 @@ from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 from kvlens.base import Output
 from kvlens.checks import Count, checked
 from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU
 from kvlens.model.attention_variant import why_no_kv_bias
 
@@ -184,8 +184,6 @@ def run_in_segments(
         KVLensError: tokens of the wrong shape or outside the vocabulary, more tokens than positions, a segment length below 1,
             or a segment length for attention that cannot be continued from a state.
     """
-    if not tokens.numel():
-        raise KVLensError(f"run_in_segments: tokens: expected token ids [pos], at least one, got {brief(tokens)}")
     model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
     mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding

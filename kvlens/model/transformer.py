@@ -1,9 +1,9 @@
 """HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE
 
 from kvlens.base import HookedTransformer, HookedTransformerConfig
-from kvlens.checks import checked
+from kvlens.checks import Finite, Within, checked
 from kvlens.components import (
     KVBlock,
     Normalizers,
@@ -21,13 +21,13 @@ from kvlens.components import (
     norm,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError, brief, first_line
+from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
-from kvlens.model.generation import check_keywords, check_left_padding, check_sampling, check_start, read_before_the_last
+from kvlens.model.generation import MOST_NEW, TEMPERATURE, check_left_padding, read_before_the_last
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import as_kv_config, check_input, check_room, check_text, check_tokens
 from kvlens.model.load_and_save import LoadsAndSaves
@@ -116,7 +116,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         shortformer_pos_embed: Tensor | None = None,
         attention_mask: Any = None,
         stop_at_layer: int | None = None,
-        past_kv_cache: Any = None,
+        past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
         """As the base's, which it calls; an empty stock cache is converted to kvlens' own, in place.
 
@@ -127,10 +127,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         tokenizer pads on the left). Pass ``attention_mask=torch.ones_like(input)`` if they are text. Without a cache and with
         padding on the right they are always text.
         """
-        if past_kv_cache is not None and not isinstance(past_kv_cache, TransformerLensKeyValueCache):
-            raise KVLensError(
-                f"forward: past_kv_cache must be a cache, such as model.empty_cache(), got {brief(past_kv_cache)}"
-            )
         check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
         if self._may_be_silent:
             self.warn_of_silent_hooks()
@@ -245,11 +241,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         return bool(self.cfg.default_prepend_bos)
 
     def to_str_tokens(self, *args: Any, **kwargs: Any):
-        """As the base's; the input is checked."""
-        for given in (*args[:1], *([kwargs["input"]] if "input" in kwargs else [])):
-            several = given if isinstance(given, list) and given else [given]
-            if not all("int" in str(getattr(one, "dtype", "")) for one in several):
-                check_text("to_str_tokens", given)
+        """As the base's."""
         with self._thread.turn:
             return super().to_str_tokens(*args, **kwargs)
 
@@ -258,26 +250,30 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         return super().prepends(False if prepend_bos is USE_DEFAULT_VALUE and self._attached is not None else prepend_bos)
 
     @torch.inference_mode()
-    def generate(
+    @checked
+    def generate(  # type: ignore[override]
         self,
         input: Any = "",  # noqa: A002
-        max_new_tokens: int = 10,
+        max_new_tokens: MOST_NEW = 10,
         stop_at_eos: bool = True,
-        eos_token_id: Any = None,
+        eos_token_id: int | Sequence[int] | None = None,
         do_sample: bool = True,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 1.0,
-        freq_penalty: float = 0.0,
+        top_k: MOST_NEW | None = None,
+        top_p: Annotated[float, Within(above=0, most=1)] | None = None,
+        temperature: TEMPERATURE = 1.0,
+        freq_penalty: Finite = 0.0,
         use_past_kv_cache: bool = True,
-        prepend_bos: Any = USE_DEFAULT_VALUE,
-        padding_side: Any = USE_DEFAULT_VALUE,
-        return_type: str | None = "input",
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: Literal["left", "right"] | None = USE_DEFAULT_VALUE,
+        return_type: Literal["input", "str", "tokens", "embeds"] = "input",
         verbose: bool = True,
         **generation_kwargs: Any,
     ):
         """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text."""
-        check_keywords(self.generate, generation_kwargs)
+        if self.cfg.d_vocab_out > self.cfg.d_vocab:
+            raise KVLensError(
+                f"generate: this model predicts {self.cfg.d_vocab_out} tokens but reads {self.cfg.d_vocab}: it cannot generate"
+            )
         sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
         common: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens,
@@ -289,13 +285,9 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             return_type=return_type,
             verbose=verbose,
         )
-        check_sampling(self.cfg.d_vocab_out, {**common, **sampling, "use_past_kv_cache": use_past_kv_cache})
         was_training = self.training
-        check_start(self.cfg, input)
         if isinstance(input, Tensor) and input.dim() == 1:
             input = input[None]  # noqa: A001
-        if isinstance(input, Tensor) and input.dim() == 2:
-            self.check_tokens(input)
         try:
             with self._thread.turn:
                 return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
@@ -340,8 +332,6 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
                 finite, or another thread is using the model.
         """
-        if not isinstance(bias, KVBias):
-            raise KVLensError(f"attach_kv_bias: expected a KVBias, got {type(bias).__name__}")
         reason = why_no_kv_bias(self.cfg.attention_variant)
         if reason is not None:
             raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {reason}")

@@ -30,14 +30,14 @@ from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
-from kvlens.chat import Chat, as_prompt
+from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.generation import TEMPERATURES, is_temperature
+from kvlens.model.generation import TEMPERATURE
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
 from kvlens.report.summary import (
@@ -105,7 +105,7 @@ def build_report(
     *,
     model_name: str | None = None,
     new_tokens: Count | None = None,
-    temperature: float = 0.0,
+    temperature: TEMPERATURE = 0.0,
     seed: int = 0,
     dual: bool = False,
     method: str | ConversionMethod = "exact",
@@ -141,10 +141,10 @@ def build_report(
     _check_model(model)
     given = as_prompt(prompt)
     is_chat = isinstance(given, Chat)
-    prompt_tokens = given.tokens(model) if is_chat else _tokens_of(model, "prompt", given, model.prepends_bos)
+    prompt_tokens = one_sequence(model, "prompt", given, prepend_bos=model.prepends_bos)
     cut_from = given if is_chat else prompt_tokens
-    text_tokens = _tokens_of(model, "text", text, prepend_bos=False)
-    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens, temperature)
+    text_tokens = one_sequence(model, "text", text)
+    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens)
     if dual:
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
@@ -290,10 +290,7 @@ def _check_model(model: Any) -> None:
         raise KVLensError("a bias is attached to this model; detach it first (model.detach_kv_bias())")
     broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        raise KVLensError(
-            f"these weights hold NaN or infinity: {', '.join(broken[:3])}{more}; the model is broken, train or save it again"
-        )
+        raise KVLensError(f"these weights hold NaN or infinity: {', '.join(broken[:3])}; train or save the model again")
     if model.tokenizer is None:
         raise KVLensError(
             "this model has no tokenizer, so it cannot read text: save it together with its tokenizer, or, for a llama2.c "
@@ -301,25 +298,10 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _tokens_of(model: KVModel, what: str, text: str, prepend_bos: bool) -> Tensor:
-    if not text:
-        raise KVLensError(f"the {what} is empty; give at least one character")
-    tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
-    if tokens.numel() == int(prepend_bos):
-        raise KVLensError(f"the {what} has no tokens: the tokenizer drops all of {text!r}; give another")
-    try:
-        model.check_tokens(tokens)
-    except KVLensError as error:
-        raise KVLensError(f"the {what}: {error}; the tokenizer does not belong to this model") from error
-    return tokens
-
-
-def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None, temperature: float) -> int:
+def _check_lengths(model: KVModel, prompt: int, text: int, new_tokens: int | None) -> int:
     """How many tokens are generated; raise KVLensError if they, or prompt and text alone, are too many."""
     room = model.cfg.n_ctx - prompt - text if model.cfg.has_position_limit else NEW_TOKENS
     new_tokens = max(1, min(NEW_TOKENS, room)) if new_tokens is None else new_tokens
-    if not is_temperature(temperature):
-        raise KVLensError(f"temperature must be {TEMPERATURES}, got {temperature:g}")
     if new_tokens > room and model.cfg.has_position_limit:
         raise KVLensError(
             f"prompt ({prompt} tokens), text ({text}) and new tokens ({new_tokens}) make {prompt + text + new_tokens}, and "

@@ -25,7 +25,7 @@ more); KVSA app. I.
 
 import string
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -34,7 +34,7 @@ from torch import Tensor
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable, require_ids
+from kvlens.tasks.checks import require_drawable, require_ids
 from kvlens.tasks.drawing import draw_distinct
 
 SIGNS = ("_", "=", ";", "?", ":", "+", "-", "*")
@@ -90,10 +90,9 @@ class ArithmeticTask(Task):
     modulus: Annotated[int, Within(3)] = 7
     n_names: Annotated[int, Within(1)] = 26
     solution: bool = True
-    scored_part: str = "solution"
+    scored_part: Literal["solution", "answer"] = "solution"
 
     def __post_init__(self):
-        require_choice(self, "scored_part", ("solution", "answer"))
         super().__post_init__()
         if self.modulus > 97 or any(self.modulus % d == 0 for d in range(2, self.modulus)):
             raise KVLensError(f"task 'arithmetic': modulus must be an odd prime of at most 97, got {self.modulus}")
@@ -155,15 +154,7 @@ class ArithmeticTask(Task):
             solution: the tokens written after the question, at least one step long.
             asked: token of the variable.
             answer: token of its value.
-
-        Raises:
-            KVLensError: the solution is shorter than one step, or a shape is wrong.
         """
-        if solution.dim() != 2 or solution.shape[1] < STEP_LENGTH - 1 or not asked.shape == answer.shape == solution.shape[:1]:
-            raise KVLensError(
-                f"task 'arithmetic': expected solution [batch, pos of at least {STEP_LENGTH - 1}], asked [batch] and answer "
-                f"[batch], got {list(solution.shape)}, {list(asked.shape)} and {list(answer.shape)}"
-            )
         step = solution.unfold(1, STEP_LENGTH - 1, 1)  # [batch start token]
         begins = torch.cat([torch.full_like(asked[:, None], END), solution], dim=1)[:, : step.shape[1]] == END
         is_equation = (step[..., 1] == EQUALS) & (step[..., 5] == EQUALS)

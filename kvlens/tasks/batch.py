@@ -129,8 +129,6 @@ class Task(ABC):
         return {}
 
     def _check_kind(self, model: Model, kind: type) -> None:
-        if not isinstance(model, Model):
-            raise KVLensError(f"train: expected a HookedKVTransformer or a HookedKVRegressor, got {type(model).__name__}")
         if not isinstance(model, kind):
             raise self._misfit(f"predicts {self.predicts}, which needs a {kind.__name__}")
 

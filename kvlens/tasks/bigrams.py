@@ -22,7 +22,7 @@ Source: ICLCA sec. 6.2 (52 letters, five triggers).
 
 import string
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -31,12 +31,11 @@ from torch import Tensor
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable, require_ids
+from kvlens.tasks.checks import require_drawable, require_ids
 from kvlens.tasks.drawing import draw_until_scored, previous_occurrence
 
 ALPHABET = string.ascii_letters
 BLOCKS, MARKOV = "blocks", "markov"
-LAWS = (BLOCKS, MARKOV)
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,9 @@ class BigramTask(Task):
     n_triggers: Annotated[int, Within(1)] = 5
     length: Annotated[int, Within(4)] = 128
     trigger_rate: Annotated[float, Within(0.01, 1.0)] = 0.25
-    law: str = BLOCKS
+    law: Literal["blocks", "markov"] = "blocks"
 
     def __post_init__(self):
-        require_choice(self, "law", LAWS)
         super().__post_init__()
         if self.n_letters > len(ALPHABET):
             raise KVLensError(f"task 'bigrams': there are {len(ALPHABET)} letters (a-z, A-Z), got n_letters={self.n_letters}")

@@ -1,6 +1,5 @@
 """Checks shared by all tasks: of the settings when a task is made, and of the arguments when a batch is drawn."""
 
-from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -12,16 +11,6 @@ from kvlens.tasks.batch import SPLITS, Task
 
 MOST_PLACES = 2**31
 """The most positions of a batch: 16 GB of token ids alone."""
-
-
-def require_choice(task: Task, setting: str, options: Iterable[str]) -> None:
-    """Refuse a setting that is not one of the names, and propose the nearest.
-
-    Raises:
-        KVLensError: the setting is not one of ``options``.
-    """
-    value, options = getattr(task, setting), list(options)
-    ensure(f"task {task.name!r}: {setting}", one_of(options), value)
 
 
 def require_batch(task: Task, what: str, n_sequences: int) -> None:
@@ -37,13 +26,10 @@ def require_drawable(task: Task, batch_size: int, generator: torch.Generator, sp
     """Refuse invalid arguments of `Task.sample`.
 
     Raises:
-        KVLensError: an empty batch, a generator on another device, or an unknown split.
+        KVLensError: an empty batch, no generator, or an unknown split.
     """
     require_batch(task, "batch_size", batch_size)
-    if not isinstance(generator, torch.Generator):
-        raise KVLensError(f"task {task.name!r}: expected a torch.Generator, got {generator!r}; torch.Generator() makes one")
-    if generator.device.type != "cpu":
-        raise KVLensError(f"task {task.name!r}: batches are drawn on the CPU, but the generator is on {generator.device}")
+    ensure(f"task {task.name!r}: generator", torch.Generator, generator)
     ensure(f"task {task.name!r}: split", one_of(SPLITS), split)
 
 

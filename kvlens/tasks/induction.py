@@ -36,7 +36,7 @@ Source: KVSA sec. 3.1 and app. D (vocabulary 8,000, length 512; the script draws
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -45,11 +45,10 @@ from torch import Tensor
 from kvlens.checks import Within
 from kvlens.errors import KVLensError
 from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_choice, require_drawable
+from kvlens.tasks.checks import require_drawable
 from kvlens.tasks.drawing import draw_distinct
 
 BLOCK, FIRST, BOTH = "repeated_block", "first_repeat", "both"
-LAWS = (BLOCK, FIRST, BOTH)
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,16 @@ class InductionTask(Task):
     Attributes:
         vocab_size: number of token ids; at least ``length // 2`` for blocks, ``length`` for first repeats.
         length: positions of a sequence.
-        law: one of LAWS.
+        law: which tokens are predicted: in repeated blocks, at first repeats, or both.
     """
 
     name: ClassVar[str] = "induction"
 
     vocab_size: Annotated[int, Within(4)] = 8000
     length: Annotated[int, Within(8)] = 512
-    law: str = BLOCK
+    law: Literal["repeated_block", "first_repeat", "both"] = "repeated_block"
 
     def __post_init__(self):
-        require_choice(self, "law", LAWS)
         super().__post_init__()
         words, most = f"a block holds up to length // 2 = {self.max_period}", self.max_period
         if self.law != BLOCK:

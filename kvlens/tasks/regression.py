@@ -30,11 +30,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.checks import Within, checked
+from kvlens.checks import Within, checked, one_of
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.tasks.batch import Batch, Model, Task
-from kvlens.tasks.checks import require_choice, require_drawable
+from kvlens.tasks.checks import require_drawable
 from kvlens.tasks.functions import FUNCTION_CLASSES, SPARSITY
 
 SHIFTS = ("none", "scaled_inputs", "skewed_inputs", "orthant", "noisy")
@@ -57,15 +57,13 @@ class RegressionTask(Task):
     name: ClassVar[str] = "regression"
     predicts: ClassVar[str] = "numbers"
 
-    functions: str = "linear"
+    functions: one_of(FUNCTION_CLASSES) = "linear"  # type: ignore[valid-type]
     dimensions: Annotated[int, Within(1)] = 8
     n_points: Annotated[int, Within(2)] = 25
     noise: Annotated[float, Within(0.0, 100.0)] = 0.0
-    heldout_shift: str = "none"
+    heldout_shift: one_of(SHIFTS) = "none"  # type: ignore[valid-type]
 
     def __post_init__(self):
-        require_choice(self, "functions", FUNCTION_CLASSES)
-        require_choice(self, "heldout_shift", SHIFTS)
         super().__post_init__()
         if self.functions == "sparse_linear" and self.dimensions <= SPARSITY:
             raise KVLensError(
@@ -119,15 +117,7 @@ class RegressionTask(Task):
     def points_and_values(
         self, inputs: Float[Tensor, "batch pos d_input"]
     ) -> tuple[Float[Tensor, "batch point dim"], Float[Tensor, "batch point_minus_1"]]:
-        """Split ``inputs`` into all points x and the y of all but the last, as least squares takes them.
-
-        Raises:
-            KVLensError: the shape is not that of this task's inputs.
-        """
-        if inputs.dim() != 3 or inputs.shape[-1] != self.d_input:
-            raise KVLensError(
-                f"task {self.name!r}: expected inputs [batch, pos, d_input={self.d_input}], got {list(inputs.shape)}"
-            )
+        """Split ``inputs`` into all points x and the y of all but the last, as least squares takes them."""
         return inputs[:, 0::2, :-1], inputs[:, 1::2, -1]
 
     def _draw_points(self, batch_size: int, generator: torch.Generator, shift: str) -> Float[Tensor, "batch point dim"]:

@@ -64,12 +64,6 @@ class TextTask(Task):
     length: Annotated[int, Within(2)] = 512
     heldout_length: Annotated[int, Within(2)] | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("corpus", *(() if self.tokenizer is None else ("tokenizer",))):
-            if not isinstance(getattr(self, name), str):
-                raise KVLensError(f"task 'text': {name} must be a name or a path, got {getattr(self, name)!r}")
-        super().__post_init__()
-
     @property
     def n_positions(self) -> int:
         """Tokens of the longer window."""

@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, Task
 from kvlens.tasks.batch import Model
@@ -98,13 +97,9 @@ def loss_for(model: Model, task: Task, loss: Any) -> Loss:
     """The loss that is asked for; None stands for the task's default.
 
     Raises:
-        KVLensError: ``task`` is no `Task`, ``model`` cannot read its inputs or predict its targets, or ``loss`` is no `Loss`.
+        KVLensError: ``model`` cannot read the task's inputs or predict its targets.
     """
-    if not isinstance(task, Task):
-        raise KVLensError(f"train: expected a task of kvlens.tasks, got {type(task).__name__}; make_task(name) makes one")
     task.check_fit(model)
-    if loss is not None and not isinstance(loss, Loss):
-        raise KVLensError(f"train: loss must be a kvlens.training.Loss or None, got {loss!r}")
     return loss or loss_of(task)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig
-from kvlens.model.config import shift_of
 from kvlens.tasks import Task, make_task, task_names
 from kvlens.tasks.batch import Model
 
@@ -260,16 +259,11 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
         KVLensError: an unknown field, or one that contradicts the others.
     """
     values = {**DEFAULT_MODEL, "n_ctx": task.n_positions, "seed": 0, **settings}
-    shift = values.get("kv_shift")
-    if isinstance(shift, dict | bool):
-        values["kv_shift"] = shift_of(shift)
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)
     known = model_settings()
-    for key, value in values.items():
+    for key in values:
         if key not in known:
             raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")
-        if known[key].type in (bool, "bool") and not isinstance(value, bool):
-            raise KVLensError(f"model: {key} must be true or false, got {value!r}")
     return task.new_model(HookedKVTransformerConfig(**values, model_name=name or task.name, device=device))

@@ -184,6 +184,4 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise KVLensError("train: the model has no parameter that requires a gradient")
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)

@@ -22,7 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvlens.arguments import path_of
-from kvlens.checks import Count, checked, ensure
+from kvlens.checks import Count, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
@@ -98,8 +98,6 @@ def train(
     chosen, loss = TrainSettings.of(settings), loss_for(model, task, loss)
     chosen.check_batches(task)
     chosen.check_model(model)
-    ensure("train: restart", bool, restart)
-    ensure("train: progress", bool, progress)
     if folder is not None and runs is not None:
         raise KVLensError("train: give folder or runs, not both: a run in runs has a folder of its own there")
     folder = None if folder is None else path_of("train: folder", folder)

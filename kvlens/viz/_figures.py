@@ -1,4 +1,4 @@
-"""What all figures share: checks of what they draw, the color scale, and blocks for long axes.
+"""What all figures share: the color scale, and blocks for long axes.
 
 The scale is white to blue for positive values and white to red for negative ones, as in circuitsvis. A page mixes the colors
 itself (``--x`` in ``static/kvlens.css``), so that it can follow a light or dark theme; here are the intensity of each value and
@@ -11,58 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.errors import KVLensError, nearest
 from kvlens.texts import joined
-
-
-def check_columns(piece: str, table: pd.DataFrame, columns: Iterable[str]) -> None:
-    """Raise KVLensError unless ``table`` has rows and all of ``columns``; the nearest name is proposed."""
-    for column in columns:
-        if column not in table.columns:
-            there = [str(name) for name in table.columns]
-            raise KVLensError(f"{piece}: the table has no column {column!r}{nearest(column, there)}; it has {', '.join(there)}")
-    if table.empty:
-        raise KVLensError(f"{piece}: the table has no rows; give at least one")
-
-
-def check_numbers(piece: str, table: pd.DataFrame, column: str) -> None:
-    """Raise KVLensError unless ``column`` holds numbers."""
-    if not pd.api.types.is_numeric_dtype(table[column]):
-        raise KVLensError(f"{piece}: column {column!r} holds {table[column].dtype}, expected numbers")
-
-
-def check_ax(what: str, ax: Any) -> None:
-    """Raise KVLensError unless ``ax`` is a matplotlib Axes."""
-    from matplotlib.axes import Axes  # takes half a second, which pages do not need
-
-    if not isinstance(ax, Axes):
-        raise KVLensError(f"{what}: expected a matplotlib Axes (plt.subplots() makes them), got {type(ax).__name__}")
-
-
-def listed_axes(what: str, axes: Any, n: int, needs: str) -> list[Any]:
-    """The axes of an array (as ``plt.subplots`` returns it), or of any iterable, in order.
-
-    Args:
-        what: the argument's name, for messages.
-        axes: the argument.
-        n: number of axes needed; further ones are not used.
-        needs: what they are needed for, for messages.
-
-    Raises:
-        KVLensError: not axes, or fewer than ``n``.
-    """
-    given = list(getattr(axes, "flat", axes)) if isinstance(axes, Iterable) else [axes]
-    for ax in given:
-        check_ax(what, ax)
-    if len(given) < n:
-        raise KVLensError(f"{what}: expected {n} of them ({needs}), got {len(given)}")
-    return given[:n]
-
 
 POSITIVE, NEGATIVE = "#1d5fa8", "#c0392b"
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -27,11 +28,7 @@ from kvlens.viz._figures import (
     beyond,
     block_means,
     block_size,
-    check_ax,
-    check_columns,
-    check_numbers,
     diverging_map,
-    listed_axes,
     strongest,
     strongest_positions,
     token_blocks,
@@ -89,7 +86,7 @@ def attention_view(
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
     if axes is not None:
-        _draw(listed_axes("attention_view: axes", axes, len(names), "one for each head"), square, labels, names, top)
+        _draw(list(np.ravel(axes))[: len(names)], square, labels, names, top)
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
@@ -171,14 +168,14 @@ def attention_under_bias(
 def _checked(
     tokens: Sequence[str], pattern: Any, queries: Any, n_prompt: int, head_names: Sequence[str] | None
 ) -> tuple[Float[Tensor, "head query key"], Int[Tensor, " query"], list[str]]:
-    values, n_keys = numbers_of("attention_view: pattern", pattern).float(), len(tokens)
+    values, n_keys = numbers_of(pattern).float(), len(tokens)
     if values.dim() != 3 or not values.numel() or values.shape[1] > n_keys or values.shape[2] != n_keys:
         raise KVLensError(
             f"attention_view: expected a pattern [head, query, key] with query <= key = {n_keys} tokens, "
             f"got shape {list(values.shape)}"
         )
     last = torch.arange(n_keys)[n_keys - values.shape[1] :]
-    positions = last if queries is None else numbers_of("attention_view: queries", queries).long()
+    positions = last if queries is None else numbers_of(queries).long()
     ascending = positions.dim() == 1 and bool((positions.diff() > 0).all())
     if not ascending or len(positions) != values.shape[1] or not 0 <= int(positions[0]) <= int(positions[-1]) < n_keys:
         raise KVLensError(
@@ -243,7 +240,6 @@ def _draw(axes: Sequence[Any], square: Tensor, labels: list[str], names: list[st
 MAX_ARCS, MAX_ARC_TOKENS = 4000, 1024
 MAX_TOUCHED = 256
 """The number of tokens shown of more than ``MAX_ARC_TOKENS``: those at the strongest arcs of each head."""
-ARC_COLUMNS = ("layer", "head", "position", "prompt_position", "attention", "shifted")
 
 
 @checked
@@ -272,13 +268,8 @@ def induction_arcs(
         A `Piece`; ``ax`` where it was given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), positions outside the tokens.
+        KVLensError: positions outside the tokens.
     """
-    check_columns("induction_arcs", scores, ("layer", "head", "score"))
-    check_numbers("induction_arcs", scores, "score")
-    missing = [name for name in ARC_COLUMNS if name not in arcs.columns]
-    if missing:
-        raise KVLensError(f"induction_arcs: arcs lack the column {missing[0]!r}; expected {', '.join(ARC_COLUMNS)}")
     for column, n in (("position", len(tokens) - n_prompt), ("prompt_position", n_prompt)):
         if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
             raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
@@ -344,7 +335,6 @@ def _arcs_figure(data: dict[str, Any], title: str) -> Any:
 def _draw_arcs(ax: Any, data: dict[str, Any], title: str) -> Any:
     from matplotlib.patches import Arc
 
-    check_ax("induction_arcs: ax", ax)
     n = len(data["tokens"])
     for _, _, query, key, share, shifted in data["arcs"]:
         width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
@@ -385,12 +375,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     """The three panels and, below them, the most probable next tokens after a chosen text token.
 
     Works with the keyboard: arrow keys move within a panel, Enter chooses, Escape clears the choice.
-
-    Raises:
-        KVLensError: no prompt or no text.
     """
-    if not len(data.prompt) or not len(data.text):
-        raise KVLensError(f"linked_view: {len(data.prompt)} prompt and {len(data.text)} text tokens; give some of both")
     whole = float(data.by_text.nansum(dim=(0, 1)).mean())
     said = (
         f"Shares of the prompt in the attention output; in total {percent(whole)}, averaged over the text's tokens; the rest "

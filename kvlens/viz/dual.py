@@ -9,9 +9,9 @@ import torch
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.viz._figures import block_means, block_size, check_columns, check_numbers, token_blocks
+from kvlens.viz._figures import block_means, block_size, token_blocks
 from kvlens.viz._text import data_script, html_text, quantized, rounded
-from kvlens.viz.heads import check_heads, column_choice, draw_heat_map, head_map, heat_figure, maps_data
+from kvlens.viz.heads import column_choice, draw_heat_map, head_map, heat_figure, maps_data
 from kvlens.viz.page import Piece
 
 FIGURES = ("log_loss_drop", "step_share", "demonstration_weight", "cosine_before", "cosine_after")
@@ -45,14 +45,9 @@ def dual_view(
         A `Piece`; ``ax`` where it was given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a head with missing or duplicate demonstrations.
+        KVLensError: a head with missing or duplicate demonstrations.
     """
-    check_columns("dual_view", losses, ("layer", "head", *FIGURES))
-    check_columns("dual_view", demonstrations, ("layer", "head", "prompt_position", "token", *OF_TOKENS))
-    for column in FIGURES:
-        check_numbers("dual_view", losses, column)
     by_head = losses.groupby(["layer", "head"], as_index=False)[list(FIGURES)].mean()
-    check_heads("dual_view", by_head, FIGURES[0])
     given = demonstrations.sort_values(["layer", "head", "prompt_position"], kind="stable")
     n = given["prompt_position"].nunique()
     if not (given.groupby(["layer", "head"]).size() == n).all() or len(given) != n * len(by_head):

@@ -17,15 +17,11 @@ from torch import Tensor
 from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.checks import checked
-from kvlens.errors import KVLensError
 from kvlens.viz._figures import (
     FULL,
     beyond,
     block_means,
     block_size,
-    check_ax,
-    check_columns,
-    check_numbers,
     diverging_map,
     scale_of,
     strength_style,
@@ -37,18 +33,6 @@ from kvlens.viz.page import Piece
 
 MAX_NUMBERED = 24
 """Up to this many heads per layer, cells show their numbers."""
-
-
-def check_heads(piece: str, table: pd.DataFrame, value: str) -> None:
-    """Raise KVLensError unless ``table`` has one row per head and numbers in column ``value``."""
-    check_columns(piece, table, ("layer", "head", value))
-    check_numbers(piece, table, value)
-    if table.duplicated(["layer", "head"]).any():
-        twice = table.loc[table.duplicated(["layer", "head"]), ["layer", "head"]].iloc[0]
-        raise KVLensError(
-            f"{piece}: layer {twice['layer']}, head {twice['head']} has two rows; give one row per head "
-            "(filter one prompt, or average over prompts, first)"
-        )
 
 
 def head_grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -191,15 +175,11 @@ def head_heatmap(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
-
-    Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, two rows for one head, a column without numbers.
     """
     if not isinstance(table, pd.DataFrame):
         value = value or "value"
         table = _table(table, value)
     value = value or "b_kv_norm"
-    check_heads("head_heatmap", table, value)
     if ax is not None:
         return draw_heat_map(ax, table, value, title or "heads")
     others = [str(c) for c in table.columns if c not in ("layer", "head", value) and pd.api.types.is_numeric_dtype(table[c])]
@@ -216,10 +196,9 @@ def head_heatmap(
 
 def _table(values: Any, name: str) -> pd.DataFrame:
     """One row per head, from numbers [layer, head]."""
-    numbers = numbers_of("head_heatmap: table [layer, head]", values)
-    if numbers.dim() != 2 or not numbers.numel():
-        raise KVLensError(f"head_heatmap: expected numbers [layer, head], got shape {list(numbers.shape)}")
-    layer, head = np.indices(tuple(numbers.shape)).reshape(2, -1)
+    numbers = numbers_of(values)
+    n_layers, n_heads = numbers.shape
+    layer, head = np.indices((n_layers, n_heads)).reshape(2, -1)
     return pd.DataFrame({"layer": layer, "head": head, name: numbers.flatten().numpy()})
 
 
@@ -235,7 +214,6 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
 
 def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
     """Draw the map into given axes, and return them."""
-    check_ax("ax", ax)
     grid = head_grid(table, value)
     low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)
     top = top if top > low else low + 1.0

@@ -7,9 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvlens.checks import checked
-from kvlens.errors import KVLensError
-from kvlens.viz._figures import NEGATIVE, POSITIVE, check_ax, check_columns, check_numbers, strongest
+from kvlens.checks import Count, checked
+from kvlens.viz._figures import NEGATIVE, POSITIVE, strongest
 from kvlens.viz._text import html_text, number
 from kvlens.viz.page import Piece
 
@@ -17,19 +16,14 @@ MAX_ROWS = 200
 
 
 @checked
-def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: int = MAX_ROWS) -> Piece:
+def error_table(frame: pd.DataFrame, *, title: str = "table", max_rows: Count = MAX_ROWS) -> Piece:
     """Show the first ``max_rows`` rows, with numbers to three digits, and the total number of rows.
 
     Args:
         frame: any tidy frame.
         title: title above the table.
         max_rows: number of rows to show.
-
-    Raises:
-        KVLensError: no columns, or ``max_rows`` below 1.
     """
-    if not len(frame.columns) or max_rows < 1:
-        raise KVLensError(f"error_table: {len(frame.columns)} columns, max_rows {max_rows}; both must be at least 1")
     more = f'<p class="note">The first {max_rows} of {len(frame):,} rows.</p>' if len(frame) > max_rows else ""
     body = (
         f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="scroll" tabindex="0" role="region" '
@@ -88,12 +82,7 @@ def contribution_bars(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
-
-    Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a column without numbers.
     """
-    check_columns("contribution_bars", table, [by, value, *([] if part is None else [part])])
-    check_numbers("contribution_bars", table, value)
     names = [_name(row, by, part) for row in table[[by, *([] if part is None else [part])]].itertuples(index=False)]
     numbers = [float(x) for x in table[value]]
     if ax is not None:
@@ -132,7 +121,6 @@ def _figure(names: list[str], numbers: list[float], value: str, title: str) -> A
 
 
 def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
-    check_ax("contribution_bars: ax", ax)
     ax.barh(range(len(names)), numbers, color=[NEGATIVE if x < 0 else POSITIVE for x in numbers])
     ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     ax.invert_yaxis()

@@ -10,16 +10,12 @@ import pandas as pd
 
 from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.texts import NEWLINE, joined
 from kvlens.viz._figures import (
     FULL,
     beyond,
-    check_ax,
-    check_columns,
-    check_numbers,
     diverging_map,
-    listed_axes,
     strongest,
     style,
 )
@@ -63,10 +59,7 @@ def colored_tokens(
     Raises:
         KVLensError: no tokens, or another number of values than of tokens.
     """
-    shown, read = list(tokens), numbers_of("colored_tokens: values", values)
-    if read.dim() != 1:
-        raise KVLensError(f"colored_tokens: values: expected one number per token, got {brief(read)}")
-    numbers: list[float] = read.tolist()
+    shown, numbers = list(tokens), numbers_of(values).tolist()
     if not shown or len(shown) != len(numbers):
         raise KVLensError(f"colored_tokens: {len(shown)} tokens, {len(numbers)} values; give one value per token, at least one")
     if len(shown) > MAX_TOKENS:
@@ -111,7 +104,6 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
 def _draw(ax: Any, parts: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
     from matplotlib.patches import Rectangle
 
-    check_ax("colored_tokens: ax", ax)
     n_lines = parts[-1][1] + 1
     colors = diverging_map()
     for column, line, shown, value in parts:
@@ -148,7 +140,6 @@ def _line_parts(tokens: list[str], values: list[float]) -> list[tuple[int, int, 
 
 MAX_POSITIONS = 512
 """The most text tokens on a map; if there are more, a note says so."""
-DEPTH_COLUMNS = ("layer", "position", "token", "loss_change", "guess_with", "guess_without")
 
 
 @checked
@@ -167,10 +158,8 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         A `Piece`; ``axes`` where they were given.
 
     Raises:
-        KVLensError: a missing column (the nearest is proposed), no rows, a position that has two rows at one depth.
+        KVLensError: a position that has two rows at one depth.
     """
-    check_columns("depth_map", table, DEPTH_COLUMNS)
-    check_numbers("depth_map", table, "loss_change")
     if table.duplicated(["layer", "position"]).any():
         raise KVLensError("depth_map: one layer and position has two rows; give the rows of one prompt and text")
     positions = np.sort(table["position"].unique())
@@ -189,7 +178,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         "top": rounded(top),
     }
     if axes is not None:
-        ax, curve = listed_axes("depth_map: axes", axes, 2, "the map and the curve of its means")
+        ax, curve = np.ravel(axes)[:2]
         _draw_depth(ax, curve, data, title)
         return axes
     n_tokens = len(positions)
@@ -246,13 +235,7 @@ def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str
         conditions: name -> generated text; the first one (usually ``with_prompt``) is the reference for the others.
         start: the text that all of them continue, shown before each.
         title: title above the cards.
-
-    Raises:
-        KVLensError: no condition.
     """
-    texts = isinstance(conditions, Mapping) and all(isinstance(word, str) for pair in conditions.items() for word in pair)
-    if not texts or not conditions:
-        raise KVLensError(f"generated_text: no condition with a text; expected texts by name, at least one, got {conditions!r}")
     reference = next(iter(conditions.values()))
     cards = "".join(_card(name, text, reference, start, i > 0) for i, (name, text) in enumerate(conditions.items()))
     body = f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="cards">{cards}</div></figure>'

@@ -9,8 +9,8 @@ only questions that it answers rightly are looked at. f(mask) is the log-probabi
 some units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
 
 - LDS: rank correlation of predicted and true f on 50 random halves of the units, drawn with a seed that no method uses;
-- fall 1, 3, 5: f(whole) - f(without the units of largest effect), nats: the more the better;
-- rest 1, 3, 5: f(whole) - f(those units alone), nats: the less the better;
+- fall 1, 3, 5: f(whole) - f(without the best units, by what the method predicts), nats: the more the better;
+- rest 1, 3, 5: f(whole) - f(the best units alone, likewise), nats: the less the better;
 - gold 1, 3: whether the first, one of the first three, has the short answer;
 - passes, seconds: masks that the method asks for, and processor time: of its masks, each read from its beginning, by the time
   of a plain pass of so many tokens on this machine, and of its own work.
@@ -33,7 +33,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -503,12 +503,16 @@ def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(
     for name, method in asking(plan, i).items():
         scores.asked = {}
         began = time.process_time()
-        found = method(scores)
+        try:
+            found = method(scores)
+        except KeyError:
+            print(f"case {i}, {n} units: {name} is left out, as masks that it asks for were not run; run it with --fill")
+            continue
         found.seconds = time.process_time() - began
         methods[name] = (found, list(scores.asked))
     for name, of in line["measured"].items():
         methods[name] = (Found.sum_of(torch.tensor(of["effects"]), of["seconds"]), [])
-    sets = {name: best_sets(found.effects) for name, (found, _) in methods.items()}
+    sets = {name: best_sets(found, n) for name, (found, _) in methods.items()}
     with contextlib.suppress(KeyError):
         scores.run([mask for chosen in sets.values() for mask in chosen.values()])
     fresh, whole = held_out(n, i), sum(scores.known["1" * n])
@@ -533,14 +537,21 @@ def rows_of(line: dict[str, Any], plan: Plan, scores: Scores, pace: Pace = Pace(
     return rows
 
 
-def best_sets(effects: Tensor) -> dict[str, str]:
-    """The masks without the best units, and with these alone."""
-    order, n = effects.argsort(descending=True, stable=True), len(effects)
-    found = {}
-    for k in BEST:
-        best = torch.isin(torch.arange(n), order[:k])
-        found |= {f"fall {k}": bits((~best).tolist()), f"rest {k}": bits(best.tolist())}
-    return found
+def best_sets(found: Found, n: int) -> dict[str, str]:
+    """The masks without the best units and with these alone, chosen one after another by what the method predicts.
+
+    Where it predicts a sum, these are the units of largest effect.
+    """
+    sets = {}
+    for what, kept, sign in (("fall", torch.ones(n, dtype=torch.bool), -1), ("rest", torch.zeros(n, dtype=torch.bool), 1)):
+        for k in range(1, max(BEST) + 1):
+            free = torch.nonzero(kept if what == "fall" else ~kept)[:, 0]
+            if len(free):
+                rows = kept ^ torch.nn.functional.one_hot(free, n).bool()
+                kept = rows[int((sign * found.predict(rows)).argmax())]
+            if k in BEST:
+                sets[f"{what} {k}"] = bits(kept.tolist())
+    return sets
 
 
 def checks(model: Any, scores: Scores, has: frozenset[str]) -> dict[str, float]:
@@ -651,9 +662,19 @@ def run(args: argparse.Namespace, lines: list[dict[str, Any]], plan: Plan) -> li
         rows = [json.loads(line) for line in data]
     began, pace = time.perf_counter(), Pace.of(hf)
     if args.fill:
-        for line in filter(lambda each: "scores" in each, lines):
-            rows_of(line, plan, scores_of(line, hf))
-        args.out.write_text("".join(json.dumps(rounded(line)) + "\n" for line in lines))
+        for at, line in enumerate(lines):
+            if "scores" in line:
+                n_known, scores = len(line["scores"]), scores_of(line, hf)
+                dry = replace(scores, dry=True, asked={})
+                for method in asking(plan, line["i"]).values():
+                    method(dry)
+                scores.run(list(dry.asked))
+                rows_of(line, plan, scores)
+                lines[at] = rounded(line)
+                if len(scores.known) > n_known:
+                    beside = args.out.with_suffix(".new")
+                    beside.write_text("".join(json.dumps(each) + "\n" for each in lines))
+                    beside.replace(args.out)
     done = {(line["size"], line["i"]) for line in lines}
     left = {size: iter(args.questions or range(len(rows))) for size in args.sizes}
     n = sum("scores" in line for line in lines)

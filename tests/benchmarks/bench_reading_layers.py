@@ -123,7 +123,6 @@ def said_before(line: dict[str, Any]) -> int:
 
 def persona(model: Any, args: argparse.Namespace) -> Iterator[Case]:
     """A line of the system's message, asked about."""
-    draw, polite = random.Random(1), FIRST
     for name, town, job, rule in zip(*map(str.split, (NAMES, TOWNS, JOBS, RULES)), strict=True):
         of_kind = [
             (f"Your name is {name}.", name, "What is your name?"),
@@ -131,13 +130,9 @@ def persona(model: Any, args: argparse.Namespace) -> Iterator[Case]:
             (f"You work as a {job}.", job, "What is your job?"),
             (f"Always answer with the word {rule} and nothing else.", rule, "What is the weather like?"),
         ]
-        line, answer, question = of_kind[draw.randrange(4)]
-        lines = draw.sample([line, polite], 2)
-        system = {"role": "system", "content": " ".join(lines)}
-        yield Case(Chat([system, {"role": "user", "content": question}]), [line], [polite], [answer])
         for line, answer, question in of_kind:
-            system = {"role": "system", "content": f"{polite} {line}"}
-            yield Case(Chat([system, {"role": "user", "content": question}]), [line], [polite], [answer])
+            system = {"role": "system", "content": f"{FIRST} {line}"}
+            yield Case(Chat([system, {"role": "user", "content": question}]), [line], [FIRST], [answer])
 
 
 def relations(model: Any, args: argparse.Namespace) -> Iterator[Case]:
@@ -385,8 +380,10 @@ def _layers(lines: list[dict[str, Any]]) -> range:
     return range(len(lines[0]["attention"]))
 
 
-def ablated(model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: pd.DataFrame, induction: np.ndarray) -> Any:
-    """Of each case of one task, whether it is lost without the sets that the other half of them gives; yields (i, sets)."""
+def ablated(
+    model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: pd.DataFrame, induction: np.ndarray, done: set[int]
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """(i, whether case i is lost without each of the sets that the other half gives), but for cases that are done."""
     names = [tuple(map(int, each)) for each in parts.loc[parts["part"] == "head", ["layer", "head"]].to_numpy()]
     order = random.Random(0).sample(range(len(lines)), len(lines))
     for fold in (0, 1):
@@ -401,7 +398,7 @@ def ablated(model: Any, lines: list[dict[str, Any]], cases: list[Asked], parts: 
         layers = {f"layers {k}": np.argsort(-by_layer)[:k].tolist() for k in n_of_layers} | {
             f"random layers {k} {again}": draw.sample(range(len(by_layer)), k) for k in n_of_layers for again in range(DRAWS)
         }
-        for k in held_out:
+        for k in (k for k in held_out if lines[k]["i"] not in done):
             by_head, exchanged = tried(model, cases[k], list(heads.values()), list(layers.values()), means)
             yield lines[k]["i"], dict(zip([*heads, *layers], by_head + exchanged, strict=True))
 
@@ -499,12 +496,12 @@ def main(words: list[str]) -> None:
         right = [of_task[i] for i in cases]
         lost = [line for line in right if line["lost"][0]]
         if len(lost) >= 4 and not args.no_tries:
-            together = {line["i"]: line["sets"] for line in lines if line["task"] == f"{task}, tried"}
-            if not all(line["i"] in together for line in lost):
-                measure = ablated(model, lost, [cases[line["i"]] for line in lost], parts, induction_scores(model))
-                together = dict(measure)
-                for i, sets in together.items():
-                    write({"task": f"{task}, tried", "i": i, "sets": sets})
+            together = {x["i"]: x["sets"] for x in lines if x["task"] == f"{task}, tried" and x["of"] == len(lost)}
+            if len(together) < len(lost):  # the halves are those of these cases
+                chosen = [cases[line["i"]] for line in lost]
+                for i, sets in ablated(model, lost, chosen, parts, induction_scores(model), set(together)):
+                    together[i] = sets
+                    write({"task": f"{task}, tried", "of": len(lost), "i": i, "sets": sets})
             right = [line | ({"tried": together[line["i"]]} if line["i"] in together else {}) for line in right]
         print(told(task, right, parts) if right else f"{task}: no right answer", flush=True)
 

@@ -52,10 +52,3 @@ def test_asking_where_nothing_can_be_compared_is_refused(tmp_path):
         with pytest.raises(KVLensError, match=f"verify=True: Transformers does not read {what}"):
             load(source, verify=True)
     assert load(tmp_path / "m", verify=False).cfg.n_layers
-
-
-@pytest.mark.unhooked
-def test_it_is_true_false_or_none(tmp_path):
-    tiny_hf_model("granite").save_pretrained(tmp_path)
-    with pytest.raises(KVLensError, match="verify"):
-        KVTransformerBridge.boot_transformers(tmp_path, verify="no")

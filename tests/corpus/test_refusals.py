@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_text_model import tiny_tokenizer
 
 from kvlens.corpus import TokenWindows, build_docs_corpus, train_bpe_tokenizer
 
@@ -19,12 +18,6 @@ def sample(batch, length):
     return windows().sample(batch, length, torch.Generator())
 
 
-def without_bos():
-    tokenizer = train_bpe_tokenizer(["text"], 259)
-    tokenizer.bos_token = None
-    return TokenWindows.from_texts(["text"], tokenizer)
-
-
 REFUSED = [
     ("at most", lambda: train_bpe_tokenizer(["a"], 10**12)),
     ("at least 259", lambda: train_bpe_tokenizer(["a"], 258)),
@@ -38,11 +31,6 @@ REFUSED = [
     ("must be in (0, 1)", lambda: build_docs_corpus(heldout_fraction=1.0)),
     ("roots='a': expected a path, got 3", lambda: build_docs_corpus(roots={"a": 3})),
     ("roots= has 'a' -> nowhere, which is not a folder", lambda: build_docs_corpus(roots={"a": "nowhere"})),
-    ("expected tokens [total]; got tokens []", lambda: TokenWindows(torch.tensor(3), 0)),
-    ("tokens must be a tensor [total]", lambda: TokenWindows([1, 2], 0)),
-    ("a list of strings", lambda: TokenWindows.from_texts("text", tiny_tokenizer())),
-    ("a list of at least one", lambda: TokenWindows.from_texts([], tiny_tokenizer())),
-    ("no BOS", without_bos),
     ("batch must be at least 1, got 0", lambda: sample(0, 4)),
     ("length must be from 2 to 6 (the text has 5 tokens), got 7", lambda: sample(1, 7)),
     ("length must be from 2 to 6 (the text has 5 tokens), got 1", lambda: sample(2, 1)),

@@ -185,7 +185,7 @@ CHANGES = [
         for name in ("b_D", "features.keys", "features.distance", "used")
     ),
     ("unknown features 'polynomial'", lambda tensors, metadata, meta: meta.update(features="polynomial")),
-    ("hold projection", lambda tensors, metadata, meta: meta.update(features="random")),
+    ("incomplete or damaged", lambda tensors, metadata, meta: meta.update(features="random")),
 ]
 
 

@@ -99,7 +99,7 @@ REFUSED = [
         for bad in (torch.tensor([[0.0, float("nan")]]), torch.tensor([[0, 1]]))
     ),
     # shift coefficients: a model that they do not fit
-    ("no KV shift; build it with kv_shift=KVShiftConfig()", lambda: onto({"kv_shift": None})),
+    ("the model has 0 parameters without coefficients", lambda: onto({"kv_shift": None})),
     ("2 parameters without coefficients ['blocks.2.attn.k_shift_coef'", lambda: onto({"n_layers": 3})),
     ("2 coefficients without a parameter ['blocks.1.attn.k_shift_coef'", lambda: onto({"n_layers": 1})),
     ("without a parameter ['blocks.0.attn.v_shift_coef'", lambda: onto({"kv_shift": KVShiftConfig(values=False)})),

@@ -212,13 +212,12 @@ def with_a_bias():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (tiny_text_model, {"prompt": ""}, "the prompt is empty"),
-        (tiny_text_model, {"text": ""}, "the text is empty"),
+        (tiny_text_model, {"prompt": ""}, "prompt: the tokenizer finds no tokens"),
+        (tiny_text_model, {"text": ""}, "text: the tokenizer finds no tokens"),
         (tiny_text_model, {"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
-        (tiny_text_model, {"temperature": -1.0}, "temperature must be 0 .* got -1"),
-        (tiny_text_model, {"temperature": float("nan")}, "temperature must be a number, got nan"),
+        (tiny_text_model, {"temperature": -1.0}, "temperature must be at least 0, got -1"),
         (lambda: with_nan(tiny_text_model()), {}, "hold NaN or infinity: unembed.W_U"),
-        (small_vocabulary, {}, r"the prompt: token ids must lie in 0\.\.4 .* tokenizer does not belong to this model"),
+        (small_vocabulary, {}, r"prompt: token ids must lie in 0\.\.4 "),
         (without_tokenizer, {}, "no tokenizer"),
         (with_a_bias, {}, "a bias is attached"),
         (
@@ -236,12 +235,12 @@ def test_bad_input(make, options, message):
 @pytest.mark.parametrize(("n_ctx", "expected"), [(512, 40), (64, 4)])
 def test_as_many_tokens_are_generated_as_there_is_room_for(n_ctx, expected):
     model = SimpleNamespace(cfg=SimpleNamespace(n_ctx=n_ctx, has_position_limit=True))
-    assert _check_lengths(model, 40, 20, None, 0.0) == expected
+    assert _check_lengths(model, 40, 20, None) == expected
     model.cfg.has_position_limit = False
-    assert _check_lengths(model, 60, 20, None, 0.0) == 40
+    assert _check_lengths(model, 60, 20, None) == 40
     model.cfg = SimpleNamespace(n_ctx=60, has_position_limit=True)
     with pytest.raises(KVLensError, match="shorten one of the three"):
-        _check_lengths(model, 40, 20, None, 0.0)
+        _check_lengths(model, 40, 20, None)
 
 
 def test_a_text_beyond_n_ctx_is_welcome_with_rotary_positions(model):

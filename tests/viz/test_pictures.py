@@ -12,7 +12,7 @@ import pytest
 import torch
 from pictures import PATTERN, PICTURES, SEVERAL, heads
 
-from kvlens import KVLensError, viz
+from kvlens import viz
 from kvlens.viz import Page, Piece, attention_view, error_table, head_heatmap
 from kvlens.viz.page import SCRIPTS, circuitsvis_bundle
 
@@ -73,15 +73,6 @@ def test_the_map_in_given_axes_holds_the_numbers(grid):
     table = pd.DataFrame({"layer": [0, 1], "loss": [0.5, -2.0]})
     viz.contribution_bars(table, "loss", ax=grid[1])
     assert [bar.get_width() for bar in grid[1].patches] == [0.5, -2.0]
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_what_is_no_axes_and_too_few_are_refused(name, grid):
-    with pytest.raises(KVLensError, match="expected a matplotlib Axes .* got Figure"):
-        draw_into(name, grid[0].figure)
-    if name in SEVERAL:
-        with pytest.raises(KVLensError, match=r"axes: expected 2 of them \(.*\), got 1"):
-            draw_into(name, grid[0])
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,7 +13,6 @@ from kvlens import viz
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 AB = ["a", "b"]
-NUMBERS = "expected numbers as a tensor, an array or lists"
 
 
 def attention(tokens, *shape, **options):
@@ -26,32 +24,18 @@ def picture():
 
 
 REFUSED = [
-    ("colored_tokens: values: expected one number per token", lambda: viz.colored_tokens(AB, 3)),
     ("1 tokens, 0 values", lambda: viz.colored_tokens(["a"], [])),
-    *((f"colored_tokens: values: {NUMBERS}", lambda x=x: viz.colored_tokens(AB, x)) for x in ("x", AB, None)),
     ("expected real numbers, got torch.complex64", lambda: viz.colored_tokens(AB, [1 + 2j, 0])),
-    *((f"attention_view: pattern: {NUMBERS}", lambda x=x: viz.attention_view(AB, x)) for x in (None, "x")),
     ("attention_view: ", lambda: attention(AB, 2, 2)),
-    ("expected real numbers", lambda: viz.attention_view(AB, torch.ones(1, 2, 2) * 1j)),
     ("key = 1 tokens, got shape [2, 2, 2]", lambda: attention(["a"], 2, 2, 2)),
     *(
         ("2 ascending query positions in 0..1, got", lambda x=x: attention(AB, 1, 2, 2, queries=x))
         for x in (3, [1, 0], [[0, 1]])
     ),
-    (f"queries: {NUMBERS}, got 'x'", lambda: attention(AB, 1, 2, 2, queries="x")),
     ("n_prompt must lie in 0..1", lambda: attention(["a"], 1, 1, 1, n_prompt=2)),
     ("heads: layer 1 has heads 0 to ", lambda: viz.attention_under_bias(softmax(), "ab", "c", 1, heads=[99])),
     ("2 heads and 1 names", lambda: attention(["a"], 2, 1, 1, head_names=["x"])),
     ("max_tokens must be at least 4, got 3", lambda: attention(["a"], 1, 1, 1, max_tokens=3)),
-    ("no column 'b_kv_nrom'; did you mean 'b_kv_norm'", lambda: viz.head_heatmap(heads(), "b_kv_nrom")),
-    ("has no rows", lambda: viz.head_heatmap(heads()[:0])),
-    ("layer 0, head 1 has two rows", lambda: viz.head_heatmap(heads(layer=0, head=[0, 1, 1]))),
-    ("column 'b_kv_norm' holds str, expected numbers", lambda: viz.head_heatmap(heads(b_kv_norm="x"))),
-    ("expected real numbers", lambda: viz.head_heatmap(torch.ones(2, 3) * 1j)),
-    *(
-        ("[layer, head]", lambda x=x: viz.head_heatmap(x))
-        for x in (torch.zeros(3), np.zeros((2, 3, 4)), torch.zeros(0, 3), "heads", None)
-    ),
     ("dpi must be at least 10, got 0", lambda: picture().save_png("x.png", dpi=0)),
     ("dpi must be from 10 to 2400", lambda: picture().save_png("x.png", dpi=10**9)),
     *(
@@ -59,21 +43,13 @@ REFUSED = [
         for piece in (lambda: viz.error_table(heads()), lambda: viz.generated_text({"a": "b"}))
     ),
     ("one layer and position has two rows", lambda: viz.depth_map(by_depth(position=0))),
-    ("no column 'loss_change'", lambda: viz.depth_map(by_depth().drop(columns="loss_change"))),
     ("position must lie in 0..0", lambda: viz.induction_arcs(AB, 1, ARCS, SCORES)),
-    ("no column 'step_share'", lambda: viz.dual_view(losses().drop(columns="step_share"), demonstrations())),
     *(
         (f"one row for each of 6 heads and 3 demonstrations, got {len(x)}", lambda x=x: viz.dual_view(losses(), x))
         for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
     ),
-    ("by_text must be [2, 3, 2]", lambda: shares(by_text=torch.zeros(2, 3, 5))),
     ("coloring 'x' must be", lambda: shares(colorings={"x": torch.zeros(3, 2)})),
-    ("next_tokens", lambda: shares(next_tokens={"with prompt": []})),
-    ("no column 'norm'", lambda: viz.contribution_bars(heads(), "norm")),
-    ("max_rows 0", lambda: viz.error_table(heads(), max_rows=0)),
-    ("no condition with a text; expected texts by name, at least one, got {}", lambda: viz.generated_text({})),
-    *(("conditions must be a dict", lambda x=x: viz.generated_text(x)) for x in ({"a": 3}, {3: "x"})),
-    *(("expected a path", lambda x=x: viz.generated_text({"a": "b"}).save_html(x)) for x in (3, None, "", "a\0b")),
+    *(("expected a path", lambda x=x: viz.generated_text({"a": "b"}).save_html(x)) for x in ("", "a\0b")),
     ("cannot write: ", functools.partial(viz.generated_text({"a": "b"}).save_html, "x" * 300)),
 ]
 

@@ -73,7 +73,7 @@ from kvlens.conversion.softmax.kept_keys import H2O, KeptKeys, SnapKV, Streaming
 from kvlens.conversion.softmax.kvzip import KVzip
 from kvlens.conversion.softmax.landmark import Landmark
 from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
-from kvlens.conversion.softmax.methods import METHODS, is_option, method_of, option_names
+from kvlens.conversion.softmax.methods import METHODS, method_of, option_names
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.teacher import Teacher
 
@@ -97,7 +97,6 @@ __all__ = [
     "Teacher",
     "TextOptions",
     "convert_softmax_prompt",
-    "is_option",
     "method_of",
     "option_names",
 ]

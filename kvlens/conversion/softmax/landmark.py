@@ -39,7 +39,7 @@ class Landmark(FewKeys):
     'equal'
     >>> Landmark(n_kes=32)
     Traceback (most recent call last):
-    kvlens.errors.WrongArguments: Landmark: no argument is called 'n_kes'; did you mean 'n_keys'? It takes ...
+    TypeError: Landmark.__init__() got an unexpected keyword argument 'n_kes'
 
     ``objective`` and ``fitted`` exist for comparisons; their defaults gave the best results.
 

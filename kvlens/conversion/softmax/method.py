@@ -7,13 +7,13 @@ of any other class can be passed as well.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvlens.conversion.softmax.prompt_pass import attention_parts
 from kvlens.conversion.softmax.settings import TextOptions
 from kvlens.conversion.softmax.teacher import Teacher
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model.protocol import ReadsPrompts
 
@@ -33,29 +33,6 @@ class ConversionMethod:
 
     def check_model(self, model: ReadsPrompts) -> None:
         """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
-
-
-def check_class(kind: type) -> None:
-    """Check that the class of a method is well-formed.
-
-    Raises:
-        KVLensError: not a :class:`ConversionMethod`, no ``name``, or a ``shorthand`` for an option that it does not have.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, ConversionMethod)):
-        raise KVLensError(f"conversion method: expected a subclass of ConversionMethod, got {kind!r}")
-    if not isinstance(getattr(kind, "name", None), str):
-        raise KVLensError(f'{kind.__name__}: a conversion method needs a name, such as name: ClassVar[str] = "my_method"')
-    if not is_dataclass(kind) or "__dataclass_params__" not in vars(kind):
-        raise KVLensError(
-            f"{kind.__name__}: a conversion method is a dataclass; put @dataclass(frozen=True, kw_only=True) on it"
-        )
-    options = [field.name for field in fields(kind)]
-    wrong = next((name for name in kind.shorthand.values() if name not in options), None)
-    if wrong is not None:
-        raise KVLensError(
-            f"{kind.__name__}: shorthand names {wrong!r}, which is no option{nearest(wrong, options)}; "
-            f"its options are {', '.join(options) or 'none'}"
-        )
 
 
 @dataclass(frozen=True)

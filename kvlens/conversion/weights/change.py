@@ -101,14 +101,12 @@ def change_blocks(model: HookedKVTransformer, stack: contextlib.ExitStack, mlp_i
 
 
 def check_changeable(what: str, model: HookedKVTransformer, bias: KVBias) -> None:
-    """Raise KVLensError for a batch of prompts, and for a model without MLPs."""
+    """Raise KVLensError for a batch of prompts."""
     if bias.batch_size not in (None, 1):
         raise KVLensError(
             f"{what}: a change of the weights stands for one prompt, got a bias of {bias.batch_size}; choose one by "
             "bias.select_prompt(i)"
         )
-    if model.cfg.attn_only:
-        raise KVLensError(f"{what}: this model has no MLPs (attn_only)")
 
 
 @torch.no_grad()

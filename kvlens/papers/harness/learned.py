@@ -31,7 +31,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-from kvlens.errors import KVLensError
 from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import Task
@@ -109,9 +107,6 @@ def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResu
     """Train every trial, in order, as :meth:`Trial.train`.
 
     With several ``jobs``, processes of their own train ahead into the folder of kept runs, from which each run is then read.
-
-    Raises:
-        KVLensError: a process died.
     """
     folder, jobs = _KEPT.get() or (None, 1)
     if folder is None or jobs == 1 or len(trials) == 1:
@@ -125,11 +120,6 @@ def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResu
         for trial, done in zip(trials, [pool.submit(_train_ahead, trial) for trial in trials], strict=True):
             done.result()
             yield trial, *trial.train()
-    except BrokenProcessPool as error:
-        raise KVLensError(
-            f"reproduce: a training process died (out of memory?); runs are kept in {folder}: repeat the command, with "
-            "fewer jobs if memory was short"
-        ) from error
     finally:
         for process in list(pool._processes.values() if pool._processes else ()):
             process.terminate()  # each run resumes from its last checkpoint

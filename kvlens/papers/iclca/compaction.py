@@ -43,7 +43,6 @@ from kvlens.conversion import (
     thought_vectors,
     token_patches,
 )
-from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
@@ -105,9 +104,6 @@ DISTILLED = "distillation"
 def compaction(settings: Settings, tell: Tell) -> Reproduction:
     """Store every context in every way, and measure."""
     model = writing_model(settings)
-    longest = max(settings["prompt_lengths"]) + settings["n_text"]
-    if model.cfg.has_position_limit and longest > model.cfg.n_ctx:
-        raise KVLensError(f"compaction: prompt and text have {longest} tokens, the model reads {model.cfg.n_ctx}")
     rows: dict[str, list[dict[str, Any]]] = {"contexts": [], "heads": [], "positions": []}
     for context in range(settings["n_contexts"]):
         for length in settings["prompt_lengths"]:

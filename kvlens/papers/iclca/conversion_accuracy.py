@@ -20,7 +20,6 @@ another one, or be None: then a model is trained with the settings ``training``.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -28,9 +27,7 @@ from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens import zoo
 from kvlens.conversion import convert_prompt
-from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import Trial
 from kvlens.papers.harness.plots import draw_panels
@@ -78,7 +75,7 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     assert isinstance(task, BigramTask)
     model = obtain_model(settings, task, tell)
     by_law: dict[str, dict[str, pd.DataFrame]] = {}
-    for law in (task.law, MARKOV):
+    for law in (task.law, "markov"):
         predictions, errors = measure(model, replace(task, law=law), settings, tell)
         by_law[law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
     own, guess = by_law[task.law], chance(task)
@@ -101,13 +98,8 @@ def obtain_model(settings: Settings, task: BigramTask, tell: Tell) -> HookedKVTr
         how = settings["training"]
         model, result = Trial(task, "trained here", how["model"], {"seed": 0, **how["settings"]}).finished()
         tell(f"trained for {result.steps} steps: accuracy {result.heldout['accuracy'].iloc[-1]:.1%}")
-    elif name in zoo.names() or Path(name).is_dir():
-        model = hooked_model(name)
     else:
-        raise KVLensError(
-            f"conversion-accuracy: {name!r} is neither a shipped model{nearest(name, zoo.names())} nor a folder. Train it with "
-            "`kvlens train bigram-linear --out RUN`, and give the folder 'RUN/model' as the setting 'model' of the experiment"
-        )
+        model = hooked_model(name)
     task.check_fit(model)
     assert isinstance(model, HookedKVTransformer)
     return model.eval().requires_grad_(False)

@@ -129,7 +129,6 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
         model = HookedKVTransformer.from_pretrained(source, device="cpu", **UNPROCESSED).eval().requires_grad_(False)
     else:
         model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
-    _check(model)
     pairs = PAIRS[kind][: settings["n_pairs"]]
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs):
@@ -143,13 +142,6 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
         comparisons=[*compare(texts)],
         differences=[*_differences(model, settings["model"], kind)],
     )
-
-
-def _check(model: HookedKVTransformer) -> None:
-    if model.cfg.attention != "softmax":
-        raise KVLensError("gpt2-text: this model's attention is linear, where the conversion is exact; give a softmax model")
-    if model.tokenizer is None:
-        raise KVLensError("gpt2-text: this model has no tokenizer, so it cannot read the prompts or write text")
 
 
 def read(model: HookedKVTransformer, pair: Pair, settings: Settings) -> Iterator[dict[str, Any]]:

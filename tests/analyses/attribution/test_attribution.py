@@ -301,6 +301,24 @@ def test_closed_positions_are_the_shorter_prompts():
     assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_most_subsets_are_random():
+    """Of two units either of which is enough, leaving one out shows nothing: few subsets must not all go into that."""
+    assert chosen_subsets(16, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
+    assert chosen_subsets(15, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
+
+    def either(rows):
+        return 6.0 * (rows[:, 3] | rows[:, 11]).double()
+
+    n_units, found = 20, []
+    for seed in range(8):
+        kept = chosen_subsets(24, n_units, seed)
+        gone = torch.eye(n_units, dtype=torch.bool)
+        pairs = torch.stack([~(gone[u] | gone[v]) for u in range(n_units) for v in range(u)])
+        lowest = pairs[int(fitted(kept, either(kept))(pairs).argmin())]
+        found.append(bool(~lowest[3] & ~lowest[11]))
+    assert sum(found) >= 6
+
+
 def test_fits_recover_sums_and_pairs():
     generator = torch.Generator().manual_seed(0)
     kept = chosen_subsets(40, 8, 0)

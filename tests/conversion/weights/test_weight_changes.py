@@ -126,8 +126,6 @@ def test_patches_refuse_other_texts_models_and_prompts():
         pass
     with pytest.raises(KVLensError, match="one prompt, got a bias of 2"):
         patches_of(model, prompt=tokens(2, 5))
-    with pytest.raises(KVLensError, match="attn_only"):
-        patches_of(small_model(attn_only=True))
     blind = small_model(**F64)
     blind.blocks[0].ln2.w.data.zero_(), blind.blocks[0].ln2.b.data.zero_()
     expected = after_prompt(blind)

@@ -229,12 +229,6 @@ def test_the_papers_table_is_shown_next_to_ours_and_the_identity_is_tested():
     assert (same.paper, same.ours, same.holds) == (0.0, 1.0, False)
 
 
-def test_a_model_that_is_not_there_says_how_to_train_it():
-    settings = {**conversion_accuracy.conversion_accuracy.scales["small"], "model": "no-such-model"}
-    with pytest.raises(KVLensError, match=r"'no-such-model' is neither .* `kvlens train bigram-linear --out RUN`"):
-        conversion_accuracy.conversion_accuracy.run(settings, lambda text: None)
-
-
 def test_a_folder_names_a_model(tmp_path):
     model = bigram_model()
     model.save(tmp_path / "model")

@@ -97,7 +97,7 @@ def test_claims_can_hold_and_fail():
     [
         (["--set", "n_pairs"], "expected NAME=VALUE"),
         (["--set", "texts=fact"], "did you mean 'facts'"),
-        (["--model", "docs-linear"], "attention is linear"),
+        (["--model", "docs-linear"], "with linear attention the conversion is always exact"),
         (["--model", "docs-gpt"], "neither a shipped model"),
         (["--tokenizer", "tok512.bin"], "for a llama2.c checkpoint"),
     ],
