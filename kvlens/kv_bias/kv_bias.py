@@ -498,6 +498,19 @@ class KVBias:
         rotates features), both end where the text begins. The shift state, which is no sum, is that of the nearer bias.
         With a degree between 0 and 1 no weight is negative; outside, normalizers may be, and what the model says can mean
         nothing (a pass warns).
+
+        Softmax models are also steered by what two prompts differ in: cache steering (Belitsky et al. 2025, arXiv 2507.08799)
+        moves the values of a prompt's last token, a persona vector (Chen et al. 2025, arXiv 2507.21509) the residual stream.
+        On SmolLM2 the former changed less besides.
+
+        >>> from kvlens import HookedKVTransformer, convert_prompt
+        >>> model, of = HookedKVTransformer.from_zoo("facts-gpt2"), "Mira keeps a {}.".format
+        >>> one, other, bias = (convert_prompt(model, of(animal)) for animal in ("dog", "swan", "goat"))
+        >>> bias.b_KV[..., -1, :] += 4 * (one.b_KV - other.b_KV)[..., -1, :]
+        >>> x, y = (model.run_with_cache(of(animal))[1]["resid_post", 1] for animal in ("dog", "swan"))
+        >>> hooks = [("blocks.1.hook_resid_post", lambda resid, hook: resid + 2 * (x - y)[0, -1])]
+        >>> with model.kv_bias(bias), model.hooks(fwd_hooks=hooks):  # either of them alone steers
+        ...     logits = model(" Mira keeps a", prepend_bos=False)
         """
         nearer: Literal["first", "last"] = "first" if degree < 0.5 else "last"
         mixed = KVBias.combine(self, other, weights=[1 - degree, degree], shift_state=nearer)
