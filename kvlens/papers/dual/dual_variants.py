@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.errors import KVLensError
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.papers.harness.learned import LATE, Goal, mean_and_spread
 from kvlens.papers.harness.plots import draw_panels
@@ -109,6 +110,10 @@ D_X = dict(linear=11, trigonometric=6, exponential=5)
 def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
     """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
+    if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
+        raise KVLensError(
+            f"dual-variants: steps must have a number for each task of d_x, but has none for {', '.join(missing)}"
+        )
     for task in settings["d_x"]:
         for label in VARIANTS if settings["unclaimed"] else [PLAIN, AGAIN, *(label for of, label in CLAIMS if of == task)]:
             rate = best_rate(label, task, settings)
