@@ -217,7 +217,7 @@ def test_gradients_reach_the_bias_and_states_are_not_written(family):
 def test_states_of_another_layer_and_unknown_modules_are_errors():
     mixer = mixer_for(layer_of("qwen3_next"), 3)
     for state in (RecurrentState(b_kv=torch.zeros(1, 4, 5, 6)), RecurrentState(context=torch.zeros(2, 4, 6, 5))):
-        with pytest.raises((RuntimeError, KVLensError), match="[Ss]ize|initial_state"):  # torch's, or with signatures checked ours
+        with pytest.raises((RuntimeError, KVLensError), match="[Ss]ize|initial_state"):  # torch's, or ours
             mixer(hidden("qwen3_next", 2), state)
     with pytest.raises(KVLensError, match="layer 1: expected a recurrent layer.*Qwen3NextGatedDeltaNet.*got Linear"):
         mixer_for(torch.nn.Linear(2, 2), 1)
