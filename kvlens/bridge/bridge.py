@@ -476,9 +476,12 @@ class KVTransformerBridge(TransformerBridge):
             check_hook_names([name for name, _ in given.get(which, ()) if isinstance(name, str)], self.hook_dict)
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def _given(method: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a model's method, by name."""
-    given = inspect.signature(method).bind(model, *args, **kwargs)
+    given = _signature(method).bind(model, *args, **kwargs)
     return {name: value for name, value in given.arguments.items() if name not in ("self", "kwargs")} | given.kwargs
 
 

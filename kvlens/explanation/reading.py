@@ -24,6 +24,7 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.attribution.by_head import rows_at_once
+from kvlens.analyses.attribution.units import positions_of
 from kvlens.analyses.bias.parts import HEAD
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
@@ -113,9 +114,7 @@ def reading_layers(
     Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
     """
     layout = prompt_layout(model, prompt)
-    gone = torch.zeros(len(layout.tokens), dtype=torch.bool, device=layout.tokens.device)
-    for unit in cut(model, layout, without):
-        gone[unit.start : unit.stop] = True
+    gone = positions_of(cut(model, layout, without), len(layout.tokens)).any(dim=0).to(layout.tokens.device)
     if bool(gone[-1]) or len(gone) < 2:
         raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
     between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)

@@ -10,17 +10,18 @@ interval; and, with ``--layers``, the layers that alone lose an answer from the 
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 import kvlens
 from kvlens.explanation.context_or_memory import ORIGINS, StatedFact, context_or_memory
+from kvlens.explanation.reading import wilson
 
 QUESTION = "Complete this sentence with the name or the word that is missing, in a few words: {} ..."
 LONGEST = 3
@@ -59,19 +60,12 @@ def facts_of(relations: list[dict[str, Any]], n: int, seed: int, is_true: bool) 
     return found
 
 
-def wilson(n: int, of: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's)."""
-    p, share = n / of, z * z / of
-    half = z * math.sqrt(p * (1 - p) / of + share / (4 * of))
-    return max(0.0, p + share / 2 - half) / (1 + share), (p + share / 2 + half) / (1 + share)
-
-
 def told(table: pd.DataFrame) -> str:
     """How often each origin comes about."""
     lines = []
     for origin in ("from the context", "from memory", "both agree", "neither"):
         n = int((table["origin"] == origin).sum())
-        low, high = wilson(n, len(table))
+        (low,), (high,) = wilson(np.array([n / len(table)]), len(table))
         lines.append(f"{origin}: {n} of {len(table)} ({100 * low:.0f} to {100 * high:.0f} %)")
     layers = Counter(layer for row in table["layers"] for layer in row.split(",") if layer)
     return "; ".join(lines) + (f"; layers that lose it alone: {layers.most_common(6)}" if layers else "")

@@ -42,7 +42,7 @@ import torch
 from bench_attribution import interval, rank_correlation
 from bench_explanation import SENTENCE, case_of, has_answer
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut
+from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut, logit_of
 from kvlens.analyses.attribution.prompt import knockout_effects
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -172,10 +172,6 @@ class Scores:
 
 def bits(row: Sequence[bool]) -> str:
     return "".join("01"[kept] for kept in row)
-
-
-def masks_of(names: Sequence[str]) -> Tensor:
-    return torch.tensor([[letter == "1" for letter in name] for name in names])
 
 
 @dataclass(frozen=True)
@@ -328,10 +324,9 @@ def context_citer(scores: Scores, n_passes: int, own_passes: bool = False) -> An
                 super()._compute_masks_and_logit_probs()
                 return
             drawn = [utils._create_mask(self.num_sources, self.ablation_keep_prob, seed) for seed in range(self.num_ablations)]
-            log_p = scores.of_tokens(torch.stack([torch.as_tensor(mask) for mask in drawn]))
-            logits = log_p - torch.log(-torch.expm1(log_p.clamp(max=-1e-12)))
-            self._cache["reg_masks"] = torch.stack([torch.as_tensor(mask) for mask in drawn]).numpy()
-            self._cache["reg_logit_probs"] = logits.float().numpy()
+            masks = torch.stack([torch.as_tensor(mask) for mask in drawn])
+            self._cache["reg_masks"] = masks.numpy()
+            self._cache["reg_logit_probs"] = logit_of(scores.of_tokens(masks)).float().numpy()
 
     return Citer()
 

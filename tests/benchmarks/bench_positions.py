@@ -32,6 +32,7 @@ import torch
 from bench_explanation import case_of
 from kvlens.analyses.attribution.by_position import PositionExchange
 from kvlens.analyses.attribution.terms import Terms
+from kvlens.analyses.attribution.units import positions_of
 
 import kvlens
 from kvlens import counterfactuals
@@ -64,8 +65,7 @@ def falls_of(
     model: Any, read: Terms, tokens: torch.Tensor, response: torch.Tensor, unit: Unit, places: Sequence[Place]
 ) -> torch.Tensor:
     """[row, response token], in nats: by how much each falls with each set of positions exchanged."""
-    own = torch.zeros(len(tokens) - 1, dtype=torch.bool)
-    own[unit.start : unit.stop] = True
+    (own,) = positions_of([unit], len(tokens) - 1)
     sets = sets_of(own, places)
     exchange = PositionExchange(read, counterfactuals(model, tokens[:-1], own[None]))
     chosen = torch.zeros(1 + len(ROWS), len(exchange.parts), dtype=torch.bool)

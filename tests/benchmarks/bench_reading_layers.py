@@ -41,6 +41,7 @@ import pandas as pd
 import torch
 from bench_attribution import right_questions
 from bench_explanation import case_of
+from kvlens.analyses.attribution.units import positions_of
 from kvlens.analyses.heads.ablation import cached
 from kvlens.analyses.heads.rows import visit_rows
 
@@ -252,10 +253,7 @@ def asked(model: Any, case: Case, said: torch.Tensor) -> Asked | None:
     stop = next((i + 1 for i, text in enumerate(texts) if len(text) >= found[1]), len(said))
     if start > MOST_BEFORE:
         return None
-    gone, null = (torch.zeros(len(layout.tokens), dtype=torch.bool) for _ in range(2))
-    for mask, parts in ((gone, case.without), (null, case.null)):
-        for unit in cut(model, layout, parts):
-            mask[unit.start : unit.stop] = True
+    gone, null = (positions_of(cut(model, layout, x), len(layout.tokens)).any(dim=0) for x in (case.without, case.null))
     return Asked(layout.tokens, gone, null, said[:start], said[start:stop])
 
 
