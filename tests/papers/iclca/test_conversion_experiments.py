@@ -113,8 +113,10 @@ def test_the_bias_has_its_share_of_the_parameters():
     model = conversion_error.random_model(3, 24, 6)
     bias = conversion_error.convert_prompt(model, torch.arange(5))
     n = sum(p.numel() for p in model.parameters())
-    share = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
-    assert share.ours == f"{(bias.b_KV.numel() + bias.b_D.numel()) / n:.2%}"
+    (share,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
+    assert share.ours == (bias.b_KV.numel() + bias.b_D.numel()) / n and share.holds is False
+    (less,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=3 * n)]))
+    assert less.holds is True
 
 
 def test_the_summary_is_a_mean_over_pairs_with_its_spread():
