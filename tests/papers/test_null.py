@@ -233,7 +233,13 @@ def conversion_runs(runs):
         for key, lead in rank.items()
         for v in [np.exp(2 - runs(lead))]
     )
-    return [*s.compare(contexts, settings), *s.compare_with_distillation(contexts, settings)]
+    starts = stacked(
+        runs.table(v, context=np.arange(len(v)), method=name, steps_share=1 - v)
+        for name in s.FROM.values()
+        for v in [runs(lead=1) - runs()]
+    )
+    whole = [*s.compare(contexts, settings), *s.compare_with_distillation(contexts, settings)]
+    return [*whole, *s.compare_starts(starts, settings)]
 
 
 def compaction_runs(runs):
