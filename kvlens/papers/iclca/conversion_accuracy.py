@@ -36,7 +36,7 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, 
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.papers.iclca.conversion_error import float64_logits, relative_error
 from kvlens.tasks import Batch, make_task
-from kvlens.tasks.bigrams import MARKOV, BigramTask
+from kvlens.tasks.bigrams import BigramTask
 from kvlens.training import find_recipe
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
@@ -89,25 +89,23 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
     model = obtain_model(settings, task, tell)
-    how = settings["further"]
-    on_paper = replace(task, law=MARKOV, length=how["length"])
-    further, result = trained_further(model.requires_grad_(True), on_paper, how["training"])
+    how, on_paper = settings["further"], replace(task, law="markov")
+    further, result = trained_further(model.requires_grad_(True), replace(on_paper, length=how["length"]), how["training"])
     course = result.heldout[["step", "loss", "accuracy"]]
     tell(f"trained further on the paper's sequences, {result.steps} steps: accuracy {course['accuracy'].iloc[-1]:.1%}")
     by_law: dict[str, dict[str, pd.DataFrame]] = {}
-    for law, reader in ((task.law, model), (MARKOV, further)):
-        reader.requires_grad_(False)
-        predictions, errors = measure(reader, replace(task, law=law), settings, tell)
-        by_law[law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
-    own, paper, guess = by_law[task.law], by_law[MARKOV], chance(task)
+    for sequences, reader in ((task, model), (on_paper, further)):
+        predictions, errors = measure(reader.requires_grad_(False), sequences, settings, tell)
+        by_law[sequences.law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
+    own, paper, guess = by_law[task.law], by_law[on_paper.law], chance(task)
     tables = {name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own}
-    on_papers = dict(where=", the paper's sequences", enough=PRINTED[PROMPTED] - NEAR_PRINTED, printed=PRINTED)
+    enough, where = PRINTED[PROMPTED] - NEAR_PRINTED, ", the paper's sequences"
     return Reproduction(
         tables={**tables, "further": course},
         figure=lambda: draw(own["accuracy"], guess),
         comparisons=[
             *compare(own["predictions"], own["errors"], guess),
-            *compare(paper["predictions"], paper["errors"], guess, **on_papers),
+            *compare(paper["predictions"], paper["errors"], guess, where=where, enough=enough, printed=PRINTED),
         ],
         differences=[*_differences(model, task, settings)],
     )

@@ -62,6 +62,10 @@ class Moments(NamedTuple):
         return math.sqrt(variance / whole) if whole else 1.0
 
 
+def _texts(*lengths: tuple[int, int]) -> list[dict[str, int]]:
+    return [dict(least=least, most=most) for least, most in lengths]
+
+
 @experiment(
     "ICLCA sec. 4.1 and app. A",
     "How much of a prompt can other weights W_K and W_V take?",
@@ -69,7 +73,7 @@ class Moments(NamedTuple):
     d_model=(6, 16),
     d_head=(3, 4),
     n_prompt=(5, 16),
-    texts=([[0, 0], [1, 9]], [[0, 0], [1, 1], [16, 16], [64, 64], [1, 64]]),
+    texts=(_texts((0, 0), (1, 9)), _texts((0, 0), (1, 1), (16, 16), (64, 64), (1, 64))),
     n_starts=(2, 4),
     n_steps=(5, 100),
     seeds=([0, 1], [11, 12, 13, 14, 15, 16]),
@@ -78,10 +82,10 @@ def direct_conversion(settings: Settings, tell: Tell) -> Reproduction:
     """Fit W_1 and W_2 to random weights and prompts, for texts of several lengths."""
     rows = []
     for seed, lengths in itertools.product(settings["seeds"], settings["texts"]):
-        moments = Moments.of(*lengths)
+        moments = Moments.of(**lengths)
         weights, term, starts = _draw(settings, seed)
         found = min(left_over(moments, weights, term, best_pair(moments, weights, term, s, settings)) for s in starts)
-        name = f"{lengths[0]}" if lengths[0] == lengths[1] else f"{lengths[0]} to {lengths[1]}"
+        name = " to ".join(str(n) for n in sorted(set(lengths.values())))
         row = dict(seed=seed, tokens=name, mean_tokens=moments.mean, left=found, floor=moments.floor(settings["d_model"]))
         rows.append(row)
         if seed == settings["seeds"][-1]:

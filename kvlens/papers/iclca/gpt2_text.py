@@ -265,7 +265,7 @@ def _differences(model: HookedKVTransformer, name: str, kind: str) -> Iterator[s
 
 def draw(texts: pd.DataFrame) -> Figure:
     """Plot every pair's error by way, and the paper's two numbers."""
-    shown = texts[texts["way"].isin((WITHOUT, RANDOM, LANDMARK))]
+    shown = texts[texts["way"].isin((WITHOUT, EVERY, RANDOM, LANDMARK))]
     lines = {"GPT-2 without, as printed": PAPER_DROPPED, "GPT-2 converted, as printed": PAPER_RANDOM}
     title = "Error relative to the logits with the prompt; a dot per prompt"
     return draw_panels(shown, "way", "relative_error", by="way", title=title, lines=lines, log="y", dots=True)
