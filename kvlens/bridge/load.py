@@ -25,9 +25,9 @@ from kvlens.bridge.comparison import logits_of_transformers
 from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
-from kvlens.pretrained.architectures import check_finite
-from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, check_positions
-from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
+from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions
+from kvlens.pretrained.folder import check_finite, check_loaded, check_size, without_progress_bars
+from kvlens.pretrained.names import cached_folder
 from kvlens.tokenizer import check_vocabulary
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")

@@ -2,7 +2,7 @@
 
 Hugging Face folders can contain Python files (``auto_map``), which transformers runs if they are trusted, and otherwise asks
 about on the terminal; an attention implementation with a "/" in its name is a kernel that it downloads and runs. kvlens
-disables this in every call. Official names of models that exist only as such code raise an error.
+disables this in every call.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub import constants
 from transformers import dynamic_module_utils
 
-from kvlens.base.loading import OTHER_CODE
 from kvlens.errors import KVLensError
 
 
@@ -29,15 +28,6 @@ def refuse_to_run_code(kwargs: Mapping[str, Any]) -> None:
         raise KVLensError(
             f"from_pretrained: attn_implementation={kwargs['attn_implementation']!r} is code from the hub, which is not run; "
             "take 'eager' or 'sdpa'"
-        )
-
-
-def refuse_names_with_code(official: str) -> None:
-    """Raise KVLensError for an official name of a model that exists only as code that comes with it."""
-    if official.startswith(OTHER_CODE):
-        raise KVLensError(
-            f"from_pretrained: {official} exists only as code that comes with it; kvlens runs none. If you trust it, load it "
-            "with transformers; KVTransformerBridge runs the loaded model"
         )
 
 

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from kvlens.base.families import SAME_TEXT_MODEL, SUPPORTED_ARCHITECTURES, unsupported
+from kvlens.dtypes import DTYPES
 from kvlens.errors import KVLensError
-from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES, unsupported
 from kvlens.pretrained.checkpoint_files import BUFFER, read_tensors
 from kvlens.pretrained.shift_import import is_shift_coefficient
 
@@ -51,7 +52,7 @@ def load_folder(
     except Exception as error:
         raise KVLensError(f"from_pretrained: transformers cannot read {folder / 'config.json'}: {error}") from error
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    if class_name not in SUPPORTED_ARCHITECTURES:
+    if SAME_TEXT_MODEL.get(class_name, class_name) not in SUPPORTED_ARCHITECTURES:
         raise unsupported((hf_config.architectures or [class_name or hf_config.model_type])[0], str(folder))
     if getattr(hf_config, "quantization_config", None):
         raise KVLensError(
@@ -149,3 +150,36 @@ def check_tied(head: Tensor, embedding: Tensor, where: str) -> None:
             "some releases of transformers take the one and some the other. Set tie_word_embeddings to false, or take the "
             "tensor out of the file"
         )
+
+
+def check_readable(hf_model: PreTrainedModel) -> None:
+    """Raise if a weight is packed, quantized, not loaded, not finite, or under an adapter: it would become nonsense."""
+    for name, weight in hf_model.named_parameters():
+        if "lora_" in name:
+            raise KVLensError(f"from_pretrained: the model carries an adapter ({name}): merge it first")
+        if weight.device.type == "meta":
+            raise KVLensError(f"from_pretrained: {name} is on the meta device: load the model with real weights")
+        if weight.dtype not in DTYPES.values():
+            raise KVLensError(
+                f"from_pretrained: {name} is stored as {weight.dtype}: a quantized model cannot be converted. Load it "
+                "dequantized."
+            )
+    check_finite("from_pretrained", hf_model)
+
+
+@torch.no_grad()
+def check_finite(door: str, hf_model: PreTrainedModel) -> None:
+    """Raise KVLensError, starting with ``door``, if a weight is no floating-point number, NaN or infinite; it is named."""
+    kind = type(hf_model).__name__
+    integers = [name for name, weight in hf_model.named_parameters() if not weight.is_floating_point()]
+    if integers:
+        raise KVLensError(f"{door}: weights of {kind} are integers ({integers[:5]}); use a copy that is not quantized")
+    broken = [name for name, weight in hf_model.named_parameters() if weight.numel() and not _is_finite(weight)]
+    if broken:
+        raise KVLensError(
+            f"{door}: {len(broken)} weights of {kind} hold NaN or infinity: {broken[:5]}; use an intact copy of the model"
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return all(bool(end.isfinite()) for end in weight.aminmax())

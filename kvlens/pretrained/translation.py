@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.families import convert, translate
-from kvlens.base.loading import SHORTER, beginning
 from kvlens.errors import KVLensError
 from kvlens.pretrained.fields import check_fields
+from kvlens.pretrained.names import SHORTER, beginning
 
 logger = logging.getLogger(__name__)
 

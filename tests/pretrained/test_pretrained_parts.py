@@ -13,7 +13,7 @@ from tiny_hf import D_VOCAB, KINDS, N_CTX, law_of, tiny_hf_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
-from kvlens.base.loading import allowed_steps
+from kvlens.base.weights import allowed_steps
 from kvlens.errors import KVLensError
 from kvlens.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
 

@@ -80,7 +80,6 @@ def test_a_large_model_is_not_compared_unasked(monkeypatch, logged, wrong_eps):
         ("x", dict(first_n_layers=1), "with first_n_layers the model is another one"),
         ("x", dict(kv_shift=KVShiftConfig(init="identity")), "leave kv_shift, move_to_device out"),
         ("x", dict(move_to_device=False), "leave kv_shift, move_to_device out"),
-        ("gpt2", dict(hf_model=None), "compares a folder or hf_model="),
         ("x", dict(verify="yes"), "verify"),
     ],
 )
