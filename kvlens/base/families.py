@@ -326,7 +326,8 @@ def convert(tensors: Mapping[str, Tensor], cfg: Any) -> dict[str, Tensor]:
     }
     if family.positions is not None:
         table = tensors[f"{family.positions}.weight"]
-        weights["pos_embed.W_pos"] = table[2:] if cfg.original_architecture == "OPTForCausalLM" else table[: cfg.n_ctx]
+        first = 2 if cfg.original_architecture == "OPTForCausalLM" else 0
+        weights["pos_embed.W_pos"] = table[first : first + cfg.n_ctx]
     for layer in range(cfg.n_layers):
         source = f"{family.layers}.{layer}."
         own = {name.removeprefix(source): tensor for name, tensor in tensors.items() if name.startswith(source)}

@@ -14,6 +14,8 @@ from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
+from kvlens.model.sizes import check_weights_have_these_sizes
+from kvlens.model.weights import check_weight_processing
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts
 
 M = TypeVar("M", bound=HookedTransformer)
@@ -50,8 +52,12 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
     """
+    return _changed(cls, model, changes)
+
+
+def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
-    copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
+    copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer, move_to_device)
     cfg.init_weights = model.cfg.init_weights
     copy.init_kv_parameters()
     _copy_weights(copy, model)
@@ -128,46 +134,43 @@ def from_pretrained(
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
         verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits' size
-            in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to two billion parameters and
-            logs a line if a larger one is not compared; with ``first_n_layers`` or a KV shift there is nothing to compare with.
+            in float32, 0.1 to 0.5 in bfloat16), before a KV shift is added. False takes the model as it is, and saves the time
+            and the certainty; of Baichuan-M1 and models in their authors' own format there is nothing to compare with.
         loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, ``local_files_only``
             (False fetches what Hugging Face's cache on this machine lacks of a name), ``checkpoint_index``,
             ``checkpoint_value``, and arguments of Hugging Face's own ``from_pretrained``.
 
     Raises:
         KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
-            unsupported architecture, an unsupported field of the configuration, or a model whose results differ from those of
-            transformers.
+            unsupported architecture, or a model whose results differ from those of transformers.
     """
-    other = kv_shift is not None or not move_to_device
-    if verify and other:
-        raise KVLensError(
-            "from_pretrained: verify=True runs the model as it is on its device: leave kv_shift, move_to_device out"
-        )
     parts = load_pretrained_parts(
-        model_name,
-        hf_model=hf_model,
-        tokenizer=tokenizer,
-        fold_ln=fold_ln,
-        verify=False if other else verify,
-        **loader_kwargs,
+        model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, verify=verify, **loader_kwargs
     )
     steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
     steps = allowed_steps(parts.cfg, steps)
     kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
+    fold_value_biases = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
+    check_weights_have_these_sizes(cfg, parts.state_dict, f"from_pretrained: the weights of {cfg.model_name}")
+    if parts.trial is not None:  # the comparison is made without the shift
+        cfg.kv_shift = None
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:
         model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
     model.init_kv_parameters()
     model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
-    if parts.shift_coefficients:
-        place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
         model.move_model_modules_to_device()
     if parts.trial is not None:
+        device, cfg.device = cfg.device, str(model.W_E.device)  # which is another one unless the model was moved
         with torch.no_grad():
             check_trial(parts.trial, model(parts.trial.tokens))
+        cfg.device = device
+        if kv_shift is not None:
+            model = _changed(cls, model, {"kv_shift": kv_shift}, move_to_device)
+    if parts.shift_coefficients:
+        place_shift_coefficients(model, parts.shift_coefficients)
     return model
 
 

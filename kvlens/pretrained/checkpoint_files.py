@@ -53,7 +53,7 @@ def check_checkpoint(door: str, folder: Path) -> int:
         folder: the folder. Names in its files are checked, not where links lead: Hugging Face's cache is made of links.
 
     Returns:
-        How many numbers the weights are, for :func:`kvlens.pretrained.folder.check_size`.
+        How many numbers the weights are, for :func:`kvlens.pretrained.transformers_model.check_size`.
     """
     expected = "a folder written by save_pretrained, with config.json and model.safetensors"
     if not folder.is_dir():

@@ -59,7 +59,6 @@ REFUSED = [
     ("must be a transformers PreTrainedModel, got Linear", lambda: parts(torch.nn.Linear(2, 3))),
     ("on the meta device", lambda: parts(tiny_hf_model("gpt2").to("meta"))),
     ("stored as torch.uint8: a quantized model", packed),
-    ("only False can be expressed", lambda: parts(tiny_hf_model("llama", mlp_bias=True))),
     ("rotate by 'dynamic'", lambda: with_rotation(rope_type="dynamic", factor=2.0)),
     # arguments
     ("dtype must be one of", lambda: parts(dtype=torch.int8)),
