@@ -238,6 +238,9 @@ class Asked:
     def scores(self, kept: Tensor) -> Tensor:
         return self.of(kept)
 
+    def token_scores(self, kept: Tensor) -> Tensor:
+        return self.of.of_tokens(kept)
+
 
 def by_kvlens(method: Any) -> Callable[[Scores], Found]:
     def explain(scores: Scores) -> Found:
