@@ -313,8 +313,8 @@ def test_closed_positions_are_the_shorter_prompts():
 
 def test_most_subsets_are_random():
     """Of two units either of which is enough, leaving one out shows nothing: few subsets must not all go into that."""
-    assert chosen_subsets(16, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
-    assert chosen_subsets(15, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
+    assert chosen_subsets(24, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
+    assert chosen_subsets(23, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
 
     def either(rows):
         return 6.0 * (rows[:, 3] | rows[:, 11]).double()
