@@ -2,14 +2,13 @@
 
 The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a folder or of a model in memory;
-- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
-- :mod:`~kvlens.pretrained.gguf`: Transformers' model of a GGUF file;
-- :mod:`~kvlens.pretrained.names`, ``folder``, ``own_format``: names, and what Transformers makes of a folder;
-- :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
+- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a model in memory;
+- :mod:`~kvlens.pretrained.names`, ``own_format``: public names, and where their files are;
+- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: what files hold, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
-  :mod:`~kvlens.pretrained.fields`: which fields of a configuration are supported; ``trial``: comparison with transformers;
-- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library supports.
+- :mod:`~kvlens.pretrained.trial`: comparison with Transformers;
+- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
+- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``: what neither library supports.
 """
 
 from kvlens.base.families import SUPPORTED_ARCHITECTURES
