@@ -22,7 +22,7 @@ from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
-from ..layers import stack_layers
+from ..segments import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
 """Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""

@@ -26,7 +26,7 @@ from kvlens.files import reason, write_atomically
 from kvlens.terminal import is_new, visible
 
 from ..declaration import Analysis, Record
-from ..front_ends import check_front_end
+from ..registry import check_front_end
 from .records import Survey, read_records, survey
 from .storage import Journal, PromptResult, check_same, read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_table_path, check_work

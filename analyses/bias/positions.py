@@ -21,9 +21,8 @@ from kvlens.checks import checked
 from kvlens.texts import token_texts
 
 from ..declaration import Columns, Option, analysis
-from ..layers import zeros_by_head
 from ..predictions import OUTPUT_SHARE
-from ..segments import Progress, bar_unless
+from ..segments import Progress, bar_unless, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from ..stream.logit_attribution import (
     LogitTarget,

@@ -26,8 +26,7 @@ from kvlens.texts import next_token_texts, token_texts
 
 from ..bias.positions import reading_of
 from ..bias.reads import Stretch, TextReads
-from ..layers import zeros_by_head
-from ..segments import Progress, PromptColumns, bar_unless
+from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .readings import CONDITIONS, Readings, check_readings, read_text
 

@@ -28,8 +28,8 @@ from kvlens.analyses import (
 )
 from kvlens.analyses.bias.baseline import baseline_of
 from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
-from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
+from kvlens.analyses.registry import check_front_end, reason_against
 from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
