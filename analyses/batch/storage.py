@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -110,8 +111,8 @@ class Journal:
                 if restart and path.exists():
                     next(self._lines())  # only a journal is replaced
                 if restart or not path.exists():
-                    whole = (_line({"settings": settings}), *map(_line_of, known))
-                    write_file(path, lambda file: file.writelines(whole))
+                    lines = chain([_line({"settings": settings})], map(_line_of, known))
+                    write_file(path, lambda file: file.writelines(lines))
                 self._read(json.loads(json.dumps(settings)), retry_failed)
             except TimeoutError as error:
                 raise KVLensError(f"another run is writing {path}; wait for it, or choose another output") from error

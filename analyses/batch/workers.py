@@ -171,7 +171,8 @@ class Spawned:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
 
     def submit(self, job: Job) -> Future[list[PromptResult]]:
-        return self._pool.submit(_run, *self._given, job)
+        self._job = self._pool.submit(_run, *self._given, job)
+        return self._job
 
     def death(self, error: BaseException) -> str | None:
         if not isinstance(error, BrokenProcessPool):
@@ -181,8 +182,9 @@ class Spawned:
         return f"killed by {signal.Signals(-code).name}" if (code := process.exitcode or 0) < 0 else f"exit status {code}"
 
     def stop(self) -> None:
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()  # it has nothing to clean up
+        if not self._job.done():
+            for process in self._pool._processes.values():
+                process.kill()
         self._pool.shutdown()
 
 
