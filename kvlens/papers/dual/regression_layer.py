@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
@@ -94,13 +95,15 @@ class Layer:
     def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v after their MLPs; q of the last ``n_queries`` tokens, or of all."""
         asked = x if n_queries is None else x[..., -n_queries:, :]
-        q, k, v = (tokens @ w[:, None] for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
-        return q, _through(k, self.key_mlp), _through(v, self.value_mlp)
+        q, k, v = (_per_seed(tokens, [w]) for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
+        return q, _per_seed(k, self.key_mlp, gelu), _per_seed(v, self.value_mlp, gelu)
 
 
-def _through(x: Tensor, mlp: list[Tensor]) -> Tensor:
-    """Apply one MLP per seed; the head axis of ``augment`` is the third."""
-    return augment(x.transpose(0, 2), mlp, torch.nn.functional.gelu).transpose(0, 2) if mlp else x
+def _per_seed(x: Tensor, weights: list[Tensor], activation: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """One MLP per seed over all its tokens in one product; ``augment`` takes it for an MLP per head."""
+    return (
+        augment(x.flatten(1, 2).transpose(0, 1)[None], weights, activation)[0].transpose(0, 1).view(x.shape) if weights else x
+    )
 
 
 def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
