@@ -85,7 +85,7 @@ class VariantSelfAttention(nn.Module):
 
 
 def _adapter(projection: nn.Linear, settings: Augmented, generator: torch.Generator) -> nn.ParameterList:
-    """Matrices from a projection's input to its output: variance 1 / fan-in (2 / fan-in after the activation); the last is 0."""
+    """Matrices from a projection's input to its output: variance 1 / fan-in, 2 / fan-in after the activation; the last is 0."""
     inner = settings.width or 2 * projection.out_features
     widths = [projection.in_features, *[inner] * (settings.depth - 1), projection.out_features]
     weights = []

@@ -49,6 +49,7 @@ class Variant:
         negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
         per: "query" or "label".
+        several: whether each sequence has a task of its own, another W; of what the layer is trained on, not of the layer.
     """
 
     alpha: float = 0.0
@@ -57,6 +58,7 @@ class Variant:
     negatives: int = 0
     beta: float = 0.0
     per: str = "query"
+    several: bool = False
 
 
 @dataclass
@@ -112,12 +114,22 @@ def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
 
 
 def draw_sequences(
-    W: Float[Tensor, "seed d_x"], task: str, seeds: list[int], stream: int, n_sequences: int, n_demonstrations: int
+    W: Float[Tensor, "seed d_x"],
+    task: str,
+    seeds: list[int],
+    stream: int,
+    n_sequences: int,
+    n_demonstrations: int,
+    several: bool = False,
 ) -> Sequences:
-    """Draw sequences of N demonstrations and a query for every seed; ``stream`` distinguishes draws."""
+    """Sequences of N demonstrations and a query for every seed; with ``several`` each has its W; ``stream`` names the draw."""
     shape = (n_sequences, n_demonstrations + 1, W.shape[1])
     x = torch.stack([torch.rand(shape, generator=_generator(seed, stream), dtype=torch.float64) * 2 - 1 for seed in seeds])
-    y = TASKS[task](torch.einsum("sbtd,sd->sbt", x, W))
+    W = W[:, None].expand(-1, n_sequences, -1)
+    if several:
+        own = [torch.randn(W.shape[1:], generator=_generator(seed, -1 - stream), dtype=torch.float64) for seed in seeds]
+        W = torch.stack(own) / W.shape[-1] ** 0.5
+    y = TASKS[task](torch.einsum("sbtd,sbd->sbt", x, W))
     answers = y[..., -1].clone()
     y[..., -1] = 0
     return Sequences(torch.cat([x, y[..., None]], dim=-1), answers)
@@ -166,13 +178,13 @@ def train_layer(
         (step, error) at every evaluation, including the last step. Errors are those of the last label, over the variance of the
         held-out labels: 1 for the best constant prediction, infinite for a row that diverged.
     """
-    n = settings["n_demonstrations"]
+    n, several = settings["n_demonstrations"], layer.variant.several
     drawn = list(dict.fromkeys(seeds))
     rows = torch.tensor([drawn.index(seed) for seed in seeds])
     own = W[[seeds.index(seed) for seed in drawn]]
 
     def sequences(stream: int, n_sequences: int) -> Sequences:
-        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n)))
+        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n, several)))
 
     heldout = sequences(3, settings["heldout_sequences"])
     variance = heldout.answers.var(dim=1, correction=0)
