@@ -141,6 +141,8 @@ class KVTransformerBridge(TransformerBridge):
         bridge.__dict__.update(_weights_then=None, _normalizers=None)
         bridge.clear_hook_registry()
         bridge._initialize_hook_registry()
+        driver = bridge._driver
+        driver.supported_hook_points = frozenset(bridge._hook_registry) - driver.non_fireable_hook_points
         assert isinstance(bridge, cls)
         return bridge
 

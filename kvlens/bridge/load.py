@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
+from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
 from transformer_lens.supported_models import MODEL_ALIASES
 from transformer_lens.utilities import get_device
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -74,10 +76,31 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = Tru
         config.position_embedding_type = "nope"  # Granite 4: TransformerLens takes None for rotary positions
     name = getattr(model, "name_or_path", "") or kind
     try:
-        bridge = build_bridge_from_module(model, kind, hf_config=config, tokenizer=tokenizer, model_name=str(name))
+        bridge = _built(model, config, tokenizer, str(name))
     except Exception as error:
         raise _unreadable(kind, error) from error
     return Loaded(bridge, logits)
+
+
+class _NotScanned(TransformerBridge):
+    """A bridge that does not look for its hook points: TransformerLens does so twice, which takes half of the time of loading,
+    and :meth:`kvlens.KVTransformerBridge.of` finds all of them in the end."""
+
+    def _scan_existing_hooks(self, module: Any, prefix: str = "") -> None:
+        pass
+
+
+def _built(model: PreTrainedModel, config: Any, tokenizer: Any, name: str) -> TransformerBridge:
+    """As TransformerLens' ``build_bridge_from_module`` makes it, but its hook points are not registered."""
+    weight = next(model.parameters())
+    cfg = build_bridge_config_from_hf(config, type(model).__name__, name, weight.dtype)
+    adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
+    adapter.cfg.device = str(weight.device)
+    adapter.prepare_model(model)
+    tokenizer = None if tokenizer is None else configure_tokenizer(tokenizer, adapter.cfg)
+    driver = TransformersDriver(model, adapter, tokenizer)
+    driver.supported_hook_points = frozenset({"not scanned"})  # none at all would be refused
+    return _NotScanned(model, adapter, tokenizer, driver=driver)
 
 
 def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) -> Loaded:
