@@ -98,8 +98,8 @@ def naive_ridge(
 
 
 def augment(
-    x: Float[Tensor, "batch pos _ _"], weights: Sequence[Float[Tensor, "_ _ _"]], activation: Callable[[Tensor], Tensor]
-) -> Float[Tensor, "batch pos _ _"]:
+    x: Float[Tensor, "batch pos #head _"], weights: Sequence[Float[Tensor, "#head _ _"]], activation: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "batch pos #head _"]:
     """g(x) = W_n act(... act(W_1 x)), or act(W_1 x) for a single layer.
 
     Args:
