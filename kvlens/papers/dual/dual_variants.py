@@ -138,7 +138,7 @@ def claimed(task: str) -> list[str]:
     heldout_sequences=(8, 256),
     rates=([0.03, 0.1], [0.03, 0.1, 0.3, 1.0, 2.0]),
     models=(
-        dict(linear=[*VARIANTS, *CHOICES], exponential=[*VARIANTS]),
+        dict(linear=[*VARIANTS, *CHOICES], exponential=[PLAIN, AGAIN, *SINGLE, "all three"]),
         {task: [PLAIN, AGAIN, *claimed(task)] for task in D_X},
     ),
     as_printed=dict(batch_size=1, learning_rate=0.005, steps=(20, 10_000)),
@@ -149,7 +149,9 @@ def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
     seeds, courses = settings["seeds"], []
     for name in ("steps", "models"):
         if missing := [task for task in settings["d_x"] if task not in settings[name]]:
-            raise KVLensError(f"dual-variants: {name} must have an entry for each task of d_x, but has none for {missing}")
+            raise KVLensError(
+                f"dual-variants: {name} must have an entry for each task of d_x, but has none for {', '.join(missing)}"
+            )
     for task in settings["d_x"]:
         for label in settings["models"][task]:
             setting, rate = best_setting(label, task, settings)
