@@ -62,6 +62,7 @@ EXPERIMENTS = {
     "dual-layer": "dual",
     "gradient-descent": "dual",
     "dual-heads": "dual",
+    "bert-variants": "dual",
 }
 """Name -> the paper, whose package has the module of that name (with underscores), in the order of the papers."""
 

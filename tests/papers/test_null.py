@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from kvlens.papers import EXPERIMENTS
-from kvlens.papers.dual import dual_heads, dual_layer, dual_variants, random_features
+from kvlens.papers.dual import bert_variants, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.harness import significance
 from kvlens.papers.harness.learned import Cell, train_cells
 from kvlens.papers.harness.significance import LEVEL, share_above, sides
@@ -216,14 +216,20 @@ def bias_runs(runs):
 
 
 def dual_variants_runs(runs):
-    return dual_variants.compare(
-        stacked(
-            runs.table(v, task=t, model=m, half=v, end=v, course=v)
-            for t, m in dual_variants.CLAIMS
-            for v in [runs(lead=1) - runs()]
-        ),
-        {},
+    ratios = stacked(
+        runs.table(v, task=t, model=m, half=v, end=v, course=v)
+        for t, m in dual_variants.CLAIMS
+        for v in [runs(lead=1) - runs()]
     )
+    ends = {dual_variants.PLAIN: runs(), dual_variants.UNSTABLE: runs(lead=1)}
+    rises = stacked(runs.table(v, model=m, rise=v) for m, v in ends.items())
+    return [*dual_variants.compare(ratios, {}), *dual_variants.compare_rises(rises)]
+
+
+def bert_runs(runs):
+    plain = {bert_variants.PLAIN: runs()}
+    values = plain | {m: runs(lead=1 if claim.better else -1) for m, claim in bert_variants.CLAIMS.items()}
+    return bert_variants.compare(stacked(runs.table(v, model=m, matthews=v, epoch=1) for m, v in values.items()), "cola")
 
 
 def features_runs(runs):
@@ -343,6 +349,7 @@ CASES = [
     Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
     Case("weights-to-prompt", imitation_runs, against=(3,), paired=False),
     Case("dual-variants", dual_variants_runs, n_seeds=8, against=IMPROVEMENTS),
+    Case("bert-variants", bert_runs),
     Case("random-features", features_runs, n_seeds=20),
     Case("dual-layer", layer_runs, n_seeds=8, exact=1, paired=False),
 ]
