@@ -1,34 +1,45 @@
 """A converted prompt, head by head: the size of its bias, its number of directions, and what the text reads from it.
 
-Per layer and head: the size and spectrum of b_KV and b_D, the bias's share of the head's output on a text, and the bias's
-direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
-bypassing all later layers. In a recurrent layer a norm and a gate stand between z and W_O: they are frozen too. The other views
-of the same bias are separate analyses:
+    b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (compared with queries), w_r in value space
+    z = z_bias + z_context        (both already divided by the normalizer, which includes the bias and the text)
 
-- :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
+*Size and directions.* A sum over M tokens has rank at most min(M, d_phi, d_head). The effective rank is the number of
+directions that carry weight, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a
+single one. A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of exp(log_scale)
+times the numbers, so that they can be compared across heads, prompts and conversion methods. Values that would overflow float64
+become its largest number.
+
+*The bias's share of a head's output.* By size (``bias_share``), ||z_bias|| / (||z_bias|| + ||z_context||) is in [0, 1] and does
+not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be outside [0, 1] if the parts oppose each other, but it
+is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
+
+*Direct logit attribution*: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
+bypassing all later layers. In a recurrent layer a norm and a gate stand between z and W_O: they are frozen too.
+
+One forward pass over the prompt, one over the text. The other views of the same bias are separate analyses:
+
 - :func:`kvlens.analyses.bias.positions.bias_positions`: the contribution of each prompt position to ``output_share`` and
   ``logit``;
 - :func:`kvlens.analyses.bias.effects.bias_effects`: the effect of ablating the bias or the shift state, through every path.
-
-One forward pass over the prompt, one over the text.
 """
+
+import math
+from typing import NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
-from kvlens.model import HeadsRead, read_stream
+from kvlens.model import HeadsRead, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
 from ..predictions import OUTPUT_SHARE
-from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..sequences import PromptTokens, TextTokens, bias_and_text, converted
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
-from .outputs import share_by_size, share_probes
-from .parts import HEAD, heads_of
-from .spectrum import effective_rank, singular_values, sizes
+from .parts import HEAD, heads_of, in_layers
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -44,6 +55,14 @@ COLUMNS = Columns(
         "direct logit attribution of z_bias: what it adds to the answer's logit, less that of ``rival`` or else the "
         "vocabulary's mean; NaN in a text of one token without ``answer``",
     ),
+)
+
+VALUES = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", HEAD),
+    index=("int64", "from 0, largest first; min(d_phi, d_head) of them"),
+    singular_value=("float64", "of b_KV, its log_scale included"),
+    energy_share=("float64", "its square over the sum of the head's squares; 0 for a b_KV of zeros"),
 )
 
 
@@ -115,3 +134,133 @@ def _of_layer(
         "output_share": (of_bias * share_probes(of_bias + of_context, pooled=True)).sum(dim=(0, 2)),
         "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
     }
+
+
+class BiasOutputs(NamedTuple):
+    """The two summands of every head's output on a text, layer by layer."""
+
+    of_bias: list[Float[Tensor, "pos _ _"]]
+    of_context: list[Float[Tensor, "pos _ _"]]
+
+    def whole(self) -> list[Float[Tensor, "pos _ _"]]:
+        """Their sums."""
+        return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
+
+
+def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
+    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
+    found = BiasOutputs([], [])
+
+    def keep(layer: int, read: HeadsRead) -> None:
+        assert read.z_bias is not None  # a bias is attached
+        found.of_bias.append(read.z_bias[0].double().to(text.device))
+        found.of_context.append(read.z_context[0].double().to(text.device))
+
+    with model.kv_bias(bias):
+        visit_heads(model, text[None], keep, ("z_context", "z_bias"))
+    return found
+
+
+def share_by_size(
+    of_bias: Float[Tensor, "*lead pos head"], of_context: Float[Tensor, "*lead pos head"]
+) -> Float[Tensor, "*lead pos head"]:
+    """||z_bias|| / (||z_bias|| + ||z_context||) from the two norms; 0 for 0 / 0."""
+    total = of_bias + of_context
+    return of_bias / total.where(total > 0, 1.0)
+
+
+def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Float[Tensor, "*lead pos head d_head"]:
+    """The vectors whose product with a part of z is its share by projection: z / ||z||^2.
+
+    Args:
+        z: the whole outputs.
+        pooled: divide by the sum of ||z||^2 over all positions, so that the shares summed over positions are those of the
+            whole text; otherwise divide each position by its own. Zeros where the output is 0.
+    """
+    energy = z.square().sum(dim=-1, keepdim=True)
+    energy = energy.sum(dim=-3, keepdim=True) if pooled else energy
+    return z / energy.where(energy > 0, 1.0)
+
+
+@analysis(VALUES, "the singular values of each head's b_KV")
+@checked
+@torch.no_grad()
+def bias_singular_values(model: KVModel, prompt: KVBias | PromptTokens) -> pd.DataFrame:
+    """The singular values of every head's b_KV.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS if the model uses one, which are converted here; or a bias.
+
+    Returns:
+        One row per singular value, by layer, head, index:
+
+        {columns}
+
+    Raises:
+        KVLensError: a batch of biases, or invalid tokens.
+    """
+    bias = converted(model, "bias_singular_values", prompt)
+    tables = [_values_of_layer(layer, values) for layer, values in enumerate(singular_values(bias))]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _values_of_layer(layer: int, values: Float[Tensor, "head index"]) -> pd.DataFrame:
+    energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()
+    total = energy.sum(dim=-1, keepdim=True)
+    heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
+    shares = energy / total.where(total > 0, 1.0)
+    columns = {
+        "layer": torch.full_like(heads, layer),
+        "head": heads,
+        "index": indices,
+        "singular_value": values,
+        "energy_share": shares,
+    }
+    return VALUES.frame(columns)
+
+
+def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
+    """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
+    if bias.fingerprint.layers_differ:
+        return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
+    stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
+    scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
+    return in_layers(bias, scaled, torch.linalg.svdvals(bias.recurrent.b_KV.detach().double()))
+
+
+def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
+    """Frobenius norms of each head's ``b_KV`` or ``b_D``, including its log_scale, in float64, layer by layer.
+
+    A recurrent layer has no normalizer, and its b_D counts as 0.
+    """
+    if bias.fingerprint.layers_differ:
+        return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
+    stored = getattr(bias.per_query_head(), name).detach().double()
+    scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
+    states = bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
+    return in_layers(bias, scaled, states if name == "b_KV" else torch.zeros_like(states))
+
+
+def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
+    """One per query head of the attention layers; 0 for biases without a scale."""
+    if bias.log_scale is None:
+        return torch.zeros(len(bias.b_KV), bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
+    stored = bias.log_scale.detach().double()
+    return stored.repeat_interleave(bias.n_heads // stored.shape[1], dim=1)
+
+
+def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
+    return logs.exp().clamp(max=math.nextafter(math.inf, 0.0))
+
+
+def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
+    """exp of the entropy of the normalized singular values; 0 if all of them are 0.
+
+    Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
+    """
+    largest = values.amax(dim=-1, keepdim=True)
+    parts = values / largest.where(largest > 0, 1.0)
+    p = parts / parts.sum(dim=-1, keepdim=True).where(largest > 0, 1.0)
+    rank = -torch.special.xlogy(p, p).sum(dim=-1)
+    return torch.where(largest.squeeze(-1) > 0, rank.exp(), 0.0)

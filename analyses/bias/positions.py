@@ -31,7 +31,7 @@ from ..stream.logit_attribution import (
     check_heads_write_directly,
     logit_target,
 )
-from .outputs import share_probes
+from .decomposition import share_probes
 from .parts import HEAD
 from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads, View
 

@@ -12,8 +12,7 @@
 6. Only the cause is kept.
 7. Layer by layer, what the prompt without the cause leaves there takes the place of what the whole prompt leaves: which layers,
    alone or together, lose the claim when they read the other prompt, and which keep it when they alone read this one
-   (:mod:`~kvlens.explanation.by_layer`). Likewise, where asked for, positions of the prompt, in all layers
-   (:mod:`~kvlens.explanation.by_position`).
+   (:mod:`~kvlens.explanation.exchanges`). Likewise, where asked for, heads, and positions of the prompt in all layers.
 8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
    (:mod:`~kvlens.explanation.sentences`).
 """

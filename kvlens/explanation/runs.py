@@ -6,7 +6,6 @@ the others what the prompt without the cause leaves. Exchanging a set and keepin
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
+from kvlens.analyses.bias.exchange import Exchange
 from kvlens.conversion import converted_rows
 from kvlens.explanation.response import greedy, is_end
 from kvlens.explanation.verdicts import walk
@@ -110,7 +110,6 @@ class Runs:
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
     _texts_wait: bool = False
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
@@ -184,40 +183,21 @@ class Runs:
         rows: Counterfactuals = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
         return convert_prompt(self.model, rows).select_prompt(0)
 
-    def layers(
-        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
+    def exchanged(
+        self, exchange: Exchange, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
     ) -> list[Outcome]:
-        """What the model says with each set of layers exchanged for the donor's.
+        """What the model says with each set of parts exchanged for the other prompt's.
 
         Args:
-            donor: of :meth:`donor`.
-            sets: of layers.
+            exchange: of the whole prompt's bias.
+            sets: of its parts, by number.
             asks: whether the text that is said instead is worth generating.
         """
-        keys: list[Key] = [("layers", id(donor), frozenset(layers)) for layers in sets]
+        keys = [(exchange, frozenset(parts)) for parts in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], asks)]
-        chosen = torch.zeros(len(new), self.bias.n_layers, dtype=torch.bool)
-        for row, key in enumerate(new):
-            chosen[row, sorted(key[-1])] = True  # type: ignore[call-overload]
-        starts = range(0, len(new), at_once := self._rows_at_once())
-        readings = (
-            (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once]))
-            for start in starts
-        )
-        self._under(readings, asks)
-        return [self._found[key] for key in keys]
-
-    def under(self, biases: Iterable[KVBias], asks: Callable[[Outcome], bool]) -> list[Outcome]:
-        """What the model says under other biases, batch by batch."""
-        keys: list[Key] = []
-
-        def readings() -> Iterator[tuple[list[Key], KVBias]]:
-            for each in biases:
-                here: list[Key] = [("other", next(self._numbers)) for _ in range(each.batch_size or 1)]
-                keys.extend(here)
-                yield here, each
-
-        self._under(readings(), asks)
+        chosen, at_once = exchange.rows([parts for _, parts in new]), min(exchange.at_once, self._rows_at_once())
+        passes = (slice(start, start + at_once) for start in range(0, len(new), at_once))
+        self._under(((list[Key](new[some]), exchange.biases(chosen[some])) for some in passes), asks)
         return [self._found[key] for key in keys]
 
     def _lacks_text(self, now: Outcome, asks: Callable[[Outcome], bool]) -> bool:

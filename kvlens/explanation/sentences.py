@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvlens.explanation.by_position import GROUPS
+from kvlens.explanation.exchanges import GROUPS
 from kvlens.explanation.verdicts import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240

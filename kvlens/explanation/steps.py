@@ -16,10 +16,9 @@ from kvlens.analyses.segments import terminal_bar
 from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
-from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
-from kvlens.explanation.by_position import Place, exchange_positions, places_of
 from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, Claim, claim_of, claims_of, content_words
+from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
 from kvlens.explanation.sentences import answered, listed

@@ -6,7 +6,7 @@ what the claim loses without each; choosing a part shows what the model says wit
 
 from typing import Any
 
-from kvlens.explanation.by_position import GROUPS
+from kvlens.explanation.exchanges import GROUPS
 from kvlens.explanation.sentences import MEANINGS, cut_off, listed, paragraphs, percent, quoted
 from kvlens.explanation.verdicts import GONE
 from kvlens.viz import Piece
