@@ -167,7 +167,7 @@ class Reading:
         return torch.cat(found)
 
     def effects(self, edges: Int[Tensor, "edge 5"], change: Change) -> Float[Tensor, " edge"]:
-        """By how much the score falls with each of some edges from the counterfactual prompt."""
+        """The fall of the score with each of some edges from the counterfactual prompt."""
         found = torch.full((len(edges),), torch.nan, dtype=torch.float64)
         for layer, later in edges[:, :2].unique(dim=0).tolist():
             between = (edges[:, 0] == layer) & (edges[:, 1] == later)
@@ -213,7 +213,7 @@ class Reading:
         return f"blocks.{layer}.attn.hook_{name}"
 
     def _by_head(self, layer: int, name: str, x: Tensor) -> Float[Tensor, "row pos some_head d"]:
-        """Of a hook point that shows all heads in one vector, too."""
+        """What a hook point shows, with an axis of heads, which some join in one vector."""
         return x if x.dim() == 4 else x.unflatten(-1, (self._n_heads(layer, name), -1))
 
     def _n_heads(self, layer: int, name: str) -> int:

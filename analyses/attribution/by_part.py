@@ -124,7 +124,7 @@ def attribution_by_head(
 
 
 def _whole(question: Question) -> tuple[int, int]:
-    """From the first token that is not always there to the last."""
+    """The range from the first token that is not always there to the last."""
     can_go = (~question.always_there).nonzero().flatten().tolist()
     return (can_go[0], can_go[-1] + 1) if can_go else (0, 0)
 

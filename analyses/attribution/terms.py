@@ -110,7 +110,7 @@ class Terms:
         return cls(model, bias, n, read, None, states, bias.d_phi - n)
 
     def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
-        """For each row the sum of the terms of its positions, in one layer or in all, by the name of the tensor."""
+        """The sum of the terms of each row's positions, in one layer or in all, by the name of the tensor."""
         if self.factors is not None:
             b_kv, b_d = written(self.model, self.factors, chosen if self.read is None else chosen & self.read)
         else:
@@ -127,7 +127,7 @@ class Terms:
 
 
 def of_layer(tensor: Float[Tensor, " layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, " layer *rest"]:
-    """Zeros in every layer but the one that is meant; `ALL` means all of them."""
+    """The tensor with zeros in every layer but the one that is meant; `ALL` means all of them."""
     return tensor if layer == ALL else tensor * in_layer(numbers, layer).to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
 
 
@@ -191,7 +191,7 @@ class StateTerms(NamedTuple):
     values: Float[Tensor, "recurrent_layer pos head d_v"]
 
     def of(self, chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "recurrent_layer row head d_k d_v"]:
-        """For each row the sum of the terms of its positions."""
+        """The sum of the terms of each row's positions."""
         return torch.einsum("rp,lphk,lphv->lrhkv", chosen.to(self.values), self.carried_keys, self.values)
 
 

@@ -394,7 +394,7 @@ def _heads_taken(exchange: HeadExchange, removals: Sequence[Heads]) -> Bool[Tens
 
 
 def _with_shift_states(exchange: HeadExchange, heads: Bool[Tensor, "removal part"]) -> Bool[Tensor, "removal part"]:
-    """And the shift state of each group that loses a head, and the convolution of each layer that loses all."""
+    """The same heads, with the shift state of each group that loses one and the convolution of each layer that loses all."""
     chosen = heads.clone()
     for part, number in exchange.number.items():
         if part.kind != HEAD_PART:
@@ -516,5 +516,5 @@ def _describe(
 
 
 def _norms(of_heads: list[Float[Tensor, " _ *pos"]], units: list[list[tuple[int, int]]]) -> Float[Tensor, " unit *pos"]:
-    """From the norms of heads, layer by layer, those of units of heads side by side."""
+    """The norms of units of heads side by side, from those of single heads, layer by layer."""
     return torch.stack([torch.stack([of_heads[layer][head] for layer, head in unit]).norm(dim=0) for unit in units])

@@ -55,7 +55,7 @@ def has_baseline(bias: KVBias) -> bool:
 
 
 def rows_at_once(bias: KVBias) -> int:
-    """So many variants of a bias are read in one pass, as there is memory for."""
+    """How many variants of a bias there is memory for in one pass."""
     group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
     return max(4, min(64, NUMBERS_PER_PASS // (2 * group * bias.num_parameters)))
 
@@ -184,7 +184,7 @@ class HeadExchange(Exchange):
                 on_progress((first + len(batch)) / len(chosen))
 
     def _numbers_per_row(self, model: KVModel, pos: int) -> int:
-        """Those of a bias and its copy in the layers, the logits and their float64 probabilities, the widest activations."""
+        """How many numbers a row takes: the bias twice, logits and their float64 probabilities, and the widest activations."""
         widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, self.own.n_heads * self.own.b_KV.shape[-2])
         return 2 * self.own.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)
 

@@ -164,7 +164,7 @@ def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
 def _logit_probes(
     model: KVModel, target: LogitTarget, scale: Tensor, layer: int, reads: TextReads, at: Sequence[int] | None
 ) -> Float[Tensor, "text head d_head"]:
-    """Those of the target; their mean over its positions, or NaN at single positions that have none."""
+    """The target's probes, whose sum is the mean over its positions; NaN at single positions that have no target."""
     probes = target.probes(model, scale, layer)
     probes = probes if reads.factor is None else probes * reads.factor.to(probes)
     if at is None:
@@ -233,7 +233,7 @@ def _numbers(
 def _numbers_of(
     z: Float[Tensor, "text head d_head"] | None, probes: Float[Tensor, "text head d_head probe"], pooled: bool
 ) -> Float[Tensor, "head position part number"]:
-    """Those of a part of the outputs; of no part, nothing."""
+    """The numbers of a part of the outputs; an empty tensor where there is no such part."""
     if z is None:
         return torch.zeros(probes.shape[1], 1 if pooled else len(probes), 0, probes.shape[-1], dtype=torch.float64)
     numbers = torch.einsum("thd,thdn->htn", z, probes)

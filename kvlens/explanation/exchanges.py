@@ -24,8 +24,8 @@ from kvlens import KVBias, counterfactuals
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
 from kvlens.analyses.bias.exchange import Exchange, HeadExchange, LayerExchange
 from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, Part, heads_with, in_one_space
+from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import Outcome
-from kvlens.explanation.verdicts import may_be_lost
 from kvlens.texts import token_texts
 from kvlens.units import Layout, pieces_of_tokens
 

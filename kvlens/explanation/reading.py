@@ -32,7 +32,7 @@ from kvlens.analyses.segments import Progress, bar_unless
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.chat import prompt_layout
 from kvlens.checks import checked
-from kvlens.explanation.verdicts import walk
+from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
 from kvlens.units import By, cut
 

@@ -12,8 +12,8 @@ from kvlens import convert_prompt, counterfactuals
 from kvlens.explanation import explanation_view, steps
 from kvlens.explanation.by_unit import Group, groups_of
 from kvlens.explanation.exchanges import places_of, position_groups
+from kvlens.explanation.explained import _data
 from kvlens.explanation.runs import Work
-from kvlens.explanation.view import _data
 from kvlens.units import Layout, Piece, cut, layout_of_tokens
 
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"

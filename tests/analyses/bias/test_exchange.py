@@ -14,7 +14,7 @@ from kvlens import convert_prompt, counterfactuals
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_a_layer_is_all_of_its_heads_and_all_of_its_positions_and_keeping_it_is_exchanging_the_others(attention):
     with float64(), torch.no_grad():
-        model = tiny_text_model(attention=attention, n_heads=6, d_model=24, n_key_value_heads=2)
+        model = tiny_text_model(attention=attention, n_heads=6, d_model=24, n_key_value_heads=2, dtype=torch.float64)
         prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
         other = counterfactuals(model, prompt, [[(1, 4)]])
         own, donor = convert_prompt(model, prompt), convert_prompt(model, other).select_prompt(0)
