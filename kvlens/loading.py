@@ -4,20 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from transformer_lens.utilities import get_device
 
 from kvlens.arguments import check_device, path_of
-from kvlens.base.loading import official_names
+from kvlens.base.families import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import HookedKVTransformer, KVModel
-from kvlens.pretrained import SUPPORTED_ARCHITECTURES, is_gguf, official_name, read_gguf
-from kvlens.pretrained.baichuan import ARCHITECTURE as BAICHUAN_M1
+from kvlens.pretrained import cached_folder, is_gguf, official_name, official_names, read_gguf
 from kvlens.zoo import folder_of, is_hugging_face, names, source_of
 
 
@@ -67,16 +65,16 @@ def load(
         raise KVLensError("load: a tokenizer file is for a llama2.c checkpoint; a folder brings its own")
     if isinstance(found, Path) and found.is_file():
         return _from_gguf(found, verify, **options)
-    if isinstance(found, str):
-        found = _in_the_cache(found)
-    if isinstance(found, Path) and not is_hugging_face(found):
+    official = official_names().get(found.lower()) if isinstance(found, str) else None
+    folder = _in_the_cache(found, official) if isinstance(found, str) else found
+    if not is_hugging_face(folder):
         _refuse_to_verify(verify, "a folder of kvlens")
-        return HookedKVTransformer.load(found, **options)
-    if isinstance(found, str) or _is_for_hooked_transformer(found):
-        return HookedKVTransformer.from_pretrained(found, verify=verify, **options)
-    if found.name in names() and found == folder_of(found.name):
-        return KVTransformerBridge.from_zoo(found.name, verify=verify, **options)
-    return KVTransformerBridge.boot_transformers(found, verify=verify, **options)
+        return HookedKVTransformer.load(folder, **options)
+    if _is_for_hooked_transformer(folder):
+        return HookedKVTransformer.from_pretrained(official or folder, verify=verify, **options)
+    if folder.name in names() and folder == folder_of(folder.name):
+        return KVTransformerBridge.from_zoo(folder.name, verify=verify, **options)
+    return KVTransformerBridge.boot_transformers(folder, verify=verify, **options)
 
 
 def _refuse_to_verify(verify: bool | None, what: str) -> None:
@@ -94,22 +92,16 @@ def _from_gguf(path: Path, verify: bool | None, dtype: torch.dtype = torch.float
     return KVTransformerBridge.boot_transformers(placed, tokenizer=tokenizer, verify=verify)
 
 
-def _in_the_cache(name: str) -> Path | str:
-    """TransformerLens' official name for ``name``, or the folder of a model that has none.
-
-    Raises:
-        KVLensError: no such model, or its files are not in the local cache.
-    """
-    config = try_to_load_from_cache(name, "config.json")
-    if isinstance(config, str) and name.lower() not in official_names():
-        return Path(config).parent
-    official = official_name(name)
-    if not isinstance(try_to_load_from_cache(official, "config.json"), str):
+def _in_the_cache(name: str, official: str | None) -> Path:
+    """Where Hugging Face's cache has the files of a name."""
+    folder = cached_folder(official or name)
+    if folder is None:
+        official_name(name)  # which refuses an unknown one
         raise KVLensError(
             f"load: TransformerLens knows {name!r}, but its files are not in the local cache ({HF_HUB_CACHE}): "
             "--download, or download=True, fetches them; or give its folder"
         )
-    return official
+    return folder
 
 
 def _is_for_hooked_transformer(folder: Path) -> bool:

@@ -127,6 +127,11 @@ class Question:
         """log p(answer), less log p(rival), after each counterfactual prompt, in nats, everything recomputed."""
         return self._score(self.reads_after(prompts))
 
+    def token_scores(self, prompts: Counterfactuals) -> Float[Tensor, "row answer_pos"]:
+        """What the scores are sums of: log p of each of the answer's tokens, given those before it."""
+        text = torch.cat([self.text, self.answer[:-1]])
+        return _log_p(self.reads_after(prompts)(text, len(self.answer)), self.answer)
+
     def reads_after(self, prompts: Counterfactuals) -> Read:
         """Reads a text after each counterfactual prompt, everything recomputed."""
         return lambda text, n: logits_after(self.model, prompts, text, n, on_tokens=self.account.count)
@@ -156,13 +161,13 @@ class Question:
         found = []
         for tokens in answers:
             logits = shared if len(tokens) == 1 else read(torch.cat([self.text, tokens[:-1]]), len(tokens))
-            found.append(_log_p(logits, tokens))
+            found.append(_log_p(logits, tokens).sum(dim=1))
         return torch.stack(found, dim=1)
 
 
-def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, " row"]:
+def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:
     log_p = logits.double().log_softmax(dim=-1).cpu()
-    return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1)).sum(dim=(1, 2))
+    return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1))[..., 0]
 
 
 def answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:

@@ -2,7 +2,7 @@
 
 - :mod:`~kvlens.base.model`: the class; its parts are in ``config``, ``embedding``, ``norm``, ``attention``, ``rotary``, ``mlp``
   and ``block``;
-- :mod:`~kvlens.base.text`, ``generation``, ``weights``, ``loading``: its methods;
+- :mod:`~kvlens.base.text`, ``generation``, ``weights``: its methods;
 - :mod:`~kvlens.base.families`, ``rope_parameters``: models of Transformers.
 """
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.base.rope_parameters import refused, rotary_fields
+from kvlens.errors import KVLensError
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,13 @@ FAMILIES: dict[str, Family] = {
 }
 """The families, by Transformers' names of their classes, and minGPT."""
 
+SUPPORTED_ARCHITECTURES = tuple(name for name in FAMILIES if name != "mingpt")
+"""Architectures of Transformers that are translated."""
+SAME_TEXT_MODEL = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+"""Classes of models of images and text, whose text model is another class'."""
+BAICHUAN_M1 = "BaichuanM1ForCausalLM"
+"""The one that Transformers does not have, in :mod:`kvlens.pretrained.baichuan`."""
+
 ACTIVATIONS = {
     **{name: name for name in ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu2")},
     "swish": "silu",
@@ -183,6 +191,25 @@ ACTIVATIONS = {
     "gelu_accurate": "gelu_new",
 }
 """Activations by Transformers' names, and by ours."""
+
+
+def unsupported(architecture: str, where: str) -> KVLensError:
+    """Make the error for an architecture that cannot be built from its config."""
+    return KVLensError(
+        f"from_pretrained: {where} has the architecture {architecture}, which HookedTransformer does "
+        "not compute. Supported: "
+        f"{', '.join(sorted((*SUPPORTED_ARCHITECTURES, BAICHUAN_M1)))}; "
+        "KVTransformerBridge runs others in transformers' own model"
+    )
+
+
+def architecture_of(model_class: type) -> str:
+    """The family of a class of Transformers (``config.architectures`` is None in a model made in memory)."""
+    for parent in model_class.__mro__:
+        known = SAME_TEXT_MODEL.get(parent.__name__, parent.__name__)
+        if known in SUPPORTED_ARCHITECTURES:
+            return known
+    raise unsupported(model_class.__name__, "the model")
 
 
 def translate(hf_config: Any, architecture: str, n_ctx: int | None = None) -> dict[str, Any]:
@@ -299,7 +326,8 @@ def convert(tensors: Mapping[str, Tensor], cfg: Any) -> dict[str, Tensor]:
     }
     if family.positions is not None:
         table = tensors[f"{family.positions}.weight"]
-        weights["pos_embed.W_pos"] = table[2:] if cfg.original_architecture == "OPTForCausalLM" else table[: cfg.n_ctx]
+        first = 2 if cfg.original_architecture == "OPTForCausalLM" else 0
+        weights["pos_embed.W_pos"] = table[first : first + cfg.n_ctx]
     for layer in range(cfg.n_layers):
         source = f"{family.layers}.{layer}."
         own = {name.removeprefix(source): tensor for name, tensor in tensors.items() if name.startswith(source)}

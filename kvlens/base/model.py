@@ -20,7 +20,6 @@ from kvlens.base.block import TransformerBlock
 from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.embedding import Embed, PosEmbed, Unembed
 from kvlens.base.generation import Generates
-from kvlens.base.loading import Loads
 from kvlens.base.norm import final_norm
 from kvlens.base.text import ReadsText
 from kvlens.base.weights import HasWeights
@@ -50,7 +49,7 @@ class Output(NamedTuple):
     loss: Tensor
 
 
-class HookedTransformer(ReadsText, Generates, HasWeights, Loads):
+class HookedTransformer(ReadsText, Generates, HasWeights):
     """A decoder: embedding, blocks, norm, unembedding.
 
     Args:

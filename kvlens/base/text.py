@@ -4,6 +4,7 @@ Whether strings get a BOS, and on which side a batch is padded, is settled per c
 meanwhile.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformer_lens.utilities.tokenize_utils import (
     get_tokenizer_with_bos,
     get_tokens_with_bos_removed,
 )
+from transformers import AutoTokenizer
 
 from kvlens.errors import KVLensError
 
@@ -38,6 +40,15 @@ class ReadsText(HookedRootModule):
     cfg: Any
     tokenizer: Any
     W_U: Any
+
+    @staticmethod
+    def tokenizer_by_name(cfg: Any) -> Any:
+        """The tokenizer called ``cfg.tokenizer_name``; one that prepends a BOS, where the architecture's models had one."""
+        name = cfg.tokenizer_name
+        options: dict[str, Any] = {"trust_remote_code": False, "token": os.environ.get("HF_TOKEN") or None}
+        options["use_fast"] = "phi" not in name.lower()  # Phi's fast tokenizer cannot prepend a BOS
+        options["add_bos_token"] = cfg.original_architecture not in (*KEEP_THEIR_BOS, "Qwen3ForCausalLM", "PhiForCausalLM")
+        return AutoTokenizer.from_pretrained(name, **options)
 
     def set_tokenizer(self, tokenizer: Any, default_padding_side: str | None = None) -> None:
         """Use a loaded tokenizer of transformers; special tokens that it lacks become its EOS.

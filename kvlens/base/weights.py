@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import FactoredMatrix, HookedRootModule
 from transformer_lens.utilities import composition_scores
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens.base.config import HookedTransformerConfig
@@ -268,6 +269,29 @@ class HasWeights(HookedRootModule):
     def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> Any:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.refactor_factored_attn_matrices(state_dict, self.cfg)
+
+
+def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
+    """Steps of weight processing without those that would change the model, which it logs."""
+    shortformer, behind = cfg.positional_embedding_type == "shortformer", cfg.original_architecture in POST_NORM_ARCHITECTURES
+    reasons = {
+        "fold_ln": "norms do not stand before the layers"
+        if behind
+        else "positions are added after the norm"
+        if shortformer
+        else "",
+        "center_writing_weights": "norms do not stand before the layers" if behind else "of shortformer" if shortformer else "",
+        "center_unembed": "of shortformer"
+        if shortformer
+        else "a soft cap sees a constant"
+        if cfg.output_logits_soft_cap > 0
+        else "",
+        "fold_value_biases": "patterns with attention sinks do not sum to 1" if cfg.use_attention_sinks else "",
+    }
+    for step, reason in reasons.items():
+        if steps.get(step) and reason:
+            logger.warning("from_pretrained: %s is left out for this model: %s", step, reason)
+    return {step: wanted and not reasons.get(step) for step, wanted in steps.items()}
 
 
 def groups_differ(cfg: Any) -> bool:

@@ -16,20 +16,21 @@ from transformer_lens.factories.architecture_adapter_factory import Architecture
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
 from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
-from transformer_lens.supported_models import MODEL_ALIASES
 from transformer_lens.utilities import get_device
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvlens.bridge import adapters  # noqa: F401  (registers them)
 from kvlens.bridge.comparison import logits_of_transformers
 from kvlens.bridge.families import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
-from kvlens.pretrained.architectures import check_finite
-from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, check_positions
-from kvlens.pretrained.folder import check_loaded, check_size, without_progress_bars
+from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions
+from kvlens.pretrained.names import cached_folder, official_names
+from kvlens.pretrained.transformers_model import check_readable, quantized, read_config, read_model
 from kvlens.tokenizer import check_vocabulary
+from kvlens.zoo import fetch
 
+DOOR = "KVTransformerBridge: "
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 """Model types, of images and text, of which Transformers has the language model as a class of its own."""
@@ -62,9 +63,10 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = Tru
     """
     kind = type(model).__name__
     refuse_encoders(kind, model.config)
-    _refuse_quantized(kind, model.config)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise quantized(DOOR, f"this {kind}")
     check_positions("KVTransformerBridge", model.config.to_dict())
-    _check_weights(model)
+    check_readable(DOOR, model)
     model = _language_model(model)
     kind = type(model).__name__
     if tokenizer is not None:
@@ -122,99 +124,53 @@ def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) 
             raise KVLensError(f"KVTransformerBridge: {option}={given[option]!r} is not supported: {instead}")
     if given.get("hf_model") is not None:
         return wrapped(given["hf_model"], tokenizer=given.get("tokenizer"), verify=verify)
-    folder = Path(source).expanduser()
-    official = next((name for name, aliases in MODEL_ALIASES.items() if source in aliases), str(source))
-    is_folder = isinstance(source, Path) or folder.is_dir()
-    files = folder if is_folder else cached_folder(official, given.get("revision"))
-    n_stored = None
-    if files is not None:
-        n_stored = check_checkpoint("KVTransformerBridge", files)
-        check_listed(files)
-    name = str(folder) if is_folder else official
+    folder, name = Path(source).expanduser(), str(source)
+    if not isinstance(source, Path) and not folder.is_dir():
+        name = official_names().get(name.lower(), name)
+        revision = given.get("revision")
+        folder = cached_folder(name, revision) or fetch(name, "KVTransformerBridge", revision=revision)
+    n_stored = check_checkpoint("KVTransformerBridge", folder)
+    check_listed(folder)
     try:
-        with without_progress_bars():
-            model = _from_files(name, n_stored, given)
-            tokenizer = given.get("tokenizer")
-            if tokenizer is None and (not is_folder or any((folder / name).is_file() for name in TOKENIZER_FILES)):
-                tokenizer = _tokenizer(name, given.get("revision"))
+        model = _from_files(folder, n_stored, given)
+        tokenizer = given.get("tokenizer")
+        if tokenizer is None and any((folder / file).is_file() for file in TOKENIZER_FILES):
+            tokenizer = _tokenizer(folder)
     except KVLensError:
         raise
     except Exception as error:
-        raise _unreadable(str(source), error) from error
+        raise _unreadable(name, error) from error
+    model.name_or_path = name
     return wrapped(model, tokenizer=tokenizer, verify=verify)
 
 
-def _from_files(name: str, n_stored: int | None, given: dict[str, Any]) -> PreTrainedModel:
-    """The model, every weight of which was in its files.
-
-    Args:
-        name: a folder or a name on the hub.
-        n_stored: how many numbers its weights are, None if they are still to be fetched.
-        given: as of ``TransformerBridge.boot_transformers``.
-    """
-    own: dict[str, Any] = {"trust_remote_code": False}
-    if given.get("revision") is not None:
-        own["revision"] = given["revision"]
-    config = AutoConfig.from_pretrained(name, **own)
+def _from_files(folder: Path, n_stored: int, given: dict[str, Any]) -> PreTrainedModel:
+    """The model of a folder of ``n_stored`` numbers; ``given`` as of ``TransformerBridge.boot_transformers``."""
+    config = read_config(folder)
     refuse_encoders((config.architectures or [config.model_type])[0], config)
-    _refuse_quantized(name, config)
     changes = dict(given.get("hf_config_overrides") or {})
     if given.get("n_ctx") is not None:
         changes[next((field for field in N_CTX if hasattr(config, field)), N_CTX[-1])] = given["n_ctx"]
     check_positions("KVTransformerBridge", changes)
     for field, value in changes.items():
         setattr(config, field, value)
-    if n_stored is not None:
-        check_size("KVTransformerBridge: ", name, config, n_stored)
     where = {option: given[option] for option in ("device_map", "max_memory") if given.get(option) is not None}
     device = given.get("device")
     if where and device is not None:
         raise ValueError("device and device_map exclude each other")
-    model, report = AutoModelForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=given.get("dtype") or torch.float32,
-        attn_implementation="eager",  # the file may name a kernel of the hub, which Transformers would fetch and run
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # check_loaded says which
-        weights_only=True,
-        **own,
-        **where,
-    )
-    check_loaded(report, "KVTransformerBridge: ", name)
+    dtype = given.get("dtype") or torch.float32
+    model, _ = read_model(DOOR, folder, config, n_stored, dtype=dtype, **where)
     placed: PreTrainedModel = model if where else model.to(device or get_device())
     return placed
 
 
-def _tokenizer(name: str, revision: str | None) -> Any:
+def _tokenizer(folder: Path) -> Any:
     """As TransformerLens loads it: with a BOS where it has one."""
-    own = {"trust_remote_code": False, **({} if revision is None else {"revision": revision})}
+    own = {"trust_remote_code": False, "local_files_only": True}
     try:
-        return AutoTokenizer.from_pretrained(name, add_bos_token=True, **own)
+        return AutoTokenizer.from_pretrained(folder, add_bos_token=True, **own)
     except ValueError:
-        return AutoTokenizer.from_pretrained(name, **own)
-
-
-def _refuse_quantized(what: str, config: Any) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise KVLensError(
-            f"KVTransformerBridge: the weights of {what} are quantized, and kvlens reads weights as numbers; dequantize them "
-            "by Transformers (model.dequantize()), save the model, and load that"
-        )
-
-
-@torch.no_grad()
-def _check_weights(model: PreTrainedModel) -> None:
-    """Raise KVLensError where weights are not in memory, or not finite."""
-    kind = type(model).__name__
-    offloaded = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if offloaded:
-        raise KVLensError(
-            f"KVTransformerBridge: {len(offloaded)} weights of {kind} are not in memory ({offloaded[0]}, for "
-            "example): a device_map offloaded them to disk or to the CPU. A bridge reads weights outside of passes too; load "
-            "the model with a device_map that leaves every layer on a device"
-        )
-    check_finite("KVTransformerBridge", model)
+        return AutoTokenizer.from_pretrained(folder, **own)
 
 
 def _language_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -24,11 +24,17 @@ class LoadsAndSaves(HookedTransformer):
 
     @classmethod
     @checked
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls: type[M], model_name: str | Path, *, hf_model: Any = None, tokenizer: Any = None, **kwargs: Any
     ) -> M:
         """A pretrained softmax model: see :func:`kvlens.model.loading.from_pretrained` for every argument."""
         return from_pretrained(cls, model_name, hf_model=hf_model, tokenizer=tokenizer, **kwargs)
+
+    @classmethod
+    def from_pretrained_no_processing(cls: type[M], model_name: str | Path, **kwargs: Any) -> M:
+        """:meth:`from_pretrained` with the weights as they are."""
+        steps = ("fold_ln", "center_writing_weights", "center_unembed", "refactor_factored_attn_matrices", "fold_value_biases")
+        return from_pretrained(cls, model_name, **{**dict.fromkeys(steps, False), **kwargs})
 
     @classmethod
     @checked

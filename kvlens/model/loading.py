@@ -1,6 +1,5 @@
 """Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
 
-import contextlib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -8,28 +7,16 @@ import torch
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
-from kvlens.base.loading import OWN_FORMAT, allowed_steps
+from kvlens.base.weights import allowed_steps
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
+from kvlens.model.sizes import check_weights_have_these_sizes
 from kvlens.model.weights import check_weight_processing
-from kvlens.pretrained import (
-    cached_folder,
-    check_checkpoint,
-    check_trial,
-    is_local_folder,
-    load_llama2c_parts,
-    load_pretrained_parts,
-    nothing_asked,
-    nothing_fetched,
-    official_name,
-    refuse_names_with_code,
-    refuse_to_run_code,
-    without_progress_bars,
-)
+from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts
 
 M = TypeVar("M", bound=HookedTransformer)
 """The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
@@ -65,8 +52,12 @@ def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: A
     Raises:
         KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
     """
+    return _changed(cls, model, changes)
+
+
+def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
-    copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer)
+    copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer, move_to_device)
     cfg.init_weights = model.cfg.init_weights
     copy.init_kv_parameters()
     _copy_weights(copy, model)
@@ -125,7 +116,6 @@ def from_pretrained(
     default_padding_side: Literal["left", "right"] | None = None,
     move_to_device: bool = True,
     verify: bool | None = None,
-    local_files_only: bool = True,
     **loader_kwargs: Any,
 ) -> M:
     """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
@@ -144,64 +134,43 @@ def from_pretrained(
             weight processing; ``fold_value_biases=None`` folds unless values are shifted.
         default_padding_side, move_to_device: as in TransformerLens.
         verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits' size
-            in float32, 0.1 to 0.5 in bfloat16). None compares a folder or a loaded model of up to two billion parameters and
-            logs a line if a larger one is not compared; with ``first_n_layers`` or a KV shift there is nothing to compare with.
-        local_files_only: take the files of a name from Hugging Face's cache on this machine; False asks the hub, and fetches
-            what is missing. A folder never needs the hub.
-        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, and arguments of Hugging
-            Face's own ``from_pretrained``.
+            in float32, 0.1 to 0.5 in bfloat16), before a KV shift is added. False takes the model as it is, and saves the time
+            and the certainty; of Baichuan-M1 and models in their authors' own format there is nothing to compare with.
+        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, ``local_files_only``
+            (False fetches what Hugging Face's cache on this machine lacks of a name), ``checkpoint_index``,
+            ``checkpoint_value``, and arguments of Hugging Face's own ``from_pretrained``.
 
     Raises:
         KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
-            unsupported architecture, an unsupported field of the configuration, or a model whose results differ from those of
-            transformers.
+            unsupported architecture, or a model whose results differ from those of transformers.
     """
-    refuse_to_run_code(loader_kwargs)
-    if hf_model is None and not is_local_folder(model_name):
-        if kv_shift is not None and kv_shift.values and fold_value_biases is None:
-            fold_value_biases = False
-        if verify:
-            raise KVLensError("from_pretrained: verify=True compares a folder or hf_model=; a name is loaded as it is")
-        hub_kwargs = {
-            "fold_ln": fold_ln,
-            "center_writing_weights": center_writing_weights,
-            "center_unembed": center_unembed,
-            "fold_value_biases": fold_value_biases,
-            "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
-            "default_padding_side": default_padding_side,
-            "move_to_device": move_to_device,
-            **loader_kwargs,
-        }
-        return _by_name(cls, official_name(str(model_name)), tokenizer, kv_shift, hub_kwargs, local_files_only)
-    other = kv_shift is not None or not move_to_device
-    if verify and other:
-        raise KVLensError(
-            "from_pretrained: verify=True runs the model as it is on its device: leave kv_shift, move_to_device out"
-        )
     parts = load_pretrained_parts(
-        model_name,
-        hf_model=hf_model,
-        tokenizer=tokenizer,
-        fold_ln=fold_ln,
-        verify=False if other else verify,
-        **loader_kwargs,
+        model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, verify=verify, **loader_kwargs
     )
     steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
     steps = allowed_steps(parts.cfg, steps)
     kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
+    fold_value_biases = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
+    check_weights_have_these_sizes(cfg, parts.state_dict, f"from_pretrained: the weights of {cfg.model_name}")
+    if parts.trial is not None:  # the comparison is made without the shift
+        cfg.kv_shift = None
     model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
     if parts.tokenizer is not None:
         model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
     model.init_kv_parameters()
     model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
-    if parts.shift_coefficients:
-        place_shift_coefficients(model, parts.shift_coefficients)
     if move_to_device:
         model.move_model_modules_to_device()
     if parts.trial is not None:
+        device, cfg.device = cfg.device, str(model.W_E.device)  # which is another one unless the model was moved
         with torch.no_grad():
             check_trial(parts.trial, model(parts.trial.tokens))
+        cfg.device = device
+        if kv_shift is not None:
+            model = _changed(cls, model, {"kv_shift": kv_shift}, move_to_device)
+    if parts.shift_coefficients:
+        place_shift_coefficients(model, parts.shift_coefficients)
     return model
 
 
@@ -234,32 +203,3 @@ def from_llama2c(
         parts.state_dict, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
     return model
-
-
-def _by_name(
-    cls: type[M], name: str, tokenizer: Any, kv_shift: KVShiftConfig | None, kwargs: dict[str, Any], local_files_only: bool
-) -> M:
-    """Load by official name, from Hugging Face's cache or the hub; it constructs ``cls`` itself."""
-    refuse_names_with_code(name)
-    cached = None if name.startswith(OWN_FORMAT) else cached_folder(name, kwargs.get("revision"))
-    if cached is not None:
-        check_checkpoint("from_pretrained", cached)
-    check_device("from_pretrained: device", kwargs.get("device"))
-    if kv_shift is not None:
-        probe = HookedKVTransformerConfig(n_layers=1, d_model=2, d_head=2, n_ctx=1, d_vocab=1, act_fn="relu", kv_shift=kv_shift)
-        check_weight_processing(probe, kwargs["fold_value_biases"], kwargs["refactor_factored_attn_matrices"])
-    load = HookedTransformer.from_pretrained.__func__  # type: ignore[attr-defined]
-    try:
-        here = nothing_fetched() if local_files_only else contextlib.nullcontext()
-        with without_progress_bars(), nothing_asked(), here:
-            model = load(cls, name, tokenizer=tokenizer, **kwargs)
-    except OSError as error:
-        if local_files_only:
-            raise KVLensError(
-                f"from_pretrained: the files of {name} are not all in Hugging Face's cache on this machine; "
-                "local_files_only=False fetches them, or pass a folder"
-            ) from error
-        raise KVLensError(
-            f"from_pretrained: {name} is not in the local cache, nor available from the hub: {' '.join(str(error).split())}"
-        ) from error
-    return model if kv_shift is None else from_hooked_transformer(cls, model, kv_shift=kv_shift)

@@ -47,6 +47,7 @@ EXPERIMENTS = {
     "coefficients": "kvsa",
     "conversion-accuracy": "iclca",
     "conversion-error": "iclca",
+    "direct-conversion": "iclca",
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
     "softmax-conversion": "iclca",

@@ -2,23 +2,20 @@
 
 The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a folder or of a model in memory;
-- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
-- :mod:`~kvlens.pretrained.gguf`: Transformers' model of a GGUF file;
-- :mod:`~kvlens.pretrained.names`, ``folder``, ``architectures``: resolving names, and checking files and architectures;
-- :mod:`~kvlens.pretrained.code`: no code that comes with a model is run;
+- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a model in memory;
+- :mod:`~kvlens.pretrained.names`, ``own_format``: public names, and where their files are;
+- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: what files hold, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
-  :mod:`~kvlens.pretrained.fields`: which fields of a configuration are supported; ``trial``: comparison with transformers;
-- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``, ``checkpoint_files``: what neither library supports.
+- :mod:`~kvlens.pretrained.trial`: comparison with Transformers;
+- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
+- :mod:`~kvlens.pretrained.baichuan`, ``shift_import``: what neither library supports.
 """
 
-from kvlens.pretrained.architectures import SUPPORTED_ARCHITECTURES
-from kvlens.pretrained.checkpoint_files import cached_folder, check_checkpoint, read_tensors
-from kvlens.pretrained.code import nothing_asked, nothing_fetched, refuse_names_with_code, refuse_to_run_code
-from kvlens.pretrained.folder import without_progress_bars
+from kvlens.base.families import SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.checkpoint_files import read_tensors
 from kvlens.pretrained.gguf import is_gguf, read_gguf
 from kvlens.pretrained.llama2c import load_llama2c_parts
-from kvlens.pretrained.names import is_local_folder, official_name
+from kvlens.pretrained.names import cached_folder, is_local_folder, official_name, official_names
 from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
 from kvlens.pretrained.shift_import import import_shift_coefficients
 from kvlens.pretrained.tokenizer import read_tokenizer
@@ -28,20 +25,15 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "PretrainedParts",
     "cached_folder",
-    "check_checkpoint",
     "check_trial",
     "import_shift_coefficients",
     "is_gguf",
     "is_local_folder",
     "load_llama2c_parts",
     "load_pretrained_parts",
-    "nothing_asked",
-    "nothing_fetched",
     "official_name",
+    "official_names",
     "read_gguf",
     "read_tensors",
     "read_tokenizer",
-    "refuse_names_with_code",
-    "refuse_to_run_code",
-    "without_progress_bars",
 ]

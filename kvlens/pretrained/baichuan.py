@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvlens.base import HookedTransformerConfig
+from kvlens.base.families import BAICHUAN_M1
 from kvlens.errors import KVLensError
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.translation import check_first_n_layers_and_n_ctx
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURE = "BaichuanM1ForCausalLM"
 MODEL_TYPE = "baichuan_m1"
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _REFUSE = "from_pretrained: this Baichuan-M1 checkpoint "
@@ -42,7 +42,7 @@ _REFUSE = "from_pretrained: this Baichuan-M1 checkpoint "
 
 def is_baichuan_m1(config: Mapping[str, Any]) -> bool:
     """Say whether a ``config.json``, read as a dict, is that of a Baichuan-M1-type model."""
-    return config.get("model_type") == MODEL_TYPE or ARCHITECTURE in (config.get("architectures") or ())
+    return config.get("model_type") == MODEL_TYPE or BAICHUAN_M1 in (config.get("architectures") or ())
 
 
 def baichuan_m1_config(
@@ -98,7 +98,7 @@ def baichuan_m1_config(
         use_local_attn=bool(local),
         attn_types=attn_types if local else None,
         window_size=_positive(config, "sliding_window") if local else None,
-        original_architecture=ARCHITECTURE,
+        original_architecture=BAICHUAN_M1,
         dtype=dtype,
         **{name: value for name, value in options.items() if value is not None},
     )

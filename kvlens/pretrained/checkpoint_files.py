@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -54,7 +53,7 @@ def check_checkpoint(door: str, folder: Path) -> int:
         folder: the folder. Names in its files are checked, not where links lead: Hugging Face's cache is made of links.
 
     Returns:
-        How many numbers the weights are, for :func:`kvlens.pretrained.folder.check_size`.
+        How many numbers the weights are, for :func:`kvlens.pretrained.transformers_model.check_size`.
     """
     expected = "a folder written by save_pretrained, with config.json and model.safetensors"
     if not folder.is_dir():
@@ -91,15 +90,6 @@ def check_checkpoint(door: str, folder: Path) -> int:
             "that says what they stand for; use a copy of the model that is not quantized"
         )
     return sum(tensor.size for tensor in stored)
-
-
-def cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where Hugging Face's cache has a model, which Transformers is about to read from there; None if it has not."""
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no name that the hub could have
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def check_positions(door: str, config: Mapping[str, Any]) -> None:

@@ -1,12 +1,68 @@
-"""Deciding whether a model is given as a local folder or by name, and resolving aliases to official names."""
+"""Names of public models: what they stand for, and where their files are.
+
+A name stands for a folder: the one in which Hugging Face's cache has its files, at a step of training if one is asked for.
+Names of models that exist only as code that comes with them are refused.
+"""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
 from kvlens.arguments import path_of
-from kvlens.base.loading import official_names
 from kvlens.errors import KVLensError, nearest, nearest_name
+from kvlens.pretrained.own_format import OWN_FORMAT, checkpoint_files
+from kvlens.zoo import fetch
 from kvlens.zoo import names as shipped_names
+
+OTHER_CODE = ("bigcode/santacoder", "Qwen/Qwen-", "apple/OpenELM")
+"""Models that exist only as code that comes with them."""
+SHORTER = {"meta-llama/Llama-3.": 2048, "google/gemma-3": 8192, "google/medgemma": 8192, "roneneldan/TinyStories": 512}
+"""Context lengths below the configuration's, by the beginnings of names: tables are smaller; TinyStories was trained on 512."""
+STEPS = {
+    "stanford-crfm/": [*range(0, 100, 10), *range(100, 2000, 50), *range(2000, 20000, 100), *range(20000, 400001, 1000)],
+    "EleutherAI/pythia": [0, *(2**i for i in range(10)), *range(1000, 143001, 1000)],
+}
+"""The training steps whose checkpoints are public, by the beginnings of names (Pythia's first version: from 1000 on)."""
+REVISIONS = {"stanford-crfm/": "checkpoint-{}", "EleutherAI/pythia": "step{}"}
+
+
+def official_names() -> dict[str, str]:
+    """Official names of public models by their names and aliases in lower case."""
+    names = {alias.lower(): name for name, aliases in MODEL_ALIASES.items() for alias in aliases}
+    return names | {name.lower(): name for name in OFFICIAL_MODEL_NAMES}
+
+
+def official_name(model_name: str) -> str:
+    """Return TransformerLens' official name for ``model_name``, which may be an alias.
+
+    Raises:
+        KVLensError: TransformerLens has no such name; the message suggests the nearest one, or says that kvlens ships it. Or
+            the model exists only as code that comes with it.
+    """
+    names = official_names()
+    found = names.get(str(model_name).lower())
+    shipped = nearest_name(model_name, shipped_names(), likeness=0.8)
+    if found is None and shipped is not None:
+        raise KVLensError(
+            f"from_pretrained: {str(model_name)!r} names no model of Hugging Face's; those that ship with kvlens are loaded by "
+            f'HookedKVTransformer.from_zoo("{shipped}")'
+        )
+    if found is None:
+        raise KVLensError(
+            f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (for a model that is not one of "
+            "TransformerLens' own, pass its folder, or hf_model=) nor one of the "
+            f"{len(set(names.values()))} official model names or their aliases{nearest(str(model_name).lower(), names)}"
+        )
+    if found.startswith(OTHER_CODE):
+        raise KVLensError(
+            f"from_pretrained: {found} exists only as code that comes with it; kvlens runs none. If you trust it, load it "
+            "with transformers; KVTransformerBridge runs the loaded model"
+        )
+    return found
 
 
 def is_local_folder(model_name: str | Path) -> bool:
@@ -26,24 +82,54 @@ def is_local_folder(model_name: str | Path) -> bool:
     return written_as_path or path.exists()
 
 
-def official_name(model_name: str) -> str:
-    """Return TransformerLens' official name for ``model_name``, which may be an alias.
+def cached_folder(name: str, revision: str | None = None, cache_dir: Any = None) -> Path | None:
+    """Where Hugging Face's cache has a model; None if it has not."""
+    try:
+        config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def folder_of_name(official: str, step: int | None, options: dict[str, Any], local_files_only: bool) -> Path:
+    """The folder of a name's files, at a training step; ``options`` for the hub (``revision``, ...) are taken out of the dict.
 
     Raises:
-        KVLensError: TransformerLens has no such name; the message suggests the nearest one, or says that kvlens ships it.
+        KVLensError: they are not in the cache, nor fetched.
     """
-    names = official_names()
-    found = names.get(str(model_name).lower())
-    shipped = nearest_name(model_name, shipped_names(), likeness=0.8)
-    if found is None and shipped is not None:
-        raise KVLensError(
-            f"from_pretrained: {str(model_name)!r} names no model of Hugging Face's; those that ship with kvlens are loaded by "
-            f'HookedKVTransformer.from_zoo("{shipped}")'
-        )
-    if found is None:
-        raise KVLensError(
-            f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (for a model that is not one of "
-            "TransformerLens' own, pass its folder, or hf_model=) nor one of the "
-            f"{len(set(names.values()))} official model names or their aliases{nearest(str(model_name).lower(), names)}"
-        )
-    return found
+    where = {name: options.pop(name) for name in ("revision", "cache_dir", "token") if name in options}
+    if step is not None:
+        where["revision"] = str(beginning(official, REVISIONS)).format(step)
+    folder = cached_folder(official, where.get("revision"), where.get("cache_dir"))
+    if not local_files_only:
+        return fetch(official, "from_pretrained", **where)
+    if folder is None:
+        raise not_here(official)
+    return folder
+
+
+def not_here(official: str) -> KVLensError:
+    """Make the error for a name whose files the cache does not have."""
+    return KVLensError(
+        f"from_pretrained: the files of {official} are not all in Hugging Face's cache on this machine; "
+        "local_files_only=False fetches them, or pass a folder"
+    )
+
+
+def step_of(name: str, index: int | None, step: int | None) -> int:
+    """The training step of a checkpoint that is asked for by number or by step."""
+    steps = [known for known, _ in checkpoint_files(name)] if name.startswith(OWN_FORMAT) else beginning(name, STEPS)
+    if not steps:
+        raise KVLensError(f"from_pretrained: no checkpoints of {name}'s training are public")
+    if name.startswith("EleutherAI/pythia") and "v0" in name:
+        steps = [known for known in steps if known >= 1000]
+    if index is not None:
+        return int(steps[index])
+    if step not in steps:
+        raise KVLensError(f"from_pretrained: {name} has no checkpoint {step}{nearest(step, map(str, steps))}")
+    return int(step)  # type: ignore[arg-type]
+
+
+def beginning(name: str, table: Mapping[str, Any]) -> Any:
+    """The value of ``table`` whose key ``name`` begins with; None if there is none."""
+    return next((value for start, value in table.items() if name.startswith(start)), None)

@@ -1,8 +1,7 @@
 """Pretrained weights without a network: from a local Hugging Face folder, or from a model already in memory.
 
-The configuration is translated and the weights are renamed by the table in :mod:`kvlens.base.families`. A field that would be
-ignored raises an error that names it (:mod:`kvlens.pretrained.fields`), and :mod:`kvlens.pretrained.trial` compares the result
-with transformers' own model.
+The configuration is translated and the weights are renamed by the table in :mod:`kvlens.base.families`, and
+:mod:`kvlens.pretrained.trial` compares the result with transformers' own model.
 Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
 and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
 
@@ -10,23 +9,23 @@ Two limits on float64 lie outside kvlens: TransformerLens' weight processing cas
 stay exact, and Hugging Face computes rotary angles and RMS norms in float32 whatever the model's dtype is.
 """
 
-import logging
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvlens.arguments import check_device, path_of
-from kvlens.base import HookedTransformerConfig
-from kvlens.base.loading import official_names
+from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.base.families import FAMILIES, SAME_TEXT_MODEL, SUPPORTED_ARCHITECTURES, architecture_of, unsupported
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError, brief, first_line
 from kvlens.files import read_json
-from kvlens.pretrained.architectures import architecture_of, check_readable
 from kvlens.pretrained.baichuan import (
     baichuan_m1_config,
     conv_window_of,
@@ -35,18 +34,22 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1_weight,
 )
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions, read_tensors
-from kvlens.pretrained.code import refuse_to_run_code
-from kvlens.pretrained.folder import check_tied, load_folder
-from kvlens.pretrained.names import is_local_folder, official_name
+from kvlens.pretrained.names import folder_of_name, is_local_folder, not_here, official_name, official_names, step_of
+from kvlens.pretrained.own_format import OWN_FORMAT, own_format
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
 from kvlens.pretrained.tokenizer import find_tokenizer
+from kvlens.pretrained.transformers_model import (
+    check_readable,
+    check_tied,
+    nothing_asked,
+    nothing_fetched,
+    read_config,
+    read_model,
+    refuse_to_run_code,
+    without_progress_bars,
+)
 from kvlens.pretrained.translation import alibi_slopes, convert_weights, translate_config
 from kvlens.pretrained.trial import Trial, run_trial
-
-logger = logging.getLogger(__name__)
-
-VERIFIED_PARAMETERS = 2_000_000_000
-"""Models of up to this size are compared with transformers' own pass by default, which takes some seconds on a CPU."""
 
 
 class PretrainedParts(NamedTuple):
@@ -85,12 +88,17 @@ def load_pretrained_parts(
     first_n_layers: int | None = None,
     n_ctx: int | None = None,
     verify: bool | None = False,
+    local_files_only: bool = True,
+    checkpoint_index: int | None = None,
+    checkpoint_value: int | None = None,
+    checkpoint_label: int | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PretrainedParts:
-    """Make config, weights and tokenizer from a local folder or from a loaded Hugging Face model. No network is used.
+    """Make config, weights and tokenizer from a folder, a name whose files are here, or a loaded Hugging Face model.
 
     Args:
-        model_name: a Hugging Face folder (``config.json``, weights, possibly a tokenizer); with ``hf_model`` any name.
+        model_name: a Hugging Face folder (``config.json``, weights, possibly a tokenizer), or an official name or alias; with
+            ``hf_model`` any name.
         hf_model: a loaded causal language model; its weights and config are used, and it is not changed.
         tokenizer: used instead of the folder's. It is copied, and the copy prepends BOS, as models expect.
             Without one, an official name uses its tokenizer from the local Hugging Face cache if it fits.
@@ -101,9 +109,11 @@ def load_pretrained_parts(
         default_prepend_bos: overrides the architecture's own default.
         first_n_layers: keep only this many layers.
         n_ctx: context length; it may exceed the model's own only if positions are not learned.
-        verify: run transformers' model on a few tokens, for comparison; None does so up to ``VERIFIED_PARAMETERS``, and logs
-            a line for larger models.
-        from_pretrained_kwargs: for Hugging Face's ``from_pretrained``, with a folder only. ``torch_dtype`` replaces
+        verify: run transformers' model on a few tokens, for comparison; None does so where transformers knows the architecture.
+        local_files_only: take the files of a name from Hugging Face's cache; False fetches what it lacks.
+        checkpoint_index, checkpoint_value, checkpoint_label: a checkpoint of a name's training, by its number or its step (the
+            last two are the same).
+        from_pretrained_kwargs: for Hugging Face's ``from_pretrained``, with a folder or a name only. ``torch_dtype`` replaces
             ``dtype``, as in TransformerLens.
 
     Returns:
@@ -116,15 +126,9 @@ def load_pretrained_parts(
     dtype = dtype_of(from_pretrained_kwargs.pop("torch_dtype", dtype), "from_pretrained: dtype")
     _check_arguments(model_name, hf_model, from_pretrained_kwargs)
     _check_options(tokenizer, device, {"n_devices": n_devices, "first_n_layers": first_n_layers, "n_ctx": n_ctx})
-    folder = path_of("from_pretrained", model_name).resolve() if is_local_folder(model_name) else None
-    if hf_model is None and folder is None:
-        raise KVLensError(
-            f"load_pretrained_parts: {official_name(str(model_name))!r} is a name on the hub. Pass a local folder, "
-            "or hf_model=, or load it by name with from_pretrained."
-        )
-    source: Any = folder if hf_model is None else hf_model
-    official = None if folder else official_names().get(str(model_name).lower())
     ensure("from_pretrained: verify", bool | None, verify)
+    checkpoint = (checkpoint_index, checkpoint_value if checkpoint_label is None else checkpoint_label)
+    folder = path_of("from_pretrained", model_name).resolve() if is_local_folder(model_name) else None
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -134,23 +138,81 @@ def load_pretrained_parts(
         "first_n_layers": first_n_layers,
         "n_ctx": n_ctx,
     }
+    official = None if folder else official_names().get(str(model_name).lower())
+    if hf_model is not None or folder is not None:
+        if checkpoint != (None, None):
+            raise KVLensError(
+                "from_pretrained: checkpoint_index and checkpoint_value belong to models loaded by official name; for "
+                f"{str(model_name)!r} pass the folder or the model of that training step instead"
+            )
+        step, source = None, folder if hf_model is None else hf_model
+    else:
+        official = official_name(str(model_name))
+        with _hub(official, local_files_only):
+            step = None if checkpoint == (None, None) else step_of(official, *checkpoint)
+            if official.startswith(OWN_FORMAT):
+                source = _of_own_format(official, step, tokenizer, options)
+            else:
+                source = folder_of_name(official, step, from_pretrained_kwargs, local_files_only)
+    parts = (
+        source
+        if isinstance(source, PretrainedParts)
+        else _of_transformers(source, official, from_pretrained_kwargs, options, verify)
+    )
+    parts.cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
+    if step is not None:
+        parts.cfg.from_checkpoint, parts.cfg.checkpoint_value, parts.cfg.checkpoint_label_type = True, step, "step"
+    tokenizer = find_tokenizer(tokenizer or parts.tokenizer, source if isinstance(source, Path) else None, official, parts.cfg)
+    return parts._replace(tokenizer=tokenizer)
+
+
+@contextlib.contextmanager
+def _hub(official: str, local_files_only: bool) -> Iterator[None]:
+    """Inside, the hub is asked only if it may be; what it lacks is a KVLensError."""
+    try:
+        with without_progress_bars(), nothing_asked(), nothing_fetched() if local_files_only else contextlib.nullcontext():
+            yield
+    except OSError as error:
+        raise (
+            not_here(official)
+            if local_files_only
+            else KVLensError(
+                f"from_pretrained: {official} is not in the local cache, nor available from the hub: {first_line(error)}"
+            )
+        ) from error
+
+
+def _of_own_format(official: str, step: int | None, tokenizer: Any, options: dict[str, Any]) -> PretrainedParts:
+    fields, weights = own_format(official, step, options["dtype"])
+    n_layers = fields["n_layers"]
+    given = {name: value for name, value in options.items() if value is not None and name not in ("fold_ln", "first_n_layers")}
+    fields |= {"n_layers": options["first_n_layers"] or fields["n_layers"], **given}
+    left_out = tuple(f"blocks.{layer}." for layer in range(fields["n_layers"], n_layers))
+    weights = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
+    cfg = HookedTransformerConfig(**fields, init_weights=False)
+    if tokenizer is None and cfg.tokenizer_name is not None:
+        tokenizer = HookedTransformer.tokenizer_by_name(cfg)
+    return PretrainedParts(cfg, weights, tokenizer, {})
+
+
+def _of_transformers(
+    source: Path | PreTrainedModel, official: str | None, kwargs: dict[str, Any], options: dict[str, Any], verify: bool | None
+) -> PretrainedParts:
+    """Everything but the tokenizer, from a folder or a loaded model."""
     config, n_stored = _own_config(source)
+    trial = None
     if is_baichuan_m1(config):
         if verify:
             raise KVLensError(
                 "from_pretrained: verify=True: transformers does not know Baichuan-M1, so nothing can be compared"
             )
-        cfg, state_dict, checkpoint, trial = *_convert_baichuan_m1(source, config, from_pretrained_kwargs, options), None
+        cfg, weights, checkpoint = _convert_baichuan_m1(source, config, kwargs, options)
     else:
-        cfg, state_dict, checkpoint, trial = _convert_by_family(
-            source, n_stored, official, from_pretrained_kwargs, options, verify
-        )
-    cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
+        cfg, weights, checkpoint, trial = _convert_by_family(source, n_stored, official, kwargs, options, verify)
     shift = import_shift_coefficients(checkpoint)
     shift = {name: coef.detach() for name, coef in shift.items() if int(name.split(".")[1]) < cfg.n_layers}
-    tokenizer = find_tokenizer(tokenizer, folder, official, cfg)
     slopes = alibi_slopes(cfg.n_heads) if cfg.positional_embedding_type == "alibi" else None
-    return PretrainedParts(cfg, state_dict, tokenizer, shift, {} if slopes is None else {"alibi_slopes": slopes}, trial)
+    return PretrainedParts(cfg, weights, None, shift, {} if slopes is None else {"alibi_slopes": slopes}, trial)
 
 
 def _own_config(source: Path | PreTrainedModel) -> tuple[dict[str, Any], int]:
@@ -174,16 +236,13 @@ def _convert_by_family(
     if isinstance(source, PreTrainedModel):
         hf_model, checkpoint = source, source.state_dict()
     else:
-        hf_model, checkpoint = load_folder(source, n_stored, options["dtype"], kwargs)
-    architecture = architecture_of(hf_model)
-    check_readable(hf_model)
-    cfg = translate_config(hf_model.config, architecture, official, **options)
+        hf_model, checkpoint = _load_folder(source, n_stored, options["dtype"], kwargs)
+    architecture = architecture_of(type(hf_model))
+    check_readable("from_pretrained: ", hf_model)
+    cfg = translate_config(hf_model.config.get_text_config(), architecture, official, **options)
     trial = None
-    why_not = _not_comparable(cfg, checkpoint, hf_model)
-    if verify and why_not:
-        raise KVLensError(f"from_pretrained: verify=True: {why_not}; leave verify out")
-    if verify or (verify is None and not why_not and _is_small(hf_model)):
-        trial = run_trial(hf_model, cfg.n_ctx, cfg.dtype)
+    if verify is not False:
+        trial = run_trial(hf_model, FAMILIES[architecture].layers, cfg)
     weights = convert_weights(hf_model, cfg)
     if hf_model is not source:
         for weight in hf_model.parameters():  # of nobody but these weights, which are freed as they are taken
@@ -191,26 +250,36 @@ def _convert_by_family(
     return cfg, weights, checkpoint, trial
 
 
-def _not_comparable(cfg: HookedTransformerConfig, checkpoint: Mapping[str, Tensor], hf_model: PreTrainedModel) -> str | None:
-    """Why the converted model cannot be compared with transformers' model."""
-    if cfg.n_layers != hf_model.config.num_hidden_layers:
-        return "with first_n_layers the model is another one than transformers'"
-    if any(map(is_shift_coefficient, checkpoint)):
-        return "transformers passes over the shift coefficients of this checkpoint"
-    if cfg.num_experts and cfg.dtype not in (torch.float32, torch.float64):
-        return f"experts in {cfg.dtype} round differently"
-    return None
-
-
-def _is_small(hf_model: PreTrainedModel) -> bool:
-    n_parameters = hf_model.num_parameters()
-    if n_parameters > VERIFIED_PARAMETERS:
-        logger.warning(
-            "from_pretrained: not compared with transformers' own pass, because the model has %.1f billion parameters; "
-            "verify=True does it all the same",
-            n_parameters / 1e9,
-        )
-    return n_parameters <= VERIFIED_PARAMETERS
+def _load_folder(
+    folder: Path, n_stored: int, dtype: torch.dtype, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Tensor]]:
+    """Transformers' model in ``folder``, and the shift coefficients that are there in addition: Transformers drops them."""
+    try:
+        config = read_config(folder)
+    except Exception as error:
+        raise KVLensError(f"from_pretrained: transformers cannot read {folder / 'config.json'}: {error}") from error
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if SAME_TEXT_MODEL.get(class_name, class_name) not in SUPPORTED_ARCHITECTURES:
+        raise unsupported((config.architectures or [class_name or config.model_type])[0], str(folder))
+    saved_as = f" It was saved as {config.architectures}; expected {class_name}."
+    options = {"dtype": dtype, "saved_as": saved_as, "known": is_shift_coefficient, **kwargs}
+    try:
+        model, report = read_model("from_pretrained: ", folder, config, n_stored, **options)
+    except KVLensError:
+        raise
+    except Exception as error:
+        raise KVLensError(
+            f"from_pretrained: transformers cannot load the model in {folder}: {type(error).__name__}: {error}"
+        ) from error
+    if model.config.tie_word_embeddings:
+        check_tied(model.get_output_embeddings().weight, model.get_input_embeddings().weight, str(folder))
+    for weight in model.parameters():
+        if not weight.untyped_storage().resizable():
+            # pages of a file are given back all together, when the last weight is gone; a weight's own memory goes with it
+            weight.data = weight.data.clone()
+    if not any(is_shift_coefficient(name) for name in report["unexpected_keys"]):
+        return model, {}
+    return model, read_tensors(folder, is_shift_coefficient)
 
 
 def _convert_baichuan_m1(
@@ -224,7 +293,7 @@ def _convert_baichuan_m1(
         return is_baichuan_m1_weight(name, range(cfg.n_layers, config["num_hidden_layers"]))
 
     if isinstance(source, PreTrainedModel):
-        check_readable(source)
+        check_readable("from_pretrained: ", source)
         checkpoint = {name: tensor for name, tensor in source.state_dict().items() if wanted(name)}
     else:
         checkpoint = read_tensors(source, wanted)
@@ -255,12 +324,6 @@ def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, An
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
         if kwargs.get(key):
             raise KVLensError(f"from_pretrained: {key} asks for quantized weights, which cannot be converted: remove it")
-    for key in ("checkpoint_index", "checkpoint_value"):
-        if kwargs.pop(key, None) is not None:
-            raise KVLensError(
-                f"from_pretrained: {key} belongs to models loaded by official name; for {str(model_name)!r} pass the "
-                "folder or the model of that training step instead"
-            )
     if hf_model is None:
         return
     if not isinstance(hf_model, PreTrainedModel):

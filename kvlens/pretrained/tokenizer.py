@@ -23,7 +23,7 @@ def find_tokenizer(
     """Find the tokenizer (given, in the folder, in the local cache, in that order), prepare it, and name it in cfg."""
     tokenizer, name = given, given.name_or_path if given is not None else ""
     if tokenizer is None and folder is not None and any((folder / file).is_file() for file in TOKENIZER_FILES):
-        tokenizer, name = read_tokenizer(folder), str(folder)
+        tokenizer, name = read_tokenizer(folder), official or str(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer, cfg.d_vocab, "from_pretrained", "the model's vocabulary")
     if tokenizer is None and official is not None:

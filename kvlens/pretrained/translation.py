@@ -1,4 +1,4 @@
-"""A Hugging Face model's configuration and weights as ours, after a check that nothing would be ignored."""
+"""A Hugging Face model's configuration and weights as ours."""
 
 import logging
 import math
@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.families import convert, translate
-from kvlens.base.loading import SHORTER, beginning
 from kvlens.errors import KVLensError
-from kvlens.pretrained.fields import check_fields
+from kvlens.pretrained.names import SHORTER, beginning
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +30,9 @@ def translate_config(
     """The configuration of a model, of its first layers, or for another context length; ``options`` are further fields.
 
     Raises:
-        KVLensError: a field that would be ignored, or sizes that the model does not have.
+        KVLensError: a field that cannot be expressed, or sizes that the model does not have.
     """
     check_first_n_layers_and_n_ctx(first_n_layers, hf_config.num_hidden_layers, n_ctx)
-    check_fields(hf_config, architecture)
     fields = translate(hf_config, architecture)
     own_n_ctx = min(fields["n_ctx"], beginning(official or "", SHORTER) or fields["n_ctx"])
     if n_ctx is not None and n_ctx > own_n_ctx:

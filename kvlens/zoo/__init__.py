@@ -4,6 +4,7 @@ import os
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -74,7 +75,7 @@ def source_of(name: str, asked: str = "--model", download: bool = False) -> Path
     cache, may_be_on_the_hub = Path(HF_HUB_CACHE), re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", name) is not None
     if may_be_on_the_hub and nearest_name(name, shipped, 0.8) is None:
         if download:
-            _fetch(name, asked)
+            fetch(name, asked)
         if any(cache.glob("models--*")):
             return name
     listed = f"shipped are: {', '.join(shipped)}" if shipped else "this installation ships none"
@@ -85,11 +86,18 @@ def source_of(name: str, asked: str = "--model", download: bool = False) -> Path
     )
 
 
-def _fetch(name: str, asked: str) -> None:
-    """Put the files of a model on the hub into Hugging Face's cache: weights as safetensors, or in torch's format without."""
+def fetch(name: str, asked: str, **where: Any) -> Path:
+    """Put the files of a model on the hub into Hugging Face's cache: weights as safetensors, or in torch's format without.
+
+    Args:
+        name: as for :func:`source_of`, with ``asked``.
+        where: ``revision``, ``cache_dir``, ``token`` for the hub.
+    """
+    files = {"ignore_patterns": "*/*", **where}
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns="*/*"))
+        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.safetensors"], **files))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns="*.bin", ignore_patterns="*/*")
+            snapshot_download(name, allow_patterns="*.bin", **files)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such model, a model that asks for a login
         raise KVLensError(f"{asked}: {name!r} cannot be downloaded from Hugging Face ({first_line(error)})") from error
+    return folder

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import transformer_lens  # before anything is in float64, which the defaults of its functions would keep
 
-from kvlens.base.families import translate
-from kvlens.base.loading import allowed_steps, architecture_of
+from kvlens.base.families import architecture_of, translate
+from kvlens.base.weights import allowed_steps
 
 WIDE = {"dtype": torch.float64}
 FROZEN = Path(__file__).with_name("transformer_lens_3_9.npz")
@@ -303,7 +303,7 @@ def build_plain_family(hf_model: Any, processed: bool) -> Any:
 
     from transformer_lens.loading_from_pretrained import get_pretrained_state_dict
 
-    fields = translate(hf_model.config.get_text_config(), architecture_of(hf_model, "a test"))
+    fields = translate(hf_model.config.get_text_config(), architecture_of(type(hf_model)))
     cfg = transformer_lens.HookedTransformerConfig(**fields | WIDE, device="cpu", init_weights=False)
     steps = dict.fromkeys(("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"), processed)
     steps = allowed_steps(cfg, steps)

@@ -25,6 +25,8 @@ from tiny_hf import D_VOCAB, KINDS, tiny_hf_model
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.base.weights import allowed_steps
+from kvlens.pretrained import load_pretrained_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:from_pretrained", "ignore:folding norms", "ignore:fold_ln")
 BOUND = 1e-11
@@ -50,14 +52,12 @@ def build_kv(fields):
     return HookedKVTransformer(HookedKVTransformerConfig(**fields))
 
 
-class WithoutTokenizer(HookedTransformer):
-    tokenizer_by_name = staticmethod(lambda cfg: None)
-
-
-def build_family(hf_model, processed):
+def build_family(hf_model, processed, dtype=torch.float64):
     steps = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
-    options = dict(hf_model=hf_model, device="cpu", dtype=torch.float64)
-    return WithoutTokenizer.from_pretrained("gpt2", **options, **dict.fromkeys(steps, processed))
+    parts = load_pretrained_parts("x", hf_model=hf_model, device="cpu", dtype=dtype, fold_ln=False)
+    model = HookedTransformer(parts.cfg)
+    model.load_and_process_state_dict(dict(parts.state_dict), **allowed_steps(parts.cfg, dict.fromkeys(steps, processed)))
+    return model
 
 
 def differences(frozen, case, seen):
@@ -115,7 +115,7 @@ def test_rounding_is_that_of_transformers(kind, dtype):
             exact.load_state_dict(narrow.state_dict())
             exact = exact(text).logits.detach()
         with torch.no_grad():
-            model = WithoutTokenizer.from_pretrained_no_processing("gpt2", hf_model=narrow, device="cpu", dtype=dtype)
+            model = build_family(narrow, processed=False, dtype=dtype)
             for logits, errors in ((model(text), ours), (narrow(text).logits, theirs)):
                 assert logits.dtype == dtype
                 errors.append(float((logits - exact).norm() / exact.norm()))

@@ -145,6 +145,9 @@ class _Recording:
         self.seen.append(kept)
         return self.true[(kept.long() * 2 ** torch.arange(kept.shape[1])).sum(dim=1)]
 
+    def token_scores(self, kept: torch.Tensor) -> torch.Tensor:
+        return self.scores(kept)[:, None]  # answers are of one token
+
 
 def interval(values: pd.Series, seed: int = 0) -> tuple[float, float]:
     """Of the mean, by a bootstrap over stories."""

@@ -238,6 +238,9 @@ class Asked:
     def scores(self, kept: Tensor) -> Tensor:
         return self.of(kept)
 
+    def token_scores(self, kept: Tensor) -> Tensor:
+        return self.of.of_tokens(kept)
+
 
 def by_kvlens(method: Any) -> Callable[[Scores], Found]:
     def explain(scores: Scores) -> Found:
@@ -570,7 +573,7 @@ def checks(model: Any, scores: Scores, has: frozenset[str]) -> dict[str, float]:
 # --- the table ---------------------------------------------------------------------------------------------------------------
 
 PAIRS = [
-    *((f"kvlens interactions {n}", f"ContextCite {m}") for n, m in ((32, 32), (64, 64), (32, 64))),
+    *((f"kvlens interactions {n}", f"ContextCite {m}") for n, m in ((16, 16), (32, 32), (64, 64), (16, 32), (32, 64))),
     ("kvlens interactions 64", "Captum ShapleyValueSampling"),
     ("kvlens interactions 32", "kvlens leave one out, closed"),
     ("kvlens knocked out", "gradient norm"),

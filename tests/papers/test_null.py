@@ -233,7 +233,13 @@ def conversion_runs(runs):
         for key, lead in rank.items()
         for v in [np.exp(2 - runs(lead))]
     )
-    return [*s.compare(contexts, settings), *s.compare_with_distillation(contexts, settings)]
+    starts = stacked(
+        runs.table(v, context=np.arange(len(v)), method=name, steps_share=1 - v)
+        for name in s.FROM.values()
+        for v in [runs(lead=1) - runs()]
+    )
+    whole = [*s.compare(contexts, settings), *s.compare_with_distillation(contexts, settings)]
+    return [*whole, *s.compare_starts(starts, settings)]
 
 
 def compaction_runs(runs):
@@ -248,7 +254,7 @@ def compaction_runs(runs):
 
 
 def gpt2_runs(runs):
-    rank = {gpt2_text.WITHOUT: 0, gpt2_text.RANDOM: 1, gpt2_text.LANDMARK: 2, gpt2_text.EXACT: 3}
+    rank = {gpt2_text.WITHOUT: 0, gpt2_text.EVERY: 0, gpt2_text.RANDOM: 1, gpt2_text.LANDMARK: 2, gpt2_text.EXACT: 3}
     return gpt2_text.compare(
         stacked(
             runs.table(
@@ -362,7 +368,14 @@ def test_every_verdict_of_every_experiment_has_its_null():
     """By case, by shares, or by a separate test below; or it is an identity, which holds up to rounding or does not."""
     by_shares = {"conversion-accuracy"}
     own = {"function-classes", "dual-heads", "coefficients"}
-    identities = {"induction-exact", "landscape", "conversion-error", "dual-equivalence", "gradient-descent"}
+    identities = {
+        "induction-exact",
+        "landscape",
+        "conversion-error",
+        "direct-conversion",
+        "dual-equivalence",
+        "gradient-descent",
+    }
     assert {case.experiment for case in CASES} | by_shares | own | identities == set(EXPERIMENTS)
     seen: dict[str, set[int]] = {case.experiment: set() for case in CASES}
     for case in CASES:

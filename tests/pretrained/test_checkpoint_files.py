@@ -17,7 +17,7 @@ from tiny_hf import ROWS, tiny_hf_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load
 from kvlens.files import checksum, checksum_of_json
 from kvlens.pretrained.checkpoint_files import check_checkpoint
-from kvlens.pretrained.folder import check_size
+from kvlens.pretrained.transformers_model import check_size
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

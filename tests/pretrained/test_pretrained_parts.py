@@ -13,7 +13,8 @@ from tiny_hf import D_VOCAB, KINDS, N_CTX, law_of, tiny_hf_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
-from kvlens.base.loading import allowed_steps
+from kvlens.base.families import FAMILIES
+from kvlens.base.weights import allowed_steps
 from kvlens.errors import KVLensError
 from kvlens.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
 
@@ -120,13 +121,12 @@ def test_low_precision_model_is_widened_before_processing():
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_first_n_layers_and_n_ctx_are_those_of_the_shortened_model(kind):
     short = tiny_hf_model(kind)
     parts = load_pretrained_parts("x", hf_model=short, first_n_layers=2, n_ctx=19, device="cpu", dtype=torch.float64)
     assert (parts.cfg.n_layers, parts.cfg.n_ctx) == (2, 19)
-    layers = short.transformer.h if kind == "gpt2" else (short.gpt_neox if kind == "gpt_neox" else short.model).layers
-    del layers[2:]
+    del short.get_submodule(FAMILIES[type(short).__name__].layers)[2:]
     short.config.num_hidden_layers = 2
     assert_same_function(parts, short, processed=True)
 

@@ -59,13 +59,13 @@ REFUSED = [
     ("must be a transformers PreTrainedModel, got Linear", lambda: parts(torch.nn.Linear(2, 3))),
     ("on the meta device", lambda: parts(tiny_hf_model("gpt2").to("meta"))),
     ("stored as torch.uint8: a quantized model", packed),
-    ("only False can be expressed", lambda: parts(tiny_hf_model("llama", mlp_bias=True))),
     ("rotate by 'dynamic'", lambda: with_rotation(rope_type="dynamic", factor=2.0)),
     # arguments
     ("dtype must be one of", lambda: parts(dtype=torch.int8)),
     ("did you mean 'float32'", lambda: parts(dtype="float23")),
+    ("load_in_4bit asks for quantized weights", lambda: parts(load_in_4bit=True)),
     ("load_in_8bit asks for quantized weights", lambda: parts(load_in_8bit=True)),
-    ("checkpoint_index belongs to models loaded by official name", lambda: parts(checkpoint_index=3)),
+    ("checkpoint_index and checkpoint_value belong to models loaded by official name", lambda: parts(checkpoint_index=3)),
     ("first_n_layers must be 1 to 3 (the model's layers), got 4", lambda: parts(first_n_layers=4)),
     ("first_n_layers must be 1 to 3", lambda: parts(first_n_layers=0)),
     ("n_ctx must be at least 1", lambda: parts(n_ctx=0)),
@@ -74,7 +74,7 @@ REFUSED = [
     # names
     ("did you mean 'gpt2'", lambda: official_name("gtp2")),
     ("did you mean 'pythia-70m'", lambda: load_pretrained_parts("pythia-70n")),
-    ("'gpt2' is a name on the hub", lambda: load_pretrained_parts("gpt2-small")),
+    ("the files of gpt2-xl are not all in Hugging Face's cache", lambda: load_pretrained_parts("gpt2-xl")),
     *(
         (f"{name} exists only as code that comes with it", lambda name=name: HookedKVTransformer.from_pretrained(name))
         for name in ("bigcode/santacoder", "Qwen/Qwen-7B")

@@ -5,7 +5,7 @@ import torch
 from tiny_hf import D_VOCAB, tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
-from kvlens.pretrained import check_trial, load_pretrained_parts, parts, translation
+from kvlens.pretrained import check_trial, load_pretrained_parts, translation
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -65,35 +65,30 @@ def test_the_model_that_is_compared_with_is_left_as_it_is():
         check_trial(found.trial, torch.full((1, 32, D_VOCAB), torch.nan))
 
 
-def test_a_large_model_is_not_compared_unasked(monkeypatch, logged, wrong_eps):
-    monkeypatch.setattr(parts, "VERIFIED_PARAMETERS", 1000)
-    HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu")
-    (said,) = [each for each in logged if "not compared with transformers' own pass" in each]
-    assert "verify=True does it all the same" in said
+@pytest.mark.parametrize("arguments", [dict(first_n_layers=1), dict(kv_shift=KVShiftConfig()), dict(move_to_device=False)])
+def test_parts_and_extensions_of_a_model_are_compared_too(arguments, wrong_eps):
+    """Of the first layers alone, and before a shift is added."""
+    given = dict(hf_model=tiny_hf_model("gpt2"), device="cpu", **arguments)
     with pytest.raises(KVLensError, match="does not compute"):
-        HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu", verify=True)
+        HookedKVTransformer.from_pretrained("x", **given)
+    HookedKVTransformer.from_pretrained("x", **given, verify=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("x", dict(first_n_layers=1), "with first_n_layers the model is another one"),
-        ("x", dict(kv_shift=KVShiftConfig(init="identity")), "leave kv_shift, move_to_device out"),
-        ("x", dict(move_to_device=False), "leave kv_shift, move_to_device out"),
-        ("gpt2", dict(hf_model=None), "compares a folder or hf_model="),
-        ("x", dict(verify="yes"), "verify"),
-    ],
-)
-def test_a_comparison_that_is_impossible_is_refused(name, arguments, message):
-    with pytest.raises(KVLensError, match=message):
-        HookedKVTransformer.from_pretrained(
-            name, **{"hf_model": tiny_hf_model("gpt2"), "verify": True, "device": "cpu", **arguments}
-        )
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "mixtral", "gemma3", "olmo3"])
+def test_the_first_layers_are_those_of_transformers(kind):
+    hf_model = tiny_hf_model(kind)
+    before = hf_model.state_dict().keys(), hf_model.config.to_dict()
+    HookedKVTransformer.from_pretrained("x", hf_model=hf_model, first_n_layers=1, device="cpu", verify=True)
+    assert (hf_model.state_dict().keys(), hf_model.config.to_dict()) == before
 
 
-def test_a_model_that_cannot_be_compared_is_loaded_without_comparison():
-    hf_model = tiny_hf_model("gpt2")
-    for arguments in (dict(first_n_layers=1), dict(kv_shift=KVShiftConfig()), dict(move_to_device=False)):
-        HookedKVTransformer.from_pretrained("x", hf_model=hf_model, device="cpu", **arguments)
-    experts = tiny_hf_model("mixtral")
-    HookedKVTransformer.from_pretrained("x", hf_model=experts, device="cpu", dtype="bfloat16")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe", "gpt_oss"])
+def test_experts_in_half_precision_are_compared_by_the_median_token(kind, seed):
+    """A rounding sends a token to another expert, here and there."""
+    HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model(kind, seed), dtype="bfloat16", device="cpu", verify=True)
+
+
+def test_what_has_no_comparison_and_what_is_no_answer_is_refused():
+    with pytest.raises(KVLensError, match="verify"):
+        HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), device="cpu", verify="yes")

@@ -25,7 +25,9 @@ enough" (:attr:`~kvlens.papers.harness.significance.Comparison.untrained`), what
 A curve may be flat before it falls, as it is for induction. Then the baseline has not learned, and there is no verdict.
 """
 
+import hashlib
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -33,6 +35,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import Task
@@ -101,6 +105,16 @@ class Trial:
         if isinstance(result, NotFiniteError):
             raise result
         return model, result
+
+
+def trained_further(
+    model: HookedKVTransformer, task: Task, training: Mapping[str, Any]
+) -> tuple[HookedKVTransformer, TrainResult]:
+    """A copy of a trained model that goes on training on ``task``; the name under which it is kept has its weights in it."""
+    kept, copy = _KEPT.get(), deepcopy(model)
+    known = [model.fingerprint().weights, task.name, task.settings(), dict(training)]
+    name = f"further-{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]}"
+    return copy, train(copy, task, folder=kept and kept[0] / name, progress=False, **training)
 
 
 def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResult | NotFiniteError]]:

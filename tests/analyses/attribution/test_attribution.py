@@ -8,9 +8,19 @@ import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.methods import InteractionFit, LeaveOneOut, chosen_subsets, fitted, lasso, over_pairs
+from kvlens.analyses.attribution.methods import (
+    InteractionFit,
+    LeaveOneOut,
+    chosen_subsets,
+    fitted,
+    in_sum,
+    lasso,
+    logit_of,
+    over_pairs,
+)
 from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
+from torch.nn.functional import logsigmoid
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
@@ -303,8 +313,8 @@ def test_closed_positions_are_the_shorter_prompts():
 
 def test_most_subsets_are_random():
     """Of two units either of which is enough, leaving one out shows nothing: few subsets must not all go into that."""
-    assert chosen_subsets(16, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
-    assert chosen_subsets(15, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
+    assert chosen_subsets(24, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
+    assert chosen_subsets(23, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
 
     def either(rows):
         return 6.0 * (rows[:, 3] | rows[:, 11]).double()
@@ -314,7 +324,7 @@ def test_most_subsets_are_random():
         kept = chosen_subsets(24, n_units, seed)
         gone = torch.eye(n_units, dtype=torch.bool)
         pairs = torch.stack([~(gone[u] | gone[v]) for u in range(n_units) for v in range(u)])
-        lowest = pairs[int(fitted(kept, either(kept))(pairs).argmin())]
+        lowest = pairs[int(fitted(kept, either(kept)[:, None])(pairs).argmin())]
         found.append(bool(~lowest[3] & ~lowest[11]))
     assert sum(found) >= 6
 
@@ -331,9 +341,9 @@ def test_fits_recover_sums_and_pairs():
     def with_pairs(rows):
         return additive(rows) + 3.0 * (rows[:, 2] & rows[:, 5]).double()
 
-    sums = fitted(kept, additive(kept))(every)
+    sums = fitted(kept, additive(kept)[:, None])(every)[:, 0]
     assert (sums - additive(every)).std() < 0.05 * additive(every).std()
-    pairs = fitted(kept, with_pairs(kept))(every)
+    pairs = fitted(kept, with_pairs(kept)[:, None])(every)[:, 0]
     intercept, found = lasso(kept.double(), with_pairs(kept), 0.0)
     straight = intercept + every.double() @ found
     error = (pairs - with_pairs(every)).std()
@@ -342,6 +352,33 @@ def test_fits_recover_sums_and_pairs():
     intercept, found = lasso(kept.double(), additive(kept), 0.0)
     assert float(intercept) == pytest.approx(0.0, abs=1e-6)
     assert found.tolist() == pytest.approx(weights.tolist(), abs=1e-6)
+
+
+def test_tokens_that_saturate_one_by_one_are_fitted_one_by_one():
+    """Of the first token one unit is enough, of the second another; the sum of their log-probabilities is no sum over units."""
+    kept = chosen_subsets(32, 12, 0)
+    fresh = torch.rand(400, 12, generator=torch.Generator().manual_seed(1)) < 0.5
+
+    def logits(rows):
+        own = rows.double()
+        return torch.stack([8 * own[:, 2] - 4 + own[:, 7], 9 * own[:, 5] - 2 + own[:, 8] - own[:, 9]], dim=1)
+
+    def error(found, true):
+        return (found - true).square().mean() ** 0.5 / true.std()
+
+    true = logsigmoid(logits(fresh)).sum(dim=1)
+    by_token = in_sum(fitted(kept, logits(kept)), logsigmoid)(fresh)
+    at_once = in_sum(fitted(kept, logit_of(logsigmoid(logits(kept)).sum(dim=1))[:, None]), logsigmoid)(fresh)
+    assert error(by_token, true) < 0.1
+    assert error(by_token, true) < 0.5 * error(at_once, true)
+
+
+def test_scores_of_tokens_add_up(model):
+    question = Question.of(model, PROMPT, TEXT, torch.tensor([5, 2, 7]))
+    prompts = question.rows([[], *([span] for span in SPANS)])
+    by_token, whole = question.token_scores(prompts), question.scores(prompts)
+    assert by_token.shape == (len(SPANS) + 1, 3)
+    torch.testing.assert_close(by_token.sum(dim=1), whole, rtol=1e-11, atol=1e-11)
 
 
 def test_the_kernel_of_pairs_is_the_sum_over_pairs():

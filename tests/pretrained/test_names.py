@@ -1,4 +1,4 @@
-"""Models by name, checkpoints of training, the first models' own format, and what is refused with the name of what runs it."""
+"""Models by name, checkpoints of training, the first models' own format."""
 
 import json
 
@@ -8,10 +8,11 @@ from huggingface_hub import constants
 from plain_reference import SIZES, set_weights, tokens
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 
-from kvlens import KVLensError
-from kvlens.base import HookedTransformer, HookedTransformerConfig, loading
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.base.families import FAMILIES
-from kvlens.base.loading import official_names, step_of
+from kvlens.pretrained.names import OTHER_CODE, official_names, step_of
+from kvlens.pretrained.own_format import OWN_FORMAT
 
 
 @pytest.fixture
@@ -35,12 +36,12 @@ def test_a_name_is_loaded_with_its_tokenizer_and_at_a_step_of_training(hub):
     for revision, seed in (("main", 0), ("step512", 1)):
         tiny_hf_model("gpt_neox", seed=seed).save_pretrained(folder := hub("EleutherAI/pythia-70m", revision))
         tiny_tokenizer().save_pretrained(folder)
-    last = HookedTransformer.from_pretrained("pythia-70m", device="cpu")
-    early = HookedTransformer.from_pretrained("pythia-70m", device="cpu", checkpoint_value=512)
+    last = HookedKVTransformer.from_pretrained("pythia-70m", device="cpu")
+    early = HookedKVTransformer.from_pretrained("pythia-70m", device="cpu", checkpoint_value=512)
     assert last.tokenizer.decode(last.to_tokens("the cat")[0]) == "the cat"
     assert (last.cfg.model_name, early.cfg.checkpoint_value, last.cfg.from_checkpoint) == ("pythia-70m", 512, False)
     assert not torch.equal(last.W_E, early.W_E)
-    by_number = HookedTransformer.from_pretrained_no_processing("pythia-70m", device="cpu", checkpoint_index=10)
+    by_number = HookedKVTransformer.from_pretrained_no_processing("pythia-70m", device="cpu", checkpoint_index=10)
     assert by_number.cfg.checkpoint_value == 512
     assert by_number.cfg.normalization_type == "LN"
     own = tiny_hf_model("gpt_neox", seed=1)
@@ -75,9 +76,9 @@ def test_models_in_their_authors_own_format(hub, monkeypatch, form, n_layers):
         folder / "final.pth",
     )
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: ["config.json", "final.pth"])
-    read = HookedTransformer.from_pretrained_no_processing(name, device="cpu")
+    read = HookedKVTransformer.from_pretrained_no_processing(name, device="cpu")
     with torch.no_grad():
-        assert torch.equal(read(tokens(2, 7)), model(tokens(2, 7)))
+        assert torch.equal(read(tokens(2, 7)), HookedKVTransformer.from_hooked_transformer(model)(tokens(2, 7)))
 
 
 def as_first_solu(weights, n_layers):
@@ -106,18 +107,6 @@ def as_mingpt(weights, n_layers):
         new |= {"mlp.2.weight": of["mlp.W_out"].T, "mlp.2.bias": of["mlp.b_out"]}
         made |= {f"blocks.{layer}.{name}": w.contiguous() for name, w in new.items()}
     return made
-
-
-def test_what_is_not_computed_here_is_refused_with_what_computes_it(hub, tmp_path):
-    with pytest.raises(KVLensError, match="KVTransformerBridge"):
-        HookedTransformer.from_pretrained("gpt2", load_in_4bit=True)
-    with pytest.raises(KVLensError, match="code of its own, which is not run.*KVTransformerBridge"):
-        HookedTransformer.from_pretrained("Qwen/Qwen-1_8B")
-    other = torch.nn.Linear(2, 2)
-    with pytest.raises(KVLensError, match="gpt2 is a Linear, which .*KVTransformerBridge"):
-        HookedTransformer.from_pretrained("gpt2", hf_model=other)
-    with pytest.raises(KVLensError, match="did you mean 'pythia-70m'"):
-        HookedTransformer.from_pretrained("pythia-70n")
 
 
 def test_missing_weights_are_an_error_and_missing_biases_are_zero():
@@ -156,7 +145,7 @@ def test_every_official_name_is_of_a_known_kind_or_refused():
         name
         for name in set(official_names().values())
         if not any(part.lower() in name.lower() for part in (*sum(kinds.values(), ()), *other))
-        and not name.startswith((*loading.OWN_FORMAT, *loading.OTHER_CODE))
+        and not name.startswith((*OWN_FORMAT, *OTHER_CODE))
     ]
     assert unknown == []
     assert all(any(architecture.startswith(kind) for architecture in FAMILIES) for kind in kinds)
