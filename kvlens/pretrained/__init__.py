@@ -2,9 +2,9 @@
 
 The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a model in memory;
+- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a loaded model;
 - :mod:`~kvlens.pretrained.names`, ``own_format``: public names, and where their files are;
-- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: what files hold, and Transformers' model of them;
+- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: files, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
 - :mod:`~kvlens.pretrained.trial`: comparison with Transformers;
 - :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
