@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvlens.base import HookedTransformerConfig
-from kvlens.base.families import BAICHUAN_M1
 from kvlens.errors import KVLensError
+from kvlens.pretrained.families import BAICHUAN_M1, check_first_n_layers_and_n_ctx
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
-from kvlens.pretrained.translation import check_first_n_layers_and_n_ctx
 
 logger = logging.getLogger(__name__)
 

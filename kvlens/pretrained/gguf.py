@@ -26,8 +26,8 @@ from transformers.utils import is_gguf_available, logging
 from kvlens.errors import KVLensError, first_line, warn
 from kvlens.files import check_regular
 from kvlens.pretrained.checkpoint_files import check_counts, check_positions
-from kvlens.pretrained.tokenizer import with_bos_in_front
 from kvlens.pretrained.transformers_model import check_loaded, check_size, without_progress_bars
+from kvlens.tokenizer import with_bos_in_front
 
 modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the bar that without_progress_bars switches off
 MAGIC = b"GGUF"

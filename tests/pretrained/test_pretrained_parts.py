@@ -13,10 +13,10 @@ from tiny_hf import D_VOCAB, KINDS, N_CTX, law_of, tiny_hf_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
-from kvlens.base.families import FAMILIES
 from kvlens.base.weights import allowed_steps
 from kvlens.errors import KVLensError
 from kvlens.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
+from kvlens.pretrained.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
 
@@ -195,7 +195,7 @@ def test_official_name_takes_its_tokenizer_from_the_cache_if_it_is_there_and_fit
     def cached(repo, file):
         return str(tmp_path / file) if (tmp_path / file).exists() else None
 
-    monkeypatch.setattr("kvlens.pretrained.tokenizer.try_to_load_from_cache", cached)
+    monkeypatch.setattr("kvlens.tokenizer.try_to_load_from_cache", cached)
     parts = load_pretrained_parts("gpt2-small", hf_model=tiny_hf_model("gpt2"))
     assert (parts.tokenizer, parts.cfg.tokenizer_name, parts.cfg.model_name) == (None, None, "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path)
