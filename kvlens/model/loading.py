@@ -76,9 +76,7 @@ class LoadsAndSaves(HookedTransformer):
             KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
                 unsupported architecture, or a model whose results differ from those of transformers.
         """
-        parts = load_pretrained_parts(
-            model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, verify=verify, **loader_kwargs
-        )
+        parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, verify=verify, **loader_kwargs)
         steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
         steps = allowed_steps(parts.cfg, steps)
         kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)

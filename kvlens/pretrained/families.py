@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformers import PreTrainedModel
 
 from kvlens.base import HookedTransformerConfig
@@ -438,7 +437,6 @@ def translate_config(
     *,
     first_n_layers: int | None,
     n_ctx: int | None,
-    fold_ln: bool = False,
     **options: Any,
 ) -> HookedTransformerConfig:
     """The configuration of a model, of its first layers, or for another context length; ``options`` are further fields.
@@ -454,8 +452,6 @@ def translate_config(
             raise KVLensError(f"from_pretrained: the model learned {own_n_ctx} positions, n_ctx={n_ctx} asks for more")
         logger.warning("n_ctx=%d is longer than the model's own %d positions: untrained there", n_ctx, own_n_ctx)
     fields = translate(hf_config, architecture, n_ctx or own_n_ctx)
-    if fold_ln and architecture not in POST_NORM_ARCHITECTURES:
-        fields["normalization_type"] += "Pre"
     fields |= {name: value for name, value in options.items() if value is not None}
     if first_n_layers is not None:
         fields["n_layers"] = first_n_layers

@@ -101,7 +101,6 @@ def load_pretrained_parts(
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device | None = None,
     n_devices: int = 1,
-    fold_ln: bool = True,
     default_prepend_bos: bool | None = None,
     first_n_layers: int | None = None,
     n_ctx: int | None = None,
@@ -123,7 +122,6 @@ def load_pretrained_parts(
         dtype: dtype of the config and of all floating weights; a torch dtype or its name.
         device: device in the config (None: a GPU if there is one); the weights are not moved.
         n_devices: number of devices in the config.
-        fold_ln: whether the layer norms will be folded (the config then has ``LNPre`` or ``RMSPre``).
         default_prepend_bos: overrides the architecture's own default.
         first_n_layers: keep only this many layers.
         n_ctx: context length; it may exceed the model's own only if positions are not learned.
@@ -151,7 +149,6 @@ def load_pretrained_parts(
         "dtype": dtype,
         "device": device,
         "n_devices": n_devices,
-        "fold_ln": fold_ln,
         "default_prepend_bos": default_prepend_bos,
         "first_n_layers": first_n_layers,
         "n_ctx": n_ctx,
@@ -203,7 +200,7 @@ def _hub(official: str, local_files_only: bool) -> Iterator[None]:
 def _of_own_format(official: str, step: int | None, tokenizer: Any, options: dict[str, Any]) -> PretrainedParts:
     fields, weights = own_format(official, step, options["dtype"])
     n_layers = fields["n_layers"]
-    given = {name: value for name, value in options.items() if value is not None and name not in ("fold_ln", "first_n_layers")}
+    given = {name: value for name, value in options.items() if value is not None and name != "first_n_layers"}
     fields |= {"n_layers": options["first_n_layers"] or fields["n_layers"], **given}
     left_out = tuple(f"blocks.{layer}." for layer in range(fields["n_layers"], n_layers))
     weights = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
