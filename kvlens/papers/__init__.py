@@ -36,6 +36,7 @@ from kvlens.papers.harness.run import Experiment
 EXPERIMENTS = {
     "induction-depth": "kvsa",
     "induction-width": "kvsa",
+    "induction-heads": "kvsa",
     "induction-exact": "kvsa",
     "landscape": "kvsa",
     "ngram": "kvsa",

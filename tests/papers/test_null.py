@@ -24,7 +24,17 @@ from kvlens.papers.harness import significance
 from kvlens.papers.harness.learned import Cell, train_cells
 from kvlens.papers.harness.significance import LEVEL, share_above, sides
 from kvlens.papers.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
-from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
+from kvlens.papers.kvsa import (
+    arithmetic,
+    hops,
+    induction_depth,
+    induction_heads,
+    induction_width,
+    learning_rate,
+    ngram,
+    scaling,
+    variants,
+)
 from kvlens.papers.lecture.function_classes import Measured
 from kvlens.tasks import make_task
 
@@ -129,6 +139,23 @@ def depth_runs(runs):
         runs.table(runs(lead), model=m, **own).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead, own in fast
     )
     return induction_depth.compare(curves, steps, 10_000, None)
+
+
+def head_runs(runs):
+    """Two heads a model: scores of the one that starts near (0, 1) and of the other; then of one and of an idle one."""
+
+    def heads(label, near, other):
+        by_start = ((near, 1.0), (other, 0.0))
+        return stacked(runs.table(v, model=label, alpha_1=0.0, beta_1=b).assign(score=v) for v, b in by_start)
+
+    one, two, plain = induction_heads.MODELS
+    yield induction_heads.compare_starts(heads(one, runs(lead=1), runs()))
+    for label in (one, two):
+        models = ((label, runs(lead=1)), (plain, runs()))
+        yield induction_heads.compare_gaps(stacked(heads(m, v, 0 * v) for m, v in models), label)
+    short = runs.table(runs(), reads=induction_heads.SHORT, previous=runs(lead=1), following=runs())
+    longer = runs.table(runs(), reads=induction_heads.BLOCKS, previous=0.0, following=runs(lead=1))
+    yield from induction_heads.compare_short(stacked([short, longer]))
 
 
 def compare_rates(runs):
@@ -306,6 +333,7 @@ IMPROVEMENTS = tuple(number for number, claim in enumerate(dual_variants.CLAIMS.
 CASES = [
     Case("induction-depth", depth_runs, difference=4.0, paired=False),
     Case("induction-width", width_runs),
+    Case("induction-heads", head_runs),
     Case("ngram", ngram_runs, against=(1,)),
     Case("hops", hops_runs),
     Case("arithmetic", arithmetic_runs),
