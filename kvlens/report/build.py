@@ -37,7 +37,7 @@ from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.generation import TEMPERATURE
+from kvlens.model.logits import TEMPERATURE
 from kvlens.report.folder import FORMAT
 from kvlens.report.notes import notes_on
 from kvlens.report.summary import (
