@@ -26,8 +26,8 @@ from kvlens.analyses import (
     prompt_copies,
     prompt_effect,
 )
-from kvlens.analyses.bias.baseline import baseline_of
-from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
+from kvlens.analyses.bias.decomposition import bias_outputs, share_by_size
+from kvlens.analyses.bias.exchange import baseline_of
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.analyses.registry import check_front_end, reason_against
 from kvlens.chat import Chat, as_prompt, one_sequence
@@ -37,7 +37,7 @@ from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.generation import TEMPERATURE
+from kvlens.model.logits import TEMPERATURE
 from kvlens.report.inputs import FORMAT
 from kvlens.report.summary import (
     CONDITIONS,

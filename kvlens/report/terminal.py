@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvlens.checks import checked
 from kvlens.explanation import Explained, paragraphs
-from kvlens.explanation.by_position import GROUPS
+from kvlens.explanation.exchanges import GROUPS
 from kvlens.explanation.sentences import MEANINGS, answered
 from kvlens.report.build import ABLATION, MEASURES, Report, ranked_heads
 from kvlens.report.summary import CONDITIONS, continuation_in_a_sentence, heads_in_words
