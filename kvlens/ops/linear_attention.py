@@ -511,9 +511,11 @@ def unmasked_linear_attention(
 ) -> LinearAttentionOutput:
     """A = b_KV + sum_j phi~(k_j) v_j^T over all j, read by every query; arguments at the top.
 
-    A bias replaces a prompt in one layer (th. 4.1), and in that alone: in the next, what the prompt's tokens have become
-    depends on the text, which they see (assumption 4.2). So it is an op, and a model with linear attention stays causal. There
-    is no decay, which would have no direction.
+    A sum over prompt and text is that over the prompt, b'_KV (eq. 11), plus that over the text, so a bias replaces the prompt
+    in one layer for every text (th. 4.1). In the next layer the prompt's keys are those of what its tokens have become, which
+    depends on the text, as they see it: that layer's bias is right for this text alone (assumption 4.2). Only where the
+    prompt's tokens do not see the text is there one bias for all texts in any number of layers. So this is an op: a model of
+    text, which predicts what it must not see, stays causal. There is no decay, which would have no direction.
     """
     check_normalizer(norm_q, norm_k)
     whole = final_state(phi_k, v, norm_k, None, mask, initial_state)

@@ -36,6 +36,7 @@ from kvlens.papers.harness.run import Experiment
 EXPERIMENTS = {
     "induction-depth": "kvsa",
     "induction-width": "kvsa",
+    "induction-heads": "kvsa",
     "induction-exact": "kvsa",
     "landscape": "kvsa",
     "ngram": "kvsa",
@@ -47,6 +48,7 @@ EXPERIMENTS = {
     "coefficients": "kvsa",
     "conversion-accuracy": "iclca",
     "conversion-error": "iclca",
+    "direct-conversion": "iclca",
     "trainable-bias": "iclca",
     "facts-recall": "iclca",
     "softmax-conversion": "iclca",
@@ -60,6 +62,7 @@ EXPERIMENTS = {
     "dual-layer": "dual",
     "gradient-descent": "dual",
     "dual-heads": "dual",
+    "bert-variants": "dual",
 }
 """Name -> the paper, whose package has the module of that name (with underscores), in the order of the papers."""
 

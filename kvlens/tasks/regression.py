@@ -102,7 +102,7 @@ class RegressionTask(Task):
         noise = HELDOUT_NOISE if shift == "noisy" else self.noise
         examples = values + noise * torch.randn(values.shape, generator=generator)
 
-        inputs = torch.zeros(batch_size, self.n_positions, self.d_input)
+        inputs = torch.zeros(batch_size, self.n_positions, self.dimensions + 1)
         inputs[:, 0::2, :-1] = x
         inputs[:, 1::2, -1] = examples[:, :-1]
         targets = torch.zeros(batch_size, self.n_positions)

@@ -5,7 +5,7 @@ import torch
 from ops_cases import normal, random_mask
 from precision import LAW, relative_error
 
-from kvlens.ops.linear_attention import LinearAttentionState, final_state, unmasked_linear_attention
+from kvlens.ops.linear_attention import LinearAttentionState, unmasked_linear_attention
 
 BATCH, POS, HEAD, KV_HEAD, D_PHI, D_HEAD = 2, 11, 6, 3, 5, 7
 
@@ -33,22 +33,37 @@ def test_it_is_the_matrix_of_all_products(masked, normalized):
         assert found.normalizer is None
 
 
-def layers(tokens, weights, biases):
-    """Plain linear attention, layer by layer; the bias of each, and what it reads of its tokens."""
+WEIGHTS = [[normal(5, 5, seed=10 * layer + i) / 5 for i in range(3)] for layer in range(2)]
+PROMPT, TEXT, OTHER = (normal(1, n, 5, seed=n) for n in (6, 4, 3))
+
+
+def with_prompt(text, n_layers, prompt_sees_text):
+    """By the matrix of all products: what the text becomes behind the prompt, and each layer's state of the prompt's tokens."""
+    tokens, n = torch.cat([PROMPT, text], dim=1), PROMPT.shape[1]
+    visible = torch.ones(2 * [tokens.shape[1]], dtype=tokens.dtype)
+    visible[:n, n:] = float(prompt_sees_text)
     states = []
-    for (W_Q, W_K, W_V), bias in zip(weights, biases, strict=True):
-        q, k, v = ((tokens @ W)[:, :, None] for W in (W_Q, W_K, W_V))
-        states.append(final_state(k, v))
-        tokens = tokens + unmasked_linear_attention(q, k, v, initial_state=bias).numerator[:, :, 0]
-    return tokens, states
+    for W_Q, W_K, W_V in WEIGHTS[:n_layers]:
+        q, k, v = (tokens @ W for W in (W_Q, W_K, W_V))
+        states.append(LinearAttentionState((k[:, :n].mT @ v[:, :n])[:, None], None))
+        tokens = tokens + (q @ k.mT * visible) @ v
+    return tokens[:, n:], states
 
 
-def test_a_bias_replaces_the_prompt_in_one_layer_and_not_in_two():
-    prompt, text = normal(1, 6, 5, seed=1), normal(1, 4, 5, seed=2)
-    weights = [[normal(5, 5, seed=10 * layer + i) / 5 for i in range(3)] for layer in range(2)]
-    for n, holds in ((1, True), (2, False)):
-        whole, _ = layers(torch.cat([prompt, text], dim=1), weights[:n], [None] * n)
-        _, states = layers(prompt, weights[:n], [None] * n)
-        converted, _ = layers(text, weights[:n], states)
-        error = relative_error(converted, whole[:, 6:])
-        assert error < LAW if holds else error > 0.01
+def with_bias(text, states):
+    """What the text becomes without the prompt, where each layer has a bias."""
+    for (W_Q, W_K, W_V), bias in zip(WEIGHTS, states, strict=False):
+        q, k, v = ((text @ W)[:, :, None] for W in (W_Q, W_K, W_V))
+        text = text + unmasked_linear_attention(q, k, v, initial_state=bias).numerator[:, :, 0]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "prompt_sees_text", "holds"), [(1, True, True), (2, True, False), (1, False, True), (2, False, True)]
+)
+def test_a_bias_replaces_the_prompt_in_one_layer_or_if_the_prompt_does_not_see_the_text(n_layers, prompt_sees_text, holds):
+    """The bias of one text, for that text and for another; the first holds always, since it knows what the prompt became."""
+    expected, states = with_prompt(TEXT, n_layers, prompt_sees_text)
+    assert relative_error(with_bias(TEXT, states), expected) < LAW
+    error = relative_error(with_bias(OTHER, states), with_prompt(OTHER, n_layers, prompt_sees_text)[0])
+    assert error < LAW if holds else error > 0.01

@@ -12,7 +12,8 @@ The converted and the prompted model compute the same function, so every predict
 prediction only if the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
 
 Both are measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense with
-triggers, and the paper's (``markov``), next to the paper's numbers.
+triggers, and the paper's (``markov``), next to the paper's numbers. For the second the model is trained further on sequences
+of that kind (``further``), from which alone it would learn more slowly, since they have few triggers.
 
 The shipped model ``bigram-linear`` has the paper's size: 12 layers of width 128. The setting ``model`` may name the folder of
 another one, or be None: then a model is trained with the settings ``training``.
@@ -29,13 +30,13 @@ from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.learned import Trial
+from kvlens.papers.harness.learned import Trial, trained_further
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.papers.iclca.conversion_error import float64_logits, relative_error
 from kvlens.tasks import Batch, make_task
-from kvlens.tasks.bigrams import MARKOV, BigramTask
+from kvlens.tasks.bigrams import BigramTask
 from kvlens.training import find_recipe
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"
@@ -46,6 +47,8 @@ NEAR_CHANCE = 0.01
 """An accuracy significantly less than this above chance is called chance."""
 PRINTED = {PROMPTED: 0.9995, ALONE: 0.0223, CONVERTED: 0.9995}
 """Table 2: in-context accuracy."""
+NEAR_PRINTED = 0.005
+"""An accuracy on the paper's sequences significantly above the printed one less this is called as high as printed."""
 
 _TASK = dict(find_recipe("bigram-linear").task_settings)
 _TINY_TRAINING = dict(
@@ -59,10 +62,22 @@ _TINY_TRAINING = dict(
     "Does a model make the same predictions with a converted prompt as with the prompt itself?",
     cost=(
         "a few seconds, including the training of a small model",
-        "about two and a half minutes on one core, with the shipped model",
+        "ten minutes on one core, with the shipped model",
     ),
     model=(None, "bigram-linear"),
     training=(_TINY_TRAINING, None),
+    further=dict(
+        length=(24, 128),
+        training=dict(
+            steps=(5, 600),
+            batch_size=16,
+            learning_rate=5e-4,
+            weight_decay=0.05,
+            eval_every=(5, 50),
+            eval_sequences=(16, 512),
+            seed=0,
+        ),
+    ),
     task=(dict(n_letters=13, n_triggers=3, length=24, trigger_rate=0.5), _TASK),
     prompt_length=(11, 32),
     n_sequences=(40, 4096),
@@ -74,15 +89,24 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     task = make_task("bigrams", **settings["task"])
     assert isinstance(task, BigramTask)
     model = obtain_model(settings, task, tell)
+    how, on_paper = settings["further"], replace(task, law="markov")
+    further, result = trained_further(model.requires_grad_(True), replace(on_paper, length=how["length"]), how["training"])
+    course = result.heldout[["step", "loss", "accuracy"]]
+    tell(f"trained further on the paper's sequences, {result.steps} steps: accuracy {course['accuracy'].iloc[-1]:.1%}")
     by_law: dict[str, dict[str, pd.DataFrame]] = {}
-    for law in (task.law, "markov"):
-        predictions, errors = measure(model, replace(task, law=law), settings, tell)
-        by_law[law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
-    own, guess = by_law[task.law], chance(task)
+    for sequences, reader in ((task, model), (on_paper, further)):
+        predictions, errors = measure(reader.requires_grad_(False), sequences, settings, tell)
+        by_law[sequences.law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
+    own, paper, guess = by_law[task.law], by_law[on_paper.law], chance(task)
+    tables = {name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own}
+    enough, where = PRINTED[PROMPTED] - NEAR_PRINTED, ", the paper's sequences"
     return Reproduction(
-        tables={name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own},
+        tables={**tables, "further": course},
         figure=lambda: draw(own["accuracy"], guess),
-        comparisons=[*compare(own["predictions"], own["errors"], guess), *compare_with_paper(by_law[MARKOV]["predictions"])],
+        comparisons=[
+            *compare(own["predictions"], own["errors"], guess),
+            *compare(paper["predictions"], paper["errors"], guess, where=where, enough=enough, printed=PRINTED),
+        ],
         differences=[*_differences(model, task, settings)],
     )
 
@@ -216,38 +240,46 @@ def n_disagreeing(predictions: pd.DataFrame) -> int:
 # --- comparisons ---
 
 
-def compare(predictions: pd.DataFrame, errors: pd.DataFrame, guess: float) -> Iterator[Comparison]:
-    """Table 2's claim: the converted model is as accurate as the prompted one, the model without the prompt guesses."""
+def compare(
+    predictions: pd.DataFrame,
+    errors: pd.DataFrame,
+    guess: float,
+    *,
+    where: str = "",
+    enough: float = ENOUGH,
+    printed: Mapping[str, float] | None = None,
+) -> Iterator[Comparison]:
+    """Table 2's claim: the converted model is as accurate as the prompted one, the model without the prompt guesses.
+
+    Args:
+        predictions, errors: of `measure`.
+        guess: the accuracy of guessing.
+        where: which sequences, for the words.
+        enough: the accuracy from which the task counts as learned.
+        printed: the paper's numbers, by condition.
+    """
     right = {condition: rows["is_right"] for condition, rows in predictions.groupby("condition")}
-    what = f"in-context accuracy with the prompt ({_count(right[PROMPTED])})"
-    claim = f"the model has learned to use its context: significantly more than {ENOUGH:.1%} of its predictions are right"
-    yield Comparison.of_share(what, claim, right[PROMPTED], ENOUGH)
-    what = f"in-context accuracy of the converted model ({_count(right[CONVERTED])})"
+    paper = {} if printed is None else printed
+
+    def accuracy(what: str, claim: str, rows: pd.Series, bound: float, condition: str, below: bool = False) -> Comparison:
+        found = Comparison.of_share(f"{what}{where} ({_count(rows)})", claim, rows, bound, below=below)
+        return replace(found, paper=paper.get(condition))
+
+    claim = f"the model has learned to use its context: significantly more than {enough:.2%} of its predictions are right"
+    yield accuracy("in-context accuracy with the prompt", claim, right[PROMPTED], enough, PROMPTED)
+    what = f"in-context accuracy of the converted model{where} ({_count(right[CONVERTED])})"
     claim, score = "the converted model is as accurate as the model with the prompt", float(right[CONVERTED].mean())
-    yield Comparison(what, claim, score, score == float(right[PROMPTED].mean()))
-    what = "scored positions at which the converted model predicts another letter than the prompted one"
+    yield Comparison(what, claim, score, score == float(right[PROMPTED].mean()), paper.get(CONVERTED))
+    what = f"scored positions at which the converted model predicts another letter than the prompted one{where}"
     yield Comparison.at_most(what, "the conversion is exact: none", float(n_disagreeing(predictions)), 0)
     first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]["is_right"]
-    what, bound = f"accuracy without the prompt, at the first use of a trigger ({_count(first)})", guess + NEAR_CHANCE
+    bound = guess + NEAR_CHANCE
     claim = f"without the prompt accuracy falls to chance, {guess:.4f} here (significantly below {bound:.4f})"
-    yield Comparison.of_share(what, claim, first, bound, below=True)
+    yield accuracy("accuracy without the prompt, at the first use of a trigger", claim, first, bound, ALONE, below=True)
     conversion, own = float(errors["conversion"].mean()), float(errors["forward_pass"].mean())
-    what = "relative error of the converted model's logits, mean over sequences"
+    what = f"relative error of the converted model's logits, mean over sequences{where}"
     claim = f"the conversion is exact up to rounding: at most twice the float32 forward pass's own error, {own:.2g}"
     yield Comparison.at_most(what, claim, conversion, 2 * own)
-
-
-def compare_with_paper(predictions: pd.DataFrame) -> Iterator[Comparison]:
-    """Table 2 on the paper's distribution. The model was trained on another one, so there is no verdict on these numbers."""
-    claim = "as accurate with the bias as with the prompt, lost without either; the paper's model is trained on these sequences"
-    for condition in CONDITIONS:
-        # without the prompt only a trigger's first use in the text is a guess; later ones can be copied from the text
-        where = ", first use of a trigger" if condition == ALONE else ""
-        rows = predictions[(predictions["condition"] == condition) & ((predictions["use"] == 1) | (where == ""))]["is_right"]
-        what = f"in-context accuracy, the paper's distribution, {condition}{where} ({_count(rows)})"
-        yield Comparison.stated(what, claim, float(rows.mean()), paper=PRINTED[condition])
-    what = "scored positions, the paper's distribution, where the converted model predicts another letter than the prompted one"
-    yield Comparison.at_most(what, "the conversion is exact: none", float(n_disagreeing(predictions)), 0, paper=0.0)
 
 
 def _count(is_right: pd.Series) -> str:
@@ -265,6 +297,12 @@ def _differences(model: HookedKVTransformer, task: BigramTask, settings: Setting
         f"no trigger is one with probability {task.trigger_rate:g}. In the paper's distribution (sec. 6.2) the letter after a "
         "non-trigger is uniform over all letters; the paper gives neither lengths nor whether a trigger may follow one, which "
         "it never does here."
+    )
+    further = settings["further"]
+    yield (
+        "The paper's model is trained on its sequences from the start; this one on denser ones, and then for "
+        f"{further['training']['steps']} steps of {further['training']['batch_size']} on the paper's, of {further['length']} "
+        "letters."
     )
     yield "Only triggers whose follower is in the prompt are scored; at their first use the text does not show it yet."
 

@@ -5,7 +5,8 @@
 The positions are those of the text and of the prompted model's continuation. The paper uses GPT-2's raw logits. Adding a
 constant to all logits of a position changes no prediction but changes ||old||, so the error is also given for *centered*
 logits (minus their mean over the vocabulary). Weights are loaded without TransformerLens' processing, which would change that
-constant.
+constant. Each prompt has a draw of random features of its own, by which every token can be approximated as well (sec. 8): a
+copy of the model with linear attention then reads prompt and text.
 
 GPT-2's weights are not shipped with kvlens: ``kvlens reproduce gpt2-text --model FOLDER`` reads them from a folder in Hugging
 Face's format. Without ``--model`` a shipped model is used instead. The prompts match the model's training text: facts, stories
@@ -25,7 +26,7 @@ from torch import Tensor
 from kvlens import zoo
 from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import KVBias, RandomFeatures
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
@@ -96,9 +97,9 @@ ICLCA's tables 3 to 5. Stories are for models of children's stories, help pages 
 
 WITH, WITHOUT, EXACT = "with the prompt", "without", "converted, all keys"
 LANDMARK, RANDOM = "converted, landmark keys", "converted, random features"
+EVERY = "every token by random features"
 ROUNDING = 1e-4
 """The largest float32 error of an exact conversion; random tiny models and trained ones stay below a tenth of it."""
-UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
 
 
 @experiment(
@@ -126,13 +127,15 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     if kind not in PAIRS:
         raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")
     if isinstance(source, str) or zoo.is_hugging_face(source):
-        model = HookedKVTransformer.from_pretrained(source, device="cpu", **UNPROCESSED).eval().requires_grad_(False)
+        model = HookedKVTransformer.from_pretrained_no_processing(source, device="cpu").eval().requires_grad_(False)
     else:
         model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     pairs = PAIRS[kind][: settings["n_pairs"]]
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs):
-        rows += [{"pair": number, "prompt": pair.prompt, "text": pair.text, **row} for row in read(model, pair, settings)]
+        rows += [
+            {"pair": number, "prompt": pair.prompt, "text": pair.text, **row} for row in read(model, pair, settings, number)
+        ]
         tell(f"pair {number + 1} of {len(pairs)}: {pair.prompt.splitlines()[0]}")
     texts = pd.DataFrame(rows)
     table = texts.groupby("way", sort=False).mean(numeric_only=True).drop(columns="pair").reset_index()
@@ -144,7 +147,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def read(model: HookedKVTransformer, pair: Pair, settings: Settings) -> Iterator[dict[str, Any]]:
+def read(model: HookedKVTransformer, pair: Pair, settings: Settings, number: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way: the generated text, and the error of its logits relative to those with the prompt.
 
     The converted model reads the text without a BOS, since the prompt had one; the model without the prompt gets a BOS.
@@ -160,18 +163,34 @@ def read(model: HookedKVTransformer, pair: Pair, settings: Settings) -> Iterator
     alone = torch.cat([prompt[: int(bos)], text])
     new = _last_logits(model, torch.cat([alone, written]), len(read_on))
     yield _row(model, WITHOUT, generated(model, alone, n), written, new, old)
-    for way, bias in biases(model, prompt, settings):
+    for way, bias in biases(model, prompt, settings, settings["seed"] + number):
         with model.kv_bias(bias):
             yield _row(model, way, generated(model, text, n), written, _last_logits(model, read_on, len(read_on)), old)
+    linear = linearized(model, bias)
+    new = _last_logits(linear, torch.cat([prompt, read_on]), len(read_on))
+    yield _row(model, EVERY, generated(linear, torch.cat([prompt, text]), n), written, new, old)
 
 
-def biases(model: HookedKVTransformer, prompt: Int[Tensor, " pos"], settings: Settings) -> Iterator[tuple[str, KVBias]]:
-    """The prompt converted: exactly, with a share of its keys, and with random features as in the paper."""
+def biases(
+    model: HookedKVTransformer, prompt: Int[Tensor, " pos"], settings: Settings, seed: int
+) -> Iterator[tuple[str, KVBias]]:
+    """The prompt converted: exactly, with a share of its keys, and at last with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
-    fit = {**settings["reference"], "seed": settings["seed"], "n_held_out": 0}
+    fit = {**settings["reference"], "seed": seed, "n_held_out": 0}
     yield LANDMARK, convert_prompt(model, prompt, method=Landmark(ratio=settings["ratio"], **fit), verbose=False)
     random = RandomProjections(n_features=settings["random"], **fit)
     yield RANDOM, convert_prompt(model, prompt, method=random, verbose=False)
+
+
+def linearized(model: HookedKVTransformer, bias: KVBias) -> HookedKVTransformer:
+    """A copy of the model with linear attention: every token has the random features that the prompt has in ``bias``."""
+    assert isinstance(bias.features, RandomFeatures)
+    draws = bias.features.projection
+    changes: dict[str, Any] = dict(attention="linear", feature_map="random", n_random_features=draws.shape[-2])
+    copy = HookedKVTransformer.from_hooked_transformer(model, **changes).eval().requires_grad_(False)
+    for block, draw in zip(copy.blocks, draws, strict=True):
+        block.attn.feature_map.projection.copy_(draw)
+    return copy
 
 
 def generated(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int) -> Int[Tensor, " new"]:
@@ -212,6 +231,12 @@ def compare(texts: pd.DataFrame) -> Iterator[Comparison]:
     claim, gain = "converted they are nearer to those with the prompt than without", error[WITHOUT] - error[RANDOM]
     ours = float(error[RANDOM].mean())
     yield Comparison.tested_on(f"{name}, {RANDOM}", claim, gain.to_numpy(), ours=ours, paper=PAPER_RANDOM)
+    claim, gain = (
+        "approximating only the prompt errs less than approximating every token (sec. 8)",
+        error[EVERY] - error[RANDOM],
+    )
+    what = f"{name}, {EVERY}, less that of the prompt alone (every token: {error[EVERY].mean():.3g})"
+    yield Comparison.tested_on(what, claim, gain.to_numpy())
     claim, gain = "fitted keys come nearer than random features", error[RANDOM] - error[LANDMARK]
     yield Comparison.tested_on(f"{name}, {LANDMARK}", claim, gain.to_numpy(), ours=float(error[LANDMARK].mean()))
     claim = f"rounding, at most {ROUNDING:g}"
@@ -239,7 +264,7 @@ def _differences(model: HookedKVTransformer, name: str, kind: str) -> Iterator[s
 
 def draw(texts: pd.DataFrame) -> Figure:
     """Plot every pair's error by way, and the paper's two numbers."""
-    shown = texts[texts["way"].isin((WITHOUT, RANDOM, LANDMARK))]
+    shown = texts[texts["way"].isin((WITHOUT, EVERY, RANDOM, LANDMARK))]
     lines = {"GPT-2 without, as printed": PAPER_DROPPED, "GPT-2 converted, as printed": PAPER_RANDOM}
     title = "Error relative to the logits with the prompt; a dot per prompt"
     return draw_panels(shown, "way", "relative_error", by="way", title=title, lines=lines, log="y", dots=True)

@@ -6,15 +6,21 @@ on texts not used for fitting: separately sampled continuations of the prompt. T
 :func:`kvlens.convert_prompt` are compared with leaving the prompt out, the chosen keys without a fit, a sliding
 window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
 (:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
+
+An approximate bias may also be where fine-tuning starts from (sec. 8): the copy is fine-tuned once more with the bias attached,
+and the steps are counted until its loss is as low as without a bias at the last step.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -35,6 +41,9 @@ EQUAL, LOGITS = "landmark, equal budgets", "landmark, budgets by logits"
 EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, by logits and polished"
 OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
 DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
+FROM = {"random features": "fine-tuning from random features", "keys": "fine-tuning from the fewest fitted keys"}
+SMOOTHED = 10
+"""The loss of a step counts as the mean over a tenth of all steps."""
 SIZE = ["method", "keys_per_head", "n_continuations"]
 """The columns that identify a row of the table."""
 PAPER_DROPPED, PAPER_RANDOM = 0.1656, 0.0917
@@ -79,19 +88,26 @@ def softmax_conversion(settings: Settings, tell: Tell) -> Reproduction:
     first, n_contexts = settings["first_context"], settings["n_contexts"]
     for context in range(first, first + n_contexts):
         prompt, texts = context_of(model, settings, seed=context)
+        starts: dict[str, KVBias] = {}
         for way, bias in _biases(model, prompt, settings, seed=context):
+            if way[:3] in (of_start := start_ways(settings)):
+                starts[of_start[way[:3]]] = bias
             size = {"keys_per_head": way.size, "n_continuations": way.n_continuations}
             stored = 0 if way.method == DROPPED else bias.num_parameters
             measured = _measure(model, prompt, texts, bias)
             rows.append({"context": context, "method": way.method, **size, "stored_numbers": stored, **measured, **_cost(bias)})
-        rows += [{"context": context, **row} for row in _distilled(model, prompt, texts, settings, seed=context)]
+        rows += [{"context": context, **row} for row in _distilled(model, prompt, texts, settings, context, starts)]
         tell(f"context {context + 1 - first} of {n_contexts}. {_progress(rows)}".strip(". "))
     contexts = pd.DataFrame(rows)
     table = contexts.groupby(SIZE, sort=False).mean(numeric_only=True).drop(columns="context").reset_index()
     return Reproduction(
         tables={"methods": table, "contexts": contexts},
         figure=lambda: draw(table),
-        comparisons=[*compare(contexts, settings), *compare_with_distillation(contexts, settings)],
+        comparisons=[
+            *compare(contexts, settings),
+            *compare_with_distillation(contexts, settings),
+            *compare_starts(contexts, settings),
+        ],
         differences=[
             f"The paper converts prompts of GPT-2; here the model is {settings['model']}, and prompts and texts are its own "
             "samples.",
@@ -162,24 +178,57 @@ def _window(exact: KVBias, r: int) -> KVBias:
     return replace(exact, b_KV=exact.b_KV[..., kept, :], b_D=exact.b_D[..., kept], features=features)
 
 
+def start_ways(settings: Settings) -> dict[tuple[str, int, int], str]:
+    """The ways whose biases fine-tuning starts from, as in `Way`, and the names of the rows."""
+    least = min(settings["continuations"])
+    return {
+        (ORTHOGONAL, max(settings["random"]), least): FROM["random features"],
+        (LOGITS, min(settings["keys"]), least): FROM["keys"],
+    }
+
+
 def _distilled(
-    model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Settings, seed: int
+    model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Settings, seed: int, starts: Mapping[str, KVBias]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way to fine-tune a copy of the model on the prompt, with the continuations it reads and its cost."""
-    n = settings["distil_texts"]
+    """Yield a row for each way to fine-tune a copy of the model on the prompt, with the continuations it reads and its cost.
+
+    ``starts``: the biases by the names of the rows; their rows have ``steps_share``, of the steps that were needed.
+    """
+    n, steps = settings["distil_texts"], settings["distil_steps"]
+    if not steps:
+        return
     generator = torch.Generator().manual_seed(2_000 + seed)
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
     bias, old = convert_prompt(model, prompt), prompted_logits(model, prompt, texts)
-    asked = dict(rank=None, which=lambda name: True, learning_rates=settings["distil_rates"], seed=seed)
-    for objective, method in DISTILLED.items() if settings["distil_steps"] else ():
-        found = distill_prompt(model, bias, seen, steps=settings["distil_steps"], objective=objective, **asked)
-        with torch.no_grad(), found.weights.attached(model):
-            figures = logit_errors(old, model(texts, attention_mask=torch.ones_like(texts)))
-        stored = found.weights.num_parameters
+    asked = dict(rank=None, which=lambda name: True, steps=steps, learning_rates=settings["distil_rates"], seed=seed)
+    runs: list[tuple[str, Objective, KVBias | None]] = [(DISTILLED[objective], objective, None) for objective in OBJECTIVES]
+    runs += [(name, "distributions", start) for name, start in starts.items()]
+    target = math.inf
+    for method, objective, start in runs:
+        with nullcontext() if start is None else model.kv_bias(start):
+            found = distill_prompt(model, bias, seen, objective=objective, **asked)
+            with torch.no_grad(), found.weights.attached(model):
+                figures = logit_errors(old, model(texts, attention_mask=torch.ones_like(texts)))
+        if start is None and objective == "distributions":
+            target = float(smoothed(found.losses)[-1])
+        share = {} if start is None else {"steps_share": share_of_steps(found.losses, target)}
+        stored = found.weights.num_parameters + (0 if start is None else start.num_parameters)
         size = {"method": method, "keys_per_head": 0, "n_continuations": n, "stored_numbers": stored}
         passes = found.passes + seen.numel() / len(prompt)
-        cost = {"fit_seconds": found.seconds, "fit_steps": settings["distil_steps"], "reference_passes": passes}
-        yield {**size, **figures, **cost}
+        cost = {"fit_seconds": found.seconds, "fit_steps": steps, "reference_passes": passes}
+        yield {**size, **figures, **cost, **share}
+
+
+def smoothed(losses: Float[Tensor, " step"]) -> Float[Tensor, " window"]:
+    """The means over all runs of a tenth of the steps."""
+    return losses.unfold(0, max(1, len(losses) // SMOOTHED), 1).mean(dim=1)
+
+
+def share_of_steps(losses: Float[Tensor, " step"], target: float) -> float:
+    """The share of the steps after which the smoothed loss is as low as ``target``; all of them if it never is."""
+    means = smoothed(losses)
+    reached = (means <= target).nonzero()
+    return 1.0 if not len(reached) else (len(losses) - len(means) + 1 + int(reached[0])) / len(losses)
 
 
 @torch.no_grad()
@@ -234,6 +283,14 @@ def compare_with_distillation(contexts: pd.DataFrame, settings: Settings) -> Ite
         what = f"divergence of the next token: {LOGITS}, {r} keys, over {method}"
         claim = "a few fitted keys come closer to the prompt than new weights do (a ratio below 1)"
         yield Comparison.tested_on(what, claim, ratio.to_numpy(), 1.0, below=True)
+
+
+def compare_starts(contexts: pd.DataFrame, settings: Settings) -> Iterator[Comparison]:
+    """Fine-tuning with an approximate bias attached from the first step on, against without."""
+    for name in FROM.values() if settings["distil_steps"] else ():
+        share = contexts[contexts["method"] == name].sort_values("context")["steps_share"]
+        what = f"steps to the loss at which fine-tuning without a bias ends, over all steps, {name}"
+        yield Comparison.tested_on(what, "it takes fewer steps than without a bias (sec. 8)", share.to_numpy(), 1.0, below=True)
 
 
 def draw(table: pd.DataFrame) -> Figure:

@@ -51,11 +51,12 @@ def learning_rate(settings: Settings, tell: Tell) -> Reproduction:
     """Train both models at every learning rate, and compare their losses and their divergence."""
     (curves, _), goal = train_cells(cells(settings), settings, tell), text_goal(settings["task"])
     measured, no_context = measure(curves, goal.chance), goal.chance
-    why, (plain, shifted) = untrained(curves, measured, goal), (best_rate(measured, label) for label in MODELS)
+    unlearned, why = untrained(curves, measured, goal)
+    plain, shifted = (best_rate(measured, label) for label in MODELS)
     return Reproduction(
         tables={"course": curves, "runs": measured},
         figure=lambda: draw(measured, no_context),
-        comparisons=[*compare(measured, why), *compare_rates(measured, why)],
+        comparisons=[*compare(measured, why), *compare_rates(measured, unlearned)],
         differences=[
             f"The models have {curves['n_parameters'].max():,.0f} parameters and see {tokens_seen(settings)} tokens of "
             "another corpus. Small models tolerate larger learning rates than the paper's do: the plain model does best at "
@@ -81,14 +82,17 @@ def measure(curves: pd.DataFrame, bar: float) -> pd.DataFrame:
     return finals.assign(diverged=finals["heldout_loss"] > bar, counted=finals["heldout_loss"].clip(upper=bar))
 
 
-def untrained(curves: pd.DataFrame, measured: pd.DataFrame, goal: Goal) -> str | None:
-    """The plain model must have learned, and be flat, at the learning rate that is best for it.
+def untrained(curves: pd.DataFrame, measured: pd.DataFrame, goal: Goal) -> tuple[str | None, str | None]:
+    """Why divergence says nothing, and why losses do not: the plain model must have learned, and for losses be flat, at the
+    learning rate that is best for it.
 
     At other rates the models are compared as they are: how well they train at a rate that is too high or too low is the claim.
     """
     best, heldout = best_rate(measured, PLAIN), of_heldout(curves)
-    why = goal.why_untrained(heldout[(heldout["learning_rate"] == best) & (heldout["model"] == PLAIN)], PLAIN)
-    return None if why is None else f"at {best:g}, its best learning rate: {why}"
+    own = heldout[(heldout["learning_rate"] == best) & (heldout["model"] == PLAIN)]
+    unlearned, why = goal.why_not_learned(own, PLAIN), goal.why_untrained(own, PLAIN)
+    at_best = f"at {best:g}, its best learning rate: "
+    return unlearned and at_best + unlearned, why and at_best + why
 
 
 def compare(runs: pd.DataFrame, why: str | None) -> list[Comparison]:

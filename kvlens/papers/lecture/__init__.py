@@ -18,6 +18,7 @@ but should predict $T(P) \approx f(x')$. Then it has learned an algorithm rather
 | sec. 2.2: heads, $W^{(o)}$ | ``n_heads``, ``W_O`` |
 | sec. 2.3: the layer, $\mathrm{MLP}(Y(X) + X)$ | ``normalization_type=None`` and ``attention_dir="bidirectional"`` in `kvlens.HookedKVTransformerConfig` |
 | sec. 3: the layer is equivariant under permutations of its input | `kvlens.papers.lecture.equivariance` |
+| sec. 3: positions as an index or as a share of the length | `kvlens.papers.lecture.numbered_positions` |
 | sec. 3: learned and sinusoidal positions | ``positional_embedding_type="standard"`` or ``"sinusoidal"``; none at all is ``"none"`` |
 
 # Differences between the notes and kvlens
@@ -37,24 +38,24 @@ introduction, eq. 1 | T(P) is close to f(x') for functions that the transformer 
     function-classes | holds | trained on another class, against the best of least squares, ridge and nearest neighbors: trigonometric functions 0.34 against 0.39, decision trees 0.36 against 0.74, two-layer ReLU networks 0.31 against 0.43 | a transformer trained on a class
     function-classes | inconclusive | exponential functions 0.16 against 0.18 | a transformer trained on a class
 introduction | "Is it ridge regression, ordinary least-squares, or something else?"
-    function-classes | not tested | which curve is nearest is printed by the command; its figure was not kept, and the run takes a quarter of an hour | the error of a transformer trained on linear functions falls
+    function-classes | not tested | which curve is nearest is printed by the command; its figure was not kept, and the run takes a quarter of an hour | the error of a transformer trained on linear functions falls; the transformer predicts as least squares does
 introduction | a transformer trained on linear functions does as well as least squares (after Garg et al.)
     function-classes | does not hold | largest gap of the relative error, over all numbers of examples: 0.116, where 0.05 is allowed | a transformer trained on linear functions does as well
 introduction | outside of the training distribution it does as least squares does (after Garg et al.)
     function-classes | holds | 0.158 with points 3 times as far out and 0.028 in one orthant, 0.0095 as trained; with noise 2.35 after 3 examples (double descent) | points 3 times as far out; examples in one orthant; noise on the answers
     function-classes | does not hold | skewed covariance, which should be worse: 0.013, 0.0095 as trained | points with a skewed covariance
 sec. 1 | a homonym's vector depends on its context
-    - | not tested | holds for any transformer by construction |
+    tests/papers/lecture/test_homonyms.py | holds | for any transformer with attention, by construction: one embedding, and behind the layers a vector for each context; without attention one vector |
 sec. 3 | "the transformer architecture is equivariant with respect to input permutations"
     function-classes | holds | without a mask and positions, T(pi X) - pi T(X) is 1.2e-15 of T(X) at most, in float64 | the plain transformer is permutation equivariant
 sec. 3 | positions "break permutation equivariance"
     function-classes | holds | learned positions: at least 0.32 of T(X); sinusoidal 0.44; a causal mask without positions, which the notes do not mention, 0.41 | learned positions make it; sinusoidal positions make it; a causal mask and no positions
 sec. 3 | positions as an index 1, 2, 3 "may limit generalization to longer inputs"
-    - | not tested | needs a positional encoding that kvlens does not have; learned positions refuse longer prompts, next row |
+    function-classes | not tested | the rows exist and were not run at this scale | an index 1, 2, 3 as position limits; because of indices never seen
 sec. 3 | positions as a number in (0, 1): "each position's encoding will depend on the entire sequence length"
-    - | not tested | needs a positional encoding that kvlens does not have |
+    function-classes | not tested | the rows exist and were not run at this scale | a share of the length means; a share of the length does not carry over
 sec. 3 | learned positions end with the training's length, sinusoidal ones do not
-    function-classes | holds | all longer prompts are refused with learned positions, by construction; the error with sinusoidal ones is printed by the command, its figure was not kept | learned positions end where the table ends; sinusoidal positions have no limit
+    function-classes | holds | all longer prompts are refused with learned positions, by construction | learned positions end where the table ends; sinusoidal positions have no limit
 """)  # noqa: E501
 """What the paper claims, in its order, in the form of `kvlens.papers.claims`."""
 

@@ -8,8 +8,9 @@ memorized distribution does not.
 
 Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
 
-The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.papers.lecture.equivariance`), and how trained
-models with learned and with sinusoidal positions perform on prompts longer than in training.
+The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.papers.lecture.equivariance`), and how models with
+learned and with sinusoidal positions, and with plain numbers for them (:mod:`~kvlens.papers.lecture.numbered_positions`),
+perform on prompts longer than in training.
 """
 
 import math
@@ -30,11 +31,15 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.lecture.equivariance import equivariance_table
+from kvlens.papers.lecture.numbered_positions import NUMBERS, NumberedRegression, numbered, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
 
 PROMPTS_AT_ONCE = 256
+
+PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""The penalties of ridge regression that trained models are compared with."""
 
 OTHERS = ("trigonometric", "exponential", "decision_tree", "two_layer_relu")
 
@@ -73,7 +78,7 @@ OTHERS = ("trigonometric", "exponential", "decision_tree", "two_layer_relu")
     n_neighbors=3,
     n_prompts=(64, 2048),
     prompt_seed=1000,
-    longest=(7, 16),
+    lengths=dict(longest=(7, 16), steps=(6, 4000)),
     n_fresh_models=3,
 )
 def function_classes(settings: Settings, tell: Tell) -> Reproduction:
@@ -90,11 +95,13 @@ def function_classes(settings: Settings, tell: Tell) -> Reproduction:
             linear = models
         shifts = SHIFTS if functions == "linear" else ("none",)
         curves += [error_curves(replace(task, heldout_shift=shift), models, settings) for shift in shifts]
-    course, lengths = measure_lengths(linear[0], settings, tell)
+    courses_of_lengths, lengths = measure_lengths(linear[0], settings, tell)
+    task = RegressionTask(functions="linear", **settings["task"])
     tables = {
         "error": pd.concat(curves, ignore_index=True),
-        "training": pd.concat([*courses, course], ignore_index=True),
+        "training": pd.concat([*courses, *courses_of_lengths], ignore_index=True),
         "length": lengths,
+        "ridge": distance_from_ridge(task, linear, settings),
         "equivariance": equivariance_table(settings["model"], task.n_positions, task.d_input, 8, settings["n_fresh_models"]),
     }
     return Reproduction(
@@ -163,6 +170,28 @@ def untrained_predictions(task: RegressionTask, batch: Batch, settings: Settings
     }
 
 
+def distance_from_ridge(task: RegressionTask, models: Mapping[int, nn.Module], settings: Settings) -> pd.DataFrame:
+    """How far trained models' predictions are from those of ridge regression, by its penalty, and from least squares'.
+
+    Returns:
+        seed, penalty (0 is least squares), distance: the mean squared difference, over prompts and over all numbers of examples
+        but 0, and from_least_squares: the distance less that at penalty 0, with its standard_error over prompts.
+    """
+    batch = task.heldout(settings["n_prompts"], settings["prompt_seed"])
+    x, y = (part.double() for part in task.points_and_values(batch.inputs))
+    methods = {0.0: least_squares(x, y), **{p: ridge(x, y, p) for p in PENALTIES}}
+    rows = []
+    for seed, model in models.items():
+        predicted = predict(model, batch.inputs)
+        by_prompt = {p: (predicted - method)[:, 1:].square().mean(1) for p, method in methods.items()}
+        for p, distance in by_prompt.items():
+            more = distance - by_prompt[0.0]
+            error = float(more.std()) / math.sqrt(len(more))
+            row = dict(distance=float(distance.mean()), from_least_squares=float(more.mean()), standard_error=error)
+            rows.append(dict(seed=seed, penalty=p, **row))
+    return pd.DataFrame(rows)
+
+
 def penalty(task: RegressionTask) -> float:
     """The ridge penalty that is best for linear functions under the noise of the shift "noisy"."""
     return task.dimensions * HELDOUT_NOISE**2
@@ -196,29 +225,54 @@ def errors_by_examples(
 
 # --- prompts longer than in training ---
 
+SHORT, LONGER, RENUMBERED = "as in training", "longer", "as in training, numbered as the end of a longer one"
 
-def measure_lengths(learned: HookedKVRegressor, settings: Settings, tell: Tell) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Test a model with learned and one with sinusoidal positions, trained alike, on prompts longer than in training.
+
+def measure_lengths(learned: HookedKVRegressor, settings: Settings, tell: Tell) -> tuple[list[pd.DataFrame], pd.DataFrame]:
+    """Test models with different positions, trained alike, on prompts longer than in training.
 
     Args:
         learned: the model of linear functions, with learned positions.
 
     Returns:
-        The course of the sinusoidal model's training, and a table: positions, n_examples, relative_error (NaN where the
-        model refuses the prompt), in_training (whether prompts of that length occurred in training).
+        The courses of the other models' training, and a table: positions, prompts (`LONGER`; `SHORT`, of the length of
+        training; `RENUMBERED`, those with the numbers of the last positions of a longer one), n_examples, relative_error (NaN
+        where the model refuses the prompt), standard_error and zero_error as in `error_curves`, in_training (whether prompts
+        of so many examples occurred in training).
     """
-    task = RegressionTask(functions="linear", **settings["task"])
-    steps = settings["classes"]["linear"]["steps"]
-    sinusoidal, course = train_one(task, settings, steps, 0, positional_embedding_type="sinusoidal")
-    tell(f"linear, sinusoidal positions: held-out squared error {course['loss'].iloc[-1]:.4f}, {steps} steps")
-    longer = replace(task, n_points=settings["longest"])
-    batch = longer.heldout(settings["n_prompts"], settings["prompt_seed"])
-    tables = []
-    for positions, model in {"standard": learned, "sinusoidal": sinusoidal}.items():
-        predicted = predict_or_refuse(model, batch.inputs)
-        errors = errors_by_examples(batch, predicted, predicted)[["n_examples", "relative_error"]]
-        tables.append(errors.assign(positions=positions, in_training=errors["n_examples"] < task.n_points))
-    return course, pd.concat(tables, ignore_index=True)
+    how, steps = settings["task"], settings["lengths"]["steps"]
+    tasks: dict[str, RegressionTask] = {kind: NumberedRegression(**how, numbers=kind) for kind in NUMBERS}
+    tasks = {"standard": (plain := RegressionTask(**how)), "sinusoidal": plain, **tasks}
+    batches = {
+        n: replace(plain, n_points=n).heldout(settings["n_prompts"], settings["prompt_seed"])
+        for n in (plain.n_points, settings["lengths"]["longest"])
+    }
+    courses, tables = [], []
+    for positions, task in tasks.items():
+        model = learned
+        if positions != "standard":
+            own = "none" if positions in NUMBERS else positions
+            model, course = train_one(task, settings, steps, 0, positional_embedding_type=own)
+            courses.append(course.assign(positions=positions))
+            tell(f"linear, positions {positions}: held-out squared error {course['loss'].iloc[-1]:.4f}, {steps} steps")
+        for prompts, batch, inputs in _prompts(positions, *batches.values()):
+            predicted = predict_or_refuse(model, inputs)
+            errors = errors_by_examples(batch, predicted, predicted).drop(columns=["squared_error", "from_least_squares"])
+            labels = dict(positions=positions, prompts=prompts, in_training=errors["n_examples"] < plain.n_points)
+            tables.append(errors.assign(**labels))
+    return courses, pd.concat(tables, ignore_index=True)
+
+
+def _prompts(positions: str, short: Batch, longer: Batch) -> Iterator[tuple[str, Batch, Tensor]]:
+    """Short and longer prompts with the positions' numbers, if they are numbers; and short ones with other numbers."""
+    batches = {SHORT: short, LONGER: longer}
+    if positions not in NUMBERS:
+        yield from ((name, batch, batch.inputs) for name, batch in batches.items())
+        return
+    for name, batch in batches.items():
+        yield name, batch, numbered(batch.inputs, numbers_of(positions, batch.inputs.shape[1]))
+    last = numbers_of(positions, longer.inputs.shape[1])[-short.inputs.shape[1] :]
+    yield RENUMBERED, short, numbered(short.inputs, last)
 
 
 def predict_or_refuse(model: HookedKVRegressor, inputs: Float[Tensor, "prompt pos d_input"]) -> Float[Tensor, "prompt point"]:
@@ -255,6 +309,7 @@ def compare(tables: Mapping[str, pd.DataFrame], settings: Settings) -> list[Comp
     why = still_learning(tables["training"])
     return [
         *(unless_it_holds(one, why["linear"]) for one in compare_linear(error[error["functions"] == "linear"], dimensions)),
+        unless_it_holds(compare_ridge(tables["ridge"]), why["linear"]),
         *compare_shifts(error[error["functions"] == "linear"]),
         compare_noise(error[error["functions"] == "linear"]),
         *compare_classes(error[(error["functions"] != "linear") & (error["shift"] == "none")], why),
@@ -339,15 +394,34 @@ def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]
     yield Comparison(what, claim, ours[n].value, ours[n].below(MATCH))
 
 
+def compare_ridge(table: pd.DataFrame) -> Comparison:
+    """Whether the transformer's predictions are nearer to those of least squares than to ridge regression's."""
+    own, others = table[table["penalty"] == 0], table[table["penalty"] > 0]
+    nearest = others.loc[others.groupby("seed")["distance"].idxmin()]
+    verdicts = {Measured(-row.from_least_squares, N_ERRORS * row.standard_error).below(0.0) for row in nearest.itertuples()}
+    found = ", ".join(f"{row.distance:.2g} at {row.penalty:g}" for row in nearest.itertuples())
+    what = (
+        "mean squared difference of the transformer's predictions from those of least squares, linear functions, largest of "
+        f"the seeds (from ridge regression with the best of {others['penalty'].nunique()} penalties: {found})"
+    )
+    claim = "the transformer predicts as least squares does, rather than as ridge regression with any penalty"
+    return Comparison(what, claim, float(own["distance"].max()), verdicts.pop() if len(verdicts) == 1 else None)
+
+
 def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
     """Linear functions on other distributions, at the largest number of examples."""
     here = last(worst_of_seeds(error, "none", "transformer"))
     for shift, (claim, kind) in SHIFT_CLAIMS.items():
         there = last(worst_of_seeds(error, shift, "transformer"))
-        keeps = Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin).below(MATCH)
+        keeps = degradation(here, there).below(MATCH)
         holds = None if keeps is None else keeps == (kind == "keeps")
         what = f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})"
         yield Comparison(what, claim, there.value, holds).unless(too_little(here))
+
+
+def degradation(here: Measured, there: Measured) -> Measured:
+    """By how much the error out of distribution exceeds `DEGRADES` times that in distribution."""
+    return Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin)
 
 
 def too_little(here: Measured) -> str | None:
@@ -410,15 +484,30 @@ def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
 
 def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
     """Prompts longer than in training."""
-    learned, sinusoidal = (table[table["positions"] == positions] for positions in ("standard", "sinusoidal"))
+    learned = table[(table["positions"] == "standard") & (table["prompts"] == LONGER)]
     refused = learned.loc[~learned["in_training"], "relative_error"].isna()
     what = "share of prompts longer than in training that learned positions refuse"
     claim = "learned positions end where the table ends"
     yield Comparison(what, claim, float(refused.mean()), bool(refused.all()), paper=1.0)
-    inside, beyond = (sinusoidal[sinusoidal["in_training"] == where]["relative_error"].iloc[-1] for where in (True, False))
-    what = f"relative error with sinusoidal positions, longest prompt (longest in training {inside:.2g})"
-    claim = "sinusoidal positions have no limit: the model reads longer prompts, though less accurately"
-    yield Comparison.stated(what, claim, float(beyond))
+    most = table.loc[table["in_training"], "n_examples"].max()
+
+    def error(positions: str, prompts: str, n: int) -> Measured:
+        where = (table["positions"] == positions) & (table["prompts"] == prompts) & (table["n_examples"] == n)
+        row = table[where].iloc[0]
+        return Measured(row["relative_error"], N_ERRORS * row["standard_error"] / row["zero_error"])
+
+    longest = table["n_examples"].max()
+    for positions, prompts, n, words, claim in (
+        ("sinusoidal", LONGER, longest, "longest prompt", "sinusoidal positions have no limit, but the error grows beyond it"),
+        ("index", LONGER, longest, "longest prompt", "an index 1, 2, 3 as position limits generalization to longer prompts"),
+        ("index", RENUMBERED, most, "prompts of training, numbered as the end of longer ones", "because of indices never seen"),
+        ("share", LONGER, most, "as many examples within longer prompts", "a share of the length means another thing in each"),
+        ("share", LONGER, longest, "longest prompt", "a share of the length does not carry over to longer prompts"),
+    ):
+        here, there = error(positions, SHORT, most), error(positions, prompts, n)
+        kept = degradation(here, there).below(MATCH)
+        what = f"relative error, positions {positions}, {words} (in training {here.value:.2g})"
+        yield Comparison(what, claim, there.value, None if kept is None else not kept).unless(too_little(here))
 
 
 def differences(settings: Settings) -> list[str]:

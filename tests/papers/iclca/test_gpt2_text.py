@@ -6,10 +6,12 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from precision import LAW, relative_error
 
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, convert_prompt
 from kvlens.__main__ import main
 from kvlens.papers.iclca import gpt2_text
-from kvlens.papers.iclca.gpt2_text import EXACT, FACTS, LANDMARK, RANDOM, WITH, WITHOUT
+from kvlens.papers.iclca.gpt2_text import EVERY, EXACT, FACTS, LANDMARK, RANDOM, WITH, WITHOUT
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +72,26 @@ def test_all_keys_are_exact_and_fewer_are_not(outcome):
     texts = outcome[1]
     error = texts.groupby("way")["relative_error"].max()
     assert error[WITH] == 0 and error[EXACT] < 1e-5 < 1e-4 < error[LANDMARK]  # some 1e-7 in float32, and far above it
-    assert set(texts["way"]) == {WITH, WITHOUT, EXACT, LANDMARK, RANDOM}
+    assert set(texts["way"]) == {WITH, WITHOUT, EXACT, LANDMARK, RANDOM, EVERY}
     assert (texts.loc[texts["way"] == EXACT, "tokens_alike"] == 4).all()
 
 
+def test_every_token_has_the_features_that_the_prompt_has():
+    """In the first layer, whose keys are the same, the bias is that of the model with linear attention."""
+    sizes = dict(n_layers=2, n_heads=4, n_key_value_heads=2, d_model=16, d_head=4, n_ctx=20, d_vocab=9, act_fn="gelu", seed=3)
+    model, prompt = HookedKVTransformer(HookedKVTransformerConfig(**sizes, dtype=torch.float64)), torch.arange(6)
+    bias = convert_prompt(model, prompt, method="random", n_features=8, reference=torch.arange(4)[None], verbose=False)
+    linear = gpt2_text.linearized(model, bias)
+    expected = convert_prompt(linear, prompt)
+    scale = bias.log_scale[0].exp()
+    found = bias.b_KV[0] * scale[..., None, None], bias.b_D[0] * scale[..., None]
+    for ours, theirs in zip(found, (expected.b_KV[0], expected.b_D[0]), strict=True):  # one for each query head
+        assert relative_error(ours.repeat_interleave(2, dim=0), theirs) < LAW
+    assert linear(prompt[None]).isfinite().all() and expected.b_KV[1].norm() > 0.01
+
+
 def texts_table(random: float, landmark: float, exact: float = 1e-7) -> pd.DataFrame:
-    errors = {WITH: 0.0, WITHOUT: 0.2, EXACT: exact, LANDMARK: landmark, RANDOM: random}
+    errors = {WITH: 0.0, WITHOUT: 0.2, EXACT: exact, LANDMARK: landmark, RANDOM: random, EVERY: 0.25}
     rows = [
         dict(pair=p, way=way, relative_error=e * (1 + 0.01 * p), relative_error_centered=e, next_token_agrees=1 - e)
         for way, e in errors.items()
@@ -86,10 +102,10 @@ def texts_table(random: float, landmark: float, exact: float = 1e-7) -> pd.DataF
 
 def test_claims_can_hold_and_fail():
     good = list(gpt2_text.compare(texts_table(random=0.1, landmark=0.05)))
-    assert [c.holds for c in good if c.tested] == [True] * 5
+    assert [c.holds for c in good if c.tested] == [True] * 6
     assert [c.paper for c in good[:2]] == [0.1656, 0.0917] and not good[0].tested
     bad = list(gpt2_text.compare(texts_table(random=0.3, landmark=0.4, exact=0.01)))
-    assert [c.holds for c in bad if c.tested] == [False] * 5
+    assert [c.holds for c in bad if c.tested] == [False] * 6
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,28 @@ def test_checkpoints_of_llama2c_are_read(outside_data):
 def test_distillation_is_measured_on_the_same_texts_at_its_whole_price():
     model = writing_model(TINY)
     prompt, texts = context_of(model, TINY, seed=0)
-    rows = list(softmax_conversion._distilled(model, prompt, texts, TINY, seed=0))
+    rows = list(softmax_conversion._distilled(model, prompt, texts, TINY, 0, {}))
     assert [row["method"] for row in rows] == list(DISTILLED.values())
     n_weights = sum(p.numel() for p in model.parameters())
     assert all(row["stored_numbers"] == n_weights and row["fit_steps"] == 2 for row in rows)
     old = prompted_logits(model, prompt, texts)
     assert softmax_conversion.logit_errors(old, old) == {"relative_error": 0.0, "kl": 0.0, "argmax_agrees": 1.0}
-    assert list(softmax_conversion._distilled(model, prompt, texts, {**TINY, "distil_steps": 0}, seed=0)) == []
+    assert list(softmax_conversion._distilled(model, prompt, texts, {**TINY, "distil_steps": 0}, 0, {})) == []
+
+
+def test_steps_are_counted_to_the_loss_at_the_end():
+    """Twenty steps, means over two: 0.35 is first reached by the mean of steps 3 and 4."""
+    losses = torch.tensor([1.0, 0.8, 0.4, 0.2, *[0.1] * 16])
+    assert softmax_conversion.smoothed(losses)[:3].tolist() == pytest.approx([0.9, 0.6, 0.3])
+    assert softmax_conversion.share_of_steps(losses, 0.35) == 4 / 20
+    assert softmax_conversion.share_of_steps(losses, 0.1) == pytest.approx(6 / 20)
+    assert softmax_conversion.share_of_steps(losses, 0.05) == 1.0
+
+
+def test_fine_tuning_from_the_exact_bias_has_nothing_to_do():
+    model = writing_model(TINY)
+    prompt, texts = context_of(model, TINY, seed=0)
+    name, *_ = softmax_conversion.FROM.values()
+    *_, row = softmax_conversion._distilled(model, prompt, texts, TINY, 0, {name: convert_prompt(model, prompt)})
+    assert row["method"] == name and row["steps_share"] == 1 / 2 and row["kl"] < 1e-3  # of two steps, each with its own mean
+    assert model.attached_kv_bias is None

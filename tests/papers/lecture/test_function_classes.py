@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.papers.lecture import equivariance, function_classes
+from kvlens.papers.lecture.numbered_positions import NumberedRegression, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
@@ -268,14 +269,67 @@ def test_claim_about_noise_can_fail(learned_so_far, peak, last, holds):
     assert function_classes.compare_noise(pd.DataFrame(rows)).holds is holds
 
 
-@pytest.mark.parametrize(("beyond", "learned", "holds"), [(0.5, math.nan, [True, None]), (math.nan, 0.5, [False, None])])
-def test_claims_about_length_can_fail(beyond, learned, holds):
-    rows = [
-        dict(positions=positions, n_examples=n, in_training=n < 2, relative_error=error)
-        for positions, errors in {"standard": (1.0, 0.1, learned), "sinusoidal": (1.0, 0.1, beyond)}.items()
-        for n, error in enumerate(errors)
-    ]
-    assert [c.holds for c in function_classes.compare_lengths(pd.DataFrame(rows))] == holds
+def lengths(refused=math.nan, **there):
+    """Errors in training of 0.1 after one example, and of 0.1 elsewhere but where ``there`` has another one."""
+    places = {
+        "sinusoidal": (function_classes.LONGER, 2),
+        "index": (function_classes.LONGER, 2),
+        "renumbered": (function_classes.RENUMBERED, 1),
+        "share": (function_classes.LONGER, 1),
+    }
+    rows = [dict(positions="standard", prompts=function_classes.LONGER, n_examples=2, relative_error=refused)]
+    for positions in ("sinusoidal", "index", "share"):
+        prompts = [(function_classes.SHORT, 1), (function_classes.LONGER, 1), (function_classes.LONGER, 2)]
+        rows += [dict(positions=positions, prompts=name, n_examples=n, relative_error=0.1) for name, n in prompts]
+    rows.append(dict(positions="index", prompts=function_classes.RENUMBERED, n_examples=1, relative_error=0.1))
+    table = pd.DataFrame(rows).assign(**MARGIN)
+    for name, error in there.items():
+        prompts, n = places[name]
+        where = (table["positions"] == name.replace("renumbered", "index")) & (table["prompts"] == prompts)
+        table.loc[where & (table["n_examples"] == n), "relative_error"] = error
+    return table.assign(in_training=table["n_examples"] < 2)
+
+
+@pytest.mark.parametrize(
+    ("there", "holds"),
+    [
+        ({}, [True, False, False, False, False, False]),
+        ({"refused": 0.5}, [False, False, False, False, False, False]),
+        ({"sinusoidal": 0.9, "renumbered": 0.9}, [True, True, False, True, False, False]),
+        ({"index": 0.9, "share": 0.9}, [True, False, True, False, True, False]),
+        ({"index": 0.251}, [True, False, None, False, False, False]),  # bound: twice 0.1, and 0.05
+    ],
+)
+def test_claims_about_length_can_fail(there, holds):
+    assert [c.holds for c in function_classes.compare_lengths(lengths(**there))] == holds
+
+
+def test_the_numbers_of_positions_by_a_pencil():
+    """In (0, 1), and those of a longer prompt are other ones; an index does not change."""
+    assert numbers_of("index", 3).tolist() == [1, 2, 3] and numbers_of("share", 3).tolist() == [0.25, 0.5, 0.75]
+    task = NumberedRegression(dimensions=2, n_points=3, numbers="share")
+    plain = RegressionTask(dimensions=2, n_points=3).heldout(2)
+    batch = task.heldout(2)
+    assert torch.equal(batch.inputs[..., :-1], plain.inputs) and torch.equal(batch.targets, plain.targets)
+    assert torch.equal(batch.inputs[1, :, -1], torch.arange(1, 6) / 6)
+    assert build_model(task, TINY["model"], device="cpu")(batch.inputs).shape == (2, 5)
+
+
+def test_the_nearest_ridge_is_found():
+    """Predictions that are those of ridge regression with a penalty of 0.3, and those of least squares."""
+    task = RegressionTask(dimensions=3, n_points=7)
+
+    class Ridge(Oracle):
+        def forward(self, inputs):
+            x, y = self.task.points_and_values(inputs)
+            predicted = torch.zeros(inputs.shape[:2], dtype=torch.float64)
+            predicted[:, 0::2] = ridge(x.double(), y.double(), 0.3)
+            return predicted
+
+    for model, best, holds in ((Ridge(task, 0.0), 0.3, False), (Oracle(task, 0.0), 0.0, True)):
+        table = function_classes.distance_from_ridge(task, {0: model}, {**TINY, "n_prompts": 100})
+        assert table.loc[table["distance"].idxmin(), "penalty"] == best and table["distance"].min() < 1e-9
+        assert function_classes.compare_ridge(table).holds is holds
 
 
 def test_the_margins_of_two_curves_add_up_in_their_gap():
