@@ -24,7 +24,7 @@ from kvlens.model import AttentionVariantConfig, Augmented
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 from kvlens.pretrained.checkpoint_files import check_checkpoint
 from kvlens.pretrained.transformers_model import check_loaded, without_progress_bars
-from kvlens.pretrained.tokenizer import read_tokenizer
+from kvlens.tokenizer import read_tokenizer
 
 WEIGHTS = "model.safetensors"
 

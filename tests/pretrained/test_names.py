@@ -10,9 +10,8 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.base import HookedTransformer, HookedTransformerConfig
-from kvlens.base.families import FAMILIES
-from kvlens.pretrained.names import OTHER_CODE, official_names, step_of
-from kvlens.pretrained.own_format import OWN_FORMAT
+from kvlens.pretrained.families import FAMILIES
+from kvlens.pretrained.names import OTHER_CODE, OWN_FORMAT, official_names, step_of
 
 
 @pytest.fixture
