@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from kvlens.dual.bert import WEIGHTS, load_bert, swap_self_attention
-from kvlens.dual.glue import METRICS, fine_tune
+from kvlens.dual.glue import METRICS, TASKS, fine_tune
 from kvlens.errors import KVLensError, nearest
 from kvlens.files.manifest import checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead
@@ -51,19 +51,20 @@ CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
 
 
 class Claim(NamedTuple):
-    """What the paper says of a variant against plain fine-tuning: better (True) or worse (False)."""
+    """What the paper says of a variant against plain fine-tuning: better on these tasks, worse on the others."""
 
     words: str
-    better: bool
+    better_on: tuple[str, ...]
 
 
 CLAIMS = {
-    "regularised, alpha -0.1": Claim("regularised attention with a small alpha is better, but on RTE", True),
-    LARGE: Claim("with too large an alpha it is significantly worse", False),
-    "augmented values": Claim("augmented values are better", True),
-    "negative, k 0.2, beta 0.1": Claim("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", True),
+    LARGE: Claim("with too large an alpha it is significantly worse", ()),
+    "augmented values": Claim("augmented values are better", TASKS),
+    "regularised, alpha -0.1": Claim(
+        "regularised attention with a small alpha is better, but on RTE", ("cola", "mrpc", "stsb")
+    ),
+    "negative, k 0.2, beta 0.1": Claim("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", ("cola", "stsb")),
 }
-
 
 WORDS: dict[str, str] = dict(
     noun="doctor lawyer teacher farmer singer driver painter writer baker sailor nurse judge actor pilot guard clerk king",
@@ -215,7 +216,9 @@ def compare(curves: pd.DataFrame, task: str) -> list[Comparison]:
     for label in [label for label in CLAIMS if label in set(last["model"])]:
         claim = CLAIMS[label]
         what = f"{task}, {label}: {metric} on dev minus that of plain fine-tuning"
-        found.append(lead(last, label, PLAIN, metric, what, f"{claim.words} (app. E.5)", denied=not claim.better).unless(why))
+        found.append(
+            lead(last, label, PLAIN, metric, what, f"{claim.words} (app. E.5)", denied=task not in claim.better_on).unless(why)
+        )
     return found
 
 

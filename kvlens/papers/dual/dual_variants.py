@@ -174,8 +174,8 @@ def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
             f"Each variant uses the rate of {settings['rates']} with the best final error on {N_TUNING} other seeds.",
             *(f"Chosen on these, {task} task: {setting}." for (task, _), setting in chosen.items()),
             "The exact softmax kernel; the paper trains with random features.",
-            "Five values of alpha, two of k and two of beta; the paper's claims are tested at one of each, chosen in advance, "
-            "and not at the best.",
+            "Five values of alpha, two of k and two of beta. What the paper says of some suitable value is tested at the best "
+            "on the other seeds, everything else at one that was chosen in advance.",
         ],
     )
 
