@@ -26,8 +26,8 @@ from kvlens.analyses import (
     prompt_copies,
     prompt_effect,
 )
-from kvlens.analyses.bias.baseline import baseline_of
-from kvlens.analyses.bias.outputs import bias_outputs, share_by_size
+from kvlens.analyses.bias.decomposition import bias_outputs, share_by_size
+from kvlens.analyses.bias.exchange import baseline_of
 from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
 from kvlens.chat import Chat, as_prompt, one_sequence

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
-from kvlens.explanation.by_position import GROUPS
+from kvlens.explanation.exchanges import GROUPS
 from kvlens.explanation.sentences import MEANINGS, answered
 from kvlens.report.console import WIDTH, make_console
 from kvlens.terminal import visible

@@ -86,7 +86,7 @@ def test_without_a_name_the_analyses_are_listed(capsys):
 
 
 def test_a_function_keeps_its_name_when_its_module_is_imported():
-    importlib.import_module("kvlens.analyses.bias.by_head")
+    importlib.import_module("kvlens.analyses.bias.decomposition")
     assert callable(analyses.bias_by_head) and callable(analyses.prompt_effect)
     assert not hasattr(analyses, "bias_by_haed")
 
