@@ -8,7 +8,6 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from transformer_lens.utilities import get_device
 
 from kvlens.arguments import check_device, path_of
-from kvlens.base.families import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
@@ -16,6 +15,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.pretrained import cached_folder, is_gguf, official_name, official_names, read_gguf
+from kvlens.pretrained.families import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
 from kvlens.zoo import folder_of, is_hugging_face, names, source_of
 
 

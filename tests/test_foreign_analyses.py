@@ -19,7 +19,7 @@ USES_BOTH = """
 assert mine == 1
 import kvlens.analyses, kvlens.report, kvlens.viz
 from kvlens.cli import main
-assert kvlens.analyses.bias_by_head.__module__ == "kvlens.analyses.bias.by_head"
+assert kvlens.analyses.bias_by_head.__module__ == "kvlens.analyses.bias.decomposition"
 assert main(["analyse", "bias_by_head", "p.txt", "--model", "bigram-linear", "--text", "4 5", "--out", "t.parquet"]) == 0
 {imported}
 assert mine == 1

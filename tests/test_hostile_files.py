@@ -14,7 +14,8 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, loa
 from kvlens.files import checksum_of_json, file_in, read_listed
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
-from kvlens.pretrained import read_tensors, read_tokenizer
+from kvlens.pretrained import read_tensors
+from kvlens.tokenizer import read_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

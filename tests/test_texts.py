@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvlens.analyses import next_token_texts, prompt_by_depth, prompt_effect, token_texts
 from kvlens.chat import prompt_units
-from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
+from kvlens.pretrained.llama2c import read_llama2c_tokenizer
 from kvlens.texts import UNREADABLE, joined
 
 TEXTS = {

@@ -37,12 +37,12 @@ from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import heads_per_layer
 
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
-from ..front_ends import on_its_front_ends
 from ..predictions import EFFECT
+from ..registry import on_its_front_ends
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival
-from .by_position import without_each
+from .by_part import without_each
 from .units import BY, Spans
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
@@ -167,7 +167,7 @@ class Reading:
         return torch.cat(found)
 
     def effects(self, edges: Int[Tensor, "edge 5"], change: Change) -> Float[Tensor, " edge"]:
-        """By how much the score falls with each of some edges from the counterfactual prompt."""
+        """The fall of the score with each of some edges from the counterfactual prompt."""
         found = torch.full((len(edges),), torch.nan, dtype=torch.float64)
         for layer, later in edges[:, :2].unique(dim=0).tolist():
             between = (edges[:, 0] == layer) & (edges[:, 1] == later)
@@ -213,7 +213,7 @@ class Reading:
         return f"blocks.{layer}.attn.hook_{name}"
 
     def _by_head(self, layer: int, name: str, x: Tensor) -> Float[Tensor, "row pos some_head d"]:
-        """Of a hook point that shows all heads in one vector, too."""
+        """What a hook point shows, with an axis of heads, which some join in one vector."""
         return x if x.dim() == 4 else x.unflatten(-1, (self._n_heads(layer, name), -1))
 
     def _n_heads(self, layer: int, name: str) -> int:
@@ -261,7 +261,7 @@ def attribution_by_edge(
         model, prompt, text, by, answer, rival, on_progress: as
             :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without a rival the effects of single edges fade
             where the answer is nearly certain.
-        replace_by: as :func:`kvlens.analyses.attribution.by_position.attribution_by_position`. The heads then read a prompt
+        replace_by: as :func:`kvlens.analyses.attribution.by_part.attribution_by_position`. The heads then read a prompt
             like others, from which nothing is missing.
         through_mlps: whether MLPs between sender and receiver are recomputed, or have the output of the pass as it is.
         n_confirmed: the effect of so many edges of each unit is measured, those of the largest estimates; None for all.
@@ -272,7 +272,7 @@ def attribution_by_edge(
         {columns}
 
     Raises:
-        KVLensError: as :func:`kvlens.analyses.attribution.by_position.attribution_by_position`; a model with a single layer of
+        KVLensError: as :func:`kvlens.analyses.attribution.by_part.attribution_by_position`; a model with a single layer of
             heads, or that does not show queries, keys and values by head.
     """
     question = Question.of(model, prompt, text, answer, rival)

@@ -66,7 +66,7 @@ class Null:
         return question.scores(with_them) - without[torch.arange(len(where)) % len(units)]
 
     def drawn(self, question: Question, where: Sequence[Unit]) -> list[Int[Tensor, " pos"]]:
-        """For each unit, one of an unrelated prompt of as many tokens; each prompt is used as often as the others."""
+        """A stretch of an unrelated prompt, as long as each unit; each prompt is used as often as the others."""
         generator = torch.Generator().manual_seed(self.seed)
         longest = max(unit.stop - unit.start for unit in where)
         sources = self._sources(question, longest, len(where))
@@ -112,5 +112,5 @@ def holm(p: Float[Tensor, " unit"]) -> Float[Tensor, " unit"]:
 
 
 def enough_for(n_units: int) -> int:
-    """So many null effects allow the largest of ``n_units`` effects an adjusted p-value of at most `SIGNIFICANT`."""
+    """How many null effects allow the largest of ``n_units`` effects an adjusted p-value of at most `SIGNIFICANT`."""
     return round(n_units / SIGNIFICANT)

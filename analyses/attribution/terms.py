@@ -8,8 +8,9 @@ k_p and v_p are what the heads read at position p: shifted, where the model shif
 has one. What was held before the prompt stays.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,12 @@ from kvlens.bridge import read_memory
 from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, kv_heads_read, tensors_of, with_tensors
-from ..layers import stack_layers
+from ..bias.exchange import ALL, Exchange, rows_at_once
+from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, in_one_space, kv_heads_read, tensors_of, with_tensors
+from ..segments import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
 """Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
-ALL = -1
-"""In place of a layer: every one."""
 
 
 def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"]) -> Iterator[KVBias]:
@@ -110,7 +110,7 @@ class Terms:
         return cls(model, bias, n, read, None, states, bias.d_phi - n)
 
     def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
-        """For each row the sum of the terms of its positions, in one layer or in all, by the name of the tensor."""
+        """The sum of the terms of each row's positions, in one layer or in all, by the name of the tensor."""
         if self.factors is not None:
             b_kv, b_d = written(self.model, self.factors, chosen if self.read is None else chosen & self.read)
         else:
@@ -127,13 +127,56 @@ class Terms:
 
 
 def of_layer(tensor: Float[Tensor, " layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, " layer *rest"]:
-    """Zeros in every layer but the one that is meant; `ALL` means all of them."""
+    """The tensor with zeros in every layer but the one that is meant; `ALL` means all of them."""
     return tensor if layer == ALL else tensor * in_layer(numbers, layer).to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
 
 
 def in_layer(numbers: Sequence[int], layer: int) -> Bool[Tensor, " layer"]:
     """Whether each of some layers is meant."""
     return (torch.tensor(numbers) == layer) | (layer == ALL)
+
+
+class PositionExchange(Exchange):
+    """Positions of a prompt's bias, and its shift state, exchanged for those of a counterfactual prompt, in a layer or in all.
+
+    Args:
+        read: of the prompt.
+        other: the counterfactual prompt, a single row.
+
+    Attributes:
+        n_positions: of the prompt.
+        parts: positions, then `ALL` for the shift state where there is one.
+        donor: the other prompt's bias, in the same features as ``own``.
+    """
+
+    def __init__(self, read: Terms, other: Counterfactuals):
+        self.n_positions, self._layer = read.n_positions, ALL
+        self.parts = [*range(self.n_positions), *([ALL] if has_shift_state(read.bias) else [])]
+        there = Terms.of_prompt(read.model, other)
+        self.own, self.donor = in_one_space(read.bias, there.bias)  # the other prompt's keys lie behind the prompt's
+        behind = read.bias.d_phi + there.first_key
+        self._sides = replace(read, bias=self.own), replace(there, bias=self.donor, first_key=behind)
+        self.at_once = min(32, rows_at_once(self.own))
+
+    def in_layer(self, layer: int) -> "PositionExchange":
+        """The same in one layer alone; what is kept is kept in this layer, and everything else exchanged in all."""
+        found = copy.copy(self)
+        found._layer = layer
+        return found
+
+    def biases(self, chosen: Bool[Tensor, "row part"], *, keep: bool = False) -> KVBias:
+        """A batch of biases; see :meth:`kvlens.analyses.bias.exchange.Exchange.biases`."""
+        here, there = self._sides[::-1] if keep else self._sides
+        positions, whole, layer = chosen[:, : self.n_positions], here.bias.repeat(len(chosen)), self._layer
+        taken, given, tensors = here.of(positions, layer), there.of(positions, layer), tensors_of(whole)
+        mixed = {name: tensors[name] + (given[name] - taken[name]).to(tensors[name]) for name in taken}
+        own, others, shift_states = tensors_of(here.bias), tensors_of(there.bias), chosen[:, self.n_positions :].any(dim=1)
+        for name in own.keys() & set(SHIFT_STATES):
+            numbers = here.bias.recurrent.layers if name.startswith(RECURRENT) else here.bias.attention_layers
+            meant = in_layer(numbers, layer)[:, None] & shift_states[None]
+            meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
+            mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])
+        return with_tensors(whole, mixed)
 
 
 class StateTerms(NamedTuple):
@@ -148,7 +191,7 @@ class StateTerms(NamedTuple):
     values: Float[Tensor, "recurrent_layer pos head d_v"]
 
     def of(self, chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "recurrent_layer row head d_k d_v"]:
-        """For each row the sum of the terms of its positions."""
+        """The sum of the terms of each row's positions."""
         return torch.einsum("rp,lphk,lphv->lrhkv", chosen.to(self.values), self.carried_keys, self.values)
 
 

@@ -1,34 +1,55 @@
 """A converted prompt, head by head: the size of its bias, its number of directions, and what the text reads from it.
 
-Per layer and head: the size and spectrum of b_KV and b_D, the bias's share of the head's output on a text, and the bias's
-direct logit attribution: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
-bypassing all later layers. In a recurrent layer a norm and a gate stand between z and W_O: they are frozen too. The other views
-of the same bias are separate analyses:
+    b_KV = sum_r sigma_r u_r w_r^T        u_r in feature space (compared with queries), w_r in value space
+    z = z_bias + z_context        (both already divided by the normalizer, which includes the bias and the text)
 
-- :func:`kvlens.analyses.bias.spectrum.bias_singular_values`: every singular value of b_KV;
+*Size and directions.* A sum over M tokens has rank at most min(M, d_phi, d_head). The effective rank is the number of
+directions that carry weight, exp(-sum_r p_r log p_r) with p_r = sigma_r / sum sigma: n for n equal singular values, 1 for a
+single one. A softmax model's bias is stored as numbers and a log-scale for each head; sizes here are those of exp(log_scale)
+times the numbers, so that they can be compared across heads, prompts and conversion methods. Values that would overflow float64
+become its largest number.
+
+*The bias's share of a head's output.* By size (``bias_share``), ||z_bias|| / (||z_bias|| + ||z_context||) is in [0, 1] and does
+not add up. By projection (``output_share``), z_bias . z / ||z||^2 may be outside [0, 1] if the parts oppose each other, but it
+is linear: the shares of all parts of z sum to 1, and those of all prompt positions to that of the whole bias.
+
+*Direct logit attribution*: what z_bias adds to a logit through W_O, the final norm (frozen at its actual scale) and W_U,
+bypassing all later layers. In a recurrent layer a norm and a gate stand between z and W_O: they are frozen too.
+
+*Removal* (:func:`bias_by_head`, :func:`bias_by_layer`): size and share are descriptive, and only an ablation shows whether the
+model uses a bias. It is replaced by that of the *baseline*, the prompt's BOS alone (without a BOS, the empty prompt), because
+BOS is always present and is not part of the prompt's content. The columns ``zero_kl`` and ``zero_loss_change`` set b_KV and b_D
+to 0 instead, which also removes BOS.
+
+The other views of the same bias are separate analyses:
+
 - :func:`kvlens.analyses.bias.positions.bias_positions`: the contribution of each prompt position to ``output_share`` and
   ``logit``;
 - :func:`kvlens.analyses.bias.effects.bias_effects`: the effect of ablating the bias or the shift state, through every path.
-
-One forward pass over the prompt, one over the text.
 """
+
+import math
+from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.checks import checked
-from kvlens.model import HeadsRead, read_stream
+from kvlens.checks import Count, checked
+from kvlens.model import HeadsRead, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
-from ..predictions import OUTPUT_SHARE
-from ..sequences import PromptTokens, TextTokens, bias_and_text
+from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
+from ..segments import bar_unless
+from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
 from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
-from .outputs import share_by_size, share_probes
-from .parts import HEAD, heads_of
-from .spectrum import effective_rank, singular_values, sizes
+from .effects import baseline_ablation, bias_ablation
+from .parts import HEAD, heads_of, in_layers
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -44,6 +65,14 @@ COLUMNS = Columns(
         "direct logit attribution of z_bias: what it adds to the answer's logit, less that of ``rival`` or else the "
         "vocabulary's mean; NaN in a text of one token without ``answer``",
     ),
+)
+
+VALUES = Columns(
+    layer=("int64", "from 0"),
+    head=("int64", HEAD),
+    index=("int64", "from 0, largest first; min(d_phi, d_head) of them"),
+    singular_value=("float64", "of b_KV, its log_scale included"),
+    energy_share=("float64", "its square over the sum of the head's squares; 0 for a b_KV of zeros"),
 )
 
 
@@ -115,3 +144,250 @@ def _of_layer(
         "output_share": (of_bias * share_probes(of_bias + of_context, pooled=True)).sum(dim=(0, 2)),
         "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
     }
+
+
+class BiasOutputs(NamedTuple):
+    """The two summands of every head's output on a text, layer by layer."""
+
+    of_bias: list[Float[Tensor, "pos _ _"]]
+    of_context: list[Float[Tensor, "pos _ _"]]
+
+    def whole(self) -> list[Float[Tensor, "pos _ _"]]:
+        """Their sums."""
+        return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
+
+
+def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
+    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
+    found = BiasOutputs([], [])
+
+    def keep(layer: int, read: HeadsRead) -> None:
+        assert read.z_bias is not None  # a bias is attached
+        found.of_bias.append(read.z_bias[0].double().to(text.device))
+        found.of_context.append(read.z_context[0].double().to(text.device))
+
+    with model.kv_bias(bias):
+        visit_heads(model, text[None], keep, ("z_context", "z_bias"))
+    return found
+
+
+def share_by_size(
+    of_bias: Float[Tensor, "*lead pos head"], of_context: Float[Tensor, "*lead pos head"]
+) -> Float[Tensor, "*lead pos head"]:
+    """||z_bias|| / (||z_bias|| + ||z_context||) from the two norms; 0 for 0 / 0."""
+    total = of_bias + of_context
+    return of_bias / total.where(total > 0, 1.0)
+
+
+def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Float[Tensor, "*lead pos head d_head"]:
+    """The vectors whose product with a part of z is its share by projection: z / ||z||^2.
+
+    Args:
+        z: the whole outputs.
+        pooled: divide by the sum of ||z||^2 over all positions, so that the shares summed over positions are those of the
+            whole text; otherwise divide each position by its own. Zeros where the output is 0.
+    """
+    energy = z.square().sum(dim=-1, keepdim=True)
+    energy = energy.sum(dim=-3, keepdim=True) if pooled else energy
+    return z / energy.where(energy > 0, 1.0)
+
+
+@analysis(VALUES, "the singular values of each head's b_KV")
+@checked
+@torch.no_grad()
+def bias_singular_values(model: KVModel, prompt: KVBias | PromptTokens) -> pd.DataFrame:
+    """The singular values of every head's b_KV.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS if the model uses one, which are converted here; or a bias.
+
+    Returns:
+        One row per singular value, by layer, head, index:
+
+        {columns}
+
+    Raises:
+        KVLensError: a batch of biases, or invalid tokens.
+    """
+    bias = converted(model, "bias_singular_values", prompt)
+    tables = [_values_of_layer(layer, values) for layer, values in enumerate(singular_values(bias))]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _values_of_layer(layer: int, values: Float[Tensor, "head index"]) -> pd.DataFrame:
+    energy = (values / values[..., :1].where(values[..., :1] > 0, 1.0)).square()
+    total = energy.sum(dim=-1, keepdim=True)
+    heads, indices = torch.meshgrid(*(torch.arange(n) for n in values.shape), indexing="ij")
+    shares = energy / total.where(total > 0, 1.0)
+    columns = {
+        "layer": torch.full_like(heads, layer),
+        "head": heads,
+        "index": indices,
+        "singular_value": values,
+        "energy_share": shares,
+    }
+    return VALUES.frame(columns)
+
+
+def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
+    """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
+    if bias.fingerprint.layers_differ:
+        return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
+    stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
+    scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
+    return in_layers(bias, scaled, torch.linalg.svdvals(bias.recurrent.b_KV.detach().double()))
+
+
+def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
+    """Frobenius norms of each head's ``b_KV`` or ``b_D``, including its log_scale, in float64, layer by layer.
+
+    A recurrent layer has no normalizer, and its b_D counts as 0.
+    """
+    if bias.fingerprint.layers_differ:
+        return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
+    stored = getattr(bias.per_query_head(), name).detach().double()
+    scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
+    states = bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
+    return in_layers(bias, scaled, states if name == "b_KV" else torch.zeros_like(states))
+
+
+def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
+    """One per query head of the attention layers; 0 for biases without a scale."""
+    if bias.log_scale is None:
+        return torch.zeros(len(bias.b_KV), bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
+    stored = bias.log_scale.detach().double()
+    return stored.repeat_interleave(bias.n_heads // stored.shape[1], dim=1)
+
+
+def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
+    return logs.exp().clamp(max=math.nextafter(math.inf, 0.0))
+
+
+def effective_rank(values: Float[Tensor, "*lead index"]) -> Float[Tensor, "*lead"]:
+    """exp of the entropy of the normalized singular values; 0 if all of them are 0.
+
+    Source: Roy & Vetterli 2007, The effective rank: a measure of effective dimensionality, eq. 4.
+    """
+    largest = values.amax(dim=-1, keepdim=True)
+    parts = values / largest.where(largest > 0, 1.0)
+    p = parts / parts.sum(dim=-1, keepdim=True).where(largest > 0, 1.0)
+    rank = -torch.special.xlogy(p, p).sum(dim=-1)
+    return torch.where(largest.squeeze(-1) > 0, rank.exp(), 0.0)
+
+
+MEASURES = dict(
+    b_kv_norm=("float64", "Frobenius norm of b_KV, its log_scale included"),
+    b_d_norm=("float64", "norm of b_D, likewise"),
+    bias_share=("float64", "mean over the text's positions of ||z_bias|| / (||z_bias|| + ||z_context||), 0 for 0 / 0"),
+    ablation_kl=("float64", f"{KL}; with the baseline's b_KV, b_D and shift state, mean over the text's positions"),
+    loss_change=("float64", f"{LOSS_CHANGE}; likewise, mean over the text's next tokens; NaN for one token"),
+    zero_kl=("float64", f"{KL}; with b_KV and b_D at 0, BOS's among them, mean over the text's positions"),
+    zero_loss_change=("float64", f"{LOSS_CHANGE}; with b_KV and b_D at 0, mean over the text's next tokens; NaN for one token"),
+)
+BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", HEAD), **MEASURES)
+BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
+
+
+@analysis(BY_HEAD, "which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it")
+@checked
+@torch.no_grad()
+def bias_by_head(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    batch_size: Count | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Describe the bias of each head, and ablate it.
+
+    Args:
+        model: linear or softmax.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        text: a string, or tokens [pos] without BOS.
+        bias: the converted prompt, if it has been converted already; None converts it here. For a prompt that continues
+            another one, attach that one first: it then belongs to the baseline.
+        batch_size, on_progress: as in :func:`kvlens.analyses.bias.effects.bias_ablation`.
+
+    Returns:
+        One row per head, by layer, then head:
+
+        {columns}
+
+    Raises:
+        KVLensError: tokens that are empty, misshapen or outside the vocabulary.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    units = [[pair] for pair in heads_of(bias)]
+    described = _describe(model, prompt, text, bias, units, batch_size, on_progress)
+    return BY_HEAD.frame({"head": [head for ((_, head),) in units], **described})
+
+
+@BY_LAYER.document
+@checked
+@torch.no_grad()
+def bias_by_layer(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    bias: KVBias | None = None,
+    batch_size: Count | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Describe the bias of each layer, with the outputs of its heads concatenated, and ablate all of its heads at once.
+
+    Effects do not add up, since information removed from one head may still be carried by another.
+
+    Args:
+        model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.
+
+    Returns:
+        One row per layer with heads:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`bias_by_head`.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    units = [list(of_layer) for _, of_layer in groupby(heads_of(bias), key=itemgetter(0))]
+    return BY_LAYER.frame(_describe(model, prompt, text, bias, units, batch_size, on_progress))
+
+
+def _describe(
+    model: KVModel,
+    prompt: Int[Tensor, " prompt_pos"],
+    text: Int[Tensor, " pos"],
+    bias: KVBias,
+    units: list[list[tuple[int, int]]],
+    batch_size: int | None,
+    on_progress: Callable[[float], None] | None,
+) -> dict[str, Any]:
+    """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
+    outputs = bias_outputs(model, bias, text)
+    of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)
+    with bar_unless(on_progress, "ablating the bias") as tell:
+        with_baseline = baseline_ablation(
+            model, prompt, text, units, bias=bias, batch_size=batch_size, on_progress=lambda done: tell(done / 2)
+        )
+        with_zero = bias_ablation(
+            model, bias, text, units, batch_size=batch_size, on_progress=lambda done: tell((1 + done) / 2)
+        )
+    return {
+        "layer": [unit[0][0] for unit in units],
+        "b_kv_norm": _norms(sizes(bias, "b_KV"), units),
+        "b_d_norm": _norms(sizes(bias, "b_D"), units),
+        "bias_share": share_by_size(of_bias, of_context).mean(dim=-1),
+        "ablation_kl": with_baseline["kl"],
+        "loss_change": with_baseline["loss_change"],
+        "zero_kl": with_zero["kl"],
+        "zero_loss_change": with_zero["loss_change"],
+    }
+
+
+def _norms(of_heads: list[Float[Tensor, " _ *pos"]], units: list[list[tuple[int, int]]]) -> Float[Tensor, " unit *pos"]:
+    """The norms of units of heads side by side, from those of single heads, layer by layer."""
+    return torch.stack([torch.stack([of_heads[layer][head] for layer, head in unit]).norm(dim=0) for unit in units])

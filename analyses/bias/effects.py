@@ -1,4 +1,4 @@
-"""The effect on a text's predictions of ablating parts of a converted prompt: head by head, bias and shift state.
+"""What a converted prompt does for the predictions on a text: parts of it ablated, head by head, layer by layer, or whole.
 
 Four ways to ablate a part:
 
@@ -13,6 +13,10 @@ queries, and a recurrent layer the inputs of its short convolution. ``bias`` abl
 state, ``both`` the whole prompt. A convolution's inputs belong to the whole layer: head by head they are one row, with head -1,
 and ``both`` leaves recurrent layers out. The effects do not add up. They include every path; for direct effects see
 :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
+
+Two tables, both by :class:`kvlens.analyses.bias.exchange.HeadExchange`: :func:`bias_effects` ablates every head in every way,
+:func:`bias_ablation` and :func:`baseline_ablation` chosen heads together. How large a bias is beside what its removal costs is
+in :func:`kvlens.analyses.bias.decomposition.bias_by_head`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
@@ -37,17 +42,30 @@ from ..predictions import (
     next_token_losses,
 )
 from ..segments import bar_unless
-from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
+from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
 from ..stream.logit_attribution import LogitTarget, Token, logit_target
-from .baseline import baseline_of, has_baseline
-from .interventions import ALL, Interventions, donors_of, logits_under
-from .one_space import singles, with_others, with_references
-from .parts import OF_SHIFT_STATE, has_shift_state, heads_of, layers_with_convolution
+from .exchange import ALL, KINDS, HeadExchange, baseline_of, has_baseline
+from .parts import (
+    HEAD_PART,
+    OF_SHIFT_STATE,
+    SHIFT_STATE_PART,
+    Part,
+    has_shift_state,
+    heads_of,
+    heads_with,
+    in_one_space,
+    layers_with_convolution,
+    mean_of,
+    zeros_of,
+)
 
 Method = Literal["zero", "mean", "resample", "baseline"]
-Part = Literal["bias", "shift_state", "both"]
+Ablated = Literal["bias", "shift_state", "both"]
 Unit = Literal["head", "layer", "model"]
-METHODS, PARTS, UNITS = get_args(Method), get_args(Part), get_args(Unit)
+METHODS, PARTS, UNITS = get_args(Method), get_args(Ablated), get_args(Unit)
+
+KINDS_OF = {"bias": KINDS[:1], "shift_state": KINDS[1:], "both": KINDS}
+Heads = Sequence[tuple[int, int]]
 
 
 class Ablation(NamedTuple):
@@ -110,7 +128,7 @@ def bias_effects(
     *,
     by: Unit = "head",
     methods: Sequence[Method] = ("zero",),
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[Ablated] | None = None,
     references: KVBias | None = None,
     answer: Token | None = None,
     rival: Token | None = None,
@@ -148,37 +166,36 @@ def bias_effects(
     target = logit_target(model, text, answer, rival)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
-    baseline = _baseline(model, prompt, bias) if "baseline" in methods else None
+    baseline = [_baseline(model, prompt, bias)] if "baseline" in methods else []
     if on_start is not None:
         on_start(len(ablations))
-    n_references = 0 if references is None else references.b_KV.shape[1]
-    if baseline is None:
-        bias, references = with_references(bias, references)
-    else:
-        bias, references = with_others(bias, [*([] if references is None else singles(references)), baseline])
-    rows = _interventions(bias, ablations, references, n_references)
+    own, *others = in_one_space(bias, *_prompts(methods, references), *baseline)
+    means = [mean_of(others[: len(others) - len(baseline)])] if len(others) > len(baseline) else []
+    exchange = HeadExchange(own, zeros_of(own), *means, *others)
+    first = {"zero": 0, "mean": 1, "resample": 2, "baseline": len(means) + len(others)}
+    donor = torch.tensor([first[ablation.method] + max(ablation.reference, 0) for ablation in ablations], dtype=torch.long)
+    chosen = exchange.rows([exchange.of(one.layer, one.head, KINDS_OF[one.part]) for one in ablations])
     with bar_unless(on_progress, "bias_effects") as tell:
-        numbers = measured_effects(model, text, bias, rows, target, batch_size=batch_size, on_progress=tell)
+        numbers = _measured(model, text, exchange, chosen, donor, target, batch_size=batch_size, on_progress=tell)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
     return COLUMNS.frame({**which, **numbers})
 
 
-def measured_effects(
+def _measured(
     model: KVModel,
     text: Tensor,
-    bias: KVBias,
-    rows: Interventions,
+    exchange: HeadExchange,
+    chosen: Bool[Tensor, "row part"],
+    donor: Int[Tensor, " row"] | None,
     target: LogitTarget,
-    *,
-    batch_size: int | None = None,
-    on_progress: Callable[[float], None] | None = None,
+    **options: Any,
 ) -> dict[str, list[float]]:
-    """``kl``, ``loss_change`` and ``logit_change`` of each intervention against the whole bias; see :func:`bias_effects`."""
-    whole_logits = converted_logits(model, bias, text)
+    """``kl``, ``loss_change`` and ``logit_change`` of each row against the whole bias; see :func:`bias_effects`."""
+    whole_logits = converted_logits(model, exchange.own, text)
     whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
     whole_loss = next_token_losses(whole, text)[:-1].mean()
     found: dict[str, list[float]] = {"kl": [], "loss_change": [], "logit_change": []}
-    for logits in logits_under(model, text, bias, rows, batch_size=batch_size, on_progress=on_progress):
+    for logits in exchange.logits(model, text, chosen, donor, **options):
         log_p = log_probabilities(logits)
         found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
         found["loss_change"] += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
@@ -186,7 +203,7 @@ def measured_effects(
     return found
 
 
-def _parts_of(bias: KVBias) -> Sequence[Part]:
+def _parts_of(bias: KVBias) -> Sequence[Ablated]:
     return PARTS if has_shift_state(bias) else PARTS[:1]
 
 
@@ -214,6 +231,13 @@ def _units(bias: KVBias, by: str, part: str) -> list[tuple[int, int]]:
     shifts = part == "both" or any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
     heads = [(layer, head) for layer, head in heads_of(bias) if head < bias.first_state_head(layer) and shifts]
     return sorted([*heads, *((layer, ALL) for layer in layers_with_convolution(bias))]) if part == "shift_state" else heads
+
+
+def _prompts(methods: Sequence[str], references: KVBias | None) -> list[KVBias]:
+    """The biases of the references one by one, where a method needs them."""
+    if references is None or not set(methods) & {"mean", "resample"}:
+        return []
+    return [references.select_prompt(i) for i in range(references.b_KV.shape[1])]
 
 
 def _check_references(bias: KVBias, references: KVBias | None) -> None:
@@ -244,11 +268,131 @@ def _baseline(model: KVModel, prompt: KVBias | PromptTokens, bias: KVBias) -> KV
     return baseline_of(model, prompt_sequence(model, "prompt", prompt)).select_prompt(0)
 
 
-def _interventions(bias: KVBias, ablations: Sequence[Ablation], references: KVBias | None, n_references: int) -> Interventions:
-    """The interventions of ``ablations``; ``references`` are ``n_references`` of other prompts, then the baseline if needed."""
-    donors = donors_of(bias, references, n_references)
-    first = {"zero": 0, "mean": 1, "resample": 2, "baseline": donors.b_KV.shape[1] - 1}
-    donor = [first[ablation.method] + max(ablation.reference, 0) for ablation in ablations]
-    of_bias = [[] if one.part == "shift_state" else [(one.layer, one.head)] for one in ablations]
-    of_shift_state = [[] if one.part == "bias" else [(one.layer, one.head)] for one in ablations]
-    return Interventions.of(bias, of_bias, of_shift_state, donor, donors)
+REMOVALS = Columns(
+    removal=("int64", "index into ``removals``"),
+    n_heads=("int64", "how many heads were removed"),
+    kl=("float64", f"{KL}; without these heads, mean over the text's positions"),
+    loss_change=("float64", f"{LOSS_CHANGE}; without these heads, mean over the text's next tokens; NaN for one token"),
+)
+
+
+@REMOVALS.document
+@checked
+@torch.no_grad()
+def bias_ablation(
+    model: KVModel,
+    prompt: KVBias | PromptTokens,
+    text: TextTokens,
+    removals: Sequence[Heads],
+    *,
+    batch_size: Count | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Measure the effect of each removal relative to the whole bias.
+
+    Args:
+        model: linear or softmax.
+        prompt: a bias, or a string or tokens [pos], which are converted here.
+        text: a string, or tokens [pos] without BOS.
+        removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
+        batch_size: removals per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
+        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
+
+    Returns:
+        One row per removal, in the order given:
+
+        {columns}
+
+    Raises:
+        KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
+    """
+    bias, text = bias_and_text(model, "bias_ablation", prompt, text)
+    exchange = HeadExchange(bias, zeros_of(bias))
+    return _removed(model, text, exchange, _heads_taken(exchange, removals), batch_size, on_progress)
+
+
+@REMOVALS.document
+@checked
+@torch.no_grad()
+def baseline_ablation(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    removals: Sequence[Heads],
+    *,
+    bias: KVBias | None = None,
+    batch_size: Count | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> pd.DataFrame:
+    """Replace heads of a converted prompt by those of the baseline, including the shift state, so that BOS is kept.
+
+    The inputs of a recurrent layer's convolution belong to no head, and are replaced with all heads of the layer. With random,
+    Taylor or learned features there is no baseline, and removed heads become 0.
+
+    Args:
+        model: linear or softmax, with the bias attached that the prompt continues.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        text: a string, or tokens [pos] without BOS.
+        removals, batch_size, on_progress: as in :func:`bias_ablation`.
+        bias: the converted prompt, if it has been converted already; None converts it here.
+
+    Returns:
+        One row per removal, in the order given:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`bias_ablation`; a bias that is not this prompt's.
+    """
+    prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    baseline = baseline_of(model, prompt)
+    if not bias.starts_where(baseline):
+        raise KVLensError(
+            f"bias: the text starts at position {bias.position_offset} after this bias, and at "
+            f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; if it "
+            "continues another one, attach that one"
+        )
+    biases = in_one_space(bias, baseline.select_prompt(0)) if has_baseline(bias) else (bias, zeros_of(bias))
+    exchange = HeadExchange(*biases)
+    chosen = _with_shift_states(exchange, _heads_taken(exchange, removals))
+    return _removed(model, text, exchange, chosen, batch_size, on_progress)
+
+
+def _removed(
+    model: KVModel,
+    text: Tensor,
+    exchange: HeadExchange,
+    chosen: Bool[Tensor, "removal part"],
+    batch_size: int | None,
+    on_progress: Callable[[float], None] | None,
+) -> pd.DataFrame:
+    """The table of removals, what is chosen being replaced by the donor's."""
+    with bar_unless(on_progress, "ablating the bias") as tell:
+        options: dict[str, Any] = dict(batch_size=batch_size, on_progress=tell)
+        effects = _measured(model, text, exchange, chosen, None, logit_target(model, text), **options)
+    removed = {"removal": range(len(chosen)), "n_heads": chosen[:, exchange.of(kinds=[HEAD_PART])].sum(dim=1)}
+    return REMOVALS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
+
+
+def _heads_taken(exchange: HeadExchange, removals: Sequence[Heads]) -> Bool[Tensor, "removal part"]:
+    """True at the heads that each removal takes."""
+    for row, removal in enumerate(removals):
+        for layer, head in removal:
+            if Part(layer, head) not in exchange.number:
+                n_layers = exchange.own.n_layers
+                heads = sorted({exchange.own.n_heads_of(layer) for layer in range(n_layers)})
+                raise KVLensError(
+                    f"bias_ablation: removal {row} names layer {layer}, head {head}; there are {n_layers} layers "
+                    f"of {' or '.join(map(str, heads))} heads, counted from 0"
+                )
+    return exchange.rows([[exchange.number[Part(*pair)] for pair in removal] for removal in removals])
+
+
+def _with_shift_states(exchange: HeadExchange, heads: Bool[Tensor, "removal part"]) -> Bool[Tensor, "removal part"]:
+    """The same heads, with the shift state of each group that loses one and the convolution of each layer that loses all."""
+    chosen = heads.clone()
+    for part, number in exchange.number.items():
+        if part.kind != HEAD_PART:
+            taken = heads[:, [exchange.number[Part(part.layer, head)] for head in heads_with(exchange.own, part)]]
+            chosen[:, number] = taken.any(dim=1) & (taken.all(dim=1) | (part.kind == SHIFT_STATE_PART))
+    return chosen

@@ -2,7 +2,8 @@
 
 A head's *bias* is its b_KV and b_D; of a recurrent layer, the state of a value head. The *shift state* is what tokens just
 before the text leave: raw keys, values and queries of a KV shift, which belong to a key-value head, or in a recurrent layer the
-inputs of its short convolution, which belong to the layer and not to a head.
+inputs of its short convolution, which belong to the layer and not to a head. Parts of two prompts fit into each other
+:func:`in_one_space`.
 """
 
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from kvlens import KVBias
+from kvlens import KVBias, combine
 from kvlens.model import joined_heads
 
 OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
@@ -76,9 +77,43 @@ def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
     return replace(bias, **changed, recurrent=replace(bias.recurrent, **states) if states else bias.recurrent)
 
 
-def most_heads(bias: KVBias) -> int:
-    """Of the layers' numbers of heads the largest, which is how many there are in an intervention."""
-    return max(map(bias.n_heads_of, range(bias.n_layers)))
+def zeros_of(bias: KVBias) -> KVBias:
+    """A bias of zeros, as if there had been no prompt and no token before the text, at the same offset."""
+    bias = bias.per_query_head()
+    return with_tensors(bias, {name: torch.zeros_like(tensor) for name, tensor in tensors_of(bias).items()})
+
+
+def mean_of(biases: list[KVBias]) -> KVBias:
+    """The mean of biases in the same features."""
+    together = zip(*(tensors_of(bias).items() for bias in biases), strict=True)
+    return with_tensors(biases[0], {of[0][0]: torch.stack([tensor for _, tensor in of]).mean(dim=0) for of in together})
+
+
+def in_one_space(*biases: KVBias) -> list[KVBias]:
+    """Each of several biases in the features of all of them, per query head, so that parts of one fit into another.
+
+    Biases of a linear model share their features already. Those of a softmax model have their own virtual keys. With all keys
+    concatenated,
+
+        phi(q) = [phi_a(q); phi_b(q); ...]        b_KV of a = [b_KV_a; 0; ...]        b_KV of b = [0; b_KV_b; ...]
+
+    and b_D likewise, each bias gives the same outputs as before, and sums, means and mixtures of them are biases too. Each
+    keeps its shift state, offset and token count.
+
+    Raises:
+        KVLensError: biases of different models or with features of different kinds.
+    """
+    if len(biases) == 1:
+        return [biases[0].per_query_head()]
+    biases = tuple(bias.padded().per_query_head() for bias in biases)  # compact ones would each leave out the others' keys
+    if biases[0].features is None:
+        return list(biases)
+    alone = torch.eye(len(biases)).tolist()
+    kept = (*OF_SHIFT_STATE, "recurrent", "n_prompt_tokens", "position_offset")
+    return [
+        replace(combine(*biases, weights=weights, shift_state="first"), **{name: getattr(own, name) for name in kept})
+        for weights, own in zip(alone, biases, strict=True)
+    ]
 
 
 def layers_with_convolution(bias: KVBias) -> tuple[int, ...]:
@@ -106,10 +141,12 @@ def exchangeable(bias: KVBias) -> list[Part]:
     return sorted(parts, key=lambda part: (part.layer, part.kind != HEAD_PART, part.kind, part.head))
 
 
-def of_kv_head(bias: KVBias, layer: int, head: int) -> slice:
-    """The query heads of a layer that read a key-value head."""
-    group = bias.first_state_head(layer) // bias.n_kv_heads_of(layer)
-    return slice(head * group, (head + 1) * group)
+def heads_with(bias: KVBias, part: Part) -> range:
+    """The heads of a layer that a part is of: one; those that read a key-value head; or those behind a convolution."""
+    if part.kind == CONVOLUTION_PART:
+        return range(bias.first_state_head(part.layer), bias.n_heads_of(part.layer))
+    n = 1 if part.kind == HEAD_PART else bias.first_state_head(part.layer) // bias.n_kv_heads_of(part.layer)
+    return range(part.head * n, (part.head + 1) * n)
 
 
 def kv_heads_read(bias: KVBias) -> Int[Tensor, "layer head"]:
@@ -130,17 +167,3 @@ def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor) -> list[
         rows[layer] = joined_heads([rows[layer], row], dim=-row.dim()) if layer in rows else row
     none = next(iter(rows.values()))[:0]
     return [rows.get(layer, none) for layer in range(bias.n_layers)]
-
-
-def indicators(bias: KVBias, parts: list[Part]) -> tuple[Float[Tensor, "part layer head"], Float[Tensor, "part layer head"]]:
-    """1 at the bias, and at the shift state, that each part of :func:`exchangeable` is."""
-    of_bias = torch.zeros(len(parts), bias.n_layers, most_heads(bias))
-    of_shift_state = torch.zeros_like(of_bias)
-    for row, (layer, head, kind) in enumerate(parts):
-        if kind == HEAD_PART:
-            of_bias[row, layer, head] = 1
-        elif kind == SHIFT_STATE_PART:
-            of_shift_state[row, layer, of_kv_head(bias, layer, head)] = 1
-        else:
-            of_shift_state[row, layer, bias.first_state_head(layer) :] = 1
-    return of_bias.to(bias.b_KV), of_shift_state.to(bias.b_KV)

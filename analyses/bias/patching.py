@@ -11,7 +11,7 @@ need not, since the normalizer of ``hook_z_context`` still includes the corrupte
 question: which part is enough to break the clean run ("noising")?
 
 In a softmax model each prompt has its own keys. Both prompts' keys are then used together, the corrupted one's with their
-weights and the clean one's with 0, or the other way round in a patched head (:mod:`kvlens.analyses.bias.one_space`):
+weights and the clean one's with 0, or the other way round in a patched head (:func:`kvlens.analyses.bias.parts.in_one_space`):
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
 
@@ -31,11 +31,11 @@ identity (1, 0, ...): what if this head did not shift the text? The prompt remai
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
@@ -44,21 +44,13 @@ from kvlens.checks import Count, checked
 from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
-from ..front_ends import on_its_front_ends
 from ..heads.repeated_text import shifted_projections
+from ..registry import on_its_front_ends
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
-from .interventions import logits_under
-from .one_space import halves, in_one_space, pair_token_by_token
-from .patches import (
-    POINTS,
-    as_interventions,
-    available_points,
-    has_batch_axis,
-    patch_hooks,
-    patches_of,
-)
+from .exchange import ALL, KINDS, HeadExchange
+from .parts import HEAD_PART, SHIFT_STATE_PART, Part, heads_with, in_one_space
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """Maps the logits on the text, one row per patch, to one number per row."""
@@ -76,6 +68,80 @@ COLUMNS = Columns(
     corrupted_metric=("float64", "under the corrupted prompt"),
     recovered=("float64", "(metric - corrupted) / (clean - corrupted); NaN where clean and corrupted agree"),
 )
+
+
+class Point(NamedTuple):
+    """The kind of heads that are patched one by one (None: all of a layer at once), and what is replaced of the prompt."""
+
+    heads: str | None
+    bias: bool = False
+    shift_state: bool = False
+
+
+POINTS = {
+    "b_kv": Point("query", bias=True),
+    "b_d": Point("query", bias=True),
+    "bias": Point("query", bias=True),
+    "keys": Point("query", bias=True),
+    "values": Point("query", bias=True),
+    "shift_state": Point("key-value", shift_state=True),
+    "prompt": Point(None, bias=True, shift_state=True),
+    "z_bias": Point("query"),
+    "k_shift_coef": Point("key-value"),
+    "v_shift_coef": Point("key-value"),
+    "q_shift_coef": Point("query"),
+}
+"""The points by name. ``bias`` is b_KV and b_D, and with softmax attention their keys; ``prompt`` is the whole converted
+prompt. ``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a linear one (exp(q.c) over
+another prompt's normalizer would be unbounded).
+"""
+
+
+class Patch(NamedTuple):
+    """One intervention."""
+
+    point: str
+    layer: int
+    head: int
+
+
+Sources = Mapping[tuple[str, int], Tensor]
+"""(point, layer) -> the activation that a hook puts in: z_bias with a batch of 1, or shift coefficients, without one."""
+
+
+def _has(model: HookedKVTransformer, point: str) -> bool:
+    linear = model.cfg.attention == "linear"
+    halves = {"b_kv": linear, "b_d": linear and model.cfg.normalizer != "none", "keys": not linear, "values": not linear}
+    others = {"bias": True, "prompt": True, "z_bias": True, "shift_state": bool(shifted_projections(model))}
+    return (halves | others).get(point, point[0] in shifted_projections(model))
+
+
+def available_points(model: HookedKVTransformer) -> list[str]:
+    """The points that the model has, without duplicates: ``bias`` requires a b_D, and ``prompt`` a shift state."""
+    twins = {"bias": "b_d" if model.cfg.attention == "linear" else "bias", "prompt": "shift_state"}
+    return [name for name in POINTS if _has(model, name) and _has(model, twins.get(name, name))]
+
+
+def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]:
+    """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
+    layers = [model.cfg.of_layer(layer) for layer in range(model.cfg.n_layers)]
+    n_heads = {"query": [of.n_heads for of in layers], "key-value": [of.n_kv_heads for of in layers], None: [0] * len(layers)}
+    patches = []
+    for name in points:
+        if not _has(model, name):
+            linear = model.cfg.attention == "linear"
+            raise KVLensError(
+                f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
+                f"({f'normalizer {model.cfg.normalizer!r}' if linear else 'softmax attention'}, kv_shift {model.cfg.kv_shift})"
+            )
+        patches += [Patch(name, layer, head) for layer, n in enumerate(n_heads[POINTS[name].heads]) for head in range(n)]
+        patches += [Patch(name, layer, ALL) for layer in range(len(layers))] + [Patch(name, ALL, ALL)]
+    return patches
+
+
+def has_batch_axis(patch: Patch) -> bool:
+    """Whether this patch can share a pass with others."""
+    return not patch.point.endswith("_shift_coef")
 
 
 def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
@@ -118,7 +184,7 @@ def activation_patching(
             texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens. Without ``rival`` the
             mean logit of the vocabulary is subtracted.
         metric: another metric, used instead.
-        points: one or several of :data:`kvlens.analyses.bias.patches.POINTS`; None takes all that the model and the
+        points: one or several of :data:`POINTS`; None takes all that the model and the
             two prompts have.
         coefficients: "k", "v" or "q" -> the shift coefficients to patch in, a tensor or lists, [window+1] or
             [layer, head, window+1]; the identity for those not given.
@@ -147,6 +213,7 @@ def activation_patching(
     sources = _given_coefficients(model, coefficients or {})
     donors = _donors(clean, corrupted)
     clean, corrupted = donors["prompt"], donors["corrupted"]
+    exchange = HeadExchange(corrupted, *donors.values())
     if on_start is not None:
         on_start(len(patches))
     clean_metric, of_clean = _clean_run(model, clean, text, metric)
@@ -159,8 +226,8 @@ def activation_patching(
             chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
             order += chosen
             of_chosen = [patches[number] for number in chosen]
-            rows, hooks_of = as_interventions(corrupted, of_chosen, donors), partial(patch_hooks, of_chosen, sources)
-            for logits in logits_under(model, text, corrupted, rows, batch_size=size, hooks_of=hooks_of):
+            rows, hooks_of = _replaced(exchange, of_chosen, list(donors)), partial(_patch_hooks, of_chosen, sources)
+            for logits in exchange.logits(model, text, *rows, batch_size=size, hooks_of=hooks_of):
                 values += _values(metric, logits)
                 tell(len(values) / len(patches))
     metrics = pd.Series(values, index=order, dtype=float).sort_index()
@@ -204,7 +271,7 @@ def _points_of(
 ) -> Sequence[str]:
     """The requested points that these prompts have."""
     halves, known = ("keys", "values"), _known(model, points)
-    if model.cfg.attention == "linear" or pair_token_by_token(clean, corrupted):
+    if model.cfg.attention == "linear" or _pair_token_by_token(clean, corrupted):
         return known
     if points is not None and set(halves) & set(known):
         raise KVLensError(
@@ -217,11 +284,51 @@ def _points_of(
 
 def _donors(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
     """What replaces the corrupted prompt at each point, and that prompt, all in one feature space."""
-    paired = pair_token_by_token(clean, corrupted)
+    paired = _pair_token_by_token(clean, corrupted)
     clean, corrupted = in_one_space(clean, corrupted)
     donors = dict.fromkeys(("bias", "shift_state", "prompt"), clean) | {"corrupted": corrupted}
     donors |= {"b_kv": replace(corrupted, b_KV=clean.b_KV), "b_d": replace(corrupted, b_D=clean.b_D)}
-    return donors | (halves(clean, corrupted) if paired else {})
+    return donors | (_halves(clean, corrupted) if paired else {})
+
+
+def _pair_token_by_token(a: KVBias, b: KVBias) -> bool:
+    """Whether both have one weighted virtual key per token, and the same number of tokens."""
+    return a.d_phi == b.d_phi and all(
+        bias.features is not None
+        and bias.features.kind == "virtual_keys"
+        and bias.fit is None
+        and bias.d_phi == bias.n_prompt_tokens
+        and all(bool((bias.of_layer(layer).b_D != 0).all()) for layer in bias.attention_layers)
+        for bias in (a, b)
+    )
+
+
+def _halves(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
+    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order."""
+    r = clean.d_phi // 2
+    kv, d = clean.b_KV[..., :r, :], clean.b_D[..., :r, None]
+    other_kv, other_d = corrupted.b_KV[..., r:, :], corrupted.b_D[..., r:, None]
+    values, others = ((x / weights).nan_to_num(0.0) for x, weights in ((kv, d), (other_kv, other_d)))  # 0 / 0: no such head
+    nothing = torch.zeros_like(values)
+    return {
+        "keys": replace(clean, b_KV=torch.cat([d * others, nothing], dim=-2)),
+        "values": replace(corrupted, b_KV=torch.cat([nothing, other_d * values], dim=-2)),
+    }
+
+
+def _replaced(
+    exchange: HeadExchange, patches: Sequence[Patch], donors: Sequence[str]
+) -> tuple[Bool[Tensor, "row part"], Int[Tensor, " row"]]:
+    """What each patch replaces of the prompt, and the number of its donor, which are those of the points."""
+    rows = []
+    for name, layer, head in patches:
+        point = POINTS[name]
+        if point.heads == "key-value" and head != ALL:
+            head = heads_with(exchange.own, Part(layer, head, SHIFT_STATE_PART)).start
+        kinds = [kind for kind in KINDS if (point.bias if kind == HEAD_PART else point.shift_state)]
+        rows.append(exchange.of(layer, head, kinds))
+    donor = [donors.index(patch.point) if patch.point in donors else 0 for patch in patches]
+    return exchange.rows(rows), torch.tensor(donor, dtype=torch.long)
 
 
 def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
@@ -259,3 +366,30 @@ def _values(metric: Metric, logits: Tensor) -> list[float]:
             f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, got {brief(values)}"
         )
     return values.double().tolist()
+
+
+def _patch_hooks(patches: Sequence[Patch], sources: Sources, rows: slice) -> list[tuple[str, Callable[..., Tensor]]]:
+    """TransformerLens hooks that put the activations of ``patches[rows][i]`` into row i of the input."""
+    hooks, patches = [], patches[rows]
+    for (point, layer), tensor in sources.items():
+        axis = 2 if has_batch_axis(Patch(point, ALL, ALL)) else 0
+        here = torch.tensor([patch.point == point and patch.layer in (layer, ALL) for patch in patches])
+        named = torch.tensor([patch.head for patch in patches])[:, None]
+        mask = here[:, None] & ((named == ALL) | (named == torch.arange(tensor.shape[axis])))
+        if bool(mask.any()):
+            hooks.append((f"blocks.{layer}.attn.hook_{point}", _setter(mask, tensor, axis)))
+    return hooks
+
+
+def _setter(mask: Bool[Tensor, "row head"], source: Tensor, axis: int) -> Callable[..., Tensor]:
+    """A hook that replaces the entries in ``mask`` by those of ``source``."""
+    shape = [1] * source.dim()
+    shape[axis] = mask.shape[1]
+    if axis:
+        shape[0] = mask.shape[0]
+    mask = mask.reshape(shape)
+
+    def patch(x: Tensor, hook: Any) -> Tensor:
+        return torch.where(mask.to(x.device), source.to(x), x)
+
+    return patch

@@ -15,19 +15,38 @@ attributed quantity is therefore the difference between the logits of two tokens
 *centered logit*: the logit minus its mean over the vocabulary. Both are the same before and after TransformerLens'
 ``center_unembed``. As in TransformerLens (``ActivationCache.logit_attrs``) b_U belongs to no summand; unlike there, w and b of
 a norm that was not folded are counted. A soft cap on the logits comes after all this: the logit before the cap is attributed.
+
+The summands are the model's parts, whose contributions at every position of a text :func:`layer_contributions` shows:
+
+    x = embed + pos_embed + sum_l [ sum_h z_context W_O + sum_h z_bias W_O + b_O + mlp_l ]
+
+is an identity: parts are only ever added. ``attention_input`` is what a layer's heads read from the text itself
+(``hook_z_context``), ``attention_bias`` what they read from the converted or trained prompt (``hook_z_bias``); a head without a
+bias has only the first. Both share the normalizer: a prompt that adds nothing to the second still dilutes the first. These are
+direct contributions: the effects of a part through later layers are attributed to those layers.
+
+Source: TransformerLens' ``ActivationCache.decompose_resid`` and ``logit_attrs``; the attention's split in two is ICLCA eq. 13.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
+from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.arguments import check_characters
+from kvlens.checks import checked
 from kvlens.errors import IndirectHeads
-from kvlens.model import output_weights
+from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
+from kvlens.texts import token_texts
+
+from ..declaration import Columns, Option, analysis
+from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -198,3 +217,216 @@ def _token_id(model: KVModel, what: str, token: Token) -> int:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.cfg.d_vocab_out:
         raise KVLensError(f"{what}: expected a token id in 0..{model.cfg.d_vocab_out - 1} or its text, got {token!r}")
     return token
+
+
+COLUMNS = Columns(
+    position=("int64", "0 is the first token of the text"),
+    token=("str", "the token at this position"),
+    target=("str", "``next`` or ``chosen``"),
+    target_token=("str", "the token whose logit is split; missing for ``next`` at the last position"),
+    layer=("int64", "-1 before the first layer; the number of layers for ``unembed_bias``"),
+    component=(
+        "str",
+        "``embed``, ``pos_embed`` (where it is added), ``attention_input``, ``attention_bias`` (where there is a bias), "
+        "``attention_b_O``, ``mlp`` (where there is one); last ``unembed_bias``, the constant, which is not part of the "
+        "residual stream",
+    ),
+    head=("int64", "-1 if the component is not a single head"),
+    norm=("float64", "norm of the component; 0 for ``unembed_bias``"),
+    residual_share=("float64", "<component, residual> / <residual, residual>: sums to 1"),
+    logit=("float64", "sums to the logit less the mean logit of the vocabulary; NaN where no token follows"),
+)
+NO_HEAD = -1
+
+
+@COLUMNS.document
+@checked
+@torch.no_grad()
+def layer_contributions(
+    model: KVModel,
+    prompt: KVBias | PromptTokens | None,
+    text: TextTokens,
+    *,
+    next_token: bool = True,
+    tokens: Sequence[Token] = (),
+    per_head: bool = False,
+) -> pd.DataFrame:
+    """Split the final residual stream and chosen logits of a text, position by position.
+
+    Args:
+        model: with any attention; its heads must write to the residual stream directly, or, in a recurrent layer, through a
+            norm and a gate, which are held as in this pass.
+        prompt: a bias, attached during the analysis; or a string or tokens [pos], which precede the text unconverted and get no
+            rows. None takes the model as it is, with an attached or trained bias if it has one.
+        text: a string, or tokens [pos], without BOS if it follows a prompt.
+        next_token: whether to split the logit of the next token.
+        tokens: ids or texts of further tokens whose logits are split at every position.
+        per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
+
+    Returns:
+        One row per position, target and component; positions in order, targets as above (``next`` first), components in the
+        order in which they are added:
+
+        {columns}
+
+    Raises:
+        KVLensError: invalid tokens, a batch of biases, a bias of another model, nothing to split, a model that normalizes its
+            attention's output, or one with contributions that are not in the table.
+    """
+    _check_model(model)
+    bias = one_bias("layer_contributions", prompt) if isinstance(prompt, KVBias) else None
+    text, before = _text_and_before(model, text, None if isinstance(prompt, KVBias) else prompt, bias)
+    targets = _targets(model, text, next_token, tokens)
+    with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
+        stream = read_stream(model, torch.cat([before, text]), len(text))  # at the text's positions, in one pass
+    residual = stream.residual.double()
+    unexplained, labels, norms, shares, logits = residual.clone(), list[Label](), [], [], []
+    for of_part, x in _parts(model, stream, per_head):
+        vectors = x.double()
+        unexplained -= vectors.sum(dim=0)
+        labels += of_part
+        norms.append(vectors.norm(dim=-1))
+        shares.append((vectors * residual).sum(dim=-1) / residual.square().sum(dim=-1))
+        logits.append(torch.stack([component_logits(model, x, stream.scale, target.ids).double() for target in targets]))
+    _check_complete(stream.residual, unexplained)
+    labels.append(("unembed_bias", model.cfg.n_layers, NO_HEAD))
+    logits.append(torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None])
+    nothing = residual.new_zeros(1, len(text))
+    together = torch.cat([*norms, nothing]), torch.cat([*shares, nothing]), torch.cat(logits, dim=1)
+    return _frame(token_texts(model, text), targets, labels, *together)
+
+
+def _text_and_before(
+    model: KVModel, text: TextTokens, prompt: PromptTokens | None, bias: KVBias | None
+) -> tuple[Tensor, Tensor]:
+    """Read prompt and text, with BOS prepended to the string that the model reads first."""
+    begins = model.prepends_bos and bias is None and model.attached_kv_bias is None
+    if prompt is None:
+        text = one_sequence(model, "text", text, prepend_bos=begins)
+        return text, text[:0]
+    before = one_sequence(model, "prompt", prompt, may_be_empty=True, prepend_bos=begins)
+    return one_sequence(model, "text", text), before
+
+
+class _Target(NamedTuple):
+    """The token whose logit is split at each position; ``texts`` is None, and the logit NaN, if there is none."""
+
+    kind: str
+    ids: Int[Tensor, " pos"]
+    texts: list[str | None]
+
+
+Label = tuple[str, int, int]
+"""component, layer, head"""
+
+
+def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
+    targets = []
+    if next_token:
+        check_predicts_text(model, text)
+        following = torch.cat([text[1:], text[:1]])  # the last one is not read
+        targets.append(_Target("next", following, [*token_texts(model, text)[1:], None]))
+    for token in tokens:
+        ids = logit_target(model, text, token).tokens.expand(len(text))
+        targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))
+    return targets
+
+
+def _parts(
+    model: KVModel, stream: StreamReading, per_head: bool
+) -> Iterator[tuple[list[Label], Float[Tensor, "component pos d_model"]]]:
+    """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""
+    yield [(name, -1, NO_HEAD) for name in stream.embeddings], torch.stack([*stream.embeddings.values()])
+    for layer, (own, of) in enumerate(zip(model.layers(), stream.layers, strict=True)):
+        heads = list(range(of.z_context.shape[1])) if per_head else [NO_HEAD]
+        vectors, labels = [], []
+        for component, z in (("attention_input", of.z_context), ("attention_bias", of.z_bias)):
+            if z is None:
+                continue
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
+            w_o, written = output_weights(model, layer).to(z), z if of.factor is None else z * of.factor.to(z)
+            summed = torch.einsum("phd,hdm->hpm" if per_head else "phd,hdm->pm", written, w_o)
+            vectors.append(summed if per_head else summed[None])
+            labels += [(component, layer, head) for head in heads]
+        like = vectors[0][:1]
+        b_O = [part.output_bias for part in own.parts if part.output_bias is not None]
+        vectors.append(torch.stack(b_O).sum(dim=0).to(like).expand_as(like) if b_O else torch.zeros_like(like))
+        labels.append(("attention_b_O", layer, NO_HEAD))
+        if of.mlp is not None:
+            vectors.append(of.mlp[None].to(like))
+            labels.append(("mlp", layer, NO_HEAD))
+        yield labels, torch.cat(vectors)
+
+
+def _check_complete(residual: Tensor, unexplained: Tensor) -> None:
+    """Refuse a table that does not add up, up to the square root of the dtype's precision, far above rounding."""
+    missing = float(unexplained.norm() / residual.double().norm().clamp(min=torch.finfo(torch.float64).tiny))
+    if missing > torch.finfo(residual.dtype).eps ** 0.5:
+        raise KVLensError(
+            f"layer_contributions: {missing:.1%} of the final residual stream comes from something other than embeddings, "
+            "attention and MLPs (a hook that is still attached, or an architecture that this analysis does not support)"
+        )
+
+
+def _frame(
+    text: list[str], targets: Sequence[_Target], labels: Sequence[Label], norms: Tensor, shares: Tensor, logits: Tensor
+) -> pd.DataFrame:
+    """Rows by position, then target, then component."""
+    n_targets, n_components, pos = logits.shape
+    exists = torch.tensor([[name is not None for name in target.texts] for target in targets], device=logits.device)
+    logits = logits.where(exists[:, None], float("nan")).permute(2, 0, 1)
+    names = [target.texts[i] for i in range(pos) for target in targets]
+    component, layer, head = (list(column) for column in zip(*labels, strict=True))
+
+    def over_targets(values: Tensor) -> Tensor:
+        return values.T[:, None].expand(-1, n_targets, -1)
+
+    columns = {
+        "position": [i for i in range(pos) for _ in range(n_targets * n_components)],
+        "token": [token for token in text for _ in range(n_targets * n_components)],
+        "target": [target.kind for target in targets for _ in range(n_components)] * pos,
+        "target_token": [name for name in names for _ in range(n_components)],
+        "layer": layer * (pos * n_targets),
+        "component": component * (pos * n_targets),
+        "head": head * (pos * n_targets),
+        "norm": over_targets(norms),
+        "residual_share": over_targets(shares),
+        "logit": logits,
+    }
+    return COLUMNS.frame(columns)
+
+
+def _check_model(model: KVModel) -> None:
+    check_heads_write_directly(model, "layer_contributions")
+    counts = heads_per_layer(model)
+    if 0 in counts:
+        raise IndirectHeads(
+            f"{model.cfg.architecture}: {counts.count(0)} of {len(counts)} layers have no heads, so what enters the residual "
+            "stream is not a sum over heads and MLPs; this needs a model whose layers all have heads"
+        )
+
+
+@analysis(
+    COLUMNS,
+    "embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
+    of=layer_contributions,
+    options={"per_head": Option("one row per head instead of one per layer")},
+    check_model=_check_model,
+)
+def _after_prompt(
+    model: KVModel,
+    prompt: Tensor,
+    text: Tensor,
+    answer: Token | None,
+    rival: Token | None,
+    *,
+    per_head: bool = False,
+) -> pd.DataFrame:
+    """:func:`layer_contributions` with the prompt converted, so that what heads read of it has rows of its own."""
+    return layer_contributions(
+        model,
+        convert_prompt(model, prompt),
+        text,
+        tokens=[token for token in (answer, rival) if token is not None],
+        per_head=per_head,
+    )

@@ -10,8 +10,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from kvlens.base.attention import Attention, GroupedQueryAttention
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.mlp import build_mlp
-from kvlens.base.norm import Norm
+from kvlens.base.layers import Norm, build_mlp
 from kvlens.errors import KVLensError
 
 

@@ -18,9 +18,8 @@ from transformer_lens.utilities.activation_functions import apply_softcap
 
 from kvlens.base.block import TransformerBlock
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.embedding import Embed, PosEmbed, Unembed
 from kvlens.base.generation import Generates
-from kvlens.base.norm import final_norm
+from kvlens.base.layers import Embed, PosEmbed, Unembed, final_norm
 from kvlens.base.text import ReadsText
 from kvlens.base.weights import HasWeights
 from kvlens.dtypes import dtype_of, is_dtype

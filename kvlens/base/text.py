@@ -21,9 +21,8 @@ from transformer_lens.utilities.tokenize_utils import (
 from transformers import AutoTokenizer
 
 from kvlens.errors import KVLensError
+from kvlens.tokenizer import KEEP_THEIR_BOS
 
-KEEP_THEIR_BOS = ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM")
-"""Architectures whose tokenizers are used as they are; all others are made to prepend a BOS."""
 END = "<|endoftext|>"
 
 

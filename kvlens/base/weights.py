@@ -14,7 +14,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.norm import Norm, final_norm
+from kvlens.base.layers import Norm, final_norm
 from kvlens.errors import KVLensError
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from transformer_lens.model_bridge.generalized_components import (
     PositionEmbeddingsAttentionBridge,
 )
 
-from kvlens.base.families import SUPPORTED_ARCHITECTURES
 from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.parts import Part, TokenwiseLayer
 from kvlens.bridge.recurrent import RecurrentLayer
@@ -25,6 +24,7 @@ from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import NAMES
 from kvlens.errors import KVLensError
 from kvlens.mixers import has_mixer
+from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
 
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""

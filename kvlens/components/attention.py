@@ -86,7 +86,7 @@ class KVAttention(Attention):
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = real_tokens(attention_mask, q.shape[1], q.device)
         shifted, shift_state = shift_projections(self, {"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
-        k, v = augmented(self, shifted["k"], shifted["v"])
+        k, v = augmented(self, shifted["k"], shifted["v"], key_input, value_input)
         tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), additive_attention_mask)
         heads = HEADS[self.cfg.attention](self, tokens, entry).outputs()
         if shift_state and entry is not None and not entry.frozen:

@@ -1,6 +1,7 @@
 """The attention variants of DUAL sec. 4, for both kinds of attention: how they change keys and values, and z.
 
-    augmented     k, v pass through MLPs before the heads                                hook_k_augmented, hook_v_augmented
+    augmented     k, v pass through MLPs before the heads, or an MLP of the block's      hook_k_augmented, hook_v_augmented
+                  input is added to them
     negative      pattern @ v minus the mean value of the lowest-scored tokens           hook_z_negative (that mean)
     regularised   z_i minus alpha times the token's own value, or its own share of z     hook_z_own (what alpha multiplies)
     ridge         z from a linear solve instead of a pattern; each kind of attention provides its kernel
@@ -25,37 +26,42 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 
 
 class Augmentation(nn.Module):
-    """One MLP per key-value head, for keys or for values (DUAL eq. 14)."""
+    """For keys or values: one MLP per key-value head (DUAL eq. 14), or c times one beside the projection (app. E.5)."""
 
     def __init__(self, cfg: Any):
         super().__init__()
         self.settings = settings = cfg.attention_variant.augmented
-        inner = settings.width or 2 * cfg.d_head
-        widths = [cfg.d_head, *[inner] * (settings.depth - 1), cfg.d_head]
-        shapes = [(cfg.n_kv_heads, a, b) for a, b in itertools.pairwise(widths)]
+        n, beside = cfg.n_kv_heads, settings.parallel is not None
+        inner = settings.width or 2 * cfg.d_head * (n if beside else 1)
+        widths = [cfg.d_model if beside else cfg.d_head, *[inner] * (settings.depth - 1), cfg.d_head]
+        heads = [*[1 if beside else n] * (settings.depth - 1), n]  # beside the projection, heads share all but the last layer
+        shapes = [(head, a, b) for head, (a, b) in zip(heads, itertools.pairwise(widths), strict=True)]
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=cfg.dtype)) for shape in shapes)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None) -> None:
-        """Normal with variance 1 / fan-in (2 / fan-in after the activation); the last layer of a parallel branch is 0."""
+        """Normal with variance 1 / fan-in (2 / fan-in after the activation); the last layer beside a projection is 0."""
         for layer, weight in enumerate(self.weights):
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn * ((1.0 if layer == 0 else 2.0) / weight.shape[1]) ** 0.5)
         if self.settings.parallel is not None:
             self.weights[-1].zero_()
 
-    def forward(self, x: Float[Tensor, "batch pos kv_head d_head"]) -> Float[Tensor, "batch pos kv_head d_head"]:
-        """g(x), or x + c g(x)."""
-        weights = [w.repeat_interleave(x.shape[2] // w.shape[0], dim=0) for w in self.weights]  # ungrouped, as the shift
-        return augment(x, weights, ACTIVATIONS[self.settings.activation], self.settings.parallel)
+    def forward(self, x: Float[Tensor, "batch pos kv_head d_head"], block_input: Tensor) -> Tensor:
+        """g(x), or x + c g(block_input): of the input as the projections read it, the same for all heads or one for each."""
+        weights = [w if len(w) == 1 else w.repeat_interleave(x.shape[2] // len(w), dim=0) for w in self.weights]  # as the shift
+        activation, parallel = ACTIVATIONS[self.settings.activation], self.settings.parallel
+        if parallel is None:
+            return augment(x, weights, activation)
+        return x + parallel * augment(block_input if block_input.dim() == 4 else block_input[:, :, None], weights, activation)
 
 
-def augmented(attn: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values after their MLPs."""
+def augmented(attn: Any, k: Tensor, v: Tensor, key_input: Tensor, value_input: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values after their MLPs, or with those of the projections' inputs."""
     if attn.augment_k is not None:
-        k = attn.hook_k_augmented(attn.augment_k(k))
+        k = attn.hook_k_augmented(attn.augment_k(k, key_input))
     if attn.augment_v is not None:
-        v = attn.hook_v_augmented(attn.augment_v(v))
+        v = attn.hook_v_augmented(attn.augment_v(v, value_input))
     return k, v
 
 

@@ -1,23 +1,32 @@
 """The attention variants inside a Hugging Face BERT classifier (DUAL app. E.5, table 1).
 
-Every self-attention of a loaded ``BertForSequenceClassification`` is replaced by one with the same projections and a variant of
-:class:`kvlens.model.AttentionVariantConfig`; nothing is downloaded. BERT sees all tokens, so a query's negatives are chosen
-among all, and the regularised forms are those of self-attention. Ridge is causal here and is refused.
+Every self-attention of a ``BertForSequenceClassification`` (`load_bert`) is replaced by one with the same projections and a
+variant of :class:`kvlens.model.AttentionVariantConfig` (`swap_self_attention`). BERT sees all tokens, so a query's negatives
+are chosen among all, and the regularised forms are those of self-attention. Ridge is causal here and is refused. Augmented keys
+and values are the paper's parallel adapter, whose MLP reads the input x of the block beside the projection:
+
+    v = W_V x + b_V + c W_2 gelu(W_1 x)        d -> 2 d -> d: 768-1536-768 in BERT-base; W_2 starts at 0
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
 
+from kvlens.components.variants import ACTIVATIONS
 from kvlens.errors import KVLensError
+from kvlens.files import read_json
 from kvlens.model import AttentionVariantConfig, Augmented
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
+from kvlens.pretrained.checkpoint_files import check_checkpoint
+from kvlens.pretrained.transformers_model import check_loaded, without_progress_bars
+from kvlens.tokenizer import read_tokenizer
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+WEIGHTS = "model.safetensors"
 
 
 class VariantSelfAttention(nn.Module):
@@ -26,7 +35,7 @@ class VariantSelfAttention(nn.Module):
     Args:
         plain: the attention module that it replaces; its projections and dropout are kept, and trained.
         variant: the variant.
-        seed: seed for the augmentation's initial weights.
+        seed: seed for the adapters' initial weights.
     """
 
     def __init__(self, plain: Any, variant: AttentionVariantConfig, seed: int = 0):
@@ -34,16 +43,21 @@ class VariantSelfAttention(nn.Module):
         self.query, self.key, self.value, self.dropout = plain.query, plain.key, plain.value, plain.dropout
         self.n_heads, self.d_head, self.variant = plain.num_attention_heads, plain.attention_head_size, variant
         generator, augmented = torch.Generator().manual_seed(seed), variant.augmented
-        self.augment_key = _mlp(plain, augmented, generator) if augmented is not None and augmented.keys else None
-        self.augment_value = _mlp(plain, augmented, generator) if augmented is not None and augmented.values else None
+        self.key_adapter = _adapter(plain.key, augmented, generator) if augmented is not None and augmented.keys else None
+        self.value_adapter = _adapter(plain.value, augmented, generator) if augmented is not None and augmented.values else None
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """As ``BertSelfAttention.forward``: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
-        q, k, v = (f(hidden_states).unflatten(-1, (self.n_heads, self.d_head)) for f in (self.query, self.key, self.value))
-        k, v = self._augmented(k, self.augment_key), self._augmented(v, self.augment_value)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, head, pos, d_head]
+        q, k, v = (
+            whole.unflatten(-1, (self.n_heads, self.d_head)).transpose(1, 2)  # [batch, head, pos, d_head]
+            for whole in (
+                self.query(hidden_states),
+                self.key(hidden_states) + self._beside(hidden_states, self.key_adapter),
+                self.value(hidden_states) + self._beside(hidden_states, self.value_adapter),
+            )
+        )
         scores = q @ k.transpose(-1, -2) / math.sqrt(self.d_head)
         visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device).expand(1, 1, *scores.shape[-2:])
         if attention_mask is not None:
@@ -62,11 +76,23 @@ class VariantSelfAttention(nn.Module):
             z = (z - regularised.alpha * own) / (1 - regularised.alpha if regularised.form == "normalised" else 1)
         return z.transpose(1, 2).flatten(2), pattern
 
-    def _augmented(self, x: Tensor, weights: nn.ParameterList | None) -> Tensor:
+    def _beside(self, x: Tensor, adapter: nn.ParameterList | None) -> Tensor | float:
+        """c MLP(x), which is added to a projection of x; 0 where it has no adapter."""
         settings = self.variant.augmented
-        if weights is None or settings is None:
-            return x
-        return augment(x, list(weights), ACTIVATIONS[settings.activation], settings.parallel)
+        if adapter is None or settings is None or settings.parallel is None:
+            return 0.0
+        return settings.parallel * augment(x[:, :, None], list(adapter), ACTIVATIONS[settings.activation])[:, :, 0]
+
+
+def _adapter(projection: nn.Linear, settings: Augmented, generator: torch.Generator) -> nn.ParameterList:
+    """Matrices from a projection's input to its output: variance 1 / fan-in, 2 / fan-in after the activation; the last is 0."""
+    inner = settings.width or 2 * projection.out_features
+    widths = [projection.in_features, *[inner] * (settings.depth - 1), projection.out_features]
+    weights = []
+    for layer, (a, b) in enumerate(itertools.pairwise(widths)):
+        drawn = torch.randn(1, a, b, generator=generator) * ((1.0 if layer == 0 else 2.0) / a) ** 0.5
+        weights.append(nn.Parameter(drawn if layer < settings.depth - 1 else torch.zeros_like(drawn)))
+    return nn.ParameterList(weights)
 
 
 def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, Any], seed: int = 0) -> Any:
@@ -78,11 +104,16 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
         seed: of the initial weights of augmented keys and values.
 
     Raises:
-        KVLensError: ridge attention, or a model that was swapped before.
+        KVLensError: ridge attention, augmented keys or values without a ``parallel`` weight, a model that was swapped before.
     """
     variant = variant if isinstance(variant, AttentionVariantConfig) else AttentionVariantConfig(**variant)
     if variant.ridge is not None:
         raise KVLensError("swap_self_attention: ridge attention is solved causally, but BERT's tokens also see later ones")
+    if variant.augmented is not None and variant.augmented.parallel is None:
+        raise KVLensError(
+            "swap_self_attention: an MLP of a trained model's keys or values would undo what their projections have learned "
+            "(app. E.5); give augmented a weight c beside them: depth=2, parallel=c"
+        )
     layers = model.bert.encoder.layer
     if any(isinstance(layer.attention.self, VariantSelfAttention) for layer in layers):
         raise KVLensError("swap_self_attention: this model already has a variant; load it again")
@@ -94,15 +125,45 @@ def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, 
     return model
 
 
-def _mlp(plain: Any, settings: Augmented, generator: torch.Generator) -> nn.ParameterList:
-    """As in a HookedKVTransformer: variance 1 / fan-in, 2 / fan-in after the activation; a parallel branch ends with 0."""
-    d, inner = plain.attention_head_size, settings.width or 2 * plain.attention_head_size
-    widths = [d, *[inner] * (settings.depth - 1), d]
-    weights = []
-    for layer in range(settings.depth):
-        a, b = widths[layer], widths[layer + 1]
-        drawn = torch.randn(plain.num_attention_heads, a, b, generator=generator)
-        weights.append(nn.Parameter(drawn * ((1.0 if layer == 0 else 2.0) / a) ** 0.5))
-    if settings.parallel is not None:
-        nn.init.zeros_(weights[-1])
-    return nn.ParameterList(weights)
+def load_bert(folder: str | Path, n_outputs: int = 2, seed: int = 0) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A ``BertForSequenceClassification`` with a new classifier, and its tokenizer, from a folder in Hugging Face's format.
+
+    Nothing is fetched and no code of the folder is run.
+
+    Args:
+        folder: with ``config.json``, ``model.safetensors`` and a tokenizer.
+        n_outputs: of the classifier: classes, or 1 for a score.
+        seed: for the weights of the classifier, which the folder's are not taken for.
+
+    Raises:
+        KVLensError: not a BERT, no safetensors, or weights besides the classifier's that are missing or of another shape.
+    """
+    folder = Path(folder)
+    check_checkpoint("load_bert", folder)
+    kind = read_json("load_bert", folder / "config.json").get("model_type")
+    if kind != "bert":
+        raise KVLensError(f"load_bert: {folder} holds a model of type {kind!r}; only BERT's attention can be replaced")
+    if not (folder / WEIGHTS).is_file():
+        raise KVLensError(f"load_bert: {folder} has no {WEIGHTS}; save the model in that format")
+    tokenizer = read_tokenizer(folder)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), without_progress_bars():
+        torch.manual_seed(seed)
+        model, report = BertForSequenceClassification.from_pretrained(
+            folder,
+            num_labels=n_outputs,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        own = {name: {key for key in report[name] if _not_the_classifiers(key)} for name in ("missing_keys", "mismatched_keys")}
+        check_loaded({**report, **own}, "load_bert: ", str(folder), known=lambda name: name.startswith("cls."))
+        model.classifier.weight.data.normal_(0.0, model.config.initializer_range)
+        model.classifier.bias.data.zero_()
+    return model.float(), tokenizer
+
+
+def _not_the_classifiers(key: str | tuple[Any, ...]) -> bool:
+    return not (key if isinstance(key, str) else key[0]).startswith("classifier.")

@@ -24,7 +24,9 @@ from jaxtyping import Float
 
 from kvlens.errors import KVLensError, nearest
 
-TASKS = ("cola", "mrpc", "stsb", "rte")
+METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
+"""Of each task, the metric by which fine-tuned models are compared."""
+TASKS = (*METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
 Numbers = Float[np.ndarray, " example"]
 
@@ -68,13 +70,14 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
 
 
 def metrics_of(task: str, predicted: Numbers, labels: Numbers) -> dict[str, float]:
-    """The task's metrics; NaN for a correlation with constant values."""
+    """The task's metrics. With constant values, Matthews' correlation is 0, as in table 1, and the others are NaN."""
     if task == "stsb":
         ranks = [pd.Series(x).rank().to_numpy() for x in (predicted, labels)]
         return {"pearson": _correlation(predicted, labels), "spearman": _correlation(*ranks)}
     accuracy = float((predicted == labels).mean())
     if task == "cola":
-        return {"matthews": _correlation(predicted, labels)}  # of two binary variables
+        found = _correlation(predicted, labels)  # of two binary variables
+        return {"matthews": 0.0 if math.isnan(found) else found}
     if task == "rte":
         return {"accuracy": accuracy}
     hits = float(((predicted == 1) & (labels == 1)).sum())
@@ -118,7 +121,7 @@ def fine_tune(
         raise KVLensError(
             f"fine_tune: {task} needs a classifier with {n_outputs} outputs, this one has {model.config.num_labels}"
         )
-    optimizer, rows = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
+    optimizer, rows = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True), []
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)

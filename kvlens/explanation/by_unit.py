@@ -1,4 +1,4 @@
-"""Which units of the prompt lose a claim: documents or paragraphs first, then the units inside, then sets.
+"""Steps 3 to 6: which units of the prompt lose a claim: documents or paragraphs first, then the units inside, then sets.
 
 1. A prompt of more than `MANY` units has its documents or paragraphs (the *groups*) removed first, each whole. Inside a group
    whose removal changes nothing (no firm difference, and no claim that falls by more than `NOTHING` nats), no unit is removed
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvlens import KVModel
+from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
-from kvlens.explanation.verdicts import may_be_lost
 from kvlens.units import Layout, Unit, cut
 
 MANY = 12

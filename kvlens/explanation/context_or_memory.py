@@ -24,8 +24,7 @@ from kvlens.analyses.declaration import Columns
 from kvlens.analyses.segments import terminal_bar
 from kvlens.chat import Chat, has_chat_template, one_sequence, prompt_tokens
 from kvlens.explanation.claims import content_words
-from kvlens.explanation.response import responses
-from kvlens.explanation.runs import ENDS
+from kvlens.explanation.runs import ENDS, responses
 from kvlens.explanation.steps import explain
 from kvlens.texts import WORD, Response, Word
 

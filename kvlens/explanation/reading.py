@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
-from kvlens.analyses.attribution.by_head import rows_at_once
 from kvlens.analyses.attribution.units import positions_of
+from kvlens.analyses.bias.exchange import LayerExchange
 from kvlens.analyses.bias.parts import HEAD
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
@@ -32,7 +32,7 @@ from kvlens.analyses.segments import Progress, bar_unless
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.chat import prompt_layout
 from kvlens.checks import checked
-from kvlens.explanation.verdicts import walk
+from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
 from kvlens.units import By, cut
 
@@ -158,11 +158,10 @@ class _Reading:
 
     def layers(self) -> list[_Found]:
         """All layers together, and each."""
-        n_layers = self.whole.n_layers
-        sets = torch.cat([torch.ones(1, n_layers, dtype=torch.bool), torch.eye(n_layers, dtype=torch.bool)])
-        some = sets.split(max(1, rows_at_once(self.whole)))
-        log_p = torch.cat([self._read(self.whole.exchange_layers(self.other, each)) for each in some])
-        return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in range(n_layers))], log_p)
+        exchange = LayerExchange(self.whole, self.other)
+        rows = exchange.rows([exchange.parts, *([layer] for layer in exchange.parts)])
+        log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
+        return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
     def heads(self, tell: Progress) -> list[_Found]:
         """Each group, then each head."""

@@ -1,24 +1,24 @@
-"""Interventions on a prompt and what the model says under them, each run once.
+"""Step 2, and the runs of all others: how a response is made, and what the model says under an intervention, each run once.
 
-Everything up to the prompt's last token is a bias; the last token and the response are the text that reads it. An intervention
-is the bias of a prompt without some units, or a mixture of two biases: in some layers what the whole prompt leaves there, in
-the others what the prompt without the cause leaves. Exchanging a set and keeping its complement are the same run.
+A response is made token by token, greedily, up to one that ends it. Everything up to the prompt's last token is a bias; the
+last token and the response are the text that reads it. An intervention is the bias of a prompt without some units (steps 3 to
+6), or a mixture of two biases (step 7): in some parts what the whole prompt leaves there, in the others what the prompt without
+the cause leaves. Exchanging a set and keeping its complement are the same run.
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
+from kvlens.analyses.bias.exchange import Exchange
 from kvlens.conversion import converted_rows
-from kvlens.explanation.response import greedy, is_end
-from kvlens.explanation.verdicts import walk
+from kvlens.explanation.claims import walk
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.texts import Response, Word
 
@@ -29,6 +29,87 @@ PASS = 20
 MORE_TOKENS, MOST_TOKENS = 16, 32
 """A text that is said instead has at least so many tokens more than the response, and ends with a sentence; at most so many."""
 ENDS = (".", "!", "?", "\n", "\u3002")
+
+
+def stop_tokens(model: KVModel) -> frozenset[int]:
+    """The tokens that end a response: the tokenizer's end of text, and those of the model's generation settings."""
+    found: set[int] = set()
+    original = getattr(model, "original_model", None)
+    for source in (model.tokenizer, getattr(original, "generation_config", None)):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def is_end(model: KVModel, ends: Sequence[str] = ()) -> Callable[[list[int]], bool]:
+    """Whether a response ends with its last token: a stop token, or one whose text ends so."""
+    stops, tokenizer = stop_tokens(model), model.tokenizer
+
+    def ended(text: list[int]) -> bool:
+        return text[-1] in stops or (tokenizer is not None and str(tokenizer.decode(text[-1:])).endswith(tuple(ends)))
+
+    return ended
+
+
+@torch.no_grad()
+def greedy(
+    model: KVModel,
+    biases: KVBias,
+    first: Int[Tensor, "*row first_pos"],
+    forced: Int[Tensor, "row n_forced"],
+    n_forced: Int[Tensor, " row"],
+    n_most: int,
+    stops: Any,
+    on_tokens: Callable[[int], None] = lambda n: None,
+) -> list[list[int]]:
+    """Greedy texts under each bias of a batch, whose first tokens are given.
+
+    All rows are read together, token by token: a row whose first tokens are given is fed with these until they end.
+
+    Args:
+        biases: of what comes before, a batch.
+        first: tokens between that and the texts, which are read and are no part of these; of all rows, or of each.
+        forced: how the texts begin; of row i only the first ``n_forced[i]``.
+        n_most: tokens of a text.
+        stops: ``stops(tokens)`` says whether a text ends there.
+        on_tokens: called with the number of tokens that each pass read for texts that had not ended.
+
+    Returns:
+        Row by row the tokens, the forced ones first.
+    """
+    n_rows, given = len(n_forced), n_forced.tolist()
+    n_shared = min(given)
+    texts = [row[:n_shared].tolist() for row in forced]
+    ended = [False] * n_rows
+    with model.kv_bias(biases):
+        tokens, cache = torch.cat([first.expand(n_rows, -1), forced[:, :n_shared]], dim=1), None
+        while True:
+            on_tokens(tokens.shape[1] * (n_rows - sum(ended)))
+            logits, cache = model.next_logits(tokens, cache)  # type: ignore[attr-defined]
+            chosen = logits.argmax(dim=-1).tolist()
+            for row, text in enumerate(texts):
+                if ended[row]:
+                    continue
+                at = len(text)
+                text.append(int(forced[row, at]) if at < given[row] else chosen[row])
+                ended[row] = at >= given[row] and (len(text) >= n_most or stops(text))
+            if all(ended):
+                return texts
+            tokens = torch.tensor([[text[-1]] for text in texts], device=first.device)
+
+
+def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int, ends: Sequence[str] = ()) -> list[list[int]]:
+    """The greedy responses to prompts, which are read together, with the token that ends each.
+
+    Args:
+        prompts: of at least two tokens each.
+        n_most: tokens of a response.
+        ends: a response also ends with a token that ends so.
+    """
+    biases = KVBias.batch([convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
+    last = torch.stack([prompt[-1:] for prompt in prompts])
+    nothing, none = last.new_zeros(len(prompts), 0), torch.zeros(len(prompts), dtype=torch.long)
+    return greedy(model, biases, last, nothing, none, n_most, is_end(model, ends))
 
 
 @dataclass(frozen=True)
@@ -110,7 +191,6 @@ class Runs:
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
     _texts_wait: bool = False
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.bias = convert_prompt(self.model, self.prompt)
@@ -184,40 +264,21 @@ class Runs:
         rows: Counterfactuals = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
         return convert_prompt(self.model, rows).select_prompt(0)
 
-    def layers(
-        self, donor: KVBias, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
+    def exchanged(
+        self, exchange: Exchange, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
     ) -> list[Outcome]:
-        """What the model says with each set of layers exchanged for the donor's.
+        """What the model says with each set of parts exchanged for the other prompt's.
 
         Args:
-            donor: of :meth:`donor`.
-            sets: of layers.
+            exchange: of the whole prompt's bias.
+            sets: of its parts, by number.
             asks: whether the text that is said instead is worth generating.
         """
-        keys: list[Key] = [("layers", id(donor), frozenset(layers)) for layers in sets]
+        keys = [(exchange, frozenset(parts)) for parts in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], asks)]
-        chosen = torch.zeros(len(new), self.bias.n_layers, dtype=torch.bool)
-        for row, key in enumerate(new):
-            chosen[row, sorted(key[-1])] = True  # type: ignore[call-overload]
-        starts = range(0, len(new), at_once := self._rows_at_once())
-        readings = (
-            (new[start : start + at_once], self.bias.exchange_layers(donor, chosen[start : start + at_once]))
-            for start in starts
-        )
-        self._under(readings, asks)
-        return [self._found[key] for key in keys]
-
-    def under(self, biases: Iterable[KVBias], asks: Callable[[Outcome], bool]) -> list[Outcome]:
-        """What the model says under other biases, batch by batch."""
-        keys: list[Key] = []
-
-        def readings() -> Iterator[tuple[list[Key], KVBias]]:
-            for each in biases:
-                here: list[Key] = [("other", next(self._numbers)) for _ in range(each.batch_size or 1)]
-                keys.extend(here)
-                yield here, each
-
-        self._under(readings(), asks)
+        chosen, at_once = exchange.rows([parts for _, parts in new]), min(exchange.at_once, self._rows_at_once())
+        passes = (slice(start, start + at_once) for start in range(0, len(new), at_once))
+        self._under(((list[Key](new[some]), exchange.biases(chosen[some])) for some in passes), asks)
         return [self._found[key] for key in keys]
 
     def _lacks_text(self, now: Outcome, asks: Callable[[Outcome], bool]) -> bool:

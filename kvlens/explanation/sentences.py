@@ -1,10 +1,10 @@
-"""An explanation in sentences. Each is about runs that were made, and names their rows of ``statements``."""
+"""Step 8: an explanation in sentences. Each is about runs that were made, and names their rows of ``statements``."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvlens.explanation.by_position import GROUPS
-from kvlens.explanation.verdicts import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
+from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
+from kvlens.explanation.exchanges import GROUPS
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MEANINGS = (
@@ -41,7 +41,7 @@ class Sentence(NamedTuple):
 
 
 def paragraphs(found: Any) -> list[list[Sentence]]:
-    """On the response and its claims, on the units, on the layers, on positions."""
+    """The sentences on the response and its claims, on the units, on the layers, and on positions."""
     return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
 
 
@@ -57,7 +57,7 @@ def answered(response: str, cut_after: int | None, longest: int = LONGEST_SAID) 
 
 
 def cut_off(cut_after: int | None) -> str:
-    """Behind an answer that had not ended."""
+    """What stands behind an answer that had not ended."""
     return "" if cut_after is None else f" (cut off after {cut_after} tokens)"
 
 
@@ -81,7 +81,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _ended(sentence: str) -> str:
-    """With a full stop, unless it ends with that of a text in quotation marks."""
+    """The sentence with a full stop, unless it ends with that of a text in quotation marks."""
     return sentence if sentence.endswith(('."', '!"', '?"')) else f"{sentence}."
 
 
@@ -166,7 +166,7 @@ def _of_units(found: Any) -> Iterator[Sentence]:
 
 
 def _of_groups(found: Any) -> Iterator[Sentence]:
-    """On the documents or paragraphs inside which nothing was removed by itself."""
+    """The sentence on documents or paragraphs inside which nothing was removed by itself."""
     whole = found.units[~found.units["alone"] & found.units["verdict"].isin([SAME, NEAR_TIES])]
     if not len(whole):
         return
@@ -182,7 +182,7 @@ def _of_groups(found: Any) -> Iterator[Sentence]:
 
 
 def _one_way(found: Any) -> Iterator[Sentence]:
-    """On units that lose the claim only while what follows stays where it stood."""
+    """The sentence on units that lose the claim only while what follows stays where it stood."""
     each = found.rows("units", "each")
     kept = each[(each["positions"] == "kept") & each["verdict"].isin(GONE)]
     closed = each[(each["positions"] == "closed") & ~each["verdict"].isin(GONE)]

@@ -1,4 +1,4 @@
-"""`explain`: the claims of a response, the units of the prompt they rest on, and the layers that read those."""
+"""`explain`, which takes the eight steps of :mod:`kvlens.explanation`, and ``kvlens analyse explanation``, for many prompts."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,19 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.analyses.attribution.units import positions_of
+from kvlens.analyses.attribution.units import BY, positions_of
+from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.segments import terminal_bar
+from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
-from kvlens.explanation.by_layer import MOST_LAYERS, exchange_layers
-from kvlens.explanation.by_position import Place, exchange_positions, places_of
 from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
-from kvlens.explanation.claims import DEPENDS, Claim, claim_of, claims_of, content_words
-from kvlens.explanation.explained import CLAIMS, EFFECTS, POSITIONS, SEPARATOR, STATEMENTS, UNITS, WORDS, Explained
+from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
+from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
+from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found_by
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
 from kvlens.explanation.sentences import answered, listed
-from kvlens.explanation.verdicts import GONE, SAID, Verdict, verdict
 from kvlens.texts import Response
 from kvlens.units import By, Unit, cut
 
@@ -91,6 +91,33 @@ def explain(
 
         tell = on_progress or show
         return _Explaining(model, read, depth, budget, tell, on_found or (lambda line: None), continues).explained(about, given)
+
+
+@analysis(
+    STATEMENTS,
+    "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
+    options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
+)
+def explanation(
+    model: KVModel,
+    prompt: PromptTokens,
+    text: TextTokens,
+    *,
+    answer: str | None = None,
+    by: str = "sentence",
+    depth: Depth = "layers",
+) -> pd.DataFrame:
+    """The statements of :func:`kvlens.explain`, for many prompts.
+
+    Args:
+        model, prompt, text, answer, by, depth: as :func:`kvlens.explain`.
+
+    Returns:
+        One row per intervention and claim:
+
+        {columns}
+    """
+    return explain(model, prompt, text, answer=answer, by=by, depth=depth).statements
 
 
 @dataclass(frozen=True)
@@ -183,7 +210,7 @@ class _Explaining:
             self.work.begin("exchanging positions", 3 * n + 20 * longest + 3 * longest * PASS)
             positions = exchange_positions(self, heading, causes[heading], self.read.places)
         self.tell("done", 1.0)
-        return self._found(search.each, heading, causes, n_tried, positions)
+        return found_by(self, search.each, heading, causes, n_tried, positions)
 
     def _heard(self, without: frozenset[int], now: Outcome) -> None:
         """Say what is known as soon as some units were removed, before the text that is said then is generated."""
@@ -193,7 +220,7 @@ class _Explaining:
             name = next((group.name for group in self.read.groups if without == group.members), "")
             name = name or (self.units[min(without)].name if len(without) == 1 else "")
         if name:
-            falls = zip(self.response.words, self._of_words(now.falls), strict=True)
+            falls = zip(self.response.words, self.of_words(now.falls), strict=True)
             fell = [f"{word.text!r} ({nats:.1f})" for word, nats in falls if word.is_word and nats > DEPENDS]
             said = f"these words fall by so many nats: {listed(fell[:6])}" if fell else f"no word falls by {DEPENDS:.0f} nats"
             self.say(f"Without {name}, {said}")
@@ -214,7 +241,7 @@ class _Explaining:
 
     def find_claims(self, nothing: Outcome) -> None:
         """The words of the response that fall without all units; the whole response where none does."""
-        falls = self._of_words(nothing.falls)
+        falls = self.of_words(nothing.falls)
         self.asked = frozenset(self._asked())
         self.claims = claims_of(self.response, falls, self.asked)
         self.is_whole = not self.claims
@@ -227,7 +254,7 @@ class _Explaining:
         in_unit = self.own.any(dim=0)
         return content_words(word for word in text.words if not bool(in_unit[word.start : word.stop].any()))
 
-    def _of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
+    def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
         return [float(falls[word.start : word.stop].sum()) for word in self.response.words]
 
     def _heading(self, about: str | None) -> int:
@@ -254,7 +281,7 @@ class _Explaining:
         said = [word.text for word in self.response.words if word.is_word]
         raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
 
-    # --- what was found -----------------------------------------------------------------------------------------------
+    # --- statements ---------------------------------------------------------------------------------------------------
 
     def lost(self, number: int, now: Outcome) -> bool:
         return self.of(self.claims[number], now).name in GONE
@@ -286,95 +313,5 @@ class _Explaining:
                 "p_before": math.exp(before),
                 "p_after": math.exp(before - found.fall),
                 "says": now.text,
-            }
-        )
-
-    def _found(
-        self,
-        each: dict[int, Outcome],
-        heading: int,
-        causes: list[tuple[int, ...]],
-        n_layers: int,
-        positions: pd.DataFrame,
-    ) -> Explained:
-        statements = pd.DataFrame(self.rows)
-        behind = max(unit.stop for unit in self.units)
-        return Explained(
-            asked=Response.of(self.model, self.prompt[:behind], self.prompt[behind:]).text,
-            response=self.response.text,
-            response_tokens=self.response.tokens,
-            cut_after=self.cut_after,
-            claims=self._table_of_claims(causes),
-            about=heading,
-            is_whole=self.is_whole,
-            units=self._table_of_units(each, heading, causes[heading]),
-            effects=self._table_of_effects(each),
-            words=self._table_of_words(),
-            cause=causes[heading],
-            statements=STATEMENTS.frame({name: statements[name].tolist() for name in statements}),
-            positions=POSITIONS.frame({name: positions.get(name, []) for name in POSITIONS}),
-            without=self.nothing.text,
-            n_layers=n_layers,
-            n_tokens=self.runs.n_tokens,
-            left_out=tuple(self.left_out),
-        )
-
-    def _table_of_claims(self, causes: list[tuple[int, ...]]) -> pd.DataFrame:
-        return CLAIMS.frame(
-            {
-                "claim": range(len(self.claims)),
-                "text": [claim.text for claim in self.claims],
-                "start": [claim.start for claim in self.claims],
-                "stop": [claim.stop for claim in self.claims],
-                "nats": [claim.nats for claim in self.claims],
-                "p": [float(self.log_p[claim.start : claim.stop].sum().exp()) for claim in self.claims],
-                "cause": [SEPARATOR.join(map(str, cause)) for cause in causes],
-            }
-        )
-
-    def _table_of_units(self, each: dict[int, Outcome], heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
-        claim, units = self.claims[heading], range(len(self.units))
-        group_of = {unit: group for group in self.read.groups for unit in group.members}
-        nearest_run = {unit: each.get(unit) or self.runs.without([group_of[unit].members])[0] for unit in units}
-        return UNITS.frame(
-            {
-                "unit": units,
-                "name": [unit.name for unit in self.units],
-                "unit_text": [unit.text for unit in self.units],
-                "start": [unit.start for unit in self.units],
-                "stop": [unit.stop for unit in self.units],
-                "effect": [self.fall(claim, each[unit]) if unit in each else math.nan for unit in units],
-                "response_effect": [float(each[unit].falls.sum()) if unit in each else math.nan for unit in units],
-                "verdict": [self.of(claim, nearest_run[unit]).name for unit in units],
-                "is_cause": [unit in cause for unit in units],
-                "group": [group_of[unit].name if unit in group_of else "" for unit in units],
-                "alone": [unit in each for unit in units],
-            }
-        )
-
-    def _table_of_effects(self, each: dict[int, Outcome]) -> pd.DataFrame:
-        words = self.response.words
-        missing = [math.nan] * len(words)
-        return EFFECTS.frame(
-            {
-                "unit": [unit for unit in range(len(self.units)) for _ in words],
-                "word": [*range(len(words))] * len(self.units),
-                "text": [word.text for word in words] * len(self.units),
-                "effect": [
-                    effect
-                    for unit in range(len(self.units))
-                    for effect in (self._of_words(each[unit].falls) if unit in each else missing)
-                ],
-            }
-        )
-
-    def _table_of_words(self) -> pd.DataFrame:
-        words = self.response.words
-        return WORDS.frame(
-            {
-                "word": range(len(words)),
-                "text": [word.text for word in words],
-                "nats": self._of_words(self.nothing.falls),
-                "claim": [next((i for i, c in enumerate(self.claims) if c.start <= word.start < c.stop), -1) for word in words],
             }
         )

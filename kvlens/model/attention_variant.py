@@ -38,13 +38,15 @@ class Regularised:
 class Augmented:
     """Pass keys and values through one MLP per key-value head, after projection, norm and shift, before RoPE (eq. 14).
 
+    With ``parallel``, add c MLP(x) there instead, where x is what the projection reads: the parallel adapter of app. E.5.
+
     Args:
         keys, values: whether keys and values are augmented.
         depth: number of layers; one layer is act(W x), two are W_2 act(W_1 x).
-        width: width of the hidden layers; None means 2 d_head, as in app. E.5.
+        width: width of the hidden layers; None means 2 d_head, and beside a projection twice its width, as in app. E.5.
         activation: ``gelu``, ``relu``, ``silu`` or ``tanh``.
-        parallel: c in x + c MLP(x) (app. E.5); the last layer starts at 0, so that a trained model is unchanged at first.
-            None for the MLP alone.
+        parallel: c in W x + c MLP(x); the last layer starts at 0, so that a trained model is unchanged at first. None for
+            MLP(W x).
     """
 
     keys: bool = False

@@ -3,22 +3,73 @@
 It is validated on construction: an invalid combination raises an error with the reason instead of giving wrong results later.
 """
 
+import functools
 import math
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
 import torch
 
+from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.config import NORM_OVER_ALL_HEADS
-from kvlens.checks import Within, checked, ensure, one_of
+from kvlens.checks import MOST, Within, checked, ensure, one_of
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
-from kvlens.model.sizes import check_sizes
 from kvlens.ops.linear_attention import retnet_decay
+
+SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
+RANGES: dict[str, Any] = {
+    "n_layers": Annotated[
+        int, Within(1, 10_000)
+    ],  # each layer is a Python module: more would take minutes, and is probably a typing error
+    **dict.fromkeys(("d_model", "d_head", "n_ctx"), SIZE),
+    **dict.fromkeys(
+        ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim"), SIZE | None
+    ),
+    **dict.fromkeys(("n_heads", "d_vocab", "d_vocab_out"), SIZE | Literal[-1]),  # -1: d_model // d_head, and the tokenizer's
+    "n_devices": SIZE,
+    "eps": POSITIVE,
+    "attn_scale": POSITIVE | Literal[-1],  # -1: sqrt(d_head)
+    "clip_qkv": POSITIVE | None,
+    "seed": Annotated[int, Within(-(2**63), 2**64 - 1)] | None,
+    "normalization_type": Literal["LN", "LNPre", "RMS", "RMSPre"] | None,
+    "attention_dir": Literal["causal", "bidirectional"],
+    "init_mode": Literal["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"],
+}
+"""Types of fields whose TransformerLens annotation is not specific enough."""
+OTHERS = ("device", "dtype", "n_params", "kv_shift", "attention_variant")
+"""Fields that are checked elsewhere and may be given in several forms."""
+
+
+def check_sizes(cfg: HookedTransformerConfig) -> None:
+    """Raise KVLensError unless every field of ``cfg`` is valid. Called before TransformerLens reads it."""
+    kinds = {**_annotations(cfg.__class__), **RANGES}  # type: ignore[arg-type]
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        if field.name in OTHERS or value is field.default:
+            continue
+        value = ensure(field.name, kinds[field.name], value)
+        is_huge = isinstance(value, int) and abs(value) > MOST and field.name != "seed"
+        setattr(cfg, field.name, float(value) if is_huge else value)
+    check_device("device", cfg.device)
+    if cfg.attn_only and cfg.parallel_attn_mlp:
+        raise KVLensError("parallel_attn_mlp needs MLPs: with attn_only=True there are none")
+    if cfg.use_normalization_before_and_after and cfg.normalization_type not in (None, "RMS", "RMSPre"):
+        raise KVLensError(
+            "use_normalization_before_and_after: TransformerLens supports only RMS normalization after a layer; "
+            f"normalization_type is {cfg.normalization_type!r}"
+        )
+
+
+@functools.cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
 
 ATTENTION_KINDS = ("softmax", "linear")
 NORMALIZERS = ("kernel", "none")

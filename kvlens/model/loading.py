@@ -1,9 +1,13 @@
-"""Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, or a HookedTransformer."""
+"""Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, a file of llama2.c, a folder of
+kvlens or another model; saving it; and putting the KV shift of a public checkpoint into it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
@@ -13,46 +17,196 @@ from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
-from kvlens.model.shift_graft import place_shift_coefficients, shift_config_of
-from kvlens.model.sizes import check_weights_have_these_sizes
+from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
 from kvlens.model.weights import check_weight_processing
-from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts
+from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
+from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
+from kvlens.zoo import folder_of, is_hugging_face
 
-M = TypeVar("M", bound=HookedTransformer)
-"""The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
 DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
 """Parts of the names of kvlens' own parameters, which keep their initial values if the source model lacks them."""
 
 
-def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
-    """Construct a model without the base's lookup of the tokenizer by name, which accesses the network, then set it.
+class LoadsAndSaves(HookedTransformer):
+    """A HookedTransformer that can be loaded from several kinds of checkpoints and saved to a kvlens folder."""
 
-    That lookup also determines whether the tokenizer prepends a BOS by itself, which is done here instead if necessary.
-    """
-    name, cfg.tokenizer_name = cfg.tokenizer_name, None
-    model = cls(cfg, move_to_device=move_to_device)
-    cfg.tokenizer_name = name
-    model.tokenizer = tokenizer
-    if tokenizer is not None and cfg.tokenizer_prepends_bos is None:
-        cfg.tokenizer_prepends_bos = len(tokenizer.encode("")) > 0
-    return model
+    @classmethod
+    @checked
+    def from_pretrained(
+        cls: type[M],
+        model_name: str | Path,
+        *,
+        hf_model: Any = None,
+        tokenizer: Any = None,
+        kv_shift: KVShiftConfig | None = None,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+        default_padding_side: Literal["left", "right"] | None = None,
+        move_to_device: bool = True,
+        verify: bool | None = None,
+        **loader_kwargs: Any,
+    ) -> M:
+        """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
 
+        Peak memory on a CPU, with the pages of the file that are in memory: about twice the float32 weights, more where a
+        larger share of them belongs to the vocabulary.
 
-def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
-    """A copy of ``model`` with ``changes`` to its configuration.
+        Args:
+            model_name: a folder in Hugging Face's format, or an official TransformerLens name.
+            hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
+            tokenizer: its tokenizer; a folder's own tokenizer is used if None.
+            kv_shift: add a KV shift; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
+                (Baichuan-M1, or shift coefficients next to the weights of a known architecture) keeps it in any case;
+                ``kv_shift`` may then extend it (queries, another parametrization), but not remove anything.
+            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices:
+                TransformerLens' weight processing; ``fold_value_biases=None`` folds unless values are shifted.
+            default_padding_side, move_to_device: as in TransformerLens.
+            verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits'
+                size in float32, 0.1 to 0.5 in bfloat16), before a KV shift is added. False takes the model as it is, and saves
+                the time and the certainty; of Baichuan-M1 and models in their authors' own format there is nothing to compare
+                with.
+            loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, ``local_files_only``
+                (False fetches what Hugging Face's cache on this machine lacks of a name), ``checkpoint_index``,
+                ``checkpoint_value``, and arguments of Hugging Face's own ``from_pretrained``.
 
-    Args:
-        model: a HookedTransformer (processed or not), or a HookedKVTransformer.
-        changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
-            shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
+        Raises:
+            KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
+                unsupported architecture, or a model whose results differ from those of transformers.
+        """
+        parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, verify=verify, **loader_kwargs)
+        steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+        steps = allowed_steps(parts.cfg, steps)
+        kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
+        cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
+        fold_value_biases = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
+        check_weights_have_these_sizes(cfg, parts.state_dict, f"from_pretrained: the weights of {cfg.model_name}")
+        if parts.trial is not None:  # the comparison is made without the shift
+            cfg.kv_shift = None
+        model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
+        if parts.tokenizer is not None:
+            model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
+        model.init_kv_parameters()
+        model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
+        if move_to_device:
+            model.move_model_modules_to_device()
+        if parts.trial is not None:
+            device, cfg.device = cfg.device, str(model.W_E.device)  # which is another one unless the model was moved
+            with torch.no_grad():
+                check_trial(parts.trial, model(parts.trial.tokens))
+            cfg.device = device
+            if kv_shift is not None:
+                model = _changed(cls, model, {"kv_shift": kv_shift}, move_to_device)
+        if parts.shift_coefficients:
+            place_shift_coefficients(model, parts.shift_coefficients)
+        return model
 
-    Permanent hooks are copied too, with a warning that names them: one that reads ``model`` still reads it, not the
-    copy. Other hooks are not copied.
+    @classmethod
+    def from_pretrained_no_processing(cls: type[M], model_name: str | Path, **kwargs: Any) -> M:
+        """:meth:`from_pretrained` with the weights as they are."""
+        steps = ("fold_ln", "center_writing_weights", "center_unembed", "refactor_factored_attn_matrices", "fold_value_biases")
+        return cls.from_pretrained(model_name, **{**dict.fromkeys(steps, False), **kwargs})
 
-    Raises:
-        KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
-    """
-    return _changed(cls, model, changes)
+    @classmethod
+    @checked
+    def from_llama2c(
+        cls: type[M],
+        path: str | Path,
+        tokenizer_path: str | Path | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | str = torch.float32,
+    ) -> M:
+        """Load a checkpoint of llama2.c with unprocessed weights (nothing folded or centered).
+
+        Args:
+            path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.
+            tokenizer_path: the ``.bin`` file of the tokenizer; without it the model works on token ids.
+            device: where to put the model; None leaves the choice to TransformerLens.
+            dtype: dtype of the weights, a torch dtype or its name.
+
+        Raises:
+            KVLensError: an unavailable device; a file that is truncated, too long or damaged, has another format, or belongs to
+                another vocabulary.
+        """
+        check_device("from_llama2c: device", device)
+        parts = load_llama2c_parts(path, tokenizer_path, dtype=dtype_of(dtype, "from_llama2c: dtype"))
+        cfg = HookedKVTransformerConfig.from_tl(parts.cfg, init_weights=False, device=device)
+        model = build_with_ready_tokenizer(cls, cfg, parts.tokenizer)
+        cfg.init_weights = True
+        model.load_and_process_state_dict(
+            parts.state_dict, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+        )
+        return model
+
+    @classmethod
+    @checked
+    def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
+        """A copy of ``model`` with ``changes`` to its configuration.
+
+        Args:
+            model: a HookedTransformer (processed or not), or a HookedKVTransformer.
+            changes: fields of :class:`HookedKVTransformerConfig`, e.g. ``kv_shift=KVShiftConfig(init="identity")`` to graft a
+                shift that changes nothing yet, or ``attention="linear"`` (another function of the same weights).
+
+        Permanent hooks are copied too, with a warning that names them: one that reads ``model`` still reads it, not the
+        copy. Other hooks are not copied.
+
+        Raises:
+            KVLensError: a change of shape (``n_layers``, ``d_model``, ...), which the weights cannot follow.
+        """
+        return _changed(cls, model, changes)
+
+    @classmethod
+    @checked
+    def from_zoo(cls: type[M], name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
+        """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`.
+
+        Raises:
+            KVLensError: no such model, or one in Transformers' format, which :class:`kvlens.KVTransformerBridge` loads.
+        """
+        folder = folder_of(name)
+        if is_hugging_face(folder):
+            raise KVLensError(
+                f"from_zoo: {name} is a model of Transformers' own class; KVTransformerBridge.from_zoo({name!r}) loads it"
+            )
+        return cls.load(folder, device=device, dtype=dtype)
+
+    @classmethod
+    @checked
+    def load(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
+        """Read what :meth:`save` wrote."""
+        return load_model(cls, folder, device=device, dtype=dtype)
+
+    @checked
+    def save(self, folder: str | Path, *, overwrite: bool = False, stored_dtype: torch.dtype | str | None = None) -> None:
+        """Write weights (safetensors), configuration (JSON) and tokenizer to ``folder``, atomically."""
+        save_model(self, folder, overwrite=overwrite, stored_dtype=stored_dtype)
+
+    @checked
+    def load_shift_coefficients(self, source: Mapping[str, Tensor] | str | Path) -> None:
+        """Take the KV-shift coefficients of a public checkpoint; other weights stay as they are.
+
+        ``kv_shift`` must match the checkpoint in window, keys and values. Under ``gate`` and ``clamp`` the *parameter* is set
+        so that the coefficients as used are the checkpoint's.
+
+        Args:
+            source: a state dict, a checkpoint's folder, or one weights file, in a format of
+                :mod:`kvlens.pretrained.shift_import`.
+
+        Raises:
+            KVLensError: there are no coefficients, one is missing, or they do not fit the model. The model is then unchanged.
+        """
+        tensors = source if isinstance(source, Mapping) else read_tensors(source, is_shift_coefficient)
+        coefficients = import_shift_coefficients(tensors)
+        if not coefficients:
+            raise KVLensError(
+                "load_shift_coefficients: no shift coefficients found; expected names like layers.0.self_attn.alpha1, ...K or "
+                f"...conv_k, got {sorted(tensors)[:3] if isinstance(source, Mapping) else str(source)}"
+            )
+        place_shift_coefficients(self, coefficients)
 
 
 def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:
@@ -100,106 +254,48 @@ def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
         raise KVLensError(f"from_hooked_transformer: the changes need weights that the model does not have: {new[:3]}")
 
 
-@checked
-def from_pretrained(
-    cls: type[M],
-    model_name: str | Path,
-    *,
-    hf_model: Any = None,
-    tokenizer: Any = None,
-    kv_shift: KVShiftConfig | None = None,
-    fold_ln: bool = True,
-    center_writing_weights: bool = True,
-    center_unembed: bool = True,
-    fold_value_biases: bool | None = None,
-    refactor_factored_attn_matrices: bool = False,
-    default_padding_side: Literal["left", "right"] | None = None,
-    move_to_device: bool = True,
-    verify: bool | None = None,
-    **loader_kwargs: Any,
-) -> M:
-    """Load a softmax model as TransformerLens does, from this machine unless ``local_files_only=False``.
+def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -> KVShiftConfig | None:
+    """The :class:`kvlens.KVShiftConfig` for the result of :func:`import_shift_coefficients`; None if that is empty."""
+    if not coefficients:
+        return None
+    window = max(coef.shape[1] for coef in coefficients.values()) - 1
+    keys, values = (any(name.endswith(f".{x}_shift_coef") for name in coefficients) for x in "kv")
+    return KVShiftConfig(window=window, keys=keys, values=values)
 
-    Peak memory on a CPU, with the pages of the file that are in memory: about twice the float32 weights, more where a larger
-    share of them belongs to the vocabulary.
 
-    Args:
-        model_name: a folder in Hugging Face's format, or an official TransformerLens name.
-        hf_model: a loaded Hugging Face model; its own configuration is used, whatever ``model_name`` says.
-        tokenizer: its tokenizer; a folder's own tokenizer is used if None.
-        kv_shift: add a KV shift; ``KVShiftConfig(init="identity")`` changes no output. A checkpoint that has one
-            (Baichuan-M1, or shift coefficients next to the weights of a known architecture) keeps it in any case;
-            ``kv_shift`` may then extend it (queries, another parametrization), but not remove anything.
-        fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices: TransformerLens'
-            weight processing; ``fold_value_biases=None`` folds unless values are shifted.
-        default_padding_side, move_to_device: as in TransformerLens.
-        verify: compare the model with transformers' own pass on a few tokens, up to rounding (about 1e-4 of the logits' size
-            in float32, 0.1 to 0.5 in bfloat16), before a KV shift is added. False takes the model as it is, and saves the time
-            and the certainty; of Baichuan-M1 and models in their authors' own format there is nothing to compare with.
-        loader_kwargs: ``dtype``, ``device``, ``n_ctx``, ``first_n_layers``, ``default_prepend_bos``, ``local_files_only``
-            (False fetches what Hugging Face's cache on this machine lacks of a name), ``checkpoint_index``,
-            ``checkpoint_value``, and arguments of Hugging Face's own ``from_pretrained``.
+@torch.no_grad()
+def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str, Tensor]) -> None:
+    """Write ``coefficients``, by kvlens' names and in kvlens' order, into the model's parameters.
 
     Raises:
-        KVLensError: an unknown name (the nearest is suggested) or one whose files are not here, an incomplete folder, an
-            unsupported architecture, or a model whose results differ from those of transformers.
+        KVLensError: as :func:`load_shift_coefficients`.
     """
-    parts = load_pretrained_parts(
-        model_name, hf_model=hf_model, tokenizer=tokenizer, fold_ln=fold_ln, verify=verify, **loader_kwargs
-    )
-    steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
-    steps = allowed_steps(parts.cfg, steps)
-    kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
-    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
-    fold_value_biases = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
-    check_weights_have_these_sizes(cfg, parts.state_dict, f"from_pretrained: the weights of {cfg.model_name}")
-    if parts.trial is not None:  # the comparison is made without the shift
-        cfg.kv_shift = None
-    model = build_with_ready_tokenizer(cls, cfg, None, move_to_device=False)
-    if parts.tokenizer is not None:
-        model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
-    model.init_kv_parameters()
-    model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
-    if move_to_device:
-        model.move_model_modules_to_device()
-    if parts.trial is not None:
-        device, cfg.device = cfg.device, str(model.W_E.device)  # which is another one unless the model was moved
-        with torch.no_grad():
-            check_trial(parts.trial, model(parts.trial.tokens))
-        cfg.device = device
-        if kv_shift is not None:
-            model = _changed(cls, model, {"kv_shift": kv_shift}, move_to_device)
-    if parts.shift_coefficients:
-        place_shift_coefficients(model, parts.shift_coefficients)
-    return model
+    shift = model.cfg.kv_shift
+    if model.attached_kv_bias is not None:
+        raise KVLensError("load_shift_coefficients: a KV bias of the current weights is attached; call detach_kv_bias() first")
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if name.endswith(("k_shift_coef", "v_shift_coef"))
+    }
+    _check_fit(parameters, coefficients)
+    new = {name: parameter_from_coefficients(coef, shift.parametrization) for name, coef in coefficients.items()}
+    for name, value in new.items():
+        parameters[name].copy_(value)
 
 
-def from_llama2c(
-    cls: type[M],
-    path: str | Path,
-    tokenizer_path: str | Path | None = None,
-    *,
-    device: Any = None,
-    dtype: torch.dtype | str = torch.float32,
-) -> M:
-    """Load a checkpoint of llama2.c with unprocessed weights (nothing folded or centered).
-
-    Args:
-        path: the ``.bin`` file of the weights, of llama2.c's first ("legacy") export.
-        tokenizer_path: the ``.bin`` file of the tokenizer; without it the model works on token ids.
-        device: where to put the model; None leaves the choice to TransformerLens.
-        dtype: dtype of the weights, a torch dtype or its name.
-
-    Raises:
-        KVLensError: an unavailable device; a file that is truncated, too long or damaged, has another format, or belongs to
-            another vocabulary.
-    """
-    check_device("from_llama2c: device", device)
-    parts = load_llama2c_parts(path, tokenizer_path, dtype=dtype_of(dtype, "from_llama2c: dtype"))
-    cfg = HookedKVTransformerConfig.from_tl(parts.cfg, init_weights=False, device=device)
-    model = build_with_ready_tokenizer(cls, cfg, parts.tokenizer)
-    cfg.init_weights = True
-    model.load_and_process_state_dict(
-        parts.state_dict, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
-    )
-    return model
+def _check_fit(parameters: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]) -> None:
+    """Raise KVLensError unless parameters and coefficients correspond one to one, with equal shapes."""
+    missing = sorted(parameters.keys() - coefficients.keys())
+    extra = sorted(coefficients.keys() - parameters.keys())
+    if missing or extra:
+        raise KVLensError(
+            "load_shift_coefficients: the checkpoint and the model shift different things (layers, keys, values): the model "
+            f"has {len(missing)} parameters without coefficients {missing[:3]}, the checkpoint {len(extra)} coefficients "
+            f"without a parameter {extra[:3]}"
+        )
+    for name, coef in coefficients.items():
+        if coef.shape != parameters[name].shape:
+            heads, taps = parameters[name].shape
+            raise KVLensError(
+                f"load_shift_coefficients: {name} of the model is for {heads} key-value heads and window {taps - 1}, the "
+                f"checkpoint has {coef.shape[0]} heads and window {coef.shape[1] - 1}"
+            )

@@ -22,8 +22,8 @@ from transformer_lens import ActivationCache
 
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
-from kvlens.model.assembly import seeded
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.prompt import seeded
 from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
 

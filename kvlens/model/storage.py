@@ -1,17 +1,19 @@
 """A kvlens model on disk: a folder with ``model.safetensors``, ``config.json`` and the tokenizer's own files."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import check_device, path_of
-from kvlens.base import HookedTransformer
+from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, brief, warn
 from kvlens.files import (
@@ -33,10 +35,10 @@ from kvlens.files import (
 )
 from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import forget_hash, is_weight, weights_hash
-from kvlens.model.loading import M, build_with_ready_tokenizer
-from kvlens.model.sizes import check_weights_have_these_sizes
-from kvlens.pretrained import read_tokenizer
+from kvlens.tokenizer import read_tokenizer
 
+M = TypeVar("M", bound=HookedTransformer)
+"""The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -106,6 +108,20 @@ def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     check_folder(folder, MODEL_FOLDER, overwrite=overwrite)
 
 
+def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
+    """Construct a model without the base's lookup of the tokenizer by name, which accesses the network, then set it.
+
+    That lookup also determines whether the tokenizer prepends a BOS by itself, which is done here instead if necessary.
+    """
+    name, cfg.tokenizer_name = cfg.tokenizer_name, None
+    model = cls(cfg, move_to_device=move_to_device)
+    cfg.tokenizer_name = name
+    model.tokenizer = tokenizer
+    if tokenizer is not None and cfg.tokenizer_prepends_bos is None:
+        cfg.tokenizer_prepends_bos = len(tokenizer.encode("")) > 0
+    return model
+
+
 def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
     """Read a folder that :func:`save_model` wrote.
 
@@ -146,6 +162,27 @@ def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: t
     if dtype is not None and dtype != cfg.dtype:
         model.to(dtype, print_details=False)
     return model
+
+
+def check_weights_have_these_sizes(cfg: HookedTransformerConfig, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise KVLensError if stored weights do not match ``cfg``, before a model of that size is built."""
+    layers = {int(found[1]) for found in map(re.compile(r"blocks\.([0-9]{1,6})\.").match, tensors) if found}
+    if layers != set(range(min(cfg.n_layers, len(layers) + 1))):
+        raise KVLensError(f"{where} hold {len(layers)} layers, but the configuration has n_layers={cfg.n_layers}")
+    wanted: dict[str, Sequence[int | None]] = {
+        "embed.W_E": (cfg.d_vocab, cfg.d_model),
+        "unembed.W_U": (cfg.d_model, cfg.d_vocab_out),
+        "blocks.0.mlp.W_in": (cfg.d_model, cfg.d_mlp),
+        "pos_embed.W_pos": (cfg.n_ctx, cfg.d_model),
+    }
+    for layer in layers if cfg.layers_differ else (0,):
+        of_layer = cfg.of_layer(layer)
+        wanted[f"blocks.{layer}.attn.W_Q"] = (of_layer.n_heads, cfg.d_model, of_layer.d_head)
+    for name, shape in wanted.items():
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
+            raise KVLensError(
+                f"{where} do not fit the configuration: {name} is {list(tensors[name].shape)}, expected {list(shape)}"
+            )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -23,17 +23,15 @@ from kvlens.components import (
 )
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.model.assembly import spread_bias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
-from kvlens.model.generation import MOST_NEW, TEMPERATURE, check_left_padding, read_before_the_last
 from kvlens.model.hooks import ChecksHookNames
 from kvlens.model.inputs import as_kv_config, check_input, check_room, check_text, check_tokens
-from kvlens.model.load_and_save import LoadsAndSaves
-from kvlens.model.logits import LastLogits
+from kvlens.model.loading import LoadsAndSaves
+from kvlens.model.logits import MOST_NEW, TEMPERATURE, LastLogits, check_left_padding, read_before_the_last
 from kvlens.model.parts import Ends, Layer, ends_of, layers_of
-from kvlens.model.prompt import SoftmaxPrompts
+from kvlens.model.prompt import SoftmaxPrompts, spread_bias
 from kvlens.model.streaming import forward_in_segments, streams
 from kvlens.model.threads import OneThread
 from kvlens.model.weights import ProcessesWeights

@@ -230,6 +230,8 @@ def refuse_wrong_folding(
         _refuse("the final RMS norm, unlike a LayerNorm, depends on the mean of the stream", fold_ln, center_writing_weights)
     if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):
         _refuse("the gate has no bias that could absorb the norm's", True, False)
+    if fold_ln and any(bool(weight.any()) for weight in _beside_projections(cfg, state_dict)):
+        _refuse("the MLP beside a projection has no bias that could absorb the norm's", True, False)
     if (
         fold_ln
         and kind is not None
@@ -238,6 +240,14 @@ def refuse_wrong_folding(
         and (cfg.attn_only or kind != "LN")
     ):
         _refuse(f"TransformerLens folds the norm of act_fn={cfg.act_fn!r} into MLPs only with LayerNorm", True, False)
+
+
+def _beside_projections(cfg: HookedKVTransformerConfig, state_dict: Mapping[str, Tensor]) -> list[Tensor]:
+    """The last layers of all MLPs that read what the norms of ``state_dict`` give."""
+    augmented = None if cfg.attention_variant is None else cfg.attention_variant.augmented
+    if augmented is None or augmented.parallel is None or not any(name.endswith("ln1.w") for name in state_dict):
+        return []
+    return [w for name, w in state_dict.items() if ".augment_" in name and name.endswith(f".weights.{augmented.depth - 1}")]
 
 
 def _refuse(reason: str, fold_ln: bool, center_writing_weights: bool) -> None:
@@ -264,7 +274,7 @@ def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
         return "the weights of ridge attention need not sum to 1"
     if variant.negative is not None:
         return "negative samples subtract beta from each row's sum"
-    if variant.augmented is not None and variant.augmented.values:
+    if variant.augmented is not None and variant.augmented.values and variant.augmented.parallel is None:
         return "values pass through an MLP after b_V is added"
     if variant.regularised is not None and variant.regularised.form != "normalised":
         return "regularised attention subtracts alpha times a token's own value"

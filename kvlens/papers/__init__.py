@@ -36,6 +36,7 @@ from kvlens.papers.harness.run import Experiment
 EXPERIMENTS = {
     "induction-depth": "kvsa",
     "induction-width": "kvsa",
+    "induction-heads": "kvsa",
     "induction-exact": "kvsa",
     "landscape": "kvsa",
     "ngram": "kvsa",
@@ -61,6 +62,7 @@ EXPERIMENTS = {
     "dual-layer": "dual",
     "gradient-descent": "dual",
     "dual-heads": "dual",
+    "bert-variants": "dual",
 }
 """Name -> the paper, whose package has the module of that name (with underscores), in the order of the papers."""
 

@@ -2,23 +2,22 @@
 
 The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a model in memory;
-- :mod:`~kvlens.pretrained.names`, ``own_format``: public names, and where their files are;
-- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: what files hold, and Transformers' model of them;
-- :mod:`~kvlens.pretrained.translation`, ``tokenizer``: to ours, by :mod:`kvlens.base.families`;
+- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a loaded model;
+- :mod:`~kvlens.pretrained.names`: public names, and where their files are;
+- :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: files, and Transformers' model of them;
+- :mod:`~kvlens.pretrained.families`, ``rope_parameters``: Transformers' model as ours;
 - :mod:`~kvlens.pretrained.trial`: comparison with Transformers;
-- :mod:`~kvlens.pretrained.llama2c`, ``llama2c_tokenizer``: the same from the files of llama2.c;
+- :mod:`~kvlens.pretrained.llama2c`: the same from the files of llama2.c;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``: what neither library supports.
 """
 
-from kvlens.base.families import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.checkpoint_files import read_tensors
+from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.gguf import is_gguf, read_gguf
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import cached_folder, is_local_folder, official_name, official_names
 from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
 from kvlens.pretrained.shift_import import import_shift_coefficients
-from kvlens.pretrained.tokenizer import read_tokenizer
 from kvlens.pretrained.trial import check_trial
 
 __all__ = [
@@ -35,5 +34,4 @@ __all__ = [
     "official_names",
     "read_gguf",
     "read_tensors",
-    "read_tokenizer",
 ]

@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvlens.base import HookedTransformerConfig
-from kvlens.base.families import BAICHUAN_M1
 from kvlens.errors import KVLensError
+from kvlens.pretrained.families import BAICHUAN_M1, check_first_n_layers_and_n_ctx
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
-from kvlens.pretrained.translation import check_first_n_layers_and_n_ctx
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,6 @@ def baichuan_m1_config(
     config: Mapping[str, Any],
     *,
     dtype: torch.dtype,
-    fold_ln: bool,
     first_n_layers: int | None,
     n_ctx: int | None,
     **options: Any,
@@ -59,7 +57,6 @@ def baichuan_m1_config(
     Args:
         config: the file as a dict, or ``hf_model.config.to_dict()``.
         dtype: dtype of the weights.
-        fold_ln: whether the norms will be folded (the configuration is then ``RMSPre``).
         first_n_layers: keep only this many layers.
         n_ctx: context length; None uses ``max_position_embeddings``.
         options: further fields of the configuration; None leaves the default.
@@ -91,7 +88,7 @@ def baichuan_m1_config(
         n_ctx=n_ctx or sizes["max_position_embeddings"],
         act_fn="silu",
         gated_mlp=True,
-        normalization_type="RMSPre" if fold_ln else "RMS",
+        normalization_type="RMS",
         eps=config.get("rms_norm_eps", 1e-6),
         positional_embedding_type="rotary",
         rotary_base=_rotary_base(config),

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,8 +24,8 @@ from transformers.utils import is_gguf_available, logging
 from kvlens.errors import KVLensError, first_line, warn
 from kvlens.files import check_regular
 from kvlens.pretrained.checkpoint_files import check_counts, check_positions
-from kvlens.pretrained.tokenizer import with_bos_in_front
-from kvlens.pretrained.transformers_model import check_loaded, check_size, without_progress_bars
+from kvlens.pretrained.transformers_model import read_config, read_model
+from kvlens.tokenizer import with_bos_in_front
 
 modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the bar that without_progress_bars switches off
 MAGIC = b"GGUF"
@@ -67,29 +65,19 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     name = header.entries.get("general.architecture")
     check_positions(f"load: {path}", {"max_position_embeddings": header.entries.get(f"{name}.context_length")})
     check_counts("load", path, {"num_hidden_layers": header.entries.get(f"{name}.block_count")}, header.sizes)
+    stored = sum(header.sizes.values())
     if not is_gguf_available():
         raise KVLensError(
             f"load: {path} is a GGUF file, which Transformers reads with the package gguf: pip install 'kvlens[gguf]'"
         )
     try:
-        with tempfile.TemporaryDirectory() as folder, without_progress_bars():
+        with tempfile.TemporaryDirectory() as folder:
             # Transformers reads what else stands in a file's folder, so the file gets one of its own
             (Path(folder) / "model.gguf").symlink_to(path.resolve())
-            config = AutoConfig.from_pretrained(folder, gguf_file="model.gguf", local_files_only=True)
-            check_size("load: ", str(path), config, sum(header.sizes.values()))
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                gguf_file="model.gguf",
-                dtype=dtype,
-                attn_implementation="eager",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # check_loaded says which
-                trust_remote_code=False,
-                local_files_only=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, gguf_file="model.gguf", trust_remote_code=False, local_files_only=True
-            )
+            own: dict[str, Any] = {"gguf_file": "model.gguf"}
+            config = read_config(Path(folder), **own)
+            model, _ = read_model("load: ", Path(folder), config, stored, source=str(path), dtype=dtype, **own)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **own)
     except KVLensError:
         raise
     except Exception as error:  # it raises whatever its parts raise
@@ -97,9 +85,6 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             f"load: Transformers cannot read the GGUF file {path} of the architecture {name!r} ({first_line(error)}); it reads "
             f"{', '.join(name for name in GGUF_SUPPORTED_ARCHITECTURES if name != 'general')}"
         ) from error
-    model, report = loaded
-    check_loaded(report, "load: ", str(path))
-    stored = sum(header.sizes.values())
     taken = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
     if stored > taken:
         warn(

@@ -1,6 +1,6 @@
 """Pretrained weights without a network: from a local Hugging Face folder, or from a model already in memory.
 
-The configuration is translated and the weights are renamed by the table in :mod:`kvlens.base.families`, and
+The configuration is translated and the weights are renamed by the table in :mod:`kvlens.pretrained.families`, and
 :mod:`kvlens.pretrained.trial` compares the result with transformers' own model.
 Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
 and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
@@ -21,7 +21,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvlens.arguments import check_device, path_of
 from kvlens.base import HookedTransformer, HookedTransformerConfig
-from kvlens.base.families import FAMILIES, SAME_TEXT_MODEL, SUPPORTED_ARCHITECTURES, architecture_of, unsupported
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, brief, first_line
@@ -34,10 +33,29 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1_weight,
 )
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions, read_tensors
-from kvlens.pretrained.names import folder_of_name, is_local_folder, not_here, official_name, official_names, step_of
-from kvlens.pretrained.own_format import OWN_FORMAT, own_format
+from kvlens.pretrained.families import (
+    FAMILIES,
+    SAME_TEXT_MODEL,
+    SUPPORTED_ARCHITECTURES,
+    alibi_slopes,
+    architecture_of,
+    convert_weights,
+    translate_config,
+    unsupported,
+)
+from kvlens.pretrained.names import (
+    OWN_FORMAT,
+    SHORTER,
+    beginning,
+    folder_of_name,
+    is_local_folder,
+    not_here,
+    official_name,
+    official_names,
+    own_format,
+    step_of,
+)
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
-from kvlens.pretrained.tokenizer import find_tokenizer
 from kvlens.pretrained.transformers_model import (
     check_readable,
     check_tied,
@@ -48,8 +66,8 @@ from kvlens.pretrained.transformers_model import (
     refuse_to_run_code,
     without_progress_bars,
 )
-from kvlens.pretrained.translation import alibi_slopes, convert_weights, translate_config
 from kvlens.pretrained.trial import Trial, run_trial
+from kvlens.tokenizer import find_tokenizer
 
 
 class PretrainedParts(NamedTuple):
@@ -83,7 +101,6 @@ def load_pretrained_parts(
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device | None = None,
     n_devices: int = 1,
-    fold_ln: bool = True,
     default_prepend_bos: bool | None = None,
     first_n_layers: int | None = None,
     n_ctx: int | None = None,
@@ -105,7 +122,6 @@ def load_pretrained_parts(
         dtype: dtype of the config and of all floating weights; a torch dtype or its name.
         device: device in the config (None: a GPU if there is one); the weights are not moved.
         n_devices: number of devices in the config.
-        fold_ln: whether the layer norms will be folded (the config then has ``LNPre`` or ``RMSPre``).
         default_prepend_bos: overrides the architecture's own default.
         first_n_layers: keep only this many layers.
         n_ctx: context length; it may exceed the model's own only if positions are not learned.
@@ -133,7 +149,6 @@ def load_pretrained_parts(
         "dtype": dtype,
         "device": device,
         "n_devices": n_devices,
-        "fold_ln": fold_ln,
         "default_prepend_bos": default_prepend_bos,
         "first_n_layers": first_n_layers,
         "n_ctx": n_ctx,
@@ -151,6 +166,8 @@ def load_pretrained_parts(
         with _hub(official, local_files_only):
             step = None if checkpoint == (None, None) else step_of(official, *checkpoint)
             if official.startswith(OWN_FORMAT):
+                if verify:
+                    raise KVLensError(f"from_pretrained: verify=True: transformers does not read {official}, leave verify out")
                 source = _of_own_format(official, step, tokenizer, options)
             else:
                 source = folder_of_name(official, step, from_pretrained_kwargs, local_files_only)
@@ -162,8 +179,8 @@ def load_pretrained_parts(
     parts.cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     if step is not None:
         parts.cfg.from_checkpoint, parts.cfg.checkpoint_value, parts.cfg.checkpoint_label_type = True, step, "step"
-    tokenizer = find_tokenizer(tokenizer or parts.tokenizer, source if isinstance(source, Path) else None, official, parts.cfg)
-    return parts._replace(tokenizer=tokenizer)
+    files = source if isinstance(source, Path) else folder
+    return parts._replace(tokenizer=find_tokenizer(tokenizer or parts.tokenizer, files, official, parts.cfg))
 
 
 @contextlib.contextmanager
@@ -185,7 +202,7 @@ def _hub(official: str, local_files_only: bool) -> Iterator[None]:
 def _of_own_format(official: str, step: int | None, tokenizer: Any, options: dict[str, Any]) -> PretrainedParts:
     fields, weights = own_format(official, step, options["dtype"])
     n_layers = fields["n_layers"]
-    given = {name: value for name, value in options.items() if value is not None and name not in ("fold_ln", "first_n_layers")}
+    given = {name: value for name, value in options.items() if value is not None and name != "first_n_layers"}
     fields |= {"n_layers": options["first_n_layers"] or fields["n_layers"], **given}
     left_out = tuple(f"blocks.{layer}." for layer in range(fields["n_layers"], n_layers))
     weights = {name: weight for name, weight in weights.items() if not name.startswith(left_out)}
@@ -239,7 +256,7 @@ def _convert_by_family(
         hf_model, checkpoint = _load_folder(source, n_stored, options["dtype"], kwargs)
     architecture = architecture_of(type(hf_model))
     check_readable("from_pretrained: ", hf_model)
-    cfg = translate_config(hf_model.config.get_text_config(), architecture, official, **options)
+    cfg = translate_config(hf_model.config.get_text_config(), architecture, beginning(official or "", SHORTER), **options)
     trial = None
     if verify is not False:
         trial = run_trial(hf_model, FAMILIES[architecture].layers, cfg)

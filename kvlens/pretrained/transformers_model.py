@@ -74,9 +74,9 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: Path, **options: Any) -> Any:
     """Transformers' configuration of a folder."""
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
 
 
 def read_model(
@@ -86,6 +86,7 @@ def read_model(
     n_stored: int,
     *,
     dtype: torch.dtype,
+    source: str = "",
     saved_as: str = "",
     known: Callable[[str], bool] = lambda name: False,
     **options: Any,
@@ -98,6 +99,7 @@ def read_model(
         config: of :func:`read_config`, changed perhaps.
         n_stored: what ``check_checkpoint`` returned.
         dtype: of the weights.
+        source: what an error calls the folder, if not by its path.
         saved_as, known: as for :func:`check_loaded`.
         options: for Transformers' ``from_pretrained``; what could run code is overruled.
 
@@ -105,8 +107,8 @@ def read_model(
         The model, and what Transformers says about loading.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise quantized(door, str(folder))
-    check_size(door, str(folder), config, n_stored)
+        raise quantized(door, source or str(folder))
+    check_size(door, source or str(folder), config, n_stored)
     # eager: the file may name a kernel of the hub, which transformers would fetch and run
     options = {"attn_implementation": "eager", **options, **SAFE}
     with without_progress_bars():
@@ -119,7 +121,7 @@ def read_model(
             **options,
         )
     model, report = loaded
-    check_loaded(report, door, str(folder), saved_as, known)
+    check_loaded(report, door, source or str(folder), saved_as, known)
     return model, report
 
 

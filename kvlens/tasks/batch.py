@@ -22,7 +22,7 @@ from torch import Tensor
 from kvlens.checks import Seed, checked, ensure
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
-from kvlens.model.loading import build_with_ready_tokenizer
+from kvlens.model.storage import build_with_ready_tokenizer
 
 SPLITS = ("train", "heldout")
 Model = HookedKVTransformer | HookedKVRegressor

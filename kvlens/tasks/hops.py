@@ -10,6 +10,9 @@ x_0 ... x_i and in general not the next token.
 
 Tokens are uniform, except that no token occurs twice in a row: find^1(i) would be i there, and the hops would not move.
 
+``mixed`` trains one model for all numbers of hops up to k: each sequence draws its own, and a token before the text says it
+(``vocab_size + hops - 1``), as in the models of the source.
+
 Source: Sanford, Hsu, Telgarsky 2024, Transformers, Parallel Computation, and Logarithmic Depth (their hop_k; depth about
 log2 k is needed); KVSA app. H.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
@@ -33,9 +37,10 @@ class HopsTask(Task):
     """Predict the token that k hops of induction lead to.
 
     Attributes:
-        k: number of hops.
+        k: number of hops; the largest one if ``mixed``.
+        mixed: whether each sequence has a number of hops of its own, uniform from 1 to k, which its first token says.
         vocab_size: number of token ids; a hop goes back by about as many positions.
-        length: positions of a sequence, more than k.
+        length: positions of a sequence, more than k; a first token that says the number of hops is one more.
     """
 
     name: ClassVar[str] = "hops"
@@ -43,6 +48,7 @@ class HopsTask(Task):
     k: Annotated[int, Within(1)] = 4
     vocab_size: Annotated[int, Within(3)] = 16
     length: Annotated[int, Within(3)] = 256
+    mixed: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,20 +58,25 @@ class HopsTask(Task):
 
     @property
     def n_positions(self) -> int:
-        return self.length
+        return self.length + self.mixed
 
     @property
     def d_input(self) -> int:
-        return self.vocab_size
+        return self.vocab_size + self.k * self.mixed
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         require_drawable(self, batch_size, generator, split)
 
         def draw() -> Batch:
             tokens = self._draw_tokens(batch_size, generator)
-            found = self._find(tokens)
+            hops = torch.randint(self.k, (batch_size, 1), generator=generator) + 1 if self.mixed else None
+            found = self._find(tokens, hops)
             scored = found >= 0
-            return Batch(tokens, torch.where(scored, tokens.gather(1, found.clamp(min=0)), 0), scored)
+            targets = torch.where(scored, tokens.gather(1, found.clamp(min=0)), 0)
+            if hops is None:
+                return Batch(tokens, targets, scored)
+            # before the text there is nothing to predict
+            return Batch(torch.cat([self.vocab_size + hops - 1, tokens], dim=1), F.pad(targets, (1, 0)), F.pad(scored, (1, 0)))
 
         return draw_until_scored(self, draw)
 
@@ -75,11 +86,12 @@ class HopsTask(Task):
         steps[:, 0] = torch.randint(self.vocab_size, (batch_size,), generator=generator)
         return steps.cumsum(dim=1) % self.vocab_size
 
-    def _find(self, tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-        """find^k of every position, or -1 if a hop does not exist."""
+    def _find(self, tokens: Int[Tensor, "batch pos"], hops: Int[Tensor, "batch 1"] | None) -> Int[Tensor, "batch pos"]:
+        """find^k of every position, or find^hops of every sequence; -1 if a hop does not exist."""
         previous = previous_occurrence(tokens)
         one_hop = torch.where(previous >= 0, previous + 1, -1)
         found = one_hop
-        for _ in range(self.k - 1):
-            found = torch.where(found >= 0, one_hop.gather(1, found.clamp(min=0)), -1)
+        for made in range(1, self.k):
+            further = torch.where(found >= 0, one_hop.gather(1, found.clamp(min=0)), -1)
+            found = further if hops is None else torch.where(hops > made, further, found)
         return found

@@ -57,18 +57,20 @@ class InductionTask(Task):
 
     Attributes:
         vocab_size: number of token ids; at least ``length // 2`` for blocks, ``length`` for first repeats.
-        length: positions of a sequence.
+        length: positions of a sequence, at least 8 for blocks; three are "A B A" for first repeats.
         law: which tokens are predicted: in repeated blocks, at first repeats, or both.
     """
 
     name: ClassVar[str] = "induction"
 
     vocab_size: Annotated[int, Within(4)] = 8000
-    length: Annotated[int, Within(8)] = 512
+    length: Annotated[int, Within(3)] = 512
     law: Literal["repeated_block", "first_repeat", "both"] = "repeated_block"
 
     def __post_init__(self):
         super().__post_init__()
+        if self.law != FIRST and self.length < 8:
+            raise KVLensError(f"task 'induction': repeated blocks need a length of at least 8, got {self.length}")
         words, most = f"a block holds up to length // 2 = {self.max_period}", self.max_period
         if self.law != BLOCK:
             words, most = f"a sequence of law {self.law!r} draws from up to length = {self.length}", self.length

@@ -28,9 +28,9 @@ from kvlens.corpus.kept import Tokenized, kept_tokens
 from kvlens.errors import KVLensError
 from kvlens.files import checksum_of_json, reason
 from kvlens.model import HookedKVTransformer
-from kvlens.pretrained import read_tokenizer
 from kvlens.tasks.batch import Batch, Model, Task
 from kvlens.tasks.checks import require_drawable
+from kvlens.tokenizer import read_tokenizer
 
 DOCS, TOPICS = "docs", "topics"
 HELDOUT_SHARE = 0.05

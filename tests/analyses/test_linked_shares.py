@@ -3,7 +3,7 @@
 import pytest
 import torch
 from analysis_models import GROUPED, random_model, tokens
-from kvlens.analyses.prompt.linked import visit_shares
+from kvlens.analyses.bias.positions import visit_shares
 from repeated_models import shifted_heads
 
 from kvlens import KVShiftConfig

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from kvlens.analyses.attribution.by_edge import attribution_by_edge
-from kvlens.analyses.attribution.by_head import attribution_by_head
-from kvlens.analyses.attribution.by_position import attribution_by_position
+from kvlens.analyses.attribution.by_part import attribution_by_head, attribution_by_position
 from kvlens.analyses.attribution.prompt import prompt_attribution
-from kvlens.analyses.bias import by_head, effects, patching, removal
+from kvlens.analyses.bias import decomposition, effects, patching
 from kvlens.analyses.heads.induction import induction_heads
 
 import kvlens
@@ -18,10 +17,10 @@ LONG = {
     "attribution_by_head": lambda model, **tell: attribution_by_head(model, PROMPT, TEXT, **UNITS, **tell),
     "attribution_by_position": lambda model, **tell: attribution_by_position(model, PROMPT, TEXT, **UNITS, **tell),
     "prompt_attribution": lambda model, **tell: prompt_attribution(model, PROMPT, TEXT, **UNITS, **tell),
-    "bias_by_head": lambda model, **tell: by_head.bias_by_head(model, PROMPT, TEXT, batch_size=4, **tell),
-    "bias_by_layer": lambda model, **tell: by_head.bias_by_layer(model, PROMPT, TEXT, batch_size=2, **tell),
+    "bias_by_head": lambda model, **tell: decomposition.bias_by_head(model, PROMPT, TEXT, batch_size=4, **tell),
+    "bias_by_layer": lambda model, **tell: decomposition.bias_by_layer(model, PROMPT, TEXT, batch_size=2, **tell),
     "bias_effects": lambda model, **tell: effects.bias_effects(model, PROMPT, TEXT, batch_size=4, **tell),
-    "bias_ablation": lambda model, **tell: removal.bias_ablation(
+    "bias_ablation": lambda model, **tell: effects.bias_ablation(
         model, PROMPT, TEXT, [[(0, 0)], [(1, 0)]], batch_size=1, **tell
     ),
     "activation_patching": lambda model, **tell: patching.activation_patching(

@@ -54,7 +54,7 @@ def build_kv(fields):
 
 def build_family(hf_model, processed, dtype=torch.float64):
     steps = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
-    parts = load_pretrained_parts("x", hf_model=hf_model, device="cpu", dtype=dtype, fold_ln=False)
+    parts = load_pretrained_parts("x", hf_model=hf_model, device="cpu", dtype=dtype)
     model = HookedTransformer(parts.cfg)
     model.load_and_process_state_dict(dict(parts.state_dict), **allowed_steps(parts.cfg, dict.fromkeys(steps, processed)))
     return model

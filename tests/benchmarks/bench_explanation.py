@@ -34,8 +34,7 @@ from transformers import AutoModelForCausalLM
 
 import kvlens
 from kvlens.explanation import paragraphs
-from kvlens.explanation.response import responses, stop_tokens
-from kvlens.explanation.runs import ENDS, MORE_TOKENS
+from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
 LEAST, MOST = 8, 16

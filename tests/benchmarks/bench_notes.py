@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from bench_attribution import asked, right_questions
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.by_head import HeadExchange
 from kvlens.analyses.attribution.methods import LeaveOneOut
+from kvlens.analyses.bias.exchange import HeadExchange
+from kvlens.analyses.bias.parts import in_one_space
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import attribution_by_position
@@ -111,7 +112,7 @@ def patched(question: Question, span: tuple[int, int]) -> Patched:
 def swaps_with_shift_states(question: Question, span: tuple[int, int]) -> torch.Tensor:
     """The fall of log p with each head and its own shift state from the prompt without the span, by layer and head."""
     bias, other = (convert_prompt(question.model, x) for x in (question.prompt, question.rows([[span]])))
-    exchange = HeadExchange(bias, other)
+    exchange = HeadExchange(*in_one_space(bias, other.select_prompt(0)))
     places = [(part.layer, part.head) for part in exchange.parts]  # as many key-value heads as query heads
     rows = torch.tensor([[place == each for place in places] for each in dict.fromkeys(places)])
     scores = question.scores_under(exchange.biases(torch.cat([torch.zeros_like(rows[:1]), rows])))

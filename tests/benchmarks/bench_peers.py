@@ -48,7 +48,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvlens
-from kvlens.explanation.response import responses
+from kvlens.explanation.runs import responses
 from kvlens.units import Unit
 
 AT_ONCE, MOST_TOKENS, WORTH = 4, 64, 16

@@ -30,14 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 from bench_explanation import case_of
-from kvlens.analyses.attribution.by_position import PositionExchange
-from kvlens.analyses.attribution.terms import Terms
+from kvlens.analyses.attribution.terms import PositionExchange, Terms
 from kvlens.analyses.attribution.units import positions_of
 
 import kvlens
 from kvlens import counterfactuals
 from kvlens.chat import prompt_layout
-from kvlens.explanation.by_position import Place, places_of, position_groups
+from kvlens.explanation.exchanges import Place, places_of, position_groups
 from kvlens.units import Unit, cut
 
 FIRM = math.log(4)

@@ -49,10 +49,9 @@ import kvlens
 from kvlens import Chat, convert_prompt, counterfactuals
 from kvlens.analyses import induction_heads, reading_layers, reading_shares, reading_stability
 from kvlens.chat import prompt_layout
-from kvlens.explanation.claims import content_words
+from kvlens.explanation.claims import content_words, walk
 from kvlens.explanation.reading import wilson
-from kvlens.explanation.response import responses
-from kvlens.explanation.verdicts import walk
+from kvlens.explanation.runs import responses
 from kvlens.model import head_hooks
 from kvlens.texts import WORD, Word
 from kvlens.units import cut

@@ -37,7 +37,7 @@ from kvlens.conversion.softmax.few_keys import assembled
 from kvlens.conversion.softmax.landmark import fitted_keys, root_of
 from kvlens.conversion.softmax.logit_effects import logit_metrics
 from kvlens.conversion.softmax.prompt_pass import convert_exactly
-from kvlens.explanation.response import greedy, stop_tokens
+from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.recall import MATTERS, Recall
 from kvlens.ops.landmarks import budgets_by_gain, choose_among
 from kvlens.units import layout_of_tokens, parts_of

@@ -6,12 +6,11 @@ import pytest
 import torch
 from bridge_models import place_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.by_head import swapped_heads
-from kvlens.analyses.attribution.by_position import PositionExchange
+from kvlens.analyses.attribution.by_part import swaps
 from kvlens.analyses.attribution.null import Null
-from kvlens.analyses.attribution.terms import Terms, hidden_from_text, state_terms
-from kvlens.analyses.bias.one_space import with_references
-from kvlens.analyses.bias.parts import Part, exchangeable
+from kvlens.analyses.attribution.terms import PositionExchange, Terms, hidden_from_text, state_terms
+from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange
+from kvlens.analyses.bias.parts import Part, exchangeable, in_one_space
 from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
 
@@ -87,7 +86,7 @@ def test_recurrent_layers_are_explained_too(model):
     runs = Runs(model, torch.cat([PROMPT, TEXT[:-1]]), TEXT[-1:], positions_of_spans(UNITS, len(PROMPT) + len(TEXT) - 1))
     runs.begin(Response.of(model, PROMPT, some_tokens(3, seed=5)))
     donor, every = runs.donor([1]), range(model.cfg.n_layers)
-    all_of_them, none = runs.layers(donor, [every, []])
+    all_of_them, none = runs.exchanged(LayerExchange(runs.bias, donor), [every, []])
     (without,) = runs.without([[1]])
     assert (all_of_them.falls - without.falls).abs().max() < 1e-4 and none.falls.abs().max() < 1e-4
     assert without.falls.abs().max() > 1e-3
@@ -151,15 +150,15 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
     """Query heads, then value heads, then the convolution's inputs, each against hooks that replace that part alone."""
     model = bridge_of("falcon_h1")
     bias, other = convert_prompt(model, PROMPT), convert_prompt(model, counterfactuals(model, PROMPT, [[UNITS[2]]]))
-    own, donor = with_references(bias, other)
+    own, donor = in_one_space(bias, other.select_prompt(0))
     question, layer = Question.of(model, PROMPT, TEXT, 5), 0
-    _, swap, _ = swapped_heads(question, bias, other)
-    swaps = dict(zip(exchangeable(own), swap.tolist(), strict=True))
+    _, swap, _ = swaps(question, [HeadExchange(own, donor)])
+    fall = dict(zip(exchangeable(own), swap.tolist(), strict=True))
     given = {
-        "attn.hook_b_kv": donor.b_KV[layer],
-        "attn.hook_b_d": donor.b_D[layer],
-        "mamba.hook_b_kv": donor.recurrent.b_KV[layer],
-        "mamba.hook_conv_state": donor.recurrent.conv[layer],
+        "attn.hook_b_kv": donor.b_KV[layer, None],
+        "attn.hook_b_d": donor.b_D[layer, None],
+        "mamba.hook_b_kv": donor.recurrent.b_KV[layer, None],
+        "mamba.hook_conv_state": donor.recurrent.conv[layer, None],
     }
 
     def score(*replaced):
@@ -177,15 +176,15 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
     parts = {Part(layer, head): replaced for head, replaced in enumerate(of_query + of_state)}
     parts[Part(layer, -1, "convolution")] = [("mamba.hook_conv_state", slice(None))]
     for part, replaced in parts.items():
-        assert abs(swaps[part] - (score() - score(*replaced))) < LAW
+        assert abs(fall[part] - (score() - score(*replaced))) < LAW
     for kind in ([*parts][:6], [*parts][6:10], [*parts][10:]):
-        assert any(abs(swaps[part]) > 1e-6 for part in kind)  # far above LAW
+        assert any(abs(fall[part]) > 1e-6 for part in kind)  # far above LAW
 
 
 def test_an_exchange_for_the_same_changes_nothing(model):
     question = Question.of(model, PROMPT, TEXT, 5)
     bias = convert_prompt(model, PROMPT)
-    whole, swap, _ = swapped_heads(question, bias, bias.repeat(1))
+    whole, swap, _ = swaps(question, [HeadExchange(*in_one_space(bias, bias))])
     assert abs(float(whole)) < LAW and float(swap.abs().max()) < LAW
     same = attribution_by_position(model, PROMPT, TEXT, by=UNITS[:1], answer=5, replace_by={UNITS[0]: PROMPT[:3]})
     assert same["swap"].abs().max() < LAW

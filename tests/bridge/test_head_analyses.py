@@ -99,7 +99,7 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
     layer, position, at = 0, 2, len(PROMPT) + 1
     tokens, seen = torch.cat([PROMPT, TEXT])[None], {}
     rows = {}
-    from kvlens.analyses.prompt.linked import visit_shares
+    from kvlens.analyses.bias.positions import visit_shares
 
     visit_shares(model, PROMPT, TEXT, lambda of, first, w: rows.setdefault(of, w))
     *_, (z_name, n_heads) = head_hooks(model, layer, "hook_z").items()

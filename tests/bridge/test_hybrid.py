@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, some_tokens
-from kvlens.analyses.bias.baseline import baseline_of
+from kvlens.analyses.bias.exchange import baseline_of
 from precision import LAW, relative_error
 from tiny_hf import HYBRIDS
 

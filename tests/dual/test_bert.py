@@ -1,5 +1,6 @@
 """The variants inside a tiny random BERT, and fine-tuning on a made-up GLUE folder in the real format."""
 
+import json
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from precision import LAW, relative_error
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvlens import KVLensError
-from kvlens.dual.bert import swap_self_attention
+from kvlens.dual.bert import load_bert, swap_self_attention
 from kvlens.dual.glue import fine_tune, metrics_of, read_examples
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "the", "cat", "dog", "sat", "ran", "is"]
@@ -63,7 +64,6 @@ def test_variants_that_are_nothing_leave_bert_as_it_was(variant):
     [
         dict(regularised=dict(alpha=-0.5, form="normalised")),
         dict(regularised=dict(alpha=0.3, form="one_step")),
-        dict(augmented=dict(values=True)),
         dict(negative=dict(k=0.5, beta=0.3)),
         dict(negative=dict(k=1, beta=0.3, per="label")),
     ],
@@ -89,7 +89,76 @@ def test_one_layer_by_hand():
         assert relative_error(out[0, :, part], expected) < LAW
 
 
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_the_parallel_adapter_reads_the_input_of_the_block(part):
+    """W_V x + b_V + c W_2 gelu(W_1 x): 12-24-12 here, 768-1536-768 in BERT-base; the other projection is left alone."""
+    attention = (
+        swap_self_attention(bert(), dict(augmented={f"{part}s": True, "depth": 2, "parallel": 0.3}))
+        .bert.encoder.layer[0]
+        .attention.self
+    )
+    first, second = attention.key_adapter or attention.value_adapter
+    assert (first.shape, second.shape) == ((1, 12, 24), (1, 24, 12)) and not (attention.key_adapter and attention.value_adapter)
+    second.data.normal_(generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    branch = 0.3 * torch.nn.functional.gelu(x @ first[0]) @ second[0]
+    q, k, v = attention.query(x), attention.key(x) + branch * (part == "key"), attention.value(x) + branch * (part == "value")
+    q, k, v = (whole.unflatten(-1, (3, 4)).transpose(1, 2) for whole in (q, k, v))
+    expected = ((q @ k.transpose(-1, -2) / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    assert relative_error(attention(x)[0], expected) < LAW
+
+
+def test_every_weight_of_an_adapter_trains():
+    model = swap_self_attention(bert(), dict(augmented=dict(keys=True, values=True, depth=2, parallel=0.5)))
+    adapters = {name: parameter for name, parameter in model.named_parameters() if "adapter" in name}
+    assert len(adapters) == 2 * 2 * 2
+    for parameter in adapters.values():
+        parameter.data.add_(0.01)  # the last starts at 0, and the first has no gradient until it has left it
+    model(**INPUTS, labels=torch.tensor([0, 1])).loss.backward()
+    assert all(float(parameter.grad.abs().max()) > 0 for parameter in adapters.values())
+
+
+def saved(folder, model, **config):
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def test_a_bert_is_loaded_with_a_new_classifier(tmp_path):
+    """From a folder of the whole classifier, or of the BERT without one, as BERT's own checkpoints are."""
+    whole = bert(3, dtype=torch.float32)
+    with torch.no_grad():
+        expected = whole.bert(**INPUTS).last_hidden_state
+    for folder, model in ((tmp_path / "whole", whole), (tmp_path / "base", whole.bert)):
+        (first, words), (same, _), (other, _) = (load_bert(saved(folder, model), 2, seed) for seed in (0, 0, 1))
+        assert relative_error(first.bert(**INPUTS).last_hidden_state, expected) < 1e-6  # float32, and equal weights
+        assert torch.equal(first.classifier.weight, same.classifier.weight)
+        assert not torch.equal(first.classifier.weight, other.classifier.weight)
+        assert first.config.num_labels == 2 and words("the cat")["input_ids"] == [2, 6, 7, 3]
+
+
+def test_what_is_no_bert(tmp_path):
+    model = bert(dtype=torch.float32)
+    with pytest.raises(KVLensError, match="does not exist"):
+        load_bert(tmp_path / "nothing")
+    with pytest.raises(KVLensError, match="type 'gpt2'"):
+        load_bert(saved(tmp_path / "gpt2", model, model_type="gpt2"))
+    with pytest.raises(KVLensError, match="num_hidden_layers of the configuration is 3"):
+        load_bert(saved(tmp_path / "deeper", model, num_hidden_layers=3))
+    with pytest.raises(KVLensError, match="max_position_embeddings|other shapes"):
+        load_bert(saved(tmp_path / "longer", model, max_position_embeddings=30))
+    folder = saved(tmp_path / "pickle", model)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(KVLensError, match=r"no model.safetensors"):
+        load_bert(folder)
+
+
 def test_what_cannot_be_swapped():
+    with pytest.raises(KVLensError, match="a weight c beside them"):
+        swap_self_attention(bert(), dict(augmented=dict(values=True)))
     with pytest.raises(KVLensError, match="causally"):
         swap_self_attention(bert(), dict(ridge=dict(strength=1.0)))
     with pytest.raises(KVLensError, match="already"):
@@ -142,7 +211,8 @@ def test_metrics_by_hand():
     assert metrics_of("mrpc", predicted, labels) == pytest.approx(dict(f1=2 / 3, accuracy=0.75))
     assert metrics_of("cola", predicted, labels)["matthews"] == pytest.approx(1 / math.sqrt(3))
     assert metrics_of("stsb", np.array([1.0, 2, 4]), np.array([1.0, 2, 3]))["spearman"] == pytest.approx(1.0)
-    assert math.isnan(metrics_of("cola", np.zeros(4), labels)["matthews"])
+    assert metrics_of("cola", np.zeros(4), labels) == {"matthews": 0.0}  # as table 1 has it
+    assert math.isnan(metrics_of("stsb", np.zeros(4), labels)["pearson"])
 
 
 def test_bad_folders(tmp_path):

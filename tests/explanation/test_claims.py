@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from kvlens.explanation.claims import claim_of, claims_of, content_words, normal
-from kvlens.explanation.verdicts import FIRM, verdict, walk
+from kvlens.explanation.claims import FIRM, claim_of, claims_of, content_words, normal, verdict, walk
 from kvlens.texts import Response, _words
 
 

@@ -4,17 +4,16 @@ import math
 
 import pytest
 import torch
-from kvlens.analyses.attribution.by_position import PositionExchange
-from kvlens.analyses.attribution.terms import Terms
+from kvlens.analyses.attribution.terms import PositionExchange, Terms
 from precision import LAW, float64, relative_error
 
 import kvlens
 from kvlens import convert_prompt, counterfactuals
 from kvlens.explanation import explanation_view, steps
-from kvlens.explanation.by_position import places_of, position_groups
 from kvlens.explanation.by_unit import Group, groups_of
+from kvlens.explanation.exchanges import places_of, position_groups
+from kvlens.explanation.explained import _data
 from kvlens.explanation.runs import Work
-from kvlens.explanation.view import _data
 from kvlens.units import Layout, Piece, cut, layout_of_tokens
 
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"

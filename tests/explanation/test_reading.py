@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from kvlens.analyses.attribution.by_head import HeadExchange
+from kvlens.analyses.bias.exchange import HeadExchange
+from kvlens.analyses.bias.parts import in_one_space
 from precision import LAW, relative_error
 from tiny_text_model import tiny_text_model
 
@@ -68,8 +69,8 @@ def test_all_layers_exchanged_are_the_prompt_without_the_fact(model, table):
 
 def test_heads_are_mixtures_of_two_biases_and_a_layers_heads_together_are_the_layer(model, table):
     tokens, other = both_prompts(model)
-    own, donor = convert_prompt(model, tokens[:-1]), convert_prompt(model, other)
-    exchange = HeadExchange(own, donor)
+    own, donor = convert_prompt(model, tokens[:-1]), convert_prompt(model, other).select_prompt(0)
+    exchange = HeadExchange(*in_one_space(own, donor))
     n_heads = model.cfg.n_heads
     kv = model.cfg.n_key_value_heads or n_heads
 

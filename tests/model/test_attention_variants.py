@@ -143,6 +143,22 @@ def test_variants_that_are_nothing_are_plain_attention(kind):
     assert relative_error(grafted(x), plain(x)) < LAW
 
 
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("changes", [{}, dict(use_split_qkv_input=True), dict(ungroup_grouped_query_attention=True)])
+def test_an_mlp_beside_a_projection_reads_what_the_projection_reads(kind, changes):
+    """DUAL app. E.5: W x + c W_2 gelu(W_1 x), where x is the normed stream and W_1 as wide as two of the projections."""
+    model, x = model_of(kind, "augmented in parallel", **changes), tokens(2, 9)
+    _, cache = model.run_with_cache(x)
+    attn, normed = model.blocks[0].attn, model.blocks[0].ln1(cache["blocks.0.hook_resid_pre"])
+    for name, mlp in (("k", attn.augment_k), ("v", attn.augment_v)):
+        first, second = mlp.weights
+        assert first.shape == (1, 36, 2 * 2 * 6) and second.shape == (2, 24, 6)
+        beside = torch.einsum("bpi,hid->bphd", torch.nn.functional.gelu(normed @ first[0]), second)
+        shifted, found = (cache[f"blocks.0.attn.hook_{name}_{stage}"] for stage in ("shifted", "augmented"))
+        beside = beside.repeat_interleave(shifted.shape[2] // 2, dim=2)
+        assert relative_error(found, shifted + 0.5 * beside) < LAW
+
+
 def test_every_parameter_of_a_variant_is_drawn_and_trains():
     model = small_model(attention_variant=VARIANTS["all but ridge"])
     for name, parameter in model.named_parameters():
@@ -156,9 +172,13 @@ def test_every_parameter_of_a_variant_is_drawn_and_trains():
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_weight_processing_keeps_the_output_or_is_refused(kind, name):
-    model, x = model_of(kind, name, kv_shift=None), tokens(2, 9)
+    model, x, augmented = model_of(kind, name, kv_shift=None), tokens(2, 9), VARIANTS[name].augmented
     before = model(x).log_softmax(-1)
-    if name in ("normalised, negative alpha", "augmented keys") and kind == "softmax":
+    if augmented == PARALLEL:
+        with pytest.raises(KVLensError, match="fold_ln would change .* the MLP beside a projection"):
+            model.process_weights_()
+        model.process_weights_(fold_ln=False)
+    elif name in ("normalised, negative alpha", "augmented keys") and kind == "softmax":
         model.process_weights_(fold_value_biases=True)
     else:
         with pytest.raises(KVLensError, match="fold_value_biases would change"):

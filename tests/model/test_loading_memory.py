@@ -26,7 +26,7 @@ def test_piece_by_piece_equals_all_at_once(kind, left_out):
     dtype = (torch.float32, torch.bfloat16)[CASES.index((kind, left_out)) % 2]
     steps = {step: step not in left_out for step in STEPS}
     steps["refactor_factored_attn_matrices"] &= kind in ("gpt2", "opt")  # it is not for rotary positions
-    parts = load_pretrained_parts("x", hf_model=tiny_hf_model(kind), dtype=dtype, fold_ln=True, device="cpu")
+    parts = load_pretrained_parts("x", hf_model=tiny_hf_model(kind), dtype=dtype, device="cpu")
     cfg = HookedKVTransformerConfig.from_tl(parts.cfg)
     weights = HookedKVTransformer(cfg).fill_missing_keys(dict(parts.state_dict))
     before = {name: weight.clone() for name, weight in weights.items()}

@@ -43,6 +43,22 @@ def test_a_name_is_looked_for_on_this_machine_and_on_the_hub_only_when_asked(tmp
     assert tried
 
 
+def test_both_front_ends_take_a_name_as_the_folder_of_its_files_and_check_that_first(tmp_path, monkeypatch, no_network):
+    for module in (constants, loading, zoo):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached(tmp_path)
+    text = torch.arange(9)[None]
+    loaded = [load("gpt2", device="cpu"), KVTransformerBridge.boot_transformers("gpt2-small", device="cpu")]
+    assert [model.cfg.model_name for model in loaded] == ["gpt2", "gpt2"]
+    one, other = (model(text).log_softmax(-1) for model in loaded)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)  # float32, processed and not
+    (folder,) = tmp_path.glob("hub/models--gpt2/snapshots/*")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../../../secret"}}')
+    for door in (HookedKVTransformer.from_pretrained, KVTransformerBridge.boot_transformers, load):
+        with pytest.raises(KVLensError, match="secret"):
+            door("gpt2")
+
+
 def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatch, capsys):
     cached(tmp_path)
     (tmp_path / "p.txt").write_text("The widget\n")

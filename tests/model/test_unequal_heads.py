@@ -9,7 +9,7 @@ import copy
 import pandas as pd
 import pytest
 import torch
-from kvlens.analyses.bias.patches import POINTS
+from kvlens.analyses.bias.patching import POINTS
 from precision import LAW, relative_error
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from unequal_heads import HEADS, SIZES, unequal, with_empty_heads

@@ -134,11 +134,12 @@ def test_augmented_on_paper_and_its_gradients():
     second = torch.tensor([[[1.0, 0.0], [2.0, 5.0], [7.0, 7.0]]], dtype=torch.float64)
     two = variants.augment(x, [first, second], torch.relu)
     assert two.flatten().tolist() == [3.0, 5.0]
-    assert variants.augment(x, [first, second], torch.relu, parallel=0.5).flatten().tolist() == [2.5, 4.5]
+    heads = torch.cat([second, 2 * second])  # which share the first layer
+    assert variants.augment(x, [first, heads], torch.relu).flatten().tolist() == [3.0, 5.0, 6.0, 10.0]
     one = variants.augment(x, [first[..., :2]], torch.relu)
     assert one.flatten().tolist() == [1.0, 1.0]
     inputs = normal(2, 3, 4, 5, seed=1), normal(4, 5, 7, seed=2), normal(4, 7, 5, seed=3)
-    apply = lambda x, a, b: variants.augment(x, [a, b], torch.nn.functional.gelu, 0.3)  # noqa: E731
+    apply = lambda x, a, b: variants.augment(x, [a, b], torch.nn.functional.gelu)  # noqa: E731
     assert torch.autograd.gradcheck(apply, tuple(t.requires_grad_() for t in inputs))
 
 

@@ -109,7 +109,7 @@ OPS: dict[Any, dict[str, Any]] = {
     landmarks.choose_keys: dict(sums=SUMS, r=2),
     landmarks.fit_weights: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), active=bools("c two")),
     landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
-    attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e d"], activation=torch.relu),
+    attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e f"], activation=torch.relu),
     attention_variants.lowest_scored: dict(scores="b h p key", visible=bools("b h p key"), k=2),
     attention_variants.mean_of_negatives: dict(
         v="b h key d", negatives=attention_variants.Negatives(ints("b h p two"), "b h p two")

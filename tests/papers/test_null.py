@@ -19,12 +19,22 @@ import pandas as pd
 import pytest
 
 from kvlens.papers import EXPERIMENTS
-from kvlens.papers.dual import dual_heads, dual_layer, dual_variants, random_features
+from kvlens.papers.dual import bert_variants, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.harness import significance
 from kvlens.papers.harness.learned import Cell, train_cells
 from kvlens.papers.harness.significance import LEVEL, share_above, sides
 from kvlens.papers.iclca import compaction, facts_recall, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
-from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_width, learning_rate, ngram, scaling, variants
+from kvlens.papers.kvsa import (
+    arithmetic,
+    hops,
+    induction_depth,
+    induction_heads,
+    induction_width,
+    learning_rate,
+    ngram,
+    scaling,
+    variants,
+)
 from kvlens.papers.lecture.function_classes import Measured
 from kvlens.tasks import make_task
 
@@ -131,6 +141,23 @@ def depth_runs(runs):
     return induction_depth.compare(curves, steps, 10_000, None)
 
 
+def head_runs(runs):
+    """Two heads a model: scores of the one that starts near (0, 1) and of the other; then of one and of an idle one."""
+
+    def heads(label, near, other):
+        by_start = ((near, 1.0), (other, 0.0))
+        return stacked(runs.table(v, model=label, alpha_1=0.0, beta_1=b).assign(score=v) for v, b in by_start)
+
+    one, two, plain = induction_heads.MODELS
+    yield induction_heads.compare_starts(heads(one, runs(lead=1), runs()))
+    for label in (one, two):
+        models = ((label, runs(lead=1)), (plain, runs()))
+        yield induction_heads.compare_gaps(stacked(heads(m, v, 0 * v) for m, v in models), label)
+    short = runs.table(runs(), reads=induction_heads.SHORT, previous=runs(lead=1), following=runs())
+    longer = runs.table(runs(), reads=induction_heads.BLOCKS, previous=0.0, following=runs(lead=1))
+    yield from induction_heads.compare_short(stacked([short, longer]))
+
+
 def compare_rates(runs):
     return [*learning_rate.compare(runs, None), *learning_rate.compare_rates(runs, None)]
 
@@ -189,14 +216,20 @@ def bias_runs(runs):
 
 
 def dual_variants_runs(runs):
-    return dual_variants.compare(
-        stacked(
-            runs.table(v, task=t, model=m, half=v, end=v, course=v)
-            for t, m in dual_variants.CLAIMS
-            for v in [runs(lead=1) - runs()]
-        ),
-        {},
+    ratios = stacked(
+        runs.table(v, task=t, model=m, half=v, end=v, course=v)
+        for t, m in dual_variants.CLAIMS
+        for v in [runs(lead=1) - runs()]
     )
+    ends = {dual_variants.PLAIN: runs(), dual_variants.UNSTABLE: runs(lead=1)}
+    rises = stacked(runs.table(v, model=m, rise=v) for m, v in ends.items())
+    return [*dual_variants.compare(ratios, {}), *dual_variants.compare_rises(rises)]
+
+
+def bert_runs(runs):
+    plain = {bert_variants.PLAIN: runs()}
+    values = plain | {m: runs(lead=1 if claim.better_on else -1) for m, claim in bert_variants.CLAIMS.items()}
+    return bert_variants.compare(stacked(runs.table(v, model=m, matthews=v, epoch=1) for m, v in values.items()), "cola")
 
 
 def features_runs(runs):
@@ -300,11 +333,12 @@ IMPROVEMENTS = tuple(number for number, claim in enumerate(dual_variants.CLAIMS.
 CASES = [
     Case("induction-depth", depth_runs, difference=4.0, paired=False),
     Case("induction-width", width_runs),
+    Case("induction-heads", head_runs),
     Case("ngram", ngram_runs, against=(1,)),
     Case("hops", hops_runs),
     Case("arithmetic", arithmetic_runs),
     Case("variants", variants_runs),
-    Case("learning-rate", rate_runs, verdicts=(0,)),
+    Case("learning-rate", rate_runs, verdicts=(0,), exact=1),
     Case("learning-rate", diverging_runs, difference=6.0, verdicts=(2, 3)),
     Case("scaling", scaling_runs, verdicts=(0, 1, 2, 3)),
     Case("scaling", growing_gain_runs, difference=4.5, verdicts=(4, 5)),
@@ -315,6 +349,7 @@ CASES = [
     Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
     Case("weights-to-prompt", imitation_runs, against=(3,), paired=False),
     Case("dual-variants", dual_variants_runs, n_seeds=8, against=IMPROVEMENTS),
+    Case("bert-variants", bert_runs),
     Case("random-features", features_runs, n_seeds=20),
     Case("dual-layer", layer_runs, n_seeds=8, exact=1, paired=False),
 ]

@@ -10,7 +10,7 @@ from precision import LAW, relative_error
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.errors import KVLensError
-from kvlens.pretrained.llama2c_tokenizer import read_llama2c_tokenizer
+from kvlens.pretrained.llama2c import read_llama2c_tokenizer
 
 BYTES = [(f"<0x{byte:02X}>".encode(), 0.0) for byte in range(256)]
 SPECIAL = [(b"<unk>", 0.0), (b"\n<s>\n", 0.0), (b"\n</s>\n", 0.0)]

@@ -13,10 +13,10 @@ from tiny_hf import D_VOCAB, KINDS, N_CTX, law_of, tiny_hf_model, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlens.base import HookedTransformer
-from kvlens.base.families import FAMILIES
 from kvlens.base.weights import allowed_steps
 from kvlens.errors import KVLensError
 from kvlens.pretrained import PretrainedParts, is_local_folder, load_pretrained_parts, official_name
+from kvlens.pretrained.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:HookedTransformer:DeprecationWarning")
 
@@ -66,8 +66,8 @@ def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
     before = {name: weight.clone() for name, weight in hf_model.state_dict().items()}
     config_before = hf_model.config.to_dict()
     double = dict(dtype=torch.float64, device="cpu")
-    plain = load_pretrained_parts("my-llama-run", hf_model=hf_model, fold_ln=False, **double)
-    stored = load_pretrained_parts(str(folder), fold_ln=True, **double)
+    plain = load_pretrained_parts("my-llama-run", hf_model=hf_model, **double)
+    stored = load_pretrained_parts(str(folder), **double)
     assert_same_function(plain, hf_model, processed=False)
     assert_same_function(stored, hf_model, processed=True)
     assert (stored.tokenizer, stored.cfg.tokenizer_name) == (None, None)
@@ -75,7 +75,7 @@ def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
     assert not any(weight.requires_grad for weight in plain.state_dict.values())
     for low in (
         load_pretrained_parts("x", hf_model=hf_model, dtype="bfloat16", device="cpu"),
-        load_pretrained_parts(folder, torch_dtype=torch.bfloat16, fold_ln=False, device="cpu"),
+        load_pretrained_parts(folder, torch_dtype=torch.bfloat16, device="cpu"),
     ):
         assert low.cfg.dtype == torch.bfloat16
         assert low.state_dict.keys() == plain.state_dict.keys()
@@ -106,7 +106,7 @@ def test_config_keeps_what_transformer_lens_would_guess():
     )
     assert (gpt2.d_mlp, gpt_neox.rotary_base, gpt_neox.rotary_dim, qwen3.n_ctx) == (33, 1234.0, 2, N_CTX)
     assert (qwen3.d_head, qwen3.rotary_dim, qwen3.attn_scale) == (10, 10, pytest.approx(10**0.5))
-    assert gpt2.normalization_type == "LNPre" and gpt_neox.default_prepend_bos is False and llama.n_key_value_heads == 3
+    assert gpt2.normalization_type == "LN" and gpt_neox.default_prepend_bos is False and llama.n_key_value_heads == 3
 
 
 def test_low_precision_model_is_widened_before_processing():
@@ -133,7 +133,7 @@ def test_first_n_layers_and_n_ctx_are_those_of_the_shortened_model(kind):
 
 def test_options_reach_the_config():
     hf_model = tiny_hf_model("gpt2")
-    parts = load_pretrained_parts("x", hf_model=hf_model, fold_ln=False, default_prepend_bos=False, device="cpu")
+    parts = load_pretrained_parts("x", hf_model=hf_model, default_prepend_bos=False, device="cpu")
     assert (parts.cfg.normalization_type, parts.cfg.default_prepend_bos, parts.cfg.device) == ("LN", False, "cpu")
 
 
@@ -170,6 +170,7 @@ def test_tokenizer_in_the_folder_is_used_and_one_that_is_given_wins(name, tmp_pa
     assert hooked(parts, processed=False).to_tokens("the dog sat").tolist() == [[0, *plain]]
     given = load_pretrained_parts(folder, tokenizer=tiny_tokenizer("mine"), device="cpu")
     assert given.cfg.tokenizer_name == "mine"
+    assert load_pretrained_parts(folder, hf_model=tiny_hf_model("gpt2")).cfg.tokenizer_name == str(folder)
 
 
 @pytest.mark.parametrize("change", ["no_bos", "colon_in_bos", "no_name", "says_no_bos"])
@@ -195,7 +196,7 @@ def test_official_name_takes_its_tokenizer_from_the_cache_if_it_is_there_and_fit
     def cached(repo, file):
         return str(tmp_path / file) if (tmp_path / file).exists() else None
 
-    monkeypatch.setattr("kvlens.pretrained.tokenizer.try_to_load_from_cache", cached)
+    monkeypatch.setattr("kvlens.tokenizer.try_to_load_from_cache", cached)
     parts = load_pretrained_parts("gpt2-small", hf_model=tiny_hf_model("gpt2"))
     assert (parts.tokenizer, parts.cfg.tokenizer_name, parts.cfg.model_name) == (None, None, "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -293,7 +294,7 @@ def test_masks_and_frequencies_that_older_files_hold_are_passed_over(kind, extra
     folder = save(hf_model, tmp_path / "run")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, extra: torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
-    parts = load_pretrained_parts(folder, fold_ln=False, device="cpu", dtype=torch.float64)
+    parts = load_pretrained_parts(folder, device="cpu", dtype=torch.float64)
     assert_same_function(parts, hf_model, processed=False)
 
 

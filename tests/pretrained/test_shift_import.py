@@ -8,7 +8,7 @@ from small_models import SIZES, small_model, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
-from kvlens.model.shift_graft import shift_config_of
+from kvlens.model.loading import shift_config_of
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.pretrained.shift_import import import_shift_coefficients, parameter_from_coefficients
 

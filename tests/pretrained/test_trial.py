@@ -5,7 +5,7 @@ import torch
 from tiny_hf import D_VOCAB, tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
-from kvlens.pretrained import check_trial, load_pretrained_parts, translation
+from kvlens.pretrained import check_trial, families, load_pretrained_parts
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -15,8 +15,8 @@ KINDS = ["gpt2", "gpt_neox", "llama", "bloom", "mixtral", "olmo3"]
 @pytest.fixture
 def wrong_eps(monkeypatch):
     """A field that is forgotten: the norms keep another epsilon than the configuration's."""
-    translate = translation.translate
-    monkeypatch.setattr(translation, "translate", lambda *args: {**translate(*args), "eps": 0.01})
+    translate = families.translate
+    monkeypatch.setattr(families, "translate", lambda *args: {**translate(*args), "eps": 0.01})
 
 
 @pytest.mark.parametrize("kind", KINDS)

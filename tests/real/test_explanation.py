@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from kvlens import Chat, explain
 from kvlens.explanation import paragraphs
-from kvlens.explanation.response import stop_tokens
-from kvlens.explanation.runs import ENDS, MORE_TOKENS
+from kvlens.explanation.runs import ENDS, MORE_TOKENS, stop_tokens
 
 MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
 ASKED = Chat.ask("In which city will the new office be? Answer in one short sentence.", {"minutes.txt": MINUTES})

@@ -23,9 +23,8 @@ from kvlens.analyses import baseline_ablation, bias_by_head, bias_by_layer, conv
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths
-from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
-from kvlens.report.summary import effect_figures
+from kvlens.report.summary import effect_figures, harm_note
 
 TABLES = (
     "conversion_error",
@@ -92,8 +91,9 @@ def listing(folder) -> list[str]:
 
 
 def test_each_condition_is_read_once(model, watched):
-    """With the prompt, behind its BOS alone, converted."""
-    assert watched.lengths == [len(model.to_tokens(PROMPT)[0]), 1, None]
+    """With the prompt, behind its BOS alone, converted; and for the rounding error with the prompt, as it is and in float64."""
+    n = len(model.to_tokens(PROMPT)[0])
+    assert watched.lengths == [n, 1, None, n, n]
 
 
 def test_it_leaves_model_and_random_numbers_as_they_were(model, watched):
@@ -337,7 +337,7 @@ def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [KVLensError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "kvlens.report.write.table_bytes", "pathlib.Path.write_text"])
+@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "kvlens.report.page.table_bytes", "pathlib.Path.write_text"])
 def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monkeypatch, failure, where):
     def fail(*args, **kwargs):
         raise failure

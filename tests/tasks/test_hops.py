@@ -27,8 +27,20 @@ def test_targets_are_the_definitions(k):
 def test_two_hops_by_hand():
     #          A  B  C  A  C  B  A    the last A -> C (after the A before), that C -> A (after the C before)
     tokens = torch.tensor([[0, 1, 2, 0, 2, 1, 0]])
-    assert HopsTask(k=1, vocab_size=3, length=7)._find(tokens).tolist() == [[-1, -1, -1, 1, 3, 2, 4]]
-    assert HopsTask(k=2, vocab_size=3, length=7)._find(tokens).tolist() == [[-1, -1, -1, -1, 1, -1, 3]]
+    assert HopsTask(k=1, vocab_size=3, length=7)._find(tokens, None).tolist() == [[-1, -1, -1, 1, 3, 2, 4]]
+    assert HopsTask(k=2, vocab_size=3, length=7)._find(tokens, None).tolist() == [[-1, -1, -1, -1, 1, -1, 3]]
+
+
+def test_mixed_texts_say_how_many_hops_lead_to_their_answers():
+    task = HopsTask(k=5, vocab_size=4, length=37, mixed=True)
+    inputs, targets, scored = task.sample(3000, seeded(2))
+    assert (task.n_positions, task.d_input) == (38, 9) and inputs.shape == (3000, 38)
+    assert_frequency(inputs[:, :1] == torch.arange(4, 9), 1 / 5)
+    assert not scored[:, 0].any() and int(inputs[:, 1:].max()) == 3
+    for (said, *row), target, is_scored in zip(inputs[:40].tolist(), targets.tolist(), scored.tolist(), strict=False):
+        found = [find(row, said - 3, i) for i in range(len(row))]
+        assert is_scored[1:] == [f is not None for f in found]
+        assert target[1:] == [0 if f is None else row[f] for f in found]
 
 
 def test_each_token_is_any_but_the_one_before():

@@ -101,3 +101,9 @@ def test_both_distributions_are_equally_frequent_and_unchanged():
     scored = task.sample(4000, seeded(3)).scored.sum(dim=1)
     assert_frequency(scored[:, None] == 1, 0.5)
     assert int(scored[scored > 1].min()) >= 12
+
+
+def test_the_shortest_first_repeat_is_a_b_a():
+    inputs, targets, scored = InductionTask(vocab_size=5, length=3, law="first_repeat").sample(200, seeded(4))
+    assert torch.equal(inputs[:, 0], inputs[:, 2]) and torch.equal(targets[:, 2], inputs[:, 1])
+    assert (inputs[:, 0] != inputs[:, 1]).all() and torch.equal(scored, torch.tensor([False, False, True]).expand(200, -1))

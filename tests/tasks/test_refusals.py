@@ -13,8 +13,9 @@ from kvlens.tasks import make_task
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 SETTINGS = [
-    ("induction", dict(length=7), "length must be at least 8, got 7"),
-    ("induction", dict(length=64.0), "length must be a whole number of at least 8, got 64.0"),
+    ("induction", dict(length=7), "repeated blocks need a length of at least 8, got 7"),
+    ("induction", dict(length=2, law="first_repeat"), "length must be at least 3, got 2"),
+    ("induction", dict(length=64.0), "length must be a whole number of at least 3, got 64.0"),
     ("induction", dict(vocab_size=1), "vocab_size must be at least 4, got 1"),
     ("induction", dict(vocab_size=True), "vocab_size must be a whole number of at least 4, got True"),
     ("induction", dict(vocab_size=31, length=64), "up to length // 2 = 32 distinct tokens, but vocab_size is 31"),

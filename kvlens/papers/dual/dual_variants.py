@@ -7,6 +7,11 @@ starts, and what counts is the distance from the nearer one; it is 0 between the
 as below for a third plain layer, which is what the significance test assumes.) There is no verdict if plain attention has
 not explained half of the labels' variance.
 
+Where the paper says that some setting is better, it is chosen together with the learning rate, on the same other seeds.
+Combinations are compared in the same way with the nearer of the two changes that they are made of. One layer is trained on
+several tasks, another W for each sequence, and compared with those that have one. Whether a training is unstable is read from
+how far the held-out error rises again, at the paper's own rate.
+
 On the linear task errors fall as a power of the number of steps, so there is no end: a layer of softmax attention is linear
 only in the limit of small scores and large values. Errors that fall with the same power keep their ratio. So a claim about
 where two layers end is decided while errors fall, unless their ratio comes nearer to one: unless the second half of the steps
@@ -23,12 +28,12 @@ from matplotlib.figure import Figure
 
 from kvlens.errors import KVLensError
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
-from kvlens.papers.harness.learned import LATE, Goal, mean_and_spread
+from kvlens.papers.harness.learned import LATE, Goal, kept_table, lead, mean_and_spread
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
-PLAIN, AGAIN = "plain", "plain, another start"
+PLAIN, AGAIN, SEVERAL = "plain", "plain, another start", "plain, several tasks"
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant(),
     AGAIN: Variant(),
@@ -41,39 +46,61 @@ VARIANTS: dict[str, Variant] = {
     "negative per label, k 3, beta 0.1": Variant(negatives=3, beta=0.1, per="label"),
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
+    SEVERAL: Variant(several=True),
 }
+CHOSEN_ALPHA, CHOSEN_NEGATIVES = "regularised, alpha chosen", "negatives, k and beta chosen"
+CHOICES = {
+    CHOSEN_ALPHA: [label for label in VARIANTS if label.startswith("regularised, alpha")],
+    CHOSEN_NEGATIVES: [label for label in VARIANTS if label.startswith("negative, k")],
+}
+"""What is chosen together with the learning rate, on the same seeds, where the paper says of some setting that it is better."""
 
 
 class Claim(NamedTuple):
-    """A claim of the paper about a variant compared with plain attention.
+    """A claim of the paper about a variant compared with plain attention, or with other variants.
 
     Attributes:
         words: the claim, and its source.
         better: better (True) or worse (False).
         measure: "end", the last error, or "course", the mean of its logarithm over training (lower is faster).
+        pair: what it is compared with: the nearer of these two, so that it is better or worse than both.
     """
 
     words: str
     better: bool
     measure: str = "end"
+    pair: tuple[str, str] = (PLAIN, AGAIN)
 
 
 END, COURSE = "end", "course"
+SINGLE = ("regularised, alpha -0.5", "augmented keys, 1 layer")
+"""What combinations are made of."""
 CLAIMS: dict[tuple[str, str], Claim] = {
     ("linear", "regularised, alpha 0.5"): Claim("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
     ("linear", "regularised, alpha -0.5"): Claim("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
     ("linear", "augmented keys, 1 layer"): Claim("augmented keys alone converge slightly faster (sec. 5)", True, COURSE),
     ("linear", "augmented keys, 2 layers"): Claim("a two-layer augmentation of keys ends better (sec. 5)", True),
     ("linear", "regularised and augmented"): Claim("regularised and augmented together suffice (app. E.3)", True),
+    ("linear", CHOSEN_NEGATIVES): Claim("negatives in a suitable setting converge slightly faster (sec. 5)", True, COURSE),
+    ("linear", SEVERAL): Claim("several tasks at once are too much for a single layer (app. E.1)", False),
+    ("trigonometric", CHOSEN_ALPHA): Claim("with a suitable alpha it converges slightly faster (app. E.2.1)", True, COURSE),
+    ("exponential", CHOSEN_ALPHA): Claim("with a suitable alpha it converges faster (app. E.2.2)", True, COURSE),
+    **{
+        (task, label): Claim("combinations are worse than regularised or augmented alone (app. E.3)", False, pair=SINGLE)
+        for task in ("trigonometric", "exponential")
+        for label in ("regularised and augmented", "all three")
+    },
     ("trigonometric", "augmented values, 1 layer"): Claim("augmented values degrade the task (app. E.2.1)", False),
     ("trigonometric", "negative, k 3, beta 0.1"): Claim("negatives are worse on the task (app. E.2.1)", False),
     ("exponential", "augmented keys, 1 layer"): Claim("augmented keys alone are better on the task (app. E.2.2)", True),
     ("exponential", "augmented values, 1 layer"): Claim("augmented values alone are better on it (app. E.2.2)", True),
 }
 MEASURES = {
-    END: "log of the last held-out error over the nearer plain layer's",
-    COURSE: "the same, mean over the course of the training",
+    END: "log of the last held-out error over that of {}",
+    COURSE: "the same of {}, mean over the course of the training",
 }
+UNSTABLE = "augmented both, 1 layer"
+"""What is trained once more at the paper's rate, where it says that the training becomes unstable (app. E.2.2)."""
 GOAL = Goal(chance=1.0)
 """Errors are relative to the variance of the labels; half of it must be explained."""
 N_TUNING = 6
@@ -88,12 +115,18 @@ DRAWN = 100.0
 D_X = dict(linear=11, trigonometric=6, exponential=5)
 
 
+def claimed(task: str) -> list[str]:
+    """The variants that claims are about on this task, and those that they are compared with."""
+    labels = [label for (of, name), claim in CLAIMS.items() if of == task for label in (name, *claim.pair)]
+    return list(dict.fromkeys(label for label in labels if label not in (PLAIN, AGAIN)))
+
+
 @experiment(
     "DUAL sec. 4 and 5, figs. 3, 10 to 13",
     "Do regularised, augmented and negative attention train better than plain attention?",
     cost=(
         "seconds",
-        "about three quarters of an hour on one core",
+        "about two hours on one core",
     ),
     d_x=(dict(linear=11, exponential=5), D_X),
     n_demonstrations=15,
@@ -104,38 +137,45 @@ D_X = dict(linear=11, trigonometric=6, exponential=5)
     ),
     heldout_sequences=(8, 256),
     rates=([0.03, 0.1], [0.03, 0.1, 0.3, 1.0, 2.0]),
-    unclaimed=(True, False),
+    models=(
+        dict(linear=[*VARIANTS, *CHOICES], exponential=[PLAIN, AGAIN, *SINGLE, "all three"]),
+        {task: [PLAIN, AGAIN, *claimed(task)] for task in D_X},
+    ),
+    as_printed=dict(batch_size=1, learning_rate=0.005, steps=(20, 10_000)),
     seeds=([0, 1], list(range(51, 59))),
 )
 def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
     """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
-    if missing := [task for task in settings["d_x"] if task not in settings["steps"]]:
-        raise KVLensError(
-            f"dual-variants: steps must have a number for each task of d_x, but has none for {', '.join(missing)}"
-        )
+    for name in ("steps", "models"):
+        if missing := [task for task in settings["d_x"] if task not in settings[name]]:
+            raise KVLensError(
+                f"dual-variants: {name} must have an entry for each task of d_x, but has none for {', '.join(missing)}"
+            )
     for task in settings["d_x"]:
-        for label in VARIANTS if settings["unclaimed"] else [PLAIN, AGAIN, *(label for of, label in CLAIMS if of == task)]:
-            rate = best_rate(label, task, settings)
-            course = train_variant(label, task, settings, seeds, [rate] * len(seeds))
-            courses.append(course.assign(task=task, model=label, learning_rate=rate))
+        for label in settings["models"][task]:
+            setting, rate = best_setting(label, task, settings)
+            course = kept_course(setting, task, settings, seeds, [rate] * len(seeds))
+            courses.append(course.assign(task=task, model=label, setting=setting, learning_rate=rate))
             last = course[course["step"] == course["step"].max()]["loss"].mean()
-            tell(f"{task}, {label}: {last:.3g} of the variance left, at rate {rate:g}")
+            tell(f"{task}, {label}: {last:.3g} of the variance left, at rate {rate:g}, {setting}")
     curves, steps = pd.concat(courses, ignore_index=True), {task: settings["steps"][task] for task in settings["d_x"]}
-    ratios = differences(curves)
+    ratios, rises = differences(curves), rises_as_printed(settings)
+    chosen = curves[curves["model"].isin(CHOICES)].groupby(["task", "model"], sort=False)["setting"].first()
     return Reproduction(
-        tables={"curves": curves, "differences": ratios},
+        tables={"curves": curves, "differences": ratios, "rises": rises},
         figure=lambda: draw(curves),
-        comparisons=compare(ratios, untrained(curves)),
+        comparisons=[*compare(ratios, untrained(curves)), *compare_rises(rises)],
         differences=[
             f"Dimensions of x {settings['d_x']}, {settings['n_demonstrations']} demonstrations, {len(seeds)} seeds, "
             f"{steps} steps of {settings['batch_size']} sequences; the paper takes a step after each sequence, at "
             "rates of 0.003 (linear task) and 0.005 (the others), for an unreported number of steps: "
             "`--set batch_size=1` and `rates`.",
             f"Each variant uses the rate of {settings['rates']} with the best final error on {N_TUNING} other seeds.",
+            *(f"Chosen on these, {task} task: {setting}." for (task, _), setting in chosen.items()),
             "The exact softmax kernel; the paper trains with random features.",
-            "Five values of alpha, two of k and two of beta; the paper's claims are tested at one of each, chosen in advance, "
-            "and not at the best.",
+            "Five values of alpha, two of k and two of beta. What the paper says of some suitable value is tested at the best "
+            "on the other seeds, everything else at one that was chosen in advance.",
         ],
     )
 
@@ -151,36 +191,77 @@ def train_variant(label: str, task: str, settings: Settings, seeds: Sequence[int
     )
 
 
-def best_rate(label: str, task: str, settings: Settings) -> float:
-    """The learning rate at which the last error is lowest (mean of its logarithm) on seeds that are not compared."""
-    rates, first = settings["rates"], max(settings["seeds"]) + 1
-    if len(rates) == 1:
-        return rates[0]
+def kept_course(label: str, task: str, settings: Settings, seeds: Sequence[int], rates: Sequence[float]) -> pd.DataFrame:
+    """As `train_variant`, which it reads from the kept runs where it can."""
+    own = {name: settings[name] for name in ("n_demonstrations", "batch_size", "heldout_sequences")}
+    own |= dict(d_x=settings["d_x"][task], steps=settings["steps"][task], seeds=list(seeds), rates=list(rates))
+    run = dict(name="dual-variants", again=label == AGAIN, variant=vars(VARIANTS[label]), task=task, **own)
+    return kept_table(run, lambda: train_variant(label, task, settings, seeds, rates))
+
+
+def best_setting(label: str, task: str, settings: Settings) -> tuple[str, float]:
+    """The variant (one of `CHOICES`, or this one) and the learning rate whose last error is lowest on seeds not compared.
+
+    The mean of its logarithm counts.
+    """
+    rates, first, variants = settings["rates"], max(settings["seeds"]) + 1, CHOICES.get(label, [label])
+    if len(rates) == len(variants) == 1:
+        return variants[0], rates[0]
     rows = [(rate, seed) for rate in rates for seed in range(first, first + N_TUNING)]
-    course = train_variant(label, task, settings, [seed for _, seed in rows], [rate for rate, _ in rows])
-    last = course["loss"].tail(len(rows)).to_numpy().reshape(len(rates), N_TUNING)
-    return rates[int(np.log(last).mean(axis=1).argmin())]
+    found: dict[tuple[str, float], float] = {}
+    for variant in variants:
+        course = kept_course(variant, task, settings, [seed for _, seed in rows], [rate for rate, _ in rows])
+        last = np.log(course["loss"].tail(len(rows)).to_numpy().reshape(len(rates), N_TUNING)).mean(axis=1)
+        found |= {(variant, rate): float(error) for rate, error in zip(rates, last, strict=True)}
+    return min(found, key=lambda setting: found[setting])
 
 
 def differences(curves: pd.DataFrame) -> pd.DataFrame:
-    """log of the held-out error of each variant over that of the nearer plain layer, seed by seed; NaN if a run diverged.
+    """log of the held-out error of each variant over that of the nearer of its `Claim.pair`; NaN if a run diverged.
 
     Returns:
         task, model, seed, half (of the error after half of the steps), end (of the last error), course (mean over all
         evaluations but the first, which is before any step).
     """
     log = curves[curves["step"] > 0].assign(log=np.log(curves["loss"].where(curves["loss"] < np.inf)))
-    run = ["task", "seed", "step"]
-    plain = log[log["model"].isin([PLAIN, AGAIN])].groupby(run)["log"].agg(low="min", high="max", n="count")
-    others = log[~log["model"].isin([PLAIN, AGAIN])].join(plain.where(plain["n"] == 2), on=run)
-    nearer = others["log"].clip(others["low"], others["high"]).where(others["low"].notna())
-    ratio = (others["log"] - nearer).groupby([others[key] for key in ("task", "model", "seed")], sort=False)
-    found = dict(
-        half=ratio.agg(lambda run: run.iloc[(len(run) - 1) // 2]),
-        end=ratio.agg(lambda run: run.iloc[-1]),
-        course=ratio.agg(lambda run: run.mean(skipna=False)),
-    )
-    return pd.DataFrame(found).reset_index()
+    found = []
+    for (task, label), rows in log[~log["model"].isin([PLAIN, AGAIN])].groupby(["task", "model"], sort=False):
+        pair = CLAIMS.get((task, label), Claim("", False)).pair
+        others = log[(log["task"] == task) & log["model"].isin(pair)].groupby(["seed", "step"])["log"]
+        ends = others.agg(low="min", high="max", n="count")
+        own = rows.join(ends.where(ends["n"] == 2), on=["seed", "step"])
+        nearer = own["log"].clip(own["low"], own["high"]).where(own["low"].notna())
+        ratio = (own["log"] - nearer).groupby([own[key] for key in ("task", "model", "seed")], sort=False)
+        measures = dict(
+            half=ratio.agg(lambda run: run.iloc[(len(run) - 1) // 2]),
+            end=ratio.agg(lambda run: run.iloc[-1]),
+            course=ratio.agg(lambda run: run.mean(skipna=False)),
+        )
+        found.append(pd.DataFrame(measures).reset_index())
+    return pd.concat(found, ignore_index=True)
+
+
+def rises_as_printed(settings: Settings) -> pd.DataFrame:
+    """How far the held-out error rises again during training at the paper's rate, one sequence a step, exponential task.
+
+    Returns:
+        model, seed, rise: the sum of all rises of its logarithm from one evaluation to the next; an error counts up to `DRAWN`.
+    """
+    task, printed = "exponential", settings["as_printed"]
+    changed = {**settings, "batch_size": printed["batch_size"], "steps": {task: printed["steps"]}}
+    changed["d_x"] = {task: settings["d_x"].get(task, D_X[task])}
+    seeds, found = settings["seeds"], []
+    for label in (PLAIN, UNSTABLE):
+        course = kept_course(label, task, changed, seeds, [printed["learning_rate"]] * len(seeds))
+        log = np.log(course["loss"].clip(upper=DRAWN)).groupby(course["seed"])
+        found.append(log.agg(lambda run: run.diff().clip(lower=0).sum()).rename("rise").reset_index().assign(model=label))
+    return pd.concat(found, ignore_index=True)
+
+
+def compare_rises(rises: pd.DataFrame) -> list[Comparison]:
+    """Keys and values augmented together against plain attention."""
+    what = f"exponential task, {UNSTABLE}: sum of all rises of log held-out error, as printed, minus plain attention's"
+    return [lead(rises, UNSTABLE, PLAIN, "rise", what, "keys and values augmented together become unstable (app. E.2.2)")]
 
 
 def untrained(curves: pd.DataFrame) -> dict[str, str | None]:
@@ -207,8 +288,9 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
     found = []
     for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
         claim = CLAIMS.get((task, label))
-        measure = END if claim is None else claim.measure
-        what = f"{task} task, {label}: {MEASURES[measure]}, {len(rows)} seeds"
+        measure, pair = (END, (PLAIN, AGAIN)) if claim is None else (claim.measure, claim.pair)
+        other = "the nearer plain layer" if PLAIN in pair else f"the nearer of {' and '.join(pair)}"
+        what = f"{task} task, {label}: {MEASURES[measure].format(other)}, {len(rows)} seeds"
         ours = mean_and_spread(rows[measure].tolist())
         words, better = ("", False) if claim is None else (claim.words, claim.better)
         tested = Comparison.tested_on(what, words, rows[measure].tolist(), below=better, ours=ours).unless(why.get(task))

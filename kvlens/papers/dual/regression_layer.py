@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
@@ -48,6 +49,7 @@ class Variant:
         negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
         per: "query" or "label".
+        several: whether each sequence has a task of its own, another W; of what the layer is trained on, not of the layer.
     """
 
     alpha: float = 0.0
@@ -56,6 +58,7 @@ class Variant:
     negatives: int = 0
     beta: float = 0.0
     per: str = "query"
+    several: bool = False
 
 
 @dataclass
@@ -94,13 +97,15 @@ class Layer:
     def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v after their MLPs; q of the last ``n_queries`` tokens, or of all."""
         asked = x if n_queries is None else x[..., -n_queries:, :]
-        q, k, v = (tokens @ w[:, None] for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
-        return q, _through(k, self.key_mlp), _through(v, self.value_mlp)
+        q, k, v = (_per_seed(tokens, [w]) for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
+        return q, _per_seed(k, self.key_mlp, gelu), _per_seed(v, self.value_mlp, gelu)
 
 
-def _through(x: Tensor, mlp: list[Tensor]) -> Tensor:
-    """Apply one MLP per seed; the head axis of ``augment`` is the third."""
-    return augment(x.transpose(0, 2), mlp, torch.nn.functional.gelu).transpose(0, 2) if mlp else x
+def _per_seed(x: Tensor, weights: list[Tensor], activation: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """One MLP per seed over all its tokens in one product; ``augment`` takes it for an MLP per head."""
+    return (
+        augment(x.flatten(1, 2).transpose(0, 1)[None], weights, activation)[0].transpose(0, 1).view(x.shape) if weights else x
+    )
 
 
 def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
@@ -109,12 +114,22 @@ def draw_tasks(seeds: list[int], d_x: int) -> Float[Tensor, "seed d_x"]:
 
 
 def draw_sequences(
-    W: Float[Tensor, "seed d_x"], task: str, seeds: list[int], stream: int, n_sequences: int, n_demonstrations: int
+    W: Float[Tensor, "seed d_x"],
+    task: str,
+    seeds: list[int],
+    stream: int,
+    n_sequences: int,
+    n_demonstrations: int,
+    several: bool = False,
 ) -> Sequences:
-    """Draw sequences of N demonstrations and a query for every seed; ``stream`` distinguishes draws."""
+    """Sequences of N demonstrations and a query for every seed; with ``several`` each has its W; ``stream`` names the draw."""
     shape = (n_sequences, n_demonstrations + 1, W.shape[1])
     x = torch.stack([torch.rand(shape, generator=_generator(seed, stream), dtype=torch.float64) * 2 - 1 for seed in seeds])
-    y = TASKS[task](torch.einsum("sbtd,sd->sbt", x, W))
+    W = W[:, None].expand(-1, n_sequences, -1)
+    if several:
+        own = [torch.randn(W.shape[1:], generator=_generator(seed, -1 - stream), dtype=torch.float64) for seed in seeds]
+        W = torch.stack(own) / W.shape[-1] ** 0.5
+    y = TASKS[task](torch.einsum("sbtd,sbd->sbt", x, W))
     answers = y[..., -1].clone()
     y[..., -1] = 0
     return Sequences(torch.cat([x, y[..., None]], dim=-1), answers)
@@ -163,13 +178,13 @@ def train_layer(
         (step, error) at every evaluation, including the last step. Errors are those of the last label, over the variance of the
         held-out labels: 1 for the best constant prediction, infinite for a row that diverged.
     """
-    n = settings["n_demonstrations"]
+    n, several = settings["n_demonstrations"], layer.variant.several
     drawn = list(dict.fromkeys(seeds))
     rows = torch.tensor([drawn.index(seed) for seed in seeds])
     own = W[[seeds.index(seed) for seed in drawn]]
 
     def sequences(stream: int, n_sequences: int) -> Sequences:
-        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n)))
+        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n, several)))
 
     heldout = sequences(3, settings["heldout_sequences"])
     variance = heldout.answers.var(dim=1, correction=0)

@@ -43,12 +43,15 @@ from typing import Any
 import pandas as pd
 import torch
 
+from kvlens.files import checksum_of_json, write_atomically
+from kvlens.files.tables import read_table, table_bytes
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import Task
 from kvlens.tasks.batch import Model
 from kvlens.training import NotFiniteError, TrainResult, TrainSettings, build_model, train
+from kvlens.training.checkpoint import ARITHMETIC
 
 # --- one run ---
 
@@ -138,6 +141,22 @@ def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResu
         for process in list(pool._processes.values() if pool._processes else ()):
             process.terminate()  # each run resumes from its last checkpoint
         pool.shutdown(cancel_futures=True)
+
+
+def kept_table(run: Mapping[str, Any], make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """What ``make`` returns; read from the folder of kept runs where an equal run left it.
+
+    For a run that is no `Trial`. ``run`` has all that its numbers depend on, as JSON has it.
+    """
+    folder, _ = _KEPT.get() or (None, 1)
+    if folder is None:
+        return make()
+    path = folder / f"{checksum_of_json({'arithmetic': ARITHMETIC, **run})}.parquet"
+    if not path.is_file():
+        table = table_bytes(make())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, table)
+    return read_table(path)
 
 
 def _start_worker(folder: Path, threads: int) -> None:

@@ -104,7 +104,7 @@ def _at(scale: str, scales: list[str], value: Any) -> Any:
     return {name: own for name, entry in value.items() if (own := _at(scale, scales, entry)) is not ...}
 
 
-COLLECTIONS = ("classes", "d_x", "models", "sizes", "steps")
+COLLECTIONS = ("classes", "d_x", "models", "sizes", "steps", "tasks")
 """Dictionaries of like things by name, such as models by size: a given one replaces that of the scale. All others describe one
 thing (a task, a model, its training): a given one changes only the fields that it names."""
 

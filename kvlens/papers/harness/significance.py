@@ -336,6 +336,11 @@ class Comparison:
         return cls(what, claim, ours, ours <= bound, paper)
 
     @classmethod
+    def at_least(cls, what: str, claim: str, ours: float, bound: float, *, paper: Number = None) -> "Comparison":
+        """A claim about a number without noise: that it is at least ``bound``."""
+        return cls(what, claim, ours, ours >= bound, paper)
+
+    @classmethod
     def stated(cls, what: str, claim: str, ours: Number, *, paper: Number = None) -> "Comparison":
         """Numbers side by side, without a verdict."""
         return cls(what, claim, ours, None, paper, tested=False)

@@ -100,7 +100,6 @@ LANDMARK, RANDOM = "converted, landmark keys", "converted, random features"
 EVERY = "every token by random features"
 ROUNDING = 1e-4
 """The largest float32 error of an exact conversion; random tiny models and trained ones stay below a tenth of it."""
-UNPROCESSED = dict(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
 
 
 @experiment(
@@ -128,7 +127,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     if kind not in PAIRS:
         raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")
     if isinstance(source, str) or zoo.is_hugging_face(source):
-        model = HookedKVTransformer.from_pretrained(source, device="cpu", **UNPROCESSED).eval().requires_grad_(False)
+        model = HookedKVTransformer.from_pretrained_no_processing(source, device="cpu").eval().requires_grad_(False)
     else:
         model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     pairs = PAIRS[kind][: settings["n_pairs"]]

@@ -3,8 +3,7 @@
 All are attention-only, without norms; parameters not described below are zero. ``embeddings`` are W_E, one row per token.
 
 - :func:`shifted_head`: one layer, width d. Keys shifted by one, values not, all projections the identity.
-- :func:`two_layer_head`: two layers, width 2d, no shift. The stream starts as (x_s, 0). The first layer has only ALiBi, of
-slope
+- :func:`two_layer_head`: two layers, width 2d, no shift. The stream starts as (x_s, 0). The first has only ALiBi, of slope
   p1, and writes what it copies into the second half; the second layer compares the first half of the query with the second half
   of the keys and copies first halves. Both layers have two heads, since a model's ALiBi slopes are the same in all layers: head
   0 (slope p1) is active in the first, head 1 (slope m) in the second, and the other ones write nothing.

@@ -4,7 +4,8 @@ One hop goes from a token to the one that followed its last occurrence; k hops r
 layer to write predecessors into the stream before any hop can be made. With KV shift the first layer can already make a hop,
 and a second layer that attends to the same position copies what the first has found *there*: two layers make two hops, for
 which plain attention needs three. For every number of hops k and every depth a plain and a shifted model are trained on targets
-of exactly k hops.
+of exactly k hops; or, with ``mixed``, one model for all numbers of hops, as in the paper: each text begins with a token that
+says how many lead to its answers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,16 +13,21 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+import torch
 
 from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_heldout, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
-from kvlens.tasks import make_task
+from kvlens.tasks import HopsTask, make_task
+from kvlens.tasks.batch import Model
 
 LEARNED = 0.9
 """The accuracy from which a run counts as having learned k hops completely."""
+
+FRESH = 1
+"""The seed of the held-out sequences on which models for all numbers of hops are compared."""
 
 
 @experiment(
@@ -32,6 +38,8 @@ LEARNED = 0.9
     model=dict(d_model=(8, 64), d_head=(4, 16), attn_only=True),
     depths=([1, 2], [2]),
     hops=([1], [1, 2, 3]),
+    mixed=False,
+    n_sequences=1000,
     seeds=([0], [11, 12, 13, 14, 15, 16]),
     rates=([1e-2], [2e-3, 4e-3]),
     training=dict(
@@ -44,8 +52,11 @@ LEARNED = 0.9
 )
 def hops(settings: Settings, tell: Tell) -> Reproduction:
     """Train both models at every depth on every number of hops, and compare them at each depth."""
-    curves, _ = train_cells(cells(settings), settings, tell)
-    final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
+    curves, final = train_cells(cells(settings), settings, tell)
+    if settings["mixed"]:
+        curves = curves.assign(k=max(settings["hops"]))  # the curve of all of them
+    else:
+        final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
     chance = 1 / settings["task"]["vocab_size"]
     final = final.assign(chance=chance)
     figure = partial(draw_panels, final, "k", panel="n_layers", xlabel="hops k", colors=COLORS, ticks=True)
@@ -53,19 +64,42 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
         f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
         f"{settings['model']['d_model']}, depths {settings['depths']}, k in {settings['hops']}, at most "
         f"{settings['training']['steps']} steps, seeds {settings['seeds']}: chosen for a small machine, not the paper's.",
-        "Each model is trained on one k; positions at which a hop does not exist are not scored.",
+        f"Each model is trained on {'all numbers of hops' if settings['mixed'] else 'one k'}; positions at which a hop does "
+        "not exist are not scored.",
     ]
     comparisons = [*compare(final, untrained(curves, chance))]
     return Reproduction({"curves": curves, "final": final}, figure, comparisons, differences)
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every depth, on every number of hops."""
+    """Both models at every depth, on every number of hops, or on all of them at once."""
     for n_layers in settings["depths"]:
         models = {label: {**settings["model"], "n_layers": n_layers, **own} for label, own in MODELS.items()}
-        for k in settings["hops"]:
+        if settings["mixed"]:
+            yield of_all_hops(settings, models, n_layers)
+        for k in settings["hops"] * (not settings["mixed"]):
             task = make_task("hops", k=k, **settings["task"])
             yield Cell(task, models, dict(n_layers=n_layers, k=k), title=f"{layers(n_layers)}, k = {k}")
+
+
+def of_all_hops(settings: Settings, models: Mapping[str, Any], n_layers: int) -> Cell:
+    """Models that learn all numbers of hops up to the largest, and are examined on each."""
+    task = HopsTask(k=max(settings["hops"]), mixed=True, **settings["task"])
+
+    def examine(label: str, seed: int, model: Any) -> list[dict[str, Any]]:
+        by_hops = accuracies(model, task, settings["n_sequences"])
+        return [dict(model=label, seed=seed, k=k, accuracy=by_hops[k]) for k in settings["hops"]]
+
+    return Cell(task, models, dict(n_layers=n_layers), title=f"{layers(n_layers)}, all k", examine=examine)
+
+
+@torch.no_grad()
+def accuracies(model: Model, task: HopsTask, n_sequences: int) -> dict[int, float]:
+    """Number of hops -> share of right answers, on sequences that chose no weights."""
+    inputs, targets, scored = task.heldout(n_sequences, seed=FRESH)
+    right = model(inputs.to(model.cfg.device)).argmax(dim=-1).cpu() == targets
+    said = inputs[:, :1] - task.vocab_size + 1
+    return {k: float(right[scored & (said == k)].double().mean()) for k in range(1, task.k + 1)}
 
 
 def layers(n_layers: object) -> str:
@@ -96,8 +130,8 @@ def hops_made(final: pd.DataFrame) -> pd.DataFrame:
 def untrained(curves: pd.DataFrame, chance: float) -> dict[Any, str | None]:
     """By depth: why plain layers that do not learn a number of hops may be too little trained, not too few; or None.
 
-    They must have learned the smallest number of hops. At the others, their curve must be flat, and so must that of a model
-    that is behind them.
+    They must have learned the smallest number of hops (or half of all, where one model learns all). At the others, their curve
+    must be flat, and so must that of a model that is behind them.
     """
     goal = Goal(chance, best=1.0, y="accuracy")
     found: dict[Any, str | None] = {}

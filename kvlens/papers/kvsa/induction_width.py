@@ -63,7 +63,7 @@ def induction_width(settings: Settings, tell: Tell) -> Reproduction:
         steps_in_words(settings),
     ]
     steps = steps_to(curves, LEARNED, by=("d_model", "model", "seed"))
-    comparisons = [*compare(steps, settings["training"]["steps"]), parameters(accuracy)]
+    comparisons = compare(steps, settings["training"]["steps"])
     return Reproduction({"curves": curves, "accuracy": accuracy, "steps": steps}, figure, comparisons, differences)
 
 
@@ -92,12 +92,3 @@ def compare(steps: pd.DataFrame, limit: int) -> list[Comparison]:
     steps = steps.assign(steps=steps["steps"].clip(upper=limit))
     by_width = steps.groupby("d_model", sort=False)
     return [lead(rows, PLAIN_2, SHIFT_1, "steps", what.format(width), claim) for width, rows in by_width]
-
-
-def parameters(accuracy: pd.DataFrame) -> Comparison:
-    """The parameters of the two models at the largest width."""
-    widest = accuracy["d_model"].max()
-    counts = accuracy[accuracy["d_model"] == widest].groupby("model")["n_parameters"].first()
-    what = f"parameters of two plain layers over those of one shifted layer, width {widest}"
-    claim = "the plain model has twice the parameters, embeddings left out"
-    return Comparison.stated(what, claim, float(counts[PLAIN_2] / counts[SHIFT_1]))

@@ -1,10 +1,12 @@
 """What KVSA's experiments train: models with and without KV shift, the blocks of its toy models, and texts and their settings.
 
-The paper's settings are on its page (:mod:`kvlens.papers.kvsa`), with the options that set those that do not depend on size.
+Below them are the paper's own models and settings (table 6), which no experiment here has the machines for, and on the paper's
+page (:mod:`kvlens.papers.kvsa`) the options that set those that do not depend on size.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -62,3 +64,46 @@ def steps_in_words(settings: Mapping[str, Any]) -> str:
         f"A step takes {settings['training']['batch_size']} sequences, at the rate of {settings['rates']} that is best for the "
         "model on other seeds; the paper's takes 4,096, at 2e-4 after 1,000 steps of warm-up (app. G)."
     )
+
+
+# --- the paper's own models ---
+
+
+class PrintedSize(NamedTuple):
+    """A column of table 6, in its order; heads have 128 dimensions. ``batch_size`` is GPUs times sequences for each."""
+
+    d_model: int
+    n_layers: int
+    n_kv_heads: int
+    d_mlp: int
+    n_tokens: float
+    d_vocab: int
+    n_ctx: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+
+    def model(self) -> dict[str, Any]:
+        """Fields of the model's config; ``kv_shift`` is added to them (`MODELS`)."""
+        size = dict(n_layers=self.n_layers, d_model=self.d_model, d_head=128, n_heads=self.d_model // 128, d_mlp=self.d_mlp)
+        keys = dict(n_key_value_heads=self.n_kv_heads) if self.n_kv_heads < self.d_model // 128 else {}
+        return dict(**size, **keys, n_ctx=self.n_ctx, d_vocab=self.d_vocab, rotary_base=100_000, **LLAMA_BLOCKS)
+
+    def training(self) -> dict[str, Any]:
+        """Fields of :class:`kvlens.training.TrainSettings`."""
+        steps = round(self.n_tokens / (self.batch_size * self.n_ctx))
+        rate = dict(learning_rate=self.learning_rate, warmup_fraction=self.warmup_steps / steps)
+        return dict(steps=steps, batch_size=self.batch_size, **rate, **PRINTED_TRAINING)
+
+
+PRINTED_TRAINING: dict[str, Any] = dict(schedule="constant", betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
+"""What is the same at every size (sec. 4.1, table 6); the paper mentions no clipping."""
+
+PRINTED_SIZES = {
+    "1.5B": PrintedSize(2048, 28, 16, 5504, 10e9, 36_000, 2048, 64 * 8, 2e-4, 1000),
+    "2.9B": PrintedSize(2560, 32, 4, 8704, 500e9, 48_000, 4096, 512 * 8, 8e-4, 600),
+    "6.7B": PrintedSize(4096, 32, 32, 11_008, 10e9, 36_000, 2048, 64 * 8, 2e-4, 1000),
+    "13B": PrintedSize(5120, 40, 40, 13_824, 10e9, 36_000, 2048, 128 * 8, 2e-4, 1000),
+    "19B": PrintedSize(6144, 48, 4, 16_384, 200e9, 48_000, 12_288, 240, 2e-4, 3000),
+}
+"""Table 6 by the paper's name of the size."""

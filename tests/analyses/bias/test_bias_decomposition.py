@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import LINEAR, PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, centered, pencil_model, random_model, tokens
-from kvlens.analyses.bias.spectrum import effective_rank
+from kvlens.analyses.bias.decomposition import effective_rank
 
 from kvlens import convert_prompt
 from kvlens.analyses import bias_decomposition, bias_positions, bias_singular_values

@@ -10,7 +10,8 @@ import torch
 
 from kvlens import HookedKVTransformer
 from kvlens.dual import layer
-from kvlens.papers.dual import dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
+from kvlens.dual.glue import read_examples
+from kvlens.papers.dual import bert_variants, dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.dual.dual_equivalence import after_one_step
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
 from kvlens.tasks import make_task
@@ -162,6 +163,76 @@ def test_differences_are_the_distances_from_the_nearer_plain_layer_at_the_end_an
     of_plain = curves["model"] == dual_variants.AGAIN
     lost = dual_variants.differences(curves.assign(loss=curves["loss"].where(~of_plain, math.inf)))
     assert lost["end"].isna().all()  # with one plain layer, nothing says what its initialization does
+
+
+def test_a_combination_is_compared_with_the_nearer_of_what_it_is_made_of():
+    losses = dict(zip(dual_variants.SINGLE, (0.4, 0.2), strict=True)) | {"all three": 0.8, "regularised and augmented": 0.1}
+    curves = pd.DataFrame([dict(task="exponential", model=m, seed=0, step=9, loss=loss) for m, loss in losses.items()])
+    found = dual_variants.differences(curves).set_index("model")["end"]
+    assert found["all three"] == pytest.approx(math.log(2)) and found["regularised and augmented"] == pytest.approx(
+        -math.log(2)
+    )
+    assert found[list(dual_variants.SINGLE)].isna().all()  # which are held against plain layers, and there are none
+
+
+def test_a_setting_is_chosen_with_its_rate_on_seeds_that_are_not_compared(monkeypatch):
+    seen = set()
+
+    def course(label, task, settings, seeds, rates):
+        seen.update(seeds)
+        return pd.DataFrame(
+            dict(loss=[abs(dual_variants.VARIANTS[label].alpha + 0.1) + abs(rate - 0.3) + 0.1 for rate in rates])
+        )
+
+    monkeypatch.setattr(dual_variants, "train_variant", course)
+    settings = {**dual_variants.dual_variants.scales["small"], "seeds": [5, 7]}
+    found = dual_variants.best_setting(dual_variants.CHOSEN_ALPHA, "linear", settings)
+    assert found == ("regularised, alpha -0.1", 0.3) and min(seen) > 7
+    assert dual_variants.best_setting("regularised, alpha 0.5", "linear", settings) == ("regularised, alpha 0.5", 0.3)
+
+
+def test_with_several_tasks_each_sequence_has_its_own():
+    """With as many demonstrations as dimensions, W can be solved for; it is another one for each sequence and each draw."""
+    tasks = draw_tasks([0], 3)
+    solved = []
+    for stream in (3, 1000):
+        tokens = draw_sequences(tasks, "linear", [0], stream, 2, 3, several=True).tokens[0, :, :-1]
+        solved += list(torch.linalg.solve(tokens[..., :3], tokens[..., 3]))
+    assert all((a - b).norm() > 1e-3 for i, a in enumerate(solved) for b in [*solved[:i], tasks[0]])
+
+
+def test_rises_of_the_error_are_added_up(monkeypatch):
+    runs = {dual_variants.PLAIN: [1.0, 0.5, 0.5], dual_variants.UNSTABLE: [1.0, 2.0, math.inf]}
+
+    def course(label, task, settings, seeds, rates):
+        assert set(rates) == {0.005} and settings["batch_size"] == 1
+        return pd.DataFrame([dict(seed=seed, step=i, loss=loss) for i, loss in enumerate(runs[label]) for seed in seeds])
+
+    monkeypatch.setattr(dual_variants, "train_variant", course)
+    rises = dual_variants.rises_as_printed({**dual_variants.dual_variants.scales["small"], "seeds": list(range(6))})
+    assert rises.groupby("model")["rise"].mean().to_dict() == pytest.approx(
+        {dual_variants.PLAIN: 0.0, dual_variants.UNSTABLE: math.log(dual_variants.DRAWN)}
+    )
+    (found,) = dual_variants.compare_rises(rises)
+    assert found.verdict == "holds"
+
+
+def test_sentences_are_acceptable_or_have_one_fault():
+    words = dict(noun=["king", "judge"], verb=["run"], adjective=["old"], adverb=["here"])
+    patterns, generator = ("the {noun} {verb} {adverb}",), np.random.default_rng(0)
+    right, wrong = ({bert_variants.sentence(words, patterns, label, generator) for _ in range(60)} for label in (True, False))
+    assert right == {"the king runs here", "the kings run here", "the judge runs here", "the judges run here"}
+    agreeing = {"the king run here", "the kings runs here", "the judge run here", "the judges runs here"}
+    assert wrong == agreeing | {" ".join([one.split()[1], "the", *one.split()[2:]]) for one in right}
+
+
+def test_dev_has_other_sentences_and_words_than_train(tmp_path):
+    bert_variants.write_sentences(tmp_path, 3, train=200, dev=100)
+    train, dev = (read_examples(tmp_path, "cola", split) for split in ("train", "dev"))
+    assert (len(train.labels), len(dev.labels), train.labels.mean(), dev.labels.mean()) == (200, 100, 0.5, 0.5)
+    drawn = {word + ending for word in " ".join(bert_variants.WORDS.values()).split() for ending in ("", "s")}
+    first, second = ({word for text in split.first for word in text.split()} & drawn for split in (train, dev))
+    assert min(len(first), len(second)) > 30 and not first & second
 
 
 def test_more_features_and_other_kinds_are_tested():

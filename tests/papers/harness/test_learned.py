@@ -5,7 +5,18 @@ import pandas as pd
 import pytest
 
 from kvlens.papers.dual import dual_variants
-from kvlens.papers.harness.learned import LATE, N_TUNING, Cell, Goal, Progress, best_rates, train_cells, tuning_seeds
+from kvlens.papers.harness.learned import (
+    LATE,
+    N_TUNING,
+    Cell,
+    Goal,
+    Progress,
+    best_rates,
+    keeping_runs,
+    kept_table,
+    train_cells,
+    tuning_seeds,
+)
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import make_task
 from kvlens.training import NotFiniteError, TrainResult
@@ -80,6 +91,20 @@ def test_a_verdict_is_withheld_with_its_reason_and_a_statement_stays_one():
     assert Comparison("what", "claim", 1.0, None).verdict == "inconclusive"
     stated = Comparison.stated("what", "claim", 1.0)
     assert stated.unless("too early") is stated and stated.verdict == "not tested"
+
+
+def test_a_table_is_made_once_and_kept(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return pd.DataFrame(dict(x=[len(made)]))
+
+    assert kept_table(dict(a=1), make)["x"].tolist() == [1]  # outside of a block nothing is kept
+    for _ in range(2):
+        with keeping_runs(tmp_path):
+            assert [kept_table(dict(a=a), make)["x"].tolist() for a in (1, 2)] == [[2], [3]]
+    assert len(made) == 3
 
 
 # --- the null ---

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.model import head_matrices
 from kvlens.ops.induction import landscape_loss, naive_induction_head
 from kvlens.papers.kvsa import constructed_models, induction_exact, landscape
 
@@ -83,6 +85,51 @@ def test_a_layer_that_sees_itself_needs_a_silent_first_token_and_loses_digits():
     assert math.log(late / early) == pytest.approx(-6, abs=0.1)  # the theorem's rate, corrections are of size e^-6
     assert error(embeddings, tokens, 12.0) > 1000 * late
     assert error(silent, texts, 30.0) > 100 * late  # rounding, divided by e^-30
+
+
+# --- virtual heads ---
+
+
+def two_attending_layers():
+    """A model whose layers add what two heads each read, and nothing else; a text, what a pass over it has shown, and W_ov."""
+    size = dict(n_layers=2, d_model=6, n_heads=2, d_head=3, n_ctx=POS, d_vocab=VOCAB, attn_only=True, normalization_type=None)
+    model = HookedKVTransformer(HookedKVTransformerConfig(**size, dtype=torch.float64, seed=0)).requires_grad_(False)
+    for block in model.blocks:
+        block.attn.W_Q.mul_(20)  # so that heads are not uniform
+    _, tokens = embeddings_and_tokens()
+    _, shown = model.run_with_cache(tokens)
+    return model, tokens, shown, [layer.W_V @ layer.W_O for layer in head_matrices(model)]
+
+
+@pytest.mark.parametrize(("h1", "h2"), [(0, 1), (1, 1)])
+def test_a_virtual_head_is_what_a_head_reads_of_an_earlier_one(h1, h2):
+    """KVSA eq. 1, 2: (A^h2 A^h1) X_0 (W_ov^h1 W_ov^h2) is what h2 writes, less what it writes without h1, its pattern kept."""
+    model, tokens, shown, w_ov = two_attending_layers()
+    first, second = (shown[f"blocks.{layer}.attn.hook_pattern"][:, head] for layer, head in ((0, h1), (1, h2)))
+    virtual = (second @ first) @ shown["blocks.0.hook_resid_pre"] @ (w_ov[0][h1] @ w_ov[1][h2])
+    off = torch.ones(2, 1, dtype=torch.float64).index_fill(0, torch.tensor([h1]), 0)
+    kept = [
+        ("blocks.0.attn.hook_z", lambda z, hook: z * off),
+        ("blocks.1.attn.hook_pattern", lambda pattern, hook: shown[hook.name]),
+    ]
+    with model.hooks(fwd_hooks=kept):
+        _, without = model.run_with_cache(tokens)
+    z = shown["blocks.1.attn.hook_z"] - without["blocks.1.attn.hook_z"]
+    read = z[:, :, h2] @ model.blocks[1].attn.W_O[h2]
+    assert virtual.norm() > 1e-3
+    assert (virtual - read).norm() <= 1e-11 * virtual.norm()
+
+
+def test_a_virtual_head_reaches_a_token_only_through_the_tokens_from_it_on():
+    """KVSA property 1, eq. 3, on the patterns of a model: the sum over all k is the one from i + 1 to j."""
+    _, _, shown, _ = two_attending_layers()
+    first, second = (shown[f"blocks.{layer}.attn.hook_pattern"][:, 1] for layer in (0, 1))
+    whole = second @ first
+    for j in range(POS):
+        for i in range(j):
+            between = (second[:, j, i + 1 : j + 1] * first[:, i + 1 : j + 1, i + 1]).sum(dim=-1)
+            assert (whole[:, j, i + 1] - between).norm() <= 1e-11 * whole[:, j].norm()
+    assert (whole.sum(dim=-1) - 1).abs().max() <= 1e-11 and not whole.triu(1).any()  # again a causal pattern
 
 
 # --- the landscape's model ---

@@ -7,12 +7,13 @@ import pandas as pd
 import pytest
 import torch
 
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.papers.harness import learned
 from kvlens.papers.harness.learned import Goal
 from kvlens.papers.kvsa import coefficients, learning_rate, models, scaling, variants
 from kvlens.tasks import make_task
-from kvlens.training import build_model
+from kvlens.training import TrainSettings, build_model
 
 SILENT = dict(tell=lambda text: None)
 
@@ -110,6 +111,43 @@ def test_experiments_on_text_share_their_runs():
     assert trained["model"] == {**first["model"], "kv_shift": True}
 
 
+# --- settings as printed ---
+
+
+def n_parameters(size, n_layers=None, kv_shift=True):
+    """Of a model of table 6, or of one with fewer layers, whose weights take no memory."""
+    cfg = HookedKVTransformerConfig(
+        **{**size.model(), "n_layers": n_layers or size.n_layers}, kv_shift=kv_shift, init_weights=False
+    )
+    with torch.device("meta"):
+        return sum(p.numel() for p in HookedKVTransformer(cfg, move_to_device=False).parameters())
+
+
+@pytest.mark.parametrize("name", models.PRINTED_SIZES)
+def test_models_as_printed_have_the_parameters_that_the_paper_names_them_by(name):
+    """KVSA table 6: with two embeddings, 1.565, 2.889, 6.772, 13.058 and 19.014 billion."""
+    size = models.PRINTED_SIZES[name]
+    one, two = (n_parameters(size, n_layers) for n_layers in (1, 2))
+    count = one + (size.n_layers - 1) * (two - one)
+    assert abs(count / 1e9 - float(name[:-1])) < (0.1 if name[:-1].endswith((".5", ".9", ".7")) else 0.5), count
+    if name == "1.5B":
+        assert count == n_parameters(size)  # the whole model
+    assert one - n_parameters(size, 1, kv_shift=None) == 4 * size.n_kv_heads
+
+
+@pytest.mark.parametrize(("name", "tokens_a_step", "steps"), [
+    ("1.5B", 2**20, 9537), ("2.9B", 16 * 2**20, 29_802), ("6.7B", 2**20, 9537), ("13B", 2 * 2**20, 4768), ("19B", 3e6, 67_817)
+])  # fmt: skip
+def test_training_as_printed_takes_the_batches_of_the_text(name, tokens_a_step, steps):
+    """KVSA sec. 4.1: 1M, 16M, 1M, 2M and 3M tokens a step; table 6's GPUs and sequences give the same."""
+    size = models.PRINTED_SIZES[name]
+    settings = TrainSettings.of(size.training())
+    assert settings.batch_size * size.n_ctx == pytest.approx(tokens_a_step, rel=0.02)
+    assert (settings.steps, settings.schedule, settings.betas, settings.weight_decay) == (steps, "constant", (0.9, 0.95), 0.1)
+    assert settings.rate((size.warmup_steps + 1) / steps) == settings.rate(1) == size.learning_rate
+    assert settings.rate(size.warmup_steps / 2 / steps) == pytest.approx(size.learning_rate / 2)
+
+
 # --- learning rate ---
 
 
@@ -133,7 +171,7 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
 
 @pytest.mark.parametrize(
     ("plain", "shifted", "at_paper_rate", "stability"),
-    [(1e-2, 1e-1, True, True), (1.0, 1.0, None, None), (1e-1, 1e-2, False, False), (1e-2, 1e-2, None, None)],
+    [(1e-2, 1e-1, True, True), (1.0, 1.0, False, None), (1e-1, 1e-2, False, False), (1e-2, 1e-2, None, None)],
 )
 def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
     runs = made_up_runs(plain, shifted)
@@ -141,13 +179,20 @@ def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stabili
     paper, stable = learning_rate.compare_rates(runs, None)
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
-    assert paper.tested is (min(plain, shifted) <= 1e-2) and stable.tested is (min(plain, shifted) <= 1e-1)
+    assert paper.tested and stable.tested is (min(plain, shifted) <= 1e-1)
     if not stable.tested:
         assert (stable.verdict, stable.ours) == ("not tested", "no run diverged; the largest rate tried is 0.1")
     if plain == 1e-2 < shifted:  # at that rate: 6 for a plain run that diverged, 3 for a shifted one
         assert by_rate[1].holds is True and by_rate[1].sample.mean == 3
     below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
     assert learning_rate.largest_stable_rate(runs[runs["model"] == "plain"]) == below[plain]
+
+
+def test_one_run_that_does_not_diverge_refutes_nothing():
+    """Fisher: 0 of 1 against 5 of 5 is one of 6 ways, 0 of 3 one of 56."""
+    runs = made_up_runs(1.0, 1.0)
+    one, three = (learning_rate.compare_rates(runs[runs["seed"] < n], None)[0] for n in (1, 3))
+    assert (one.verdict, three.verdict) == ("inconclusive", "does not hold")
 
 
 def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not():
@@ -186,9 +231,11 @@ def test_the_plain_model_must_have_learned_at_its_best_rate_only():
         course = pd.DataFrame(rows)
         return learning_rate.untrained(course, learning_rate.measure(course, 5.0), Goal(5.0, share=0.2))
 
-    assert why(ends) is None
+    assert why(ends) == (None, None)
     reason = "at 0.01, its best learning rate: plain still improves: 45% of the gain came in the second half of its steps"
-    assert why({**ends, 1e-2: (3.9, 3.0)}) == reason
+    assert why({**ends, 1e-2: (3.9, 3.0)}) == (None, reason)  # a run that has diverged is not about to improve
+    diverged, losses = why(dict.fromkeys(ends, (4.9, 4.9)))
+    assert diverged == losses and diverged.startswith("at 0.001, its best learning rate: plain has learned 2% of what there is")
 
 
 # --- scaling ---
@@ -271,13 +318,16 @@ def test_the_four_kinds_are_counted_by_hand():
     assert list(counts[["keys", "values", "count"]].itertuples(index=False, name=None)) == expected
     assert counts["paper"].tolist() == [50, 17, 9, 52] and counts["share"].sum() == pytest.approx(1)
     assert coefficients.outside_share(table) == 3 / 24
-    *cells, alike, induction, outside, sums = coefficients.compare(table, coefficients.tidy(source.watched, source))
+    *cells, alike, induction, negative, sums = coefficients.compare(table, coefficients.tidy(source.watched, source))
     assert [c.ours for c in cells] == ["1 of 6", "2 of 6", "1 of 6", "2 of 6"]
     assert [alike.paper, alike.ours, alike.tested] == ["102 of 128", "3 of 6", False]  # heads of one run are not independent
     assert [induction.paper, induction.ours] == ["17 against 9", "2 against 1"]
-    assert outside.ours == "0.125, 0.042"  # three of 24, one of them below 0
-    assert sums.ours == "0.125, 0.500"  # betas of the heads in order: 0.25, 0, 0.5, 0, 0.5, 0.25; alphas all 0
-    assert not any(c.tested for c in (*cells, outside, sums))
+    assert (negative.ours, negative.holds) == (-0.5, True)
+    assert (sums.ours, sums.holds) == (0.5, True)  # betas of the heads in order: 0.25, 0, 0.5, 0, 0.5, 0.25; alphas all 0
+    assert (negative.paper, sums.paper) == (-0.15, 0.49)
+    assert not any(c.tested for c in cells)
+    halved = table.assign(value=(0.5 + (table["value"] - 0.5) / 2))  # from -0.5 to 0, and sums from 0.5 to 0.75
+    assert [c.holds for c in coefficients.compare(halved, coefficients.tidy(source.watched, source))][-2:] == [False, False]
 
 
 @pytest.mark.parametrize("parametrization", ["gate", "clamp"])
@@ -337,12 +387,15 @@ def test_models_trained_here_are_tested_run_by_run():
     first, second = coefficients.train_sources({**tiny, "training": training}, **SILENT)
     assert (first.seed, second.seed) == (0, 1) and first.name == second.name == "trained here"
     table = pd.concat(coefficients.tidy(coefficients.parameters_now(source), source) for source in (first, second))
-    found = coefficients.compare(table, coefficients.tidy(coefficients.no_course(), first))
-    alike = next(c for c in found if "prefer the same token" in c.what)
+    found = list(coefficients.compare(table, coefficients.tidy(coefficients.no_course(), first)))
+    alike, negative, sums = (next(c for c in found if words in c.what) for words in ("same token", "smallest", "|sum - 1|"))
     kinds = [coefficients.preferences(rows)["kind"] for _, rows in table.groupby("seed")]
     shares = [sum(keys == values for keys, values in own) / 6 for own in kinds]
     assert (alike.sample.n, alike.sample.bound, alike.sample.mean) == (2, 0.5, pytest.approx(sum(shares) / 2))
     assert alike.ours == f"{round(6 * sum(shares))} of 12, 2 runs"
+    least = table.groupby("seed")["value"].min()
+    assert (negative.sample.n, negative.sample.bound, negative.ours) == (2, -0.15, pytest.approx(least.mean()))
+    assert (sums.sample.n, sums.sample.bound) == (2, 0.49)
 
 
 # --- all four ---

@@ -2,17 +2,21 @@
 
 import itertools
 import math
+import types
 
 import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.papers import find_experiment
 from kvlens.papers.harness import learned
 from kvlens.papers.harness.learned import steps_to
-from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_width, ngram
-from kvlens.tasks import ArithmeticTask, make_task
+from kvlens.papers.kvsa import arithmetic, hops, induction_depth, induction_heads, induction_width, ngram
+from kvlens.papers.kvsa.constructed_models import landscape_model
+from kvlens.papers.kvsa.models import LLAMA_BLOCKS
+from kvlens.tasks import ArithmeticTask, HopsTask, make_task
 from kvlens.tasks.arithmetic import END as ARITHMETIC_END
 from kvlens.training import TrainSettings, build_model
 
@@ -102,11 +106,102 @@ def test_width_is_tested_at_each_width_seed_by_seed():
         for seed, steps in enumerate(each)
     ]
     table = runs(*rows, columns=["d_model", "model", "seed", "n_parameters", "steps"])
-    by_width, size = induction_width.compare(table, 600), induction_width.parameters(table)
+    by_width = induction_width.compare(table, 600)
     assert [c.holds for c in by_width] == [True, False, None, None]
     assert by_width[0].sample.mean == pytest.approx(600 - 202.5)  # runs that have not learned count with what they had
     assert "(means 600 and 202; a run that has not come so far counts with 600)" in by_width[0].what
-    assert (size.ours, size.tested) == (1.5, False)
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 1024])
+def test_the_plain_model_of_figure_1b_has_twice_the_parameters(width):
+    """KVSA fig. 1b, at our widths and that of fig. 1a: embeddings left out, and the four coefficients of each of two heads."""
+    sizes = []
+    for own in induction_width.MODELS.values():
+        size = dict(d_model=width, d_head=width // 2, n_ctx=8, d_vocab=9, init_weights=False)
+        with torch.device("meta"):  # weights that take no memory
+            model = HookedKVTransformer(HookedKVTransformerConfig(**size, **LLAMA_BLOCKS, **own), move_to_device=False)
+        sizes.append(sum(p.numel() for p in model.blocks.parameters()))
+    shifted, plain = sizes
+    assert plain == 2 * (shifted - 2 * 4)
+    assert 1.98 < plain / shifted < 2
+
+
+# --- induction: heads ---
+
+
+def head_table(*models):
+    """Rows of `induction_heads.head_rows`; each model: label, seed, and (alpha_1, beta_1, score) of its heads."""
+    rows = [(label, seed, induction_heads.BLOCKS, *head) for label, seed, heads in models for head in heads]
+    return runs(*rows, columns=["model", "seed", "reads", "alpha_1", "beta_1", "score"])
+
+
+def test_the_head_that_starts_nearest_to_the_induction_head_is_compared_with_the_others():
+    """(0.5, 1) is 0.5 from (0, 1), (0.4, 0.6) is 0.57, (0, 0) is 1."""
+    starts = [(0.0, 0.0), (0.5, 1.0), (0.4, 0.6)]
+
+    def tested(scores):
+        heads = [(*start, score) for start, score in zip(starts, scores, strict=True)]
+        models = [(induction_heads.SHIFT_1, seed, [(a, b, s + seed / 100) for a, b, s in heads]) for seed in SEEDS]
+        return induction_heads.compare_starts(head_table(*models))
+
+    near, far = tested((0.1, 0.9, 0.2)), tested((0.9, 0.1, 0.9))
+    assert (near.verdict, near.sample.mean, near.ours) == (YES, pytest.approx(0.75), "0.93 against 0.18")
+    assert (far.verdict, far.sample.mean) == (NO, pytest.approx(-0.8))
+
+
+def test_heads_stand_out_by_the_largest_gap_between_neighbors():
+    scores = ((0.9, 0.1, 0.15, 0.95), (0.5, 0.9), (0.2, 0.8, 0.1))
+    each = itertools.product(zip(induction_heads.MODELS, scores, strict=True), SEEDS)
+    heads = head_table(*((model, seed, [(0, 0, score) for score in own]) for (model, own), seed in each))
+    one, two = (induction_heads.compare_gaps(heads, m) for m in (induction_heads.SHIFT_1, induction_heads.SHIFT_2))
+    assert [one.verdict, two.verdict] == [YES, NO]
+    assert (one.ours, two.ours) == ("0.75 against 0.60", "0.40 against 0.60")
+
+
+def answer_table(short, longer):
+    kinds = ((induction_heads.SHORT, short), (induction_heads.BLOCKS, longer))
+    rows = [(reads, seed, *shares) for reads, shares in kinds for seed in SEEDS]
+    return runs(*rows, columns=["reads", "seed", "previous", "following"])
+
+
+@pytest.mark.parametrize(
+    ("short", "longer", "verdicts"),
+    [((0.9, 0.1), 1.0, [YES, YES]), ((0.1, 0.9), 0.5, [NO, NO]), ((0.4, 0.4), 0.4, [OPEN, OPEN])],
+)
+def test_a_model_of_short_texts_answers_with_the_previous_token_or_with_the_following_one(short, longer, verdicts):
+    previous, induction = induction_heads.compare_short(answer_table(short, (0.0, longer)))
+    assert [previous.verdict, induction.verdict] == verdicts
+    assert previous.ours == "{:.2f} and {:.2f}".format(*short) and induction.ours == f"{short[1]:.2f} and {longer:.2f}"
+
+
+@pytest.mark.parametrize(("plain_ends", "gaps"), [(1.0, OPEN), (0.5, UNTRAINED)])
+def test_heads_of_models_that_have_not_learned_are_not_compared(plain_ends, gaps):
+    read = itertools.product((induction_heads.BLOCKS, induction_heads.SHORT), induction_heads.MODELS, SEEDS)
+    ends = {induction_heads.PLAIN_2: plain_ends}
+    curves = pd.concat(course(m, seed, [0.1, ends.get(m, 1.0)], reads=reads) for reads, m, seed in read)
+    why = induction_heads.untrained(curves, induction_heads.induction_heads.scales["small"])
+    heads = head_table(*((m, seed, [(0, 0, 0.1), (0, 1, 0.9)]) for m in induction_heads.MODELS for seed in SEEDS))
+    verdicts = [c.verdict for c in induction_heads.compare(heads, answer_table((1, 0), (0, 1)), why)]
+    assert verdicts == [YES, gaps, gaps, YES, YES]
+
+
+def test_scores_and_answers_of_an_induction_head():
+    """The head of th. 3 at (0, 1), made sharp; that its values are twice as large does not count."""
+    model = landscape_model(torch.eye(12, dtype=torch.float64))
+    attn = model.blocks[0].attn
+    with torch.no_grad():
+        attn.W_Q.mul_(50)
+        attn.k_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))
+        attn.v_shift_coef.copy_(torch.tensor([[2.0, 0.0]]))
+    (row,) = induction_heads.head_rows(model, model, 4, 6)
+    assert (row["score"], row["alpha_1"], row["beta_1"]) == (pytest.approx(1, abs=1e-11), 0, 2)
+    assert induction_heads.answers_to_three(model, 20) == {"following": 1, "previous": 0}
+    with torch.no_grad():
+        attn.W_Q.zero_()  # attends to all tokens equally: B and C tie
+        attn.v_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))  # and reads their predecessors: A, B, C
+    (row,) = induction_heads.head_rows(model, model, 4, 6)
+    # the token at the lag is read one position later; the queries of the second copy see 7 to 12 positions
+    assert row["score"] == pytest.approx(sum(1 / n for n in range(7, 13)) / 6, abs=1e-11)
 
 
 # --- 3-grams and hops ---
@@ -174,6 +269,45 @@ def test_too_shallow_is_distinguished_from_too_few_steps():
     assert "still improves: all of the gain" in why((0.9, 0.95), (0.25, 0.75))
     # 11 % of what was learned at the easiest difficulty, but 22 % of the model's own gain
     assert "still improves: 22% of the gain" in why((0.9, 0.95), (0.53, 0.61))
+
+
+class Hopper:
+    """A model that makes one hop whatever the first token says."""
+
+    cfg = types.SimpleNamespace(device="cpu")
+
+    def __call__(self, inputs):
+        text = inputs[:, 1:]
+        found = HopsTask(k=1, vocab_size=4, length=text.shape[1])._find(text, None)
+        answers = torch.where(found >= 0, text.gather(1, found.clamp(min=0)), 0)
+        return torch.nn.functional.one_hot(torch.cat([inputs[:, :1], answers], dim=1), 99).float()
+
+
+@pytest.mark.unhooked
+def test_answers_are_counted_by_the_hops_that_their_text_asks_for():
+    task = HopsTask(k=3, vocab_size=4, length=24, mixed=True)
+    found = hops.accuracies(Hopper(), task, 200)
+    assert list(found) == [1, 2, 3] and found[1] == 1
+    assert found[2] == 0  # where the second hop leads is the token after one like this, and so another
+    assert 0.3 < found[3] < 0.7
+
+
+def test_one_model_for_all_hops_is_compared_hop_by_hop(monkeypatch):
+    """Its curve over all hops must be flat; the accuracies come from `hops.accuracies`."""
+
+    def pretend(cell, progress):
+        assert (cell.task.k, cell.task.mixed, cell.task.d_input) == (5, True, 9)
+        curves = pd.concat(course(model, seed, [0.7, 0.72]) for model in cell.models for seed in cell.seeds)
+        return curves, [row for model in cell.models for seed in cell.seeds for row in cell.examine(model, seed, model)]
+
+    monkeypatch.setattr(learned, "train_cell", pretend)
+    ends = {"plain": {1: 0.99, 3: 0.9, 5: 0.575}, "KV shift": {1: 1.0, 3: 0.95, 5: 0.9}}
+    monkeypatch.setattr(hops, "accuracies", lambda model, *_: ends[model])
+    settings = {**hops.hops.scales["small"], "mixed": True, "depths": [5], "hops": [1, 3, 5]}
+    outcome = hops.hops.run(settings, lambda text: None)
+    made, better = outcome.comparisons
+    assert (made.verdict, made.ours, better.verdict) == (YES, "5 against 4", YES)
+    assert "trained on all numbers of hops" in outcome.differences[1]
 
 
 # --- arithmetic ---
@@ -273,7 +407,7 @@ def test_the_tests_length_is_not_seen_before_the_test(monkeypatch):
 # --- settings ---
 
 
-@pytest.mark.parametrize("name", ["induction-depth", "induction-width", "ngram", "hops", "arithmetic"])
+@pytest.mark.parametrize("name", ["induction-depth", "induction-width", "induction-heads", "ngram", "hops", "arithmetic"])
 def test_the_small_scale_is_sound_up_to_the_training(name, monkeypatch):
     """Tasks, training settings and heads fit; tables, comparisons and figure come out of runs that all end at 1/2."""
 
@@ -287,6 +421,9 @@ def test_the_small_scale_is_sound_up_to_the_training(name, monkeypatch):
 
     monkeypatch.setattr(learned, "train_cell", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: {"some step": 0.5, "forced": 0.6})
+    monkeypatch.setattr(induction_heads, "answers_to_three", lambda *_: {"previous": 0.5, "following": 0.5})
+    two_heads = [dict(alpha_1=0.5, beta_1=beta, score=score) for beta, score in ((0.5, 0.2), (0.6, 0.2))]
+    monkeypatch.setattr(induction_heads, "head_rows", lambda *_: two_heads)
     experiment = find_experiment(name)
     outcome = experiment.run(experiment.scales["small"], lambda text: None)
     assert isinstance(outcome.figure(), Figure)

@@ -1,16 +1,61 @@
-"""MLPs: dense, gated, and mixtures of experts."""
+"""What a model is made of beside attention: norms, MLPs, and its two ends.
+
+Norms are LayerNorm and RMS norm, with weights or with those folded into the next layer; MLPs are dense, gated, or mixtures of
+experts; the ends lead from tokens to the residual stream, and from there to logits.
+"""
 
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
+from transformer_lens.utilities import SUPPORTED_ACTIVATIONS, get_offset_position_ids
 from transformer_lens.utilities.activation_functions import XIELU
 
-from kvlens.base.norm import Norm
+FULL = (torch.float32, torch.float64)
+"""In narrower dtypes a norm is computed in float32."""
+
+
+class Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times w plus b where it has them; a LayerNorm takes the mean of x away first.
+
+    Args:
+        cfg: for ``eps``, ``dtype`` and the default length.
+        kind: "LN" (w and b), "LNPre" (neither), "RMS" (w) or "RMSPre".
+        length: of the vectors; None for ``d_model``.
+    """
+
+    def __init__(self, cfg: Any, kind: str, length: int | None = None):
+        super().__init__()
+        self.cfg, self.kind, self.eps = cfg, kind, cfg.eps
+        self.centers = kind.startswith("LN")
+        self.length = length or cfg.d_model
+        if kind in ("LN", "RMS"):
+            self.w = nn.Parameter(torch.ones(self.length, dtype=cfg.dtype))
+        if kind == "LN":
+            self.b = nn.Parameter(torch.zeros(self.length, dtype=cfg.dtype))
+        self.hook_scale = HookPoint()
+        self.hook_normalized = HookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized over the last axis; ``hook_scale`` shows what x is divided by, ``hook_normalized`` the quotient."""
+        x = x if self.cfg.dtype in FULL else x.float()
+        if self.centers:
+            x = x - x.mean(dim=-1, keepdim=True)
+        scale = self.hook_scale((x.pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt())
+        x = self.hook_normalized(x / scale).to(self.cfg.dtype)
+        if self.kind == "LN":
+            return x * self.w + self.b
+        return x * self.w if self.kind == "RMS" else x
+
+
+def final_norm(cfg: Any) -> Norm:
+    """The norm before the unembedding: of the layers' kind, or RMS if ``final_rms``."""
+    kind = cfg.normalization_type
+    return Norm(cfg, kind.replace("LN", "RMS") if cfg.final_rms else kind)
+
 
 GPT_OSS = "GptOssForCausalLM"
 GPT_OSS_SLOPE, GPT_OSS_LIMIT = 1.702, 7.0
@@ -166,3 +211,63 @@ def build_mlp(cfg: Any) -> nn.Module:
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W + b, with the bias in the same call."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class Embed(nn.Module):
+    """A row of W_E for each token, normalized if ``post_embedding_ln``."""
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        self.cfg = cfg
+        self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model, dtype=cfg.dtype))
+        if cfg.post_embedding_ln:
+            self.ln = Norm(cfg, "LN")
+
+    def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        """[batch, pos, d_model]."""
+        embedded = self.W_E[tokens, :]
+        return self.ln(embedded) if self.cfg.post_embedding_ln else embedded
+
+
+class PosEmbed(nn.Module):
+    """A row of W_pos for each position. With ALiBi it exists but is not used, and is 0."""
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        self.cfg = cfg
+        new = torch.zeros if cfg.positional_embedding_type == "alibi" else torch.empty
+        self.W_pos = nn.Parameter(new(cfg.n_ctx, cfg.d_model, dtype=cfg.dtype))
+
+    def forward(
+        self,
+        tokens: Shaped[Tensor, "batch pos"],
+        past_kv_pos_offset: int = 0,
+        attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
+    ) -> Float[Tensor, "batch new_pos d_model"]:
+        """Rows of the new positions, after ``past_kv_pos_offset`` earlier ones.
+
+        With a mask (of earlier and new tokens), positions count the tokens that it shows; the others get zeros.
+        """
+        batch, pos = tokens.shape[0], tokens.shape[-1]
+        if attention_mask is None:
+            rows = self.W_pos[past_kv_pos_offset : past_kv_pos_offset + pos]
+            return rows.expand(batch, -1, -1).clone()
+        rows = self.W_pos[get_offset_position_ids(past_kv_pos_offset, attention_mask)]
+        hidden = ~attention_mask[:, past_kv_pos_offset : past_kv_pos_offset + pos, None].bool()
+        return torch.where(hidden, 0, rows)
+
+
+class Unembed(nn.Module):
+    """x W_U + b_U."""
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        self.cfg = cfg
+        self.W_U = nn.Parameter(torch.empty(cfg.d_model, cfg.d_vocab_out, dtype=cfg.dtype))
+        self.b_U = nn.Parameter(torch.zeros(cfg.d_vocab_out, dtype=cfg.dtype))
+        self.hook_in = HookPoint()
+        self.hook_out = HookPoint()
+
+    def forward(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_vocab_out"]:
+        """Logits, before any soft cap."""
+        return self.hook_out(nn.functional.linear(self.hook_in(residual), self.W_U.T, self.b_U))

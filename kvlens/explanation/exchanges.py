@@ -1,0 +1,255 @@
+"""Step 7: which layers, heads and positions of the prompt hold what the model reads there about the cause.
+
+What the prompt without the cause leaves in a set of them takes the place of what the whole prompt leaves there, by an exchange
+of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the response, the question included.
+
+- *Layers*: single ones first, then pairs of the strongest, then more of these together, until a set loses the claim; then the
+  strongest layers alone read the whole prompt, and the others do not.
+- *Heads*, where they are asked for: inside the layers that lose the claim, key-value groups and heads.
+- *Positions*, where they are asked for, in all layers and in groups: the cause's own words, the rest of its document, what
+  stands between that and the question, the question, and the template's marks behind it. Positions before the cause are equal
+  in both prompts. First each group, then pairs and more of them, until a set loses the claim; likewise until a set keeps it
+  alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvlens import KVBias, counterfactuals
+from kvlens.analyses.attribution.terms import PositionExchange, Terms
+from kvlens.analyses.bias.exchange import Exchange, HeadExchange, LayerExchange
+from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, Part, heads_with, in_one_space
+from kvlens.explanation.claims import may_be_lost
+from kvlens.explanation.runs import Outcome
+from kvlens.texts import token_texts
+from kvlens.units import Layout, pieces_of_tokens
+
+MOST_PAIRED, MOST_LAYERS = 5, 8
+"""Pairs of so many of the strongest layers, and sets of up to so many."""
+AT_ONCE = 3
+Place = tuple[str, int] | None
+"""What a position is a part of: a message or document, the question, or what follows it; None for marks in front."""
+QUESTION, BEHIND = ("question", -1), ("behind", -1)
+GROUPS = {
+    "cause": "the cause's own words",
+    "document": "the rest of its document or message",
+    "between": "what stands between that and the question",
+    "question": "the question",
+    "end": "the marks behind the question",
+}
+"""The groups of positions, in the prompt's order, and what they are called."""
+
+
+def places_of(layout: Layout, n_tokens: int) -> list[Place]:
+    """What each position of a prompt is a part of. Behind a raw prompt, all that follows is the question."""
+    pieces = pieces_of_tokens(layout)
+    found: list[Place] = [
+        None if piece is None else QUESTION if piece in layout.asked else (piece.name, piece.start) for piece in pieces
+    ]
+    last = max((i for i, place in enumerate(found) if place == QUESTION), default=None)
+    if last is not None:
+        found[last + 1 :] = [BEHIND] * (len(found) - last - 1)
+    return found + [BEHIND if layout.asked else QUESTION] * (n_tokens - len(found))
+
+
+def position_groups(own: Bool[Tensor, " pos"], places: Sequence[Place]) -> dict[str, list[int]]:
+    """The positions of each group that has any; those before the cause are in none.
+
+    Args:
+        own: True at the cause's.
+        places: of each position.
+    """
+    of_cause = own.nonzero().flatten().tolist()
+    documents = {places[i] for i in of_cause}
+    inside = [i for i, place in enumerate(places[: len(own)]) if place in documents]
+    found: dict[str, list[int]] = {name: [] for name in GROUPS}
+    for i in range(of_cause[0], len(own)):
+        place = places[i]
+        if bool(own[i]):
+            name = "cause"
+        elif place in (QUESTION, BEHIND):
+            name = "question" if place == QUESTION else "end"
+        else:
+            name = "document" if place in documents or (place is None and i < inside[-1]) else "between"
+        found[name].append(i)
+    return {name: positions for name, positions in found.items() if positions}
+
+
+def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int:
+    """Add the statements on a claim's layers; returns how many layers there are.
+
+    Args:
+        explaining: the explanation.
+        number: of the claim.
+        cause: units that the other prompt lacks.
+    """
+    donor, n_layers = explaining.runs.donor(cause), explaining.runs.bias.n_layers
+    exchange, members = LayerExchange(explaining.runs.bias, donor), {layer: [layer] for layer in range(n_layers)}
+    search = _Layers(explaining, number, "layers", exchange, members, cause)
+    search.begin()
+    breaking = search.breaking()
+    search.keeping()
+    if explaining.depth == "heads":
+        _exchange_heads(explaining, number, cause, donor, sorted({layer for each in breaking for layer in each}))
+    return n_layers
+
+
+def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor: KVBias, layers: Sequence[int]) -> None:
+    """Each key-value group and each head of some layers exchanged."""
+    bias = explaining.runs.bias
+    exchange = HeadExchange(*in_one_space(bias, donor))
+    members = {part.code: [i] for part, i in exchange.number.items() if part.layer in layers}
+    shared = [(layer, i) for layer in layers if layer in bias.attention_layers for i in range(bias.n_kv_heads_of(layer))]
+    heads = [(layer, heads_with(bias, Part(layer, i, SHIFT_STATE_PART))) for layer, i in shared]
+    groups = [tuple(Part(layer, head, HEAD_PART).code for head in each) for layer, each in heads if len(each) > 1]
+    search = _Search(explaining, number, "groups", exchange, members, cause)
+    found = search.read([*groups, *((code,) for code in members)], search.may_be_lost)
+    search.add("each", groups, found[: len(groups)])
+    search.about = "heads"
+    search.add("each", [(code,) for code in members], found[len(groups) :])
+
+
+def exchange_positions(explaining: Any, number: int, cause: tuple[int, ...], places: Sequence[Place]) -> pd.DataFrame:
+    """Add the statements on a claim's positions; returns the positions of each group.
+
+    Args:
+        explaining: the explanation.
+        number: of the claim.
+        cause: units that the other prompt lacks.
+        places: of :func:`places_of`.
+    """
+    model, prompt = explaining.model, explaining.runs.prompt
+    own = explaining.own[list(cause), :-1].any(dim=0)
+    groups = position_groups(own, places)
+    explaining.runs.count(2 * len(prompt))
+    exchange = PositionExchange(Terms.of_prompt(model, prompt), counterfactuals(model, prompt, own[None]))
+    last, shift_state = exchange.n_positions - 1, range(exchange.n_positions, len(exchange.parts))
+    members = {name: [*positions, *(shift_state if last in positions else ())] for name, positions in groups.items()}
+    search = _Search(explaining, number, "positions", exchange, members, cause)
+    search.smallest("each", "together", "breaking", explaining.lost)
+    search.smallest("only", "only", "keeping", explaining.said, others=True)
+    texts = token_texts(model, explaining.prompt)
+    rows = [(name, i, texts[i]) for name, positions in groups.items() for i in positions]
+    return pd.DataFrame(rows, columns=["group", "position", "token"])
+
+
+class _Search:
+    """Sets of layers, of heads or of groups of positions exchanged, for one claim.
+
+    Args:
+        explaining: the explanation.
+        number: of the claim.
+        about: what the sets consist of, as `STATEMENTS` has it.
+        exchange: of the whole prompt's bias for that without the cause.
+        members: name of each layer, head or group -> its parts of the exchange.
+        cause: units that the other prompt lacks.
+    """
+
+    def __init__(
+        self,
+        explaining: Any,
+        number: int,
+        about: str,
+        exchange: Exchange,
+        members: Mapping[Any, Sequence[int]],
+        cause: tuple[int, ...],
+    ) -> None:
+        self.explaining, self.number, self.about, self.exchange, self.members = explaining, number, about, exchange, members
+        self.claim, self.removed = explaining.claims[number], "+".join(map(str, cause))
+
+    def fall(self, now: Outcome) -> float:
+        return float(self.explaining.fall(self.claim, now))
+
+    def may_be_lost(self, now: Outcome) -> bool:
+        return may_be_lost(self.claim, self.fall(now), now.firm)
+
+    def all_but(self, names: Iterable[Any]) -> set[Any]:
+        return set(self.members) - set(names)
+
+    def read(self, sets: Iterable[Iterable[Any]], asks: Callable[[Outcome], bool] = lambda now: True) -> list[Outcome]:
+        """What the model says with each set exchanged; texts only where ``asks`` says that they are worth it."""
+        parts = [[part for name in names for part in self.members[name]] for names in sets]
+        found: list[Outcome] = self.explaining.runs.exchanged(self.exchange, parts, asks)
+        return found
+
+    def run(
+        self, role: str, sets: Sequence[tuple[Any, ...]], asks: Callable[[Outcome], bool], others: bool = False
+    ) -> list[Outcome]:
+        """Each set exchanged, or everything but it, as statements."""
+        found = self.read([self.all_but(each) if others else each for each in sets], asks)
+        self.add(role, sets, found, others)
+        return found
+
+    def add(self, role: str, sets: Iterable[Iterable[Any]], found: Sequence[Outcome], others: bool = False) -> None:
+        for each, now in zip(sets, found, strict=True):
+            self.explaining.add(self.number, now, self.about, role, each, others=others, removed=self.removed)
+
+    def smallest(
+        self, first: str, later: str, last: str, asked: Callable[[int, Outcome], bool], *, others: bool = False
+    ) -> None:
+        """Sets of one, then of more, as statements of two roles; the first that are what is asked for get a third."""
+        for size in range(1, len(self.members)):
+            sets = list(itertools.combinations(self.members, size))
+            outcomes = self.run(first if size == 1 else later, sets, lambda now: others or self.may_be_lost(now), others)
+            found = [pair for pair in zip(sets, outcomes, strict=True) if asked(self.number, pair[1])]
+            if found:
+                names, now = zip(*found, strict=True)
+                self.add(last, names, now, others)
+                return
+
+
+Set = tuple[int, ...]
+
+
+class _Layers(_Search):
+    """Which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
+
+    def begin(self) -> None:
+        """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""
+        with self.explaining.runs.texts_together():
+            falls = [self.fall(now) for now in self.read([(layer,) for layer in self.members], self.may_be_lost)]
+            self.order = sorted(self.members, key=lambda layer: -falls[layer])
+            others = [self.all_but(each) for each in self._strongest(1)]
+            read = self.read(others, lambda now: False)
+            keeping = [each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)]
+            self.read(keeping[:1])
+
+    def breaking(self) -> list[Set]:
+        """The single layers that lose the claim, the strongest first; else the first set that does."""
+        outcomes = self.run("each", [(layer,) for layer in self.members], self.may_be_lost)
+        breaking: list[Set] = [(layer,) for layer in self.order if self.explaining.lost(self.number, outcomes[layer])]
+        if not breaking:
+            pairs = itertools.combinations(self.order[:MOST_PAIRED], 2)
+            breaking = self._first_lost([tuple(sorted(pair)) for pair in pairs])
+        if not breaking:
+            breaking = self._first_lost(self._strongest(3))
+        self.run("breaking", breaking, self.may_be_lost)
+        return breaking
+
+    def keeping(self) -> None:
+        """The first of the strongest layers' sets that keeps the claim alone."""
+        sets = self._strongest(1)
+        for each, now in zip(sets, self.run("only", sets, lambda now: False, others=True), strict=True):
+            if not self.may_be_lost(now) and self.explaining.said(self.number, self.read([self.all_but(each)])[0]):
+                self.run("keeping", [each], lambda now: not self.may_be_lost(now), others=True)
+                return
+
+    def _first_lost(self, sets: Sequence[Set]) -> list[Set]:
+        """The set that loses the claim and by which it falls most; texts are generated for a few at a time."""
+        read = dict(zip(sets, self.run("together", sets, lambda now: False), strict=True))
+        promising = sorted(filter(lambda each: self.may_be_lost(read[each]), sets), key=lambda each: -self.fall(read[each]))
+        for start in range(0, len(promising), AT_ONCE):
+            some = promising[start : start + AT_ONCE]
+            said = self.run("together", some, self.may_be_lost)
+            lost = [each for each, now in zip(some, said, strict=True) if self.explaining.lost(self.number, now)]
+            if lost:
+                return lost[:1]
+        return []
+
+    def _strongest(self, least: int) -> list[Set]:
+        return [tuple(sorted(self.order[:size])) for size in range(least, min(MOST_LAYERS, len(self.order)) + 1)]
