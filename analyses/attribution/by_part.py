@@ -236,7 +236,7 @@ def _of_unit(
 def without_each(
     question: Question, units: Sequence[Unit], replace_by: Mapping[tuple[int, int], str | Tensor]
 ) -> list[Counterfactuals]:
-    """For each unit the prompt in which it is replaced, or removed where no replacement is named.
+    """The prompts in each of which a unit is replaced, or removed where no replacement is named.
 
     Raises:
         KVLensError: a replacement of another length, or of tokens that are no unit.

@@ -189,8 +189,8 @@ class HeadExchange(Exchange):
         return 2 * self.own.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)
 
     def _parts_of_tensors(self) -> dict[str, Int[Tensor, " layer *rest"]]:
-        """By the name of a tensor, the number of the part that its entries are of, along its first axes; behind the last for
-        those that no head of a layer has."""
+        """The number of the part that each entry of a tensor is of, by the tensor's name and along its first axes; one behind
+        the last where no head of the layer has the entry."""
         bias, none = self.own, len(self.parts)
 
         def numbers(layers: Sequence[int], parts: Callable[[int], list[Part]], n: int) -> Int[Tensor, "layer some_head"]:
