@@ -42,7 +42,7 @@ tokenizer, a field is a list of token ids, or a string of ids separated by blank
 where the prompt's own tokens are needed. What takes a ``KVModel`` and reads heads with ``kvlens.model.visit_heads`` runs on the
 bridge too; in a layer, heads of attention come before those of a recurrent state (``bias.first_state_head(layer)``). A function
 ``check_model=`` refuses models that lack something, and the analysis calls it, too; what does not run on a front end at all
-stands in :mod:`kvlens.analyses.front_ends`, with the reason. An attribution method is a class with ``explain(question, units)``
+stands in :mod:`kvlens.analyses.registry`, with the reason. An attribution method is a class with ``explain(question, units)``
 and a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry`; its docstring says which passes it needs.
 """
 

@@ -26,9 +26,9 @@ from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_
 from kvlens.texts import token_texts
 
 from .declaration import Columns, Option, analysis
-from .front_ends import on_its_front_ends
-from .layers import heads_of_model
 from .predictions import OUTPUT_SHARE
+from .registry import on_its_front_ends
+from .segments import heads_of_model
 from .sequences import PromptTokens, prompt_sequence
 
 

@@ -1,10 +1,13 @@
-"""Reading the activations of a long text one segment at a time, for analyses of whole prompts.
+"""Activations of long texts, read one segment at a time, and numbers of heads where layers have different numbers of them.
 
 Analyzing what a text reads from a prompt takes the text's queries, normalizers and probes first, and then the prompt's keys and
 values, each once. So the tokens are run twice, in segments that go through all layers before the next one starts
 (:func:`kvlens.run_in_segments`), and only each layer's part of the result is kept. If the keys and values of all segments fit
 in memory, or if the text is run in one piece (it is short, or softmax, or hooked), it is run once, and they are kept for the
 second pass.
+
+The heads of a hybrid model's layers are held in one tensor with as many heads as the largest layer has, with NaN (or zeros)
+where a layer has no such head. Tables have rows for the heads that exist.
 """
 
 import contextlib
@@ -20,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvlens import HookedKVTransformer, run_in_segments
+from kvlens import HookedKVTransformer, KVModel, run_in_segments
+from kvlens.model import heads_per_layer
 
 Progress = Callable[[float], None]
 Found = Mapping[str, Tensor]
@@ -218,3 +222,32 @@ def _of_one_text(x: Tensor, name: str) -> Tensor:
     if name.endswith("shift_coef"):
         return x
     return x[0].transpose(0, 1) if name.endswith("hook_pattern") else x[0]
+
+
+# --- numbers of heads ---
+
+
+def stack_layers(of_layers: Sequence[Tensor], fill: float = 0.0) -> Float[Tensor, " layer *rest"]:
+    """Stack one tensor per layer, with ``fill`` for heads, and dimensions of heads, that a layer does not have."""
+    largest = [max(sizes) for sizes in zip(*(x.shape for x in of_layers), strict=True)]
+    whole = of_layers[0].new_full((len(of_layers), *largest), fill)
+    for layer, x in enumerate(of_layers):
+        whole[layer][tuple(slice(n) for n in x.shape)] = x
+    return whole
+
+
+def zeros_by_head(model: KVModel, *shape: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, "layer head *shape"]:
+    """Zeros for every head of a model, on the CPU, and NaN for heads that a layer does not have."""
+    counts = heads_per_layer(model)
+    zeros = torch.full((len(counts), max(counts), *shape), torch.nan, dtype=dtype)
+    for layer, count in enumerate(counts):
+        zeros[layer, :count] = 0
+    return zeros
+
+
+def heads_of_model(model: KVModel) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
+    """Layer and head of every head, in order: an index into tensors [layer, head, ...]."""
+    counts = torch.tensor(heads_per_layer(model))
+    exists = torch.arange(int(counts.max())) < counts[:, None]
+    layer, head = exists.nonzero(as_tuple=True)
+    return layer, head

@@ -23,7 +23,7 @@ from kvlens.checks import checked
 from kvlens.texts import token_texts
 
 from .declaration import Columns, analysis, tokens_field
-from .front_ends import on_its_front_ends
+from .registry import on_its_front_ends
 from .sequences import prompt_sequence
 
 HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))

@@ -11,11 +11,17 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvlens.errors import KVLensError, nearest
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
 INTERRUPTED, TERMINATED = 130, 143
+WIDTH = 80
+"""Columns of what is printed with colors, bars and tables."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 _UNKNOWN, _MISSING = "unrecognized arguments: ", "the following arguments are required: "
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -147,3 +153,47 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def visible(text: str) -> str:
     """``text`` on one line, with control characters, direction marks and line ends replaced, so that it is safe to print."""
     return "".join(UNREADABLE if unicodedata.category(char) in _HIDDEN and char not in _JOINERS else char for char in text)
+
+
+def make_console(*, stderr: bool = False) -> "Console":
+    """A console of at most 80 columns that colors no numbers and reads no markup or emoji in its text."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    return console
+
+
+class Bar:
+    """A progress bar: called with a description and the fraction done, it shows them."""
+
+    def __init__(self, bar: "Progress", first: str) -> None:
+        self._bar, self._task = bar, bar.add_task(first, total=None)  # pulses
+
+    def __call__(self, text: str, done: float) -> None:
+        self._bar.update(self._task, description=text, completed=done, total=1.0)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar, which stays."""
+        if not self._bar.disable:
+            self._bar.console.print(visible(line), overflow="ellipsis", no_wrap=True)
+
+
+@contextmanager
+def progress_bar(first: str) -> Iterator[Bar]:
+    """A bar on stderr that vanishes when done; nothing at all where stderr is no terminal. It pulses until it is called.
+
+    It is light, so that it shows while torch is imported.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = make_console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<28}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield Bar(bar, first)

@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvlens.report.write.table_bytes", full)
+        patch.setattr("kvlens.report.page.table_bytes", full)
         assert report(folder) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("kvlens: error: ")

@@ -17,7 +17,7 @@ from kvlens.model.storage import check_model_folder
 from kvlens.papers import find_experiment
 from kvlens.papers.harness.run import Reproduction, write_experiment
 from kvlens.report import build_report, write_report
-from kvlens.report.write import write_explanation
+from kvlens.report.page import write_explanation
 
 
 @cache
@@ -156,7 +156,7 @@ def test_an_explanation_leaves_nothing_half_written(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(KVLensError, match="No space left on device"):
-        patch.setattr("kvlens.report.write.table_bytes", full)
+        patch.setattr("kvlens.report.page.table_bytes", full)
         explanation(folder, True)
     assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
     (folder / "units.parquet").unlink()

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from kvlens.analyses.batch.table import read_facts, to_bytes, write_parquet
+from kvlens.analyses.batch.storage import read_facts, to_bytes, write_parquet
 
 import kvlens
 from kvlens import KVLensError

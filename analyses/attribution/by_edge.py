@@ -37,8 +37,8 @@ from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import heads_per_layer
 
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
-from ..front_ends import on_its_front_ends
 from ..predictions import EFFECT
+from ..registry import on_its_front_ends
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
 from .answers import Answer, Question, Read, Rival

@@ -3,9 +3,9 @@
 All of them read counterfactual prompts (units removed) and ask for the answer's log-probability f after each:
 
 - `LeaveOneOut`: f(whole) - f(without u), one counterfactual a unit. No fit, and the definition of a total effect.
-- `InteractionFit`: the logits of the probabilities of the answer's tokens over subsets of the units, leave-one-out among them
-  where it is at most a third of them, each fitted by a sum over units and pairs. A unit's Gaussian prior has one width for all
-  tokens; a pair's is narrower than both of its units', so that only units that matter interact.
+- `InteractionFit`: the logits of the probabilities of the answer's tokens over random subsets of the units, each fitted by a
+  sum over units and pairs. A unit's Gaussian prior has one width for all tokens; a pair's is narrower than both of its
+  units', so that only units that matter interact.
 - `ContextCite`: a sum over units alone, by lasso, as published (Cohen-Wang et al. 2024, arXiv 2409.00729).
 
 A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
@@ -100,12 +100,10 @@ class LeaveOneOut:
 
 
 def chosen_subsets(n_subsets: int, n_units: int, seed: int) -> Bool[Tensor, "row unit"]:
-    """The whole, all without one unit where they are at most a third, then pairs of a random subset and its complement."""
+    """The whole, then random subsets, each unit kept with probability one half."""
     generator = torch.Generator().manual_seed(seed)
-    half = torch.rand((n_subsets + 1) // 2, n_units, generator=generator) < 0.5
-    pairs = torch.stack([half, ~half], dim=1).flatten(0, 1)
-    without_one = ~torch.eye(n_units, dtype=torch.bool)[: n_units if n_subsets >= 3 * n_units else 0]
-    return torch.cat([torch.ones(1, n_units, dtype=torch.bool), without_one, pairs])[:n_subsets]
+    drawn = torch.rand(n_subsets - 1, n_units, generator=generator) < 0.5
+    return torch.cat([torch.ones(1, n_units, dtype=torch.bool), drawn])
 
 
 def logit_of(log_p: Float[Tensor, " row"]) -> Float[Tensor, " row"]:

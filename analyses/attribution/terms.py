@@ -24,7 +24,7 @@ from kvlens.model import heads_per_layer
 
 from ..bias.exchange import ALL, Exchange, rows_at_once
 from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, in_one_space, kv_heads_read, tensors_of, with_tensors
-from ..layers import stack_layers
+from ..segments import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
 """The tensors that the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""

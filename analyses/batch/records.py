@@ -15,7 +15,7 @@ from kvlens import Chat, KVLensError
 from kvlens.errors import nearest_name
 
 from ..declaration import Record
-from .paths import check_prompts
+from .work import check_prompts
 
 JSONL = (".jsonl", ".ndjson")
 

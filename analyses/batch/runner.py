@@ -26,14 +26,11 @@ from kvlens.files import reason, write_atomically
 from kvlens.terminal import is_new, visible
 
 from ..declaration import Analysis, Record
-from ..front_ends import check_front_end
-from .engines import run_jobs
-from .journal import Journal, check_same
-from .paths import check_table_path
+from ..registry import check_front_end
 from .records import Survey, read_records, survey
-from .table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
-from .work import Resources, Work, check_work
-from .worker import Job, ModelShelf, PromptResult, columns_of
+from .storage import Journal, PromptResult, check_same, read_facts, read_parquet, schema_of, to_bytes, write_parquet
+from .work import Resources, Work, check_table_path, check_work
+from .workers import Job, ModelShelf, columns_of, run_jobs
 
 FORMAT_VERSION = 2
 MALFORMED = "malformed"
@@ -149,9 +146,8 @@ def run_batch(
     if kept is not None and not journal_path.exists():
         check_same(out, {name: kept.get(name) for name in settings}, json.loads(json.dumps(settings)))
     _make_folder(out.parent)
-    with Journal(journal_path, settings, restart=overwrite, retry_failed=retry_failed) as journal:
-        if kept is not None and not journal.progress().n_done:
-            journal.add(_kept(out, kept, work, source, schema_of(columns_of(analysis, work))))
+    known = () if kept is None else _kept(out, kept, work, source, schema_of(columns_of(analysis, work)))
+    with Journal(journal_path, settings, restart=overwrite, retry_failed=retry_failed, known=known) as journal:
         total, done = found.n_prompts * len(work.models), journal.progress().n_done
         jobs = _jobs(work, source, journal, resources.prompts_per_job)
         hidden = None if progress is None else not progress

@@ -1,18 +1,43 @@
-"""The command of every analysis: ``kvlens analyse NAME`` and ``python -m analyses NAME``.
+"""The command of every analysis, ``kvlens analyse NAME`` and ``python -m analyses NAME``.
 
-This part does not import torch; :mod:`kvlens.analyses.batch.command` does the rest.
+What is misspelt is reported at once: the options of an analysis are in its declaration, which takes seconds to import, so the
+names of its options and columns are first read from the source of its module.
+
+Exit status: 0 if every prompt has rows, 1 if the table is complete but some lines or prompts have none, 2 on bad input or if
+the table exists already, 130 on Ctrl-C (then, as after a kill, the same command resumes).
 """
 
+import argparse
+import ast
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from kvlens import KVLensError
-from kvlens.terminal import paragraphs, plain_warnings, terminal_width
+from kvlens.arguments import path_of
+from kvlens.checks import Within, ensure
+from kvlens.terminal import Arguments, how_it_ended, listed, paragraphs, plain_warnings, terminal_width, visible
 
 from ..registry import ANALYSES, locate
-from .arguments import check_early
+from .work import (
+    DTYPES,
+    ENGINES,
+    Resources,
+    Work,
+    check_columns,
+    check_model_name,
+    check_prompts,
+    check_table_path,
+    load_analysis,
+)
 
-BAD_INPUT = 2
+if TYPE_CHECKING:
+    from ..declaration import Analysis, Option
+    from .runner import BatchResult
+
+INCOMPLETE, BAD_INPUT = 1, 2
 EPILOG = """\
 PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, and optionally "text", "id" and fields of \
 the analysis), a .json file with the messages of one chat, any other \
@@ -22,6 +47,15 @@ without rows, and --retry-failed runs those prompts again. Until the batch is co
 the same command resumes a run that was interrupted or killed.
 
   kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
+MODEL_HELP = (
+    "a shipped model (see `kvlens zoo`), a folder, or a name on the hub, if its files are in the local Hugging Face cache; may "
+    "be repeated"
+)
+TEXT_HELP = {
+    True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',
+    False: 'the text for prompts without a "text" of their own',
+}
+NO_PROMPTS = "not read: this analysis depends on the weights alone, and runs once per model"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +75,6 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         KVLensError: bad input.
     """
     if not argv:
-        from .command import print_list
-
         return print_list(prog)
     name, *rest = argv
     if name in ("-h", "--help"):
@@ -53,10 +85,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
     locate(name)  # reports a misspelt name at once
     if not {"-h", "--help"} & set(rest):
         check_early(name, rest, prog=f"{prog} {name}")
-
-    from .command import run_analysis
-
-    return run_analysis(name, rest, prog=f"{prog} {name}", epilog=EPILOG)
+    return run_analysis(name, rest, prog=f"{prog} {name}")
 
 
 def _help(prog: str) -> str:
@@ -67,4 +96,234 @@ def _help(prog: str) -> str:
         f"NAME is one of {', '.join(ANALYSES)}, or a function of your own as MODULE:FUNCTION, for instance "
         "my_package.my_module:my_function. The module is found from here or is installed, and the function has the decorator "
         "kvlens.analyses.analysis: the documentation of kvlens.analyses.declaration has an example to copy."
+    )
+
+
+# --- before torch is imported ---
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs_text: bool = False) -> None:
+    """Add the arguments that every analysis has."""
+    add = parser.add_argument
+    if reads_prompts:
+        add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
+    else:
+        add("prompts", metavar="PROMPTS", nargs="?", help=NO_PROMPTS)
+    add("--model", action="append", required=True, help=MODEL_HELP)
+    add("--out", required=True, metavar="FILE", help="the table to write, .parquet")
+    add("--text", help=TEXT_HELP[needs_text])
+    add("--columns", metavar="A,B", help="only these columns, in addition to model and prompt_id")
+    add("--overwrite", action="store_true", help="start from scratch, and replace an existing table in FILE")
+    add("--retry-failed", action="store_true", help="run only the prompts that failed again, and keep the rows of the others")
+    add("--device", help="where the models run, e.g. cpu or cuda (default: cuda if available)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of each model)")
+    add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="processes",
+        help="ray needs the extra of that name: pip install -e '.[ray]' in a clone (default: %(default)s)",
+    )
+    add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
+    add("--threads", type=int, metavar="N", help="threads of each worker (default: torch's threads, divided among the workers)")
+    add("--prompts-per-job", type=int, default=8, metavar="N", help="prompts run and recorded at once (default: 8)")
+
+
+def read_arguments(parser: Arguments, argv: Sequence[str], *, reads_prompts: bool) -> argparse.Namespace:
+    """The arguments of a command line. PROMPTS may be left out, or come between options."""
+    return parser.parse_args(argv) if reads_prompts else parser.parse_intermixed_args(argv)
+
+
+def flag_of(option: str) -> str:
+    """An option's name on the command line."""
+    return f"--{option.replace('_', '-')}"
+
+
+def columns_in(given: str | None) -> tuple[str, ...]:
+    """``--columns A,B``"""
+    return () if given is None else tuple(column.strip() for column in given.split(","))
+
+
+def resources_of(args: argparse.Namespace) -> Resources:
+    """The resources that the command line asks for.
+
+    Raises:
+        KVLensError: a number is out of range, such as more workers than the machine can use.
+    """
+    for name in ("workers", "threads", "prompts_per_job"):
+        if getattr(args, name) is not None:
+            ensure(flag_of(name), Annotated[int, Within(1)], getattr(args, name))
+    return Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
+
+
+def check_early(name: str, argv: Sequence[str], prog: str) -> None:
+    """Check a command line as far as possible without torch.
+
+    Raises:
+        KVLensError: a misspelt option or column, a missing argument, an invalid path, an unknown model.
+    """
+    if name not in ANALYSES:
+        return
+    declared = declared_in(name)
+    parser = Arguments(prog=prog, allow_abbrev=False, add_help=False)
+    add_arguments(parser, reads_prompts=declared.reads_prompts)
+    for option, is_flag in declared.options.items():
+        action = {"action": argparse.BooleanOptionalAction} if is_flag else {}
+        parser.add_argument(flag_of(option), dest=f"option_{option}", **action)  # type: ignore[arg-type]
+    args = read_arguments(parser, argv, reads_prompts=declared.reads_prompts)
+    if declared.columns is not None:
+        check_columns(name, columns_in(args.columns), declared.columns)
+    resources_of(args)
+    if declared.reads_prompts:
+        check_prompts(args.prompts)
+    for model in args.model:
+        check_model_name(model)
+    check_table_path(path_of("out", args.out))
+
+
+class Declared(NamedTuple):
+    """The declaration of an analysis, as read from the source of its module.
+
+    Attributes:
+        options: name -> whether it is a flag, without a value.
+        columns: their names; None if they are computed from others.
+        reads_prompts: whether a record's fields become arguments.
+    """
+
+    options: dict[str, bool]
+    columns: tuple[str, ...] | None
+    reads_prompts: bool
+
+
+def declared_in(name: str) -> Declared:
+    """The declaration of one of kvlens' own analyses, read from the decorator of its function without importing the module."""
+    module, _ = locate(name)
+    body: Any = ast.parse(importlib.util.find_spec(module).loader.get_source(module)).body  # type: ignore[union-attr]
+    tables = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+    for function, call in ((node, call) for node in body for call in getattr(node, "decorator_list", ())):
+        said = _keywords(call)
+        if ast.unparse(call).startswith("analysis(") and name in (function.name, getattr(said.get("of"), "id", "")):
+            break
+    arguments, options = function.args, [key.value for key in said["options"].keys] if "options" in said else []
+    flags = {
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if isinstance(getattr(default, "value", None), bool)
+    }
+    columns = tuple(_keywords(tables.get(call.args[0].id)))
+    reads_prompts = "prompt" in (argument.arg for argument in arguments.args)
+    return Declared({option: option in flags for option in options}, None if None in columns else columns, reads_prompts)
+
+
+def _keywords(call: Any) -> dict[Any, Any]:
+    """The arguments of a call that are given by name; None stands for ``**others``, or for what is no call."""
+    return {keyword.arg: keyword.value for keyword in call.keywords} if isinstance(call, ast.Call) else {None: None}
+
+
+# --- the batch ---
+
+
+def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
+    """Run one analysis from its command line; return the exit status.
+
+    Raises:
+        KVLensError: bad input.
+    """
+    from .runner import Input, run_batch  # imports torch
+
+    folder = os.getcwd() if ":" in name else None  # the kvlens command does not have it in its path
+    analysis = load_analysis(name, folder)
+    try:
+        args = read_arguments(_parser(analysis, prog), argv, reads_prompts=bool(analysis.inputs))
+    except SystemExit:  # --help
+        return 0
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    work = Work(
+        name,
+        models=tuple(args.model),
+        columns=columns_in(args.columns),
+        options={option: getattr(args, f"option_{option}") for option in analysis.options},
+        dtype=args.dtype,
+        device=args.device,
+        folder=folder,
+    )
+    resources = resources_of(args)
+    source = Input(None if args.prompts is None else path_of("PROMPTS", args.prompts), args.text)
+    try:
+        result = run_batch(
+            work, source, args.out, resources=resources, overwrite=args.overwrite, retry_failed=args.retry_failed
+        )
+    except KeyboardInterrupt as error:
+        word, status = how_it_ended(error)
+        print(f"{prog}: {word}; finished prompts are kept, and the same command resumes the batch", file=sys.stderr)
+        return status
+    _print(result, n_models=len(work.models), of_prompts=bool(analysis.inputs))
+    return INCOMPLETE if result.errors else 0
+
+
+def print_list(prog: str) -> int:
+    """Print name and summary of kvlens' own analyses; return the exit status."""
+    print(listed(((name, load_analysis(name).summary) for name in ANALYSES), terminal_width()))
+    print(f"\n`{prog} NAME --help` shows columns and options of one.")
+    return 0
+
+
+def _print(result: "BatchResult", n_models: int, *, of_prompts: bool) -> None:
+    models = f" on {n_models} models" if n_models > 1 else ""
+    rows = f"{result.n_rows:,} rows of {result.n_prompts:,} prompts{models}"
+    if not of_prompts:
+        rows = f"{result.n_rows:,} rows of {n_models} model{'s' * (n_models > 1)}"
+    print(f"Written to {visible(str(result.out))}: {rows}")
+    if result.errors is None:
+        return
+    failed = f"{result.n_without_rows:,} of {result.n_prompts * n_models:,} runs of a prompt failed"
+    if n_models == 1:
+        failed = f"{result.n_without_rows:,} of {result.n_prompts:,} prompts failed"
+    malformed = f"{result.n_malformed:,} line{'s' * (result.n_malformed != 1)} without a prompt"
+    problems = [words for number, words in ((result.n_malformed, malformed), (result.n_without_rows, failed)) if number]
+    print(f"{' and '.join(problems)}: see {visible(str(result.errors))}")
+    if result.first_failure is not None:
+        print(f"The first: {visible(result.first_failure)}")
+        print("The same command with --retry-failed runs only those again")
+
+
+def _parser(analysis: "Analysis", prog: str) -> Arguments:
+    parser = Arguments(prog=prog, description=_description(analysis), epilog=EPILOG, allow_abbrev=False)
+    add_arguments(parser, reads_prompts=bool(analysis.inputs), needs_text=analysis.needs_text)
+    own = parser.add_argument_group("options of this analysis") if analysis.options else parser
+    for name, default in analysis.defaults.items():
+        _add_option(own, name, analysis.options[name], default)
+    return parser
+
+
+def _description(analysis: "Analysis") -> str:
+    """The summary of an analysis, the fields that it reads, and its columns."""
+    fields: dict[str, bool] = {}
+    for source in analysis.inputs.values():
+        fields[source.name] = fields.get(source.name, False) or source.required
+    named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
+    reads = f"fields of a record that it reads: {named or 'none; it runs once per model, without PROMPTS'}"
+    columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
+    return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
+
+
+def _add_option(group: "argparse._ActionsContainer", name: str, option: "Option", default: Any) -> None:
+    flag, destination = flag_of(name), f"option_{name}"
+    text = option.help.replace("%", "%%")
+    if isinstance(default, bool):
+        group.add_argument(flag, dest=destination, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    if option.many:
+        text += f": some of {', '.join(option.choices)}, with commas between" if option.choices else ", with commas between"
+        default = ",".join(default or ())
+    shown = "" if default in (None, "") else f" (default: {default})"
+    choices = None if option.many else option.choices or None
+    group.add_argument(
+        flag,
+        dest=destination,
+        type=option.kind(default),
+        default=default,
+        choices=choices,
+        metavar=None if choices else "X",
+        help=f"{text}{shown}",
     )

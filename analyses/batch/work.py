@@ -1,27 +1,35 @@
-"""The work of a batch: the part of its settings that determines every number of the table.
+"""What a batch is asked for, and the checks of it that are made before a model is loaded.
 
-It is sent to each worker, and recorded: a batch can be resumed only with the same work. The other settings are in
-:mod:`kvlens.analyses.batch.resources`.
+`Work` is the part of the settings that determines every number of the table. It is sent to each worker, and recorded: a batch
+can be resumed only with the same work. `Resources` affect how long it takes, and may change when it is resumed. Nothing here
+needs torch, so that the command line can check it first.
 """
 
 import importlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvlens import KVLensError
+from kvlens import KVLensError, zoo
 from kvlens.arguments import path_of
-from kvlens.checks import checked, ensure, one_of
+from kvlens.checks import Count, Within, checked, ensure, one_of
 from kvlens.errors import nearest
+from kvlens.files import check_writable, reason
 
-from ..declaration import Analysis
 from ..registry import locate
-from .arguments import check_columns
-from .resources import DTYPES, Resources
 
+if TYPE_CHECKING:
+    from ..declaration import Analysis
+
+ENGINES = ("processes", "ray")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+MOST_PER_CORE, MOST_ACTORS = 16, 10_000
+"""The most processes (or threads of one) per core, and the most actors of a cluster; more are surely a typing error."""
 FRONT_COLUMNS = ("model", "prompt_id")
-__all__ = ["FRONT_COLUMNS", "Resources", "Work", "check_work", "load_analysis"]
+"""Those of every table, before the columns of the analysis."""
 
 
 @checked
@@ -49,7 +57,38 @@ class Work:
     folder: str | None = None
 
 
-def load_analysis(name: str, folder: str | None = None) -> Analysis:
+@checked
+@dataclass(frozen=True)
+class Resources:
+    """How the work is distributed.
+
+    Attributes:
+        engine: "processes" (one, or spawned workers, on this machine) or "ray".
+        workers: number of processes or actors; with one process, the batch runs in this process.
+        gpus_per_worker: for Ray; 0.25 puts four workers on a GPU.
+        threads: threads of each worker; None divides torch's threads here among them. The last bits of a sum depend on it.
+        prompts_per_job: number of prompts that a worker is given, and that are recorded, at once.
+    """
+
+    engine: Literal["processes", "ray"] = "processes"
+    workers: Count = 1
+    gpus_per_worker: Annotated[float, Within(0)] = 0.0
+    threads: Count | None = None
+    prompts_per_job: Count = 8
+
+    def __post_init__(self) -> None:
+        cores = os.cpu_count() or 1
+        most = {"workers": MOST_ACTORS if self.engine == "ray" else MOST_PER_CORE * cores, "threads": MOST_PER_CORE * cores}
+        for name, limit in most.items():
+            if (getattr(self, name) or 0) > limit:
+                raise KVLensError(
+                    f"{name}: at most {limit:,} (this machine has {cores} cores), got {getattr(self, name):,}; give fewer"
+                )
+        if self.gpus_per_worker and self.engine != "ray":
+            raise KVLensError("gpus_per_worker is for the engine ray; for processes, choose the device")
+
+
+def load_analysis(name: str, folder: str | None = None) -> "Analysis":
     """Import an analysis by its name, or as MODULE:FUNCTION.
 
     Raises:
@@ -75,13 +114,15 @@ def load_analysis(name: str, folder: str | None = None) -> Analysis:
     return analysis
 
 
-def _declared(value: Any) -> Analysis | None:
+def _declared(value: Any) -> "Analysis | None":
     """The declaration of a decorated function, or an `Analysis` itself."""
+    from ..declaration import Analysis  # imports torch
+
     found = getattr(value, "__dict__", {}).get("analysis", value)
     return found if isinstance(found, Analysis) else None
 
 
-def check_work(work: Work) -> Analysis:
+def check_work(work: Work) -> "Analysis":
     """Check ``work`` and return its analysis.
 
     Raises:
@@ -104,3 +145,43 @@ def check_work(work: Work) -> Analysis:
     if not work.models:
         raise KVLensError("no model is given; name at least one")
     return analysis
+
+
+def check_columns(name: str, wanted: Sequence[str], there: Sequence[str]) -> None:
+    """Raise KVLensError unless an analysis has these columns."""
+    for column in wanted:
+        if column not in there:
+            raise KVLensError(f"{name} has no column {column!r}; it has {', '.join(there)}{nearest(column, there)}")
+
+
+def check_prompts(prompts: str | Path) -> Path:
+    """Return the path of the prompts.
+
+    Raises:
+        KVLensError: not a path, or nothing is there.
+    """
+    path = path_of("prompts", prompts)
+    try:
+        path.stat()
+    except OSError as error:
+        raise KVLensError(f"prompts: cannot read {path}: {reason(error)}") from error
+    if not path.is_dir() and not path.is_file():
+        raise KVLensError(
+            f"prompts: {path} is a pipe or a device, which can be read only once; a batch reads its prompts twice, and again "
+            "when it is resumed. Write them to a file first, whose name says what it is (.jsonl, .txt)"
+        )
+    return path
+
+
+def check_table_path(out: Path) -> None:
+    """Raise KVLensError unless ``out`` is a valid path of a table."""
+    if out.suffix != ".parquet":
+        raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
+    check_writable(out)
+
+
+def check_model_name(name: str) -> None:
+    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a Hugging Face name, without reading files."""
+    source = zoo.source_of(name)
+    if isinstance(source, Path) and not source.is_dir():
+        raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")

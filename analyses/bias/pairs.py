@@ -42,8 +42,8 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine
 from kvlens.checks import checked
 
 from ..declaration import Columns, analysis, tokens_field
-from ..front_ends import on_its_front_ends
-from ..layers import heads_of_model, stack_layers
+from ..registry import on_its_front_ends
+from ..segments import heads_of_model, stack_layers
 from ..sequences import PromptTokens, converted, one_sequence
 
 _Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]

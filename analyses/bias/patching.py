@@ -44,8 +44,8 @@ from kvlens.checks import Count, checked
 from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
-from ..front_ends import on_its_front_ends
 from ..heads.repeated_text import shifted_projections
+from ..registry import on_its_front_ends
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target

@@ -36,10 +36,9 @@ from kvlens.model import heads_per_layer, output_weights
 from kvlens.texts import next_token_texts, token_texts
 
 from ..declaration import Columns, Option, analysis
-from ..layers import zeros_by_head
 from ..predictions import OUTPUT_SHARE
 from ..prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import Progress, PromptColumns, bar_unless
+from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from ..stream.logit_attribution import (
     LogitTarget,

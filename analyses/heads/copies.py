@@ -11,8 +11,7 @@ from kvlens.model import heads_per_layer
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, analysis
-from ..layers import heads_of_model
-from ..segments import Progress, bar_unless
+from ..segments import Progress, bar_unless, heads_of_model
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from .ablation import cached
 from .repeated_text import layer_taps, roles, shifted_projections

@@ -12,8 +12,7 @@ from kvlens.texts import token_texts
 
 from ..bias.decomposition import bias_outputs, share_by_size
 from ..bias.positions import output_shares
-from ..layers import stack_layers, zeros_by_head
-from ..segments import Progress, PromptColumns, bar_unless
+from ..segments import Progress, PromptColumns, bar_unless, stack_layers, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, prompt_text_bias
 from .rows import attention_among, visit_rows
 

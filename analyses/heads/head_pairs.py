@@ -23,7 +23,7 @@ from kvlens.checks import checked
 from kvlens.model import HeadMatrices, head_matrices, heads_per_layer
 
 from ..declaration import Columns, Option, analysis
-from ..front_ends import on_its_front_ends
+from ..registry import on_its_front_ends
 
 # A head's four weight matrices with norms folded in, and the scores that depend on them alone.
 #

@@ -25,10 +25,9 @@ from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
-from ..front_ends import on_its_front_ends
-from ..layers import heads_of_model, stack_layers
 from ..predictions import LOSS_CHANGE
-from ..segments import bar_unless
+from ..registry import on_its_front_ends
+from ..segments import bar_unless, heads_of_model, stack_layers
 from ..sequences import one_sequence
 from ..stream.logit_attribution import residual_directions
 from .ablation import AblationEffect, Progress, Start, resampling_ablation, swap_costs

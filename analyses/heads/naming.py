@@ -27,8 +27,8 @@ from kvlens.model import head_matrices
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis
-from ..layers import heads_of_model
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
+from ..segments import heads_of_model
 from .ablation import Progress, Start
 from .head_pairs import composition_scores
 from .induction import (

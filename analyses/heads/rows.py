@@ -19,8 +19,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVModel
 from kvlens.model import HeadsRead, visit_heads
 
-from ..layers import stack_layers
-from ..segments import Found, Looks, Progress, rows_at
+from ..segments import Found, Looks, Progress, rows_at, stack_layers
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""

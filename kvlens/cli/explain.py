@@ -10,7 +10,7 @@ from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Within, ensure
 from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, model_and_texts
 from kvlens.errors import KVLensError
-from kvlens.report.example import TEXT_MODEL
+from kvlens.report.inputs import TEXT_MODEL
 from kvlens.terminal import visible
 
 
@@ -70,8 +70,8 @@ def _explain(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.files import work_on
-    from kvlens.report.console import make_console, progress_bar
-    from kvlens.report.folder import EXPLANATION_FOLDER
+    from kvlens.report.inputs import EXPLANATION_FOLDER
+    from kvlens.terminal import make_console, progress_bar
 
     held = nullcontext() if args.out is None else work_on(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
     with held, progress_bar("loading the model") as tell:
@@ -82,13 +82,13 @@ def _explain(args: argparse.Namespace) -> int:
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
         if args.out is not None:
-            from kvlens.report.write import EXPLANATION_PAGE, write_explanation
+            from kvlens.report.page import EXPLANATION_PAGE, write_explanation
 
             files = write_explanation(
                 found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite
             )
 
-    from kvlens.report.explanation import print_explanation
+    from kvlens.report.terminal import print_explanation
 
     if chat is None and getattr(model.tokenizer, "chat_template", None):
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")

@@ -30,9 +30,7 @@ def add_command(commands: Any) -> None:
         description="Convert a prompt into a KV bias and measure on a text: whether the logits with the bias equal those with "
         "the prompt; what the prompt changes; which layers and heads matter; and what the model generates with the prompt, "
         "with the bias, and without either. Without --prompt and --text, a built-in example is shown.",
-        epilog="To resume an interrupted report, repeat the command: what was measured to explain the answer is kept in "
-        "DIR.unfinished until the report is written.\n\n"
-        "The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
+        epilog="The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
         "(bias.safetensors).\n\n"
         "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
         allow_abbrev=False,
@@ -106,7 +104,7 @@ def add_command(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvlens.report.folder import REPORT_FOLDER, check_folder  # light: bad input is reported before torch is imported
+    from kvlens.report.inputs import REPORT_FOLDER, check_folder  # light: bad input is reported before torch is imported
 
     ensure("--seed", Seed, args.seed)
     if args.new_tokens is not None:
@@ -122,7 +120,7 @@ def _report(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.files import work_on
-    from kvlens.report.console import progress_bar
+    from kvlens.terminal import progress_bar
 
     with work_on(args.out, REPORT_FOLDER, overwrite=args.overwrite), progress_bar("loading the model") as tell:
         from kvlens import load
@@ -134,7 +132,7 @@ def _report(args: argparse.Namespace) -> int:
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 
         from kvlens.report.build import build_report
-        from kvlens.report.write import write_report
+        from kvlens.report.page import write_report
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The prompt is longer than n_ctx")  # the report says so itself
@@ -156,8 +154,8 @@ def _report(args: argparse.Namespace) -> int:
         tell("writing", 1.0)
         written = write_report(report, args.out, overwrite=args.overwrite)
 
+    from kvlens.report.page import BIAS, PAGE, report_files
     from kvlens.report.terminal import print_report
-    from kvlens.report.write import BIAS, PAGE, report_files
 
     print_report(report)
     folder = visible(f"{Path(args.out)}{os.sep}")

@@ -1,10 +1,7 @@
 """Writing files and folders atomically, detecting damage, and never overwriting the user's own files.
 
-    atomic      write to a hidden temporary file next to the target, then rename it; remove leftovers of interrupted writes
-    reading     read only regular files, inside the expected folder, and valid JSON
-    manifest    checksums, and the JSON file that lists a folder's own files with their checksums
-    folders     whether a folder may be written to, and writing it
-    work        one command at a time for an output folder
+    atomic      write to a hidden temporary name next to the target, then rename it; whether a folder may be written to
+    reading     read only regular files, inside the expected folder, and valid JSON; checksums, and lists of own files
     tensors     safetensors files with a checksum
     tables      Parquet files with a checksum
 
@@ -12,6 +9,8 @@ All but ``tensors`` and ``tables``, which need torch and pandas, can be imported
 """
 
 from kvlens.files.atomic import (
+    FolderKind,
+    check_folder,
     check_writable,
     clear_leftovers,
     clear_leftovers_in,
@@ -19,23 +18,28 @@ from kvlens.files.atomic import (
     is_temporary,
     lock,
     reason,
+    work_on,
     write_atomically,
     write_file,
+    write_folder,
 )
-from kvlens.files.folders import FolderKind, check_folder, write_folder
-from kvlens.files.manifest import (
+from kvlens.files.reading import (
     CARD,
     LIST,
     check_listed,
+    check_regular,
+    check_regular_files,
+    check_version,
     checksum,
     checksum_of_json,
+    file_in,
     list_files,
     listed_in,
+    parsed_json,
     plain,
+    read_json,
     read_listed,
 )
-from kvlens.files.reading import check_regular, check_regular_files, check_version, file_in, parsed_json, read_json
-from kvlens.files.work import work_on
 
 __all__ = [
     "CARD",

@@ -1,4 +1,6 @@
-"""Writing files and folders atomically, by way of a hidden temporary name next to the target.
+"""Writing files and folders, completely or not at all, and only where they may be written.
+
+Everything is written under a hidden temporary name next to the target, which is then renamed:
 
     .NAME.kvlens-new     the file or folder being written
     .NAME.kvlens-old     the previous folder, on systems that cannot swap two folders in one step
@@ -6,6 +8,11 @@
 
 A process that holds the lock knows that any of the other names were left by a process that died, and cleans up: an old folder
 is restored if nothing has replaced it, and everything else is deleted.
+
+One rule for the folders of models, reports, results of experiments and training runs (`FolderKind`): an empty or missing one
+may be written to; one that holds another result of the same kind may be replaced if the user allows it (a training run is
+resumed instead). Nothing else is ever replaced: no folder with other contents, and none in which users keep their own files
+next to ours.
 """
 
 import ctypes
@@ -14,9 +21,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
@@ -182,3 +189,119 @@ def _swapped(a: Path, b: Path) -> bool:
     """Swap two folders in one step; False if the system cannot do so."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     return swap is not None and swap(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _SWAP) == 0
+
+
+# --- whether a folder may be written to ---
+
+
+class FolderKind(NamedTuple):
+    """What a folder holds.
+
+    Attributes:
+        name: name with its article, for messages.
+        own_files: function that returns the files of a folder that belong to it, relative to the folder; None if the folder
+            is of another kind.
+        operation: the beginning of every message.
+        allow: how a user allows replacing it; None if it is resumed instead, in which case nothing is deleted.
+        ignored: paths that do not count as contents.
+    """
+
+    name: str
+    own_files: Callable[[Path], set[str] | None]
+    operation: str = ""
+    allow: str | None = "pass --overwrite"
+    ignored: Callable[[Path], bool] = lambda path: False
+
+
+def check_folder(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Path:
+    """Return the absolute path of a folder that ``kind`` may be written to; only removes leftovers of interrupted writes.
+
+    Args:
+        folder: path of the folder; it need not exist.
+        kind: what is to be written there.
+        overwrite: whether an existing folder of that kind may be replaced.
+
+    Raises:
+        KVLensError: there is a file of that name; the folder holds something else, or additional files, or is of that kind and
+            ``overwrite`` is False; or it is not writable.
+    """
+    say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
+    path = Path(os.path.realpath(path_of(kind.operation or "--out", folder)))
+    clear_leftovers(path)
+    _check_contents(path, kind, say, overwrite)
+    check_writable(path)
+    return path
+
+
+def write_folder(
+    folder: str | Path, fill: Callable[[Path], object], kind: FolderKind | None = None, *, overwrite: bool = False
+) -> Path:
+    """Let ``fill`` write a folder, completely or not at all, and return its absolute path.
+
+    Args:
+        folder: path of the folder; parent folders are created. An existing one is replaced.
+        fill: is called with the path of an empty folder.
+        kind: what is written; None where the caller has checked that it may be.
+        overwrite: whether an existing folder of that kind may be replaced.
+
+    Raises:
+        KVLensError: as :func:`check_folder`, also if another process has written there since; not writable, or the disk is
+            full. Errors of ``fill`` are passed on, and nothing is left behind.
+    """
+    if kind is None:
+        return replace_folder(folder, fill, lambda path: None)
+    say = f"{kind.operation}: {folder}" if kind.operation else f"{folder}"
+    path = check_folder(folder, kind, overwrite=overwrite)
+    return replace_folder(path, fill, lambda path: _check_contents(path, kind, say, overwrite))
+
+
+def _check_contents(path: Path, kind: FolderKind, say: str, overwrite: bool) -> None:
+    if os.path.lexists(path) and not path.is_dir():
+        raise KVLensError(f"{say} is a file, not a folder; choose another folder")
+    try:
+        if path.is_dir() and not all(map(kind.ignored, path.iterdir())):
+            _check_own(path, kind, say, overwrite)
+    except OSError as error:
+        raise KVLensError(f"{say} cannot be read: {reason(error)}; choose another folder") from error
+
+
+def _check_own(path: Path, kind: FolderKind, say: str, overwrite: bool) -> None:
+    own = kind.own_files(path)
+    if own is None:
+        raise KVLensError(f"{say} is not empty and not {kind.name}, so it is left alone; choose another folder")
+    if kind.allow is None:
+        return
+    if not overwrite:
+        raise KVLensError(f"{say} already holds {kind.name}; {kind.allow} to replace it, or choose another folder")
+    others = sorted(files_in(path) - own)
+    if others:
+        named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise KVLensError(f"{say} holds files that are not part of {kind.name} ({named}); move them away first")
+
+
+@contextmanager
+def work_on(folder: str | Path, kind: FolderKind, *, overwrite: bool = False) -> Iterator[None]:
+    """Inside the block, no other command works on the output ``folder``. Missing parents are made, and removed if left empty.
+
+    Raises:
+        KVLensError: as :func:`check_folder`, or another process works on it.
+    """
+    path = check_folder(folder, kind, overwrite=overwrite)
+    with ExitStack() as stack:
+        try:
+            stack.callback(_remove_empty, [parent for parent in path.parents if not parent.exists()])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            work = path.with_name(f"{path.name}.work")  # writing the folder holds the lock of its own name
+            stack.enter_context(lock(beside(work, LOCK), patience=0))
+        except TimeoutError as error:
+            raise KVLensError(f"another process is at work on {path}; wait for it, or choose another output") from error
+        except OSError as error:
+            raise KVLensError(f"cannot write {path}: {reason(error)}; choose another output") from error
+        check_folder(folder, kind, overwrite=overwrite)  # again: the process that held the lock may just have written it
+        yield
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

@@ -10,8 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.files.manifest import checksum
-from kvlens.files.reading import check_regular, check_version
+from kvlens.files.reading import check_regular, check_version, checksum
 
 CHECKSUM = "checksum"
 

@@ -166,6 +166,8 @@ def load_pretrained_parts(
         with _hub(official, local_files_only):
             step = None if checkpoint == (None, None) else step_of(official, *checkpoint)
             if official.startswith(OWN_FORMAT):
+                if verify:
+                    raise KVLensError(f"from_pretrained: verify=True: transformers does not read {official}, leave verify out")
                 source = _of_own_format(official, step, tokenizer, options)
             else:
                 source = folder_of_name(official, step, from_pretrained_kwargs, local_files_only)
@@ -177,8 +179,8 @@ def load_pretrained_parts(
     parts.cfg.model_name = folder.name if folder else (official or str(model_name)).split("/")[-1]
     if step is not None:
         parts.cfg.from_checkpoint, parts.cfg.checkpoint_value, parts.cfg.checkpoint_label_type = True, step, "step"
-    tokenizer = find_tokenizer(tokenizer or parts.tokenizer, source if isinstance(source, Path) else None, official, parts.cfg)
-    return parts._replace(tokenizer=tokenizer)
+    files = source if isinstance(source, Path) else folder
+    return parts._replace(tokenizer=find_tokenizer(tokenizer or parts.tokenizer, files, official, parts.cfg))
 
 
 @contextlib.contextmanager

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.report.build import Report, build_report
-    from kvlens.report.example import EXAMPLE_MODEL, Example, example_for
-    from kvlens.report.folder import check_folder
+    from kvlens.report.inputs import EXAMPLE_MODEL, Example, check_folder, example_for
+    from kvlens.report.page import write_report
     from kvlens.report.terminal import print_report
-    from kvlens.report.write import write_report
 
 _HOMES = {
-    "EXAMPLE_MODEL": "kvlens.report.example",
-    "Example": "kvlens.report.example",
+    "EXAMPLE_MODEL": "kvlens.report.inputs",
+    "Example": "kvlens.report.inputs",
     "Report": "kvlens.report.build",
     "build_report": "kvlens.report.build",
-    "check_folder": "kvlens.report.folder",
-    "example_for": "kvlens.report.example",
+    "check_folder": "kvlens.report.inputs",
+    "example_for": "kvlens.report.inputs",
     "print_report": "kvlens.report.terminal",
-    "write_report": "kvlens.report.write",
+    "write_report": "kvlens.report.page",
 }
 
 __all__ = [

@@ -28,8 +28,8 @@ from kvlens.analyses import (
 )
 from kvlens.analyses.bias.decomposition import bias_outputs, share_by_size
 from kvlens.analyses.bias.exchange import baseline_of
-from kvlens.analyses.front_ends import check_front_end, reason_against
 from kvlens.analyses.prompt.readings import read_text
+from kvlens.analyses.registry import check_front_end, reason_against
 from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
@@ -38,8 +38,7 @@ from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.logits import TEMPERATURE
-from kvlens.report.folder import FORMAT
-from kvlens.report.notes import notes_on
+from kvlens.report.inputs import FORMAT
 from kvlens.report.summary import (
     CONDITIONS,
     answer_figures,
@@ -47,6 +46,7 @@ from kvlens.report.summary import (
     conversion_figures,
     effect_figures,
     model_facts,
+    notes_on,
     versions,
 )
 from kvlens.texts import joined, token_texts
@@ -63,6 +63,16 @@ OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_s
 """Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"
 """What pages call ``ablation_kl``."""
+MEASURES = {
+    "ablation_kl": ABLATION,
+    "loss_change": "change in loss without the head, nats per token",
+    "bias_share": "share of the bias in the output",
+    "zero_kl": "KL with an empty bias, without BOS too, nats",
+    "zero_loss_change": "change in loss with an empty bias, nats per token",
+    "b_kv_norm": "norm of b_KV",
+    "b_d_norm": "norm of b_D",
+}
+"""The measures of ``bias_by_head`` in words, with their units."""
 DUAL_COLORINGS = {"dual loss drop (log)": "log_loss_drop", "dual step's share of the output": "step_share"}
 
 
@@ -95,6 +105,11 @@ class Report:
     bias_share: Tensor
     explained: Explained | None = None
     missing: dict[str, str] = field(default_factory=dict)
+
+
+def ranked_heads(report: Report) -> pd.DataFrame:
+    """The heads, by the KL divergence of the predictions when a head has BOS's part of the bias alone."""
+    return report.tables["bias_by_head"].rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable")
 
 
 @checked

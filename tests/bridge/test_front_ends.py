@@ -12,7 +12,7 @@ from kvlens.analyses.attribution.null import Null
 from precision import LAW
 
 from kvlens import HookedKVTransformer, KVLensError, analyses, convert_prompt
-from kvlens.analyses import front_ends
+from kvlens.analyses import registry
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
 
@@ -85,14 +85,14 @@ WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"]
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *itertools.product(WITH_STATES, front_ends.analyses()),
+        *itertools.product(WITH_STATES, registry.analyses()),
         # those that run on attention alone are compared below
-        *(("llama", name) for name, reasons in front_ends.NOT_ON.items() if reasons.softmax),
+        *(("llama", name) for name, reasons in registry.NOT_ON.items() if reasons.softmax),
     ],
 )
 def test_an_analysis_runs_or_says_why_not(family, name, bridge_of):
     model = bridge_of(family)
-    reason, options = front_ends.reason_against(name, model), OPTIONS.get(name, [{}])[0]
+    reason, options = registry.reason_against(name, model), OPTIONS.get(name, [{}])[0]
     if name == "layer_contributions" and 0 in heads_per_layer(model):
         with pytest.raises(IndirectHeads, match="layers have no heads"):
             run(name, model, options)
@@ -123,7 +123,7 @@ def compared(name, found):
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *(("gpt2", name) for name in front_ends.analyses() if not any(front_ends.NOT_ON.get(name, ())[:2])),
+        *(("gpt2", name) for name in registry.analyses() if not any(registry.NOT_ON.get(name, ())[:2])),
         *(("llama", name) for name in OF_HEADS),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_hooked_model_says_why_it_has_no_states():
 
 
 def test_the_reference_has_a_row_for_every_analysis():
-    assert set(front_ends.NOT_ON) <= set(front_ends.analyses())
-    for name in front_ends.analyses():
-        assert f"| `{name}` |" in front_ends.__doc__
-    assert "| `composition` | yes | yes | no (" in front_ends.__doc__
+    assert set(registry.NOT_ON) <= set(registry.analyses())
+    for name in registry.analyses():
+        assert f"| `{name}` |" in registry.__doc__
+    assert "| `composition` | yes | yes | no (" in registry.__doc__

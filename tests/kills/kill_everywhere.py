@@ -26,7 +26,7 @@ from kvlens.files import atomic
 
 KILLED_IN_EARNEST = 5
 """One in this many steps; the others are snapshots."""
-STEPS = ("os.", "open", "shutil.", "tempfile.", "sqlite3.connect", "ctypes.dlsym")
+STEPS = ("os.", "open", "shutil.", "tempfile.", "ctypes.dlsym")
 
 
 class Case(NamedTuple):

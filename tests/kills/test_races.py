@@ -17,7 +17,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens.cli import main
 from kvlens.files import check_folder
 from kvlens.papers.harness.run import EXPERIMENT_FOLDER
-from kvlens.report.folder import EXPLANATION_FOLDER, REPORT_FOLDER
+from kvlens.report.inputs import EXPLANATION_FOLDER, REPORT_FOLDER
 
 pytestmark = pytest.mark.slow
 STORY, QUESTION = "Mira keeps a goat. Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"

@@ -338,7 +338,7 @@ CASES = [
     Case("hops", hops_runs),
     Case("arithmetic", arithmetic_runs),
     Case("variants", variants_runs),
-    Case("learning-rate", rate_runs, verdicts=(0,)),
+    Case("learning-rate", rate_runs, verdicts=(0,), exact=1),
     Case("learning-rate", diverging_runs, difference=6.0, verdicts=(2, 3)),
     Case("scaling", scaling_runs, verdicts=(0, 1, 2, 3)),
     Case("scaling", growing_gain_runs, difference=4.5, verdicts=(4, 5)),

@@ -76,6 +76,8 @@ def test_models_in_their_authors_own_format(hub, monkeypatch, form, n_layers):
     )
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: ["config.json", "final.pth"])
     read = HookedKVTransformer.from_pretrained_no_processing(name, device="cpu")
+    with pytest.raises(KVLensError, match="transformers does not read"):
+        HookedKVTransformer.from_pretrained(name, verify=True)
     with torch.no_grad():
         assert torch.equal(read(tokens(2, 7)), HookedKVTransformer.from_hooked_transformer(model)(tokens(2, 7)))
 

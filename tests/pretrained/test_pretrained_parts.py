@@ -170,6 +170,7 @@ def test_tokenizer_in_the_folder_is_used_and_one_that_is_given_wins(name, tmp_pa
     assert hooked(parts, processed=False).to_tokens("the dog sat").tolist() == [[0, *plain]]
     given = load_pretrained_parts(folder, tokenizer=tiny_tokenizer("mine"), device="cpu")
     assert given.cfg.tokenizer_name == "mine"
+    assert load_pretrained_parts(folder, hf_model=tiny_hf_model("gpt2")).cfg.tokenizer_name == str(folder)
 
 
 @pytest.mark.parametrize("change", ["no_bos", "colon_in_bos", "no_name", "says_no_bos"])

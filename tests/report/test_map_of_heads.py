@@ -8,9 +8,9 @@ from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer
 from kvlens.report import build_report
-from kvlens.report.example import example_for
+from kvlens.report.build import ABLATION, ranked_heads
+from kvlens.report.inputs import example_for
 from kvlens.report.page import build_page
-from kvlens.report.ranking import ABLATION, ranked_heads
 from kvlens.report.summary import n_parameters
 
 

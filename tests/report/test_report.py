@@ -23,9 +23,8 @@ from kvlens.analyses import baseline_ablation, bias_by_head, bias_by_layer, conv
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths
-from kvlens.report.notes import harm_note
 from kvlens.report.page import build_page
-from kvlens.report.summary import effect_figures
+from kvlens.report.summary import effect_figures, harm_note
 
 TABLES = (
     "conversion_error",
@@ -338,7 +337,7 @@ def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [KVLensError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "kvlens.report.write.table_bytes", "pathlib.Path.write_text"])
+@pytest.mark.parametrize("where", ["kvlens.kv_bias.KVBias.save", "kvlens.report.page.table_bytes", "pathlib.Path.write_text"])
 def test_a_failure_in_the_middle_leaves_nothing(report, written, tmp_path, monkeypatch, failure, where):
     def fail(*args, **kwargs):
         raise failure

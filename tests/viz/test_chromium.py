@@ -13,8 +13,8 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens.analyses import HeadDetails
 from kvlens.report import build_report
+from kvlens.report.build import ranked_heads
 from kvlens.report.page import build_page
-from kvlens.report.ranking import ranked_heads
 from kvlens.texts import joined
 from kvlens.viz import (
     Page,

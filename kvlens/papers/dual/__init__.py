@@ -120,7 +120,7 @@ app. B.1, E.4, fig. 14 | W_FFN W_V "exhibits clear low-rank property" where the 
 th. B.2, eq. 24-25 | several attention layers are a sequence of dual models
     tests/dual/test_dual_layer.py::test_layers_in_a_row_under_prefix_lm_attention | holds | at 1e-11 in float64, for several learning rates |
 app. E.5, table 1 | "the best augmented models achieve better performance than the original model across all four datasets"
-    bert-variants --model FOLDER | not tested | takes a quarter of an hour with a BERT of 6 layers; not run, but for one plain fine-tuning that reached a Matthews correlation of 0.55 on dev. GLUE and BERT-base are not at hand | augmented values are better
+    bert-variants --model FOLDER | not tested | the method alone, on sentences from templates: GLUE and BERT-base are not at hand; 30 fine-tunings, with a BERT of 6 layers some ten minutes of a core, not run | augmented values are better
 app. E.5 | "except for RTE, the best regularized models outperform the original model"
     bert-variants --model FOLDER | not tested | the same | regularised attention with a small alpha
 app. E.5 | "when the absolute value of" alpha "is too large, the model's performance declines significantly"

@@ -30,7 +30,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from kvlens.dual.bert import WEIGHTS, load_bert, swap_self_attention
 from kvlens.dual.glue import METRICS, TASKS, fine_tune
 from kvlens.errors import KVLensError, nearest
-from kvlens.files.manifest import checksum
+from kvlens.files import checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment

@@ -311,10 +311,8 @@ def test_closed_positions_are_the_shorter_prompts():
     assert table["total_effect"].tolist() == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_most_subsets_are_random():
-    """Of two units either of which is enough, leaving one out shows nothing: few subsets must not all go into that."""
-    assert chosen_subsets(24, 8, 0)[1:9].sum(dim=1).tolist() == [7] * 8
-    assert chosen_subsets(23, 8, 0).sum(dim=1).tolist()[1:9] != [7] * 8
+def test_two_units_either_of_which_is_enough_are_found_together():
+    """Leaving one out shows nothing of them."""
 
     def either(rows):
         return 6.0 * (rows[:, 3] | rows[:, 11]).double()

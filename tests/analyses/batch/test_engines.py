@@ -1,21 +1,25 @@
-"""Sharing jobs out among workers that die: by hand with an engine of none but lists, and with real processes."""
+"""Sharing jobs out among workers that die: by hand with some that answer at once, and with real processes."""
 
 import json
+import multiprocessing
+import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
-from kvlens.analyses.batch.engines import run_jobs
-from kvlens.analyses.batch.ray_engine import RayEngine
+from kvlens.analyses.batch import workers
 from kvlens.analyses.batch.runner import Input, run_batch
-from kvlens.analyses.batch.sharing import MAX_DEATHS, WorkerDied, share_out
 from kvlens.analyses.batch.work import Resources, Work
-from kvlens.analyses.batch.worker import Job, PromptResult
+from kvlens.analyses.batch.workers import MAX_DEATHS, Job, PromptResult, run_jobs, share_out
 from kvlens.analyses.declaration import Record
 
 from kvlens import KVLensError
@@ -24,39 +28,43 @@ LETTERS = "batch_probes.letters:LETTERS"
 LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
 
 
-class ListEngine:
-    """Workers are lists of pending answers; those that are to die do so when their answer is collected.
+class Instant:
+    """Workers that answer at once, and die as they are told.
 
     Args:
-        dies: whether a worker dies over a job (None: as it starts), given how many have died.
+        dies: whether a worker dies over a job, given how many have died.
+        error: what every job raises; None for results.
     """
 
-    def __init__(self, dies):
-        self.dies, self.deaths, self.alive, self.started, self.jobs = dies, 0, [], 0, []
+    def __init__(self, dies=lambda job, deaths: False, error=None):
+        self.dies, self.error, self.deaths, self.alive, self.jobs = dies, error, 0, [], []
 
     def start(self):
-        self.alive.append([None])
-        self.started += 1
-        return self.started, len(self.alive) - 1
+        self.alive.append(True)
+        return InstantWorker(self, len(self.alive) - 1)
 
-    def submit(self, worker, job):
-        assert self.alive[worker[1]] is not None and self.alive[worker[1]] == []
-        self.alive[worker[1]].append(job)
-        self.jobs.append(job)
 
-    def wait(self, workers):
-        return workers[-1:]  # the latest first: an order that no real engine would have
+class InstantWorker:
+    def __init__(self, engine, number):
+        self.engine, self.number = engine, number
 
-    def collect(self, worker):
-        job = self.alive[worker[1]].pop()
-        if self.dies(job, self.deaths):
-            self.deaths += 1
-            raise WorkerDied("killed by hand")
-        return [PromptResult(job.model, place, record.id, rows=b"") for place, record in job.prompts] if job else []
+    def submit(self, job):
+        engine, future = self.engine, Future()
+        assert engine.alive[self.number]
+        engine.jobs.append(job)
+        if engine.error or engine.dies(job, engine.deaths):
+            engine.deaths += not engine.error
+            future.set_exception(engine.error or RuntimeError("killed by hand"))
+        else:
+            future.set_result([PromptResult(job.model, place, record.id, rows=b"") for place, record in job.prompts])
+        return future
 
-    def stop(self, worker):
-        assert self.alive[worker[1]] is not None, "stopped twice"
-        self.alive[worker[1]] = None
+    def death(self, error):
+        return None if error is self.engine.error else str(error)
+
+    def stop(self):
+        assert self.engine.alive[self.number], "stopped twice"
+        self.engine.alive[self.number] = False
 
 
 def jobs(*sizes):
@@ -67,34 +75,34 @@ def jobs(*sizes):
 
 def shared(engine, given, n_workers=3):
     lines = []
-    results = [result for part in share_out(given, engine, n_workers, lines.append) for result in part]
-    assert all(worker is None for worker in engine.alive), "a worker was left running"
+    results = [result for part in share_out(given, engine.start, n_workers, lines.append) for result in part]
+    assert not any(engine.alive), "a worker was left running"
     return sorted(results, key=lambda result: result.prompt), lines
 
 
 def holds(job, *places):
-    return job is not None and any(place in places for place, _ in job.prompts)
+    return any(place in places for place, _ in job.prompts)
 
 
 def test_every_prompt_once_and_no_more_workers_than_jobs():
-    engine = ListEngine(lambda job, deaths: False)
+    engine = Instant()
     results, lines = shared(engine, jobs(2, 2, 1), n_workers=7)
     assert [o.prompt for o in results] == [0, 1, 2, 3, 4] and not lines
-    assert engine.started == 3
-    assert shared(ListEngine(None), []) == ([], [])
+    assert len(engine.alive) == 3
+    assert shared(Instant(None), []) == ([], [])
 
 
 def test_the_job_of_a_dead_worker_is_given_out_again():
-    engine = ListEngine(lambda job, deaths: holds(job, 4) and deaths == 0)
+    engine = Instant(lambda job, deaths: holds(job, 4) and deaths == 0)
     results, lines = shared(engine, jobs(3, 3, 3))
     assert [(o.prompt, o.kind) for o in results] == [(i, None) for i in range(9)]
     assert lines == ["a worker died (killed by hand); another takes over"]
-    assert engine.started == 4
+    assert len(engine.alive) == 4
     assert sum(holds(job, 0) for job in engine.jobs) == 1, "the others' jobs are left alone"
 
 
 def test_a_deadly_prompt_costs_only_itself():
-    engine = ListEngine(lambda job, deaths: holds(job, 1, 5))
+    engine = Instant(lambda job, deaths: holds(job, 1, 5))
     results, _ = shared(engine, jobs(3, 3, 3), n_workers=2)
     assert [o.prompt for o in results if o.kind == "died"] == [1, 5]
     assert "its worker died 2 times (killed by hand)" in results[1].error
@@ -102,30 +110,32 @@ def test_a_deadly_prompt_costs_only_itself():
     assert engine.deaths == 2 * (1 + MAX_DEATHS)
 
 
-@pytest.mark.parametrize("when", ["starting", "working"])
-def test_workers_that_always_die_end_the_batch(when):
-    engine = ListEngine(lambda job, deaths: (job is None) == (when == "starting"))
+def test_workers_that_always_die_end_the_batch():
+    engine = Instant(lambda job, deaths: True)
     with pytest.raises(KVLensError, match="workers died one after the other; of the last: killed by hand"):
         shared(engine, jobs(*[1] * 99), n_workers=2)
-    assert all(worker is None for worker in engine.alive)
+    assert not any(engine.alive)
 
 
-def test_an_error_and_a_reader_that_leaves_stop_every_worker():
-    class Refusing(ListEngine):
-        def collect(self, worker):
-            if super().collect(worker):
-                raise KVLensError("no such model")
-            return []
-
-    engine = Refusing(lambda job, deaths: False)
+def test_an_error_a_reader_that_leaves_and_prompts_that_fail_stop_every_worker():
+    engine = Instant(error=KVLensError("no such model"))
     with pytest.raises(KVLensError, match="no such model"):
         shared(engine, jobs(1, 1))
-    assert engine.alive == [None, None]
-    engine = ListEngine(lambda job, deaths: False)
-    results = share_out(jobs(1, 1, 1), engine, 3)
+    assert engine.alive == [False, False]
+    engine = Instant()
+    results = share_out(jobs(1, 1, 1), engine.start, 3)
     next(results)
     results.close()
-    assert engine.alive == [None, None, None]
+    assert engine.alive == [False, False, False]
+
+    def unreadable():
+        yield from jobs(1, 1)
+        raise KVLensError("cannot read")
+
+    engine = Instant()
+    with pytest.raises(KVLensError, match="cannot read"):
+        shared(engine, unreadable(), n_workers=2)
+    assert engine.alive == [False, False]
 
 
 # --- real workers ----------------------------------------------------------------------------------------------------
@@ -176,20 +186,38 @@ def test_a_ray_actor_that_is_killed(deadly, tmp_path):
     assert run.stderr.count("a worker died") == 1 and (tmp_path / "t.parquet").read_bytes() == table
 
 
+def test_a_worker_ends_when_its_batch_is_killed():
+    """By SIGKILL: a worker that stayed would hold its model's memory. Only the worker and the batch can write to the pipe."""
+    read, write = os.pipe()
+    batch = os.fork()
+    if batch == 0:
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), workers._end_with_parent)
+        pool.submit(os.write, write, b"x").result()
+        pool.submit(time.sleep, 60)
+        time.sleep(60)
+    os.close(write)
+    assert os.read(read, 1) == b"x"
+    os.kill(batch, signal.SIGKILL)
+    os.waitpid(batch, 0)
+    assert select.select([read], [], [], 30)[0] == [read] and os.read(read, 1) == b""
+    os.close(read)
+
+
 def test_a_batch_on_ray_goes_on_with_actors_that_answered_and_ends_where_its_daemon_died(monkeypatch):
-    """A stand-in for Ray with two actors: the second answers after a while, then none, since this machine's daemon died."""
-    ray, here = MagicMock(), {"NodeID": "here", "Alive": True}
+    """A stand-in for Ray with two actors: one answers, the other never does, since this machine's daemon died."""
+    ray, here, answers = MagicMock(), {"NodeID": "here", "Alive": True}, [Future(), Future()]
     ray.get_runtime_context().get_node_id.return_value = "here"
-    ray.nodes.return_value = [here, {"NodeID": "there", "Alive": False}]
+    ray.nodes.side_effect = lambda: [here, {"NodeID": "there", "Alive": False}]
+    ray.remote.return_value.return_value.remote.return_value.run.remote.return_value.future.side_effect = answers
     monkeypatch.setitem(sys.modules, "ray", ray)
-    engine = RayEngine(Work(LETTERS, ("m",)), threads=1, gpus=0.0)
-    first, second = engine.start(), engine.start()
-    first.answer, second.answer = "a", "b"
-    ray.wait.side_effect = [([], ["a", "b"]), (["b"], ["a"]), ([], ["a"])]
-    assert engine.wait([first, second]) == [second]
+    monkeypatch.setattr(workers, "PATIENCE", 0.001)
+    answers[1].set_result([PromptResult(0, 1, "p1")])
+    results = run_jobs(jobs(1, 1), Work(LETTERS, ("m",)), Resources("ray", 2, threads=1))
+    assert next(results)[0].prompt_id == "p1"
     here["Alive"] = False
     with pytest.raises(KVLensError, match="daemon on this machine died; finished prompts are kept"):
-        engine.wait([first])
+        next(results)
+    assert ray.kill.call_count == 2
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):

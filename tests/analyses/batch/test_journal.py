@@ -1,12 +1,20 @@
-"""The journal keeps jobs whole and once, and refuses to mix settings; the table has one schema and a row group per prompt."""
+"""The journal keeps results whole, and refuses to mix settings; the table has one schema and a row group per prompt."""
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvlens.analyses.batch.journal import Journal, Progress, differences
-from kvlens.analyses.batch.table import read_facts, read_parquet, schema_of, to_bytes, write_parquet
-from kvlens.analyses.batch.worker import DIED, FAILED, REFUSED, PromptResult
+from kvlens.analyses.batch.storage import (
+    Journal,
+    Progress,
+    differences,
+    read_facts,
+    read_parquet,
+    schema_of,
+    to_bytes,
+    write_parquet,
+)
+from kvlens.analyses.batch.workers import DIED, FAILED, REFUSED, PromptResult
 
 from kvlens import KVLensError
 
@@ -31,13 +39,49 @@ def test_what_was_added_is_there_in_order(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_is_there_altogether_or_not_at_all(tmp_path):
+def test_cut_off_anywhere_every_whole_line_is_there_and_the_rest_can_be_added(tmp_path):
+    path, results = tmp_path / "j", [done(0, 0), PromptResult(0, 1, "p1", kind=REFUSED, error="no"), done(0, 2)]
+    with Journal(path, SETTINGS) as journal:
+        ends = [len(path.read_bytes())]
+        for result in results:
+            journal.add([result])
+            ends.append(len(path.read_bytes()))
+    whole = path.read_bytes()
+    for size in sorted({end + more for end in ends for more in (-50, -1, 0, 1)} & set(range(ends[0], ends[-1]))):
+        path.write_bytes(whole[:size])
+        n_whole = sum(end <= size for end in ends[1:])
+        with Journal(path, SETTINGS) as journal:
+            assert [journal.holds(0, i) for i in range(3)] == [i < n_whole for i in range(3)]
+            journal.add(results[n_whole:])
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[: ends[0] - 1])
+    with pytest.raises(KVLensError, match="is damaged"):
+        Journal(path, SETTINGS)
+
+
+def test_what_a_full_disk_left_is_written_over(tmp_path, monkeypatch):
     with Journal(tmp_path / "j", SETTINGS) as journal:
         journal.add([done(0, 0)])
-        with pytest.raises(KVLensError, match="cannot write .*UNIQUE.*earlier results are kept"):
-            journal.add([done(0, 1), done(0, 0)])
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(KVLensError, match="cannot write .*No space.*earlier results are kept"),
+        ):
+            patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            journal.add([done(0, 1)])
+        journal.add([done(0, 2)])
     with Journal(tmp_path / "j", SETTINGS) as journal:
-        assert list(journal.tables()) == [b"rows of 0, 0"]
+        assert list(journal.tables()) == [b"rows of 0, 0", b"rows of 0, 2"]
+
+
+def test_of_two_lines_on_a_prompt_the_later_counts(tmp_path):
+    refused = PromptResult(0, 0, "p0", kind=REFUSED, error="no")
+    with Journal(tmp_path / "j", SETTINGS, known=iter([refused, done(0, 1)])) as journal:
+        assert journal.progress() == Progress(2, 1, 3)
+    with Journal(tmp_path / "j", SETTINGS, retry_failed=True, known=iter([done(0, 2)])) as journal:
+        assert [journal.holds(0, i) for i in range(3)] == [False, True, False], "what is known counts where it is created"
+        journal.add([done(0, 0)])
+    with Journal(tmp_path / "j", SETTINGS) as journal:
+        assert journal.progress() == Progress(2, 0, 6) and list(journal.failures()) == []
 
 
 def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path):
@@ -73,8 +117,11 @@ def test_one_run_at_a_time(tmp_path):
 
 def test_files_that_are_no_journal(tmp_path):
     (tmp_path / "j").write_text("a photo of a cat, longer than the head of a database would be " * 9)
-    with pytest.raises(KVLensError, match="is not the journal of a batch"):
-        Journal(tmp_path / "j", SETTINGS, restart=True)
+    for content in ((tmp_path / "j").read_bytes(), b"", b"\n"):
+        (tmp_path / "j").write_bytes(content)
+        with pytest.raises(KVLensError, match="is not the journal of a batch"):
+            Journal(tmp_path / "j", SETTINGS, restart=True)
+        assert (tmp_path / "j").read_bytes() == content
     with pytest.raises(KVLensError, match="cannot write"):
         Journal(tmp_path / "nowhere" / "j", SETTINGS)
 

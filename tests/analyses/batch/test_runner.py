@@ -11,9 +11,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from batch_probes import letters
-from kvlens.analyses.batch import runner, worker
-from kvlens.analyses.batch.journal import Journal
+from kvlens.analyses.batch import runner, workers
 from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.storage import Journal
 from kvlens.analyses.batch.work import Resources, Work
 from tiny_text_model import tiny_text_model
 
@@ -124,7 +124,7 @@ def test_a_prompt_without_a_row_has_not_failed(model_folder, tmp_path, prompts, 
 def test_an_interrupted_retry_resumes_and_loses_nothing(model_folder, tmp_path, monkeypatch, prompts):
     work, source = Work(LETTERS, (model_folder,)), prompts({"prompt": "ab"}, {"prompt": "c", "breaks": 1})
     run_batch(work, source, tmp_path / "t.parquet")
-    for owner, name in ((Journal, "add"), (worker.Worker, "run"), (runner, "write_parquet")):
+    for owner, name in ((Journal, "add"), (workers.Worker, "run"), (runner, "write_parquet")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_batch(work, source, tmp_path / "t.parquet", retry_failed=True)

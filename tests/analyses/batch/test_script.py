@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from kvlens.analyses.batch import script
-from kvlens.analyses.batch.arguments import declared_in
+from kvlens.analyses.batch.script import declared_in
 from kvlens.analyses.batch.work import load_analysis
 
 from kvlens import analyses, explanation
@@ -128,7 +128,7 @@ def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_fo
 
 def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("kvlens.analyses.batch.worker.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("kvlens.analyses.batch.workers.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130
     assert "interrupted; finished prompts are kept, and the same command resumes the batch" in capsys.readouterr().err
     assert letters(model_folder) == 0

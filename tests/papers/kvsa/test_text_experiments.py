@@ -171,7 +171,7 @@ def made_up_runs(plain_diverges_at, shifted_diverges_at):
 
 @pytest.mark.parametrize(
     ("plain", "shifted", "at_paper_rate", "stability"),
-    [(1e-2, 1e-1, True, True), (1.0, 1.0, None, None), (1e-1, 1e-2, False, False), (1e-2, 1e-2, None, None)],
+    [(1e-2, 1e-1, True, True), (1.0, 1.0, False, None), (1e-1, 1e-2, False, False), (1e-2, 1e-2, None, None)],
 )
 def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stability):
     runs = made_up_runs(plain, shifted)
@@ -179,13 +179,20 @@ def test_claims_about_divergence_can_fail(plain, shifted, at_paper_rate, stabili
     paper, stable = learning_rate.compare_rates(runs, None)
     assert [paper.holds, stable.holds] == [at_paper_rate, stability]
     assert by_rate[0].holds is True and by_rate[0].ours == "+1.000 ± 0.000 (6 seeds)"
-    assert paper.tested is (min(plain, shifted) <= 1e-2) and stable.tested is (min(plain, shifted) <= 1e-1)
+    assert paper.tested and stable.tested is (min(plain, shifted) <= 1e-1)
     if not stable.tested:
         assert (stable.verdict, stable.ours) == ("not tested", "no run diverged; the largest rate tried is 0.1")
     if plain == 1e-2 < shifted:  # at that rate: 6 for a plain run that diverged, 3 for a shifted one
         assert by_rate[1].holds is True and by_rate[1].sample.mean == 3
     below = {1e-2: 1e-3, 1e-1: 1e-2, 1.0: 1e-1}
     assert learning_rate.largest_stable_rate(runs[runs["model"] == "plain"]) == below[plain]
+
+
+def test_one_run_that_does_not_diverge_refutes_nothing():
+    """Fisher: 0 of 1 against 5 of 5 is one of 6 ways, 0 of 3 one of 56."""
+    runs = made_up_runs(1.0, 1.0)
+    one, three = (learning_rate.compare_rates(runs[runs["seed"] < n], None)[0] for n in (1, 3))
+    assert (one.verdict, three.verdict) == ("inconclusive", "does not hold")
 
 
 def test_one_seed_that_diverges_ends_stability_also_where_a_larger_rate_did_not():

@@ -1,12 +1,21 @@
-"""The prompt and text that ``kvlens report`` takes when none is given.
+"""What ``kvlens report`` knows before torch is imported: whether a folder may be written to, and the built-in example.
 
-For the shipped models of made-up stories: a story, and a question that it alone answers. For models of other text: the help
-page of a function that does not exist. No training text holds either, so what the model knows of them comes from the prompt.
+The example is the prompt and text that it takes when none is given. For the shipped models of made-up stories: a story, and a
+question that it alone answers. For models of other text: the help page of a function that does not exist. No training text
+holds either, so what the model knows of them comes from the prompt.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
+from kvlens import files
 from kvlens.checks import checked
+
+FORMAT = "kvlens.report"
+SUMMARY = "summary.json"
+FORMAT_OF_EXPLANATION = "kvlens.explanation"
+REPORT_FOLDER = files.FolderKind("a kvlens report", files.listed_in(SUMMARY, FORMAT, "files"))
+EXPLANATION_FOLDER = files.FolderKind("an explanation", files.listed_in(SUMMARY, FORMAT_OF_EXPLANATION, "files"))
 
 EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""
@@ -60,6 +69,20 @@ Examples
 >>> frobnicate(widget, colour='purple', depth=7)
 The widget is""",
 )
+
+
+@checked
+def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
+    """Return the absolute path of a folder that a report may be written to; only what dead writers left is cleared.
+
+    Args:
+        folder: its path; it need not exist.
+        overwrite: whether a report that stands there may be replaced.
+
+    Raises:
+        KVLensError: the place is taken (by a report, without ``overwrite``; by anything else, always) or not writable.
+    """
+    return files.check_folder(folder, REPORT_FOLDER, overwrite=overwrite)
 
 
 @checked
