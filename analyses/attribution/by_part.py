@@ -236,7 +236,7 @@ def _of_unit(
 def without_each(
     question: Question, units: Sequence[Unit], replace_by: Mapping[tuple[int, int], str | Tensor]
 ) -> list[Counterfactuals]:
-    """For each unit the prompt in which it is replaced, or removed where no replacement is named.
+    """The prompts in each of which a unit is replaced, or removed where no replacement is named.
 
     Raises:
         KVLensError: a replacement of another length, or of tokens that are no unit.
@@ -256,11 +256,8 @@ def swaps(
     """(whole, swap, converse): by how much the score falls with everything exchanged, and for each of several exchanges of the
     same prompts with each part exchanged, and with all but each."""
     one = torch.eye(len(exchanges[0].parts), dtype=torch.bool)
-    none = torch.zeros_like(one[:1])
-
-    def score(rows: Bool[Tensor, "row part"], keep: bool, exchanges: Sequence[Exchange] = exchanges) -> Float[Tensor, " row"]:
-        batches = (biases for exchange in exchanges for biases in exchange.batches(rows, keep=keep))
-        return torch.cat([question.scores_under(biases) for biases in batches])
-
-    own, whole = (score(none, keep, exchanges[:1]) for keep in (False, True))
-    return float(own - whole), own - score(one, False), own - score(one, True)
+    rows = torch.cat([torch.zeros_like(one[:1]), one])
+    scores = [question.scores_under(biases) for exchange in exchanges for biases in exchange.batches(rows, rows)]
+    exchanged, kept = torch.cat(scores).view(len(exchanges), 2, len(rows)).unbind(dim=1)
+    own = exchanged[0, 0]
+    return float(own - kept[0, 0]), own - exchanged[:, 1:].flatten(), own - kept[:, 1:].flatten()

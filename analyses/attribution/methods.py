@@ -160,7 +160,7 @@ def fitted(kept: Bool[Tensor, "row unit"], targets: Float[Tensor, "row target"])
         w_tu ~ N(0, a_t b_u)     w_tuv ~ N(0, c a_t b_u b_v)     w_t0 ~ N(0, a_t / 2)     noise ~ N(0, s_t)     sum_u b_u = 1
 
     b, a and s maximize the evidence times priors that are log-normal, c is `PAIRS`. The evidence is computed by the kernel, a
-    matrix of the subsets.
+    matrix of the subsets. Targets that hardly move are left at their mean.
 
     Source: MacKay 1992, Bayesian interpolation (evidence); Neal 1996 (a width for each input).
 
@@ -171,11 +171,11 @@ def fitted(kept: Bool[Tensor, "row unit"], targets: Float[Tensor, "row target"])
     Returns:
         From subsets [row, unit] to predictions [row, target].
     """
-    x, n_units, n_targets = signs(kept), kept.shape[1], targets.shape[1]
-    middle, spread = targets.mean(dim=0), targets.std(dim=0).clamp(min=1e-3)
-    y = ((targets - middle) / spread).double().T[..., None]
-    log_b, log_a = torch.zeros(n_units, dtype=torch.float64), torch.zeros(n_targets, dtype=torch.float64)
-    log_s = torch.full((n_targets,), -2.0, dtype=torch.float64)
+    x, middle, spread = signs(kept), targets.mean(dim=0), targets.std(dim=0)
+    moves = spread > 1e-3
+    y = ((targets - middle) / spread)[:, moves].double().T[..., None]
+    log_b, log_a = torch.zeros(kept.shape[1], dtype=torch.float64), torch.zeros(len(y), dtype=torch.float64)
+    log_s = torch.full((len(y),), -2.0, dtype=torch.float64)
 
     def kernel(rows: Tensor) -> Tensor:
         b = log_b.softmax(dim=0)
@@ -199,7 +199,8 @@ def fitted(kept: Bool[Tensor, "row unit"], targets: Float[Tensor, "row target"])
     with torch.enable_grad():
         optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        weights = torch.cholesky_solve(y, cholesky())[..., 0] * (log_a.exp() * spread)[:, None]
+        weights = torch.zeros(len(spread), len(x), dtype=torch.float64)
+        weights[moves] = torch.cholesky_solve(y, cholesky())[..., 0] * (log_a.exp() * spread[moves])[:, None]
 
     @torch.no_grad()
     def predict(rows: Bool[Tensor, "row unit"]) -> Float[Tensor, "row target"]:

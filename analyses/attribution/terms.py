@@ -27,7 +27,7 @@ from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, in_one_spac
 from ..segments import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
-"""Of a bias, what the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
+"""The tensors that the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 
 
 def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"]) -> Iterator[KVBias]:

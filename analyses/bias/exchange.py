@@ -77,9 +77,11 @@ class Exchange:
         """A batch of biases, a row for each set of parts that is exchanged, or kept while everything else is exchanged."""
         raise NotImplementedError
 
-    def batches(self, chosen: Bool[Tensor, "row part"], *, keep: bool = False) -> Iterator[KVBias]:
-        """The same, as many rows at a time as there is room for."""
-        return (self.biases(some, keep=keep) for some in chosen.split(self.at_once))
+    def batches(self, chosen: Bool[Tensor, "row part"], kept: Bool[Tensor, "kept_row part"] | None = None) -> Iterator[KVBias]:
+        """The biases of sets that are exchanged, then of those that are kept, as many at a time as there is room for."""
+        for rows, keep in ((chosen, False), (chosen[:0] if kept is None else kept, True)):
+            for some in rows.split(self.at_once) if len(rows) else ():
+                yield self.biases(some, keep=keep)
 
     def rows(self, sets: Sequence[Iterable[int]]) -> Bool[Tensor, "row part"]:
         """A row for each set of parts, which are given by number."""
@@ -135,6 +137,10 @@ class HeadExchange(Exchange):
             and (head == ALL or (part.kind != CONVOLUTION_PART and head in heads_with(self.own, part)))
         ]
 
+    def batches(self, chosen: Bool[Tensor, "row part"], kept: Bool[Tensor, "kept_row part"] | None = None) -> Iterator[KVBias]:
+        """Sets that are exchanged and sets that are kept, together; see :meth:`Exchange.batches`."""
+        return super().batches(chosen if kept is None else torch.cat([chosen, ~kept]))
+
     def biases(
         self, chosen: Bool[Tensor, "row part"], *, keep: bool = False, donor: Int[Tensor, " row"] | None = None
     ) -> KVBias:
@@ -189,8 +195,8 @@ class HeadExchange(Exchange):
         return 2 * self.own.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)
 
     def _parts_of_tensors(self) -> dict[str, Int[Tensor, " layer *rest"]]:
-        """By the name of a tensor, the number of the part that its entries are of, along its first axes; behind the last for
-        those that no head of a layer has."""
+        """The number of the part that each entry of a tensor is of, by the tensor's name and along its first axes; one behind
+        the last where no head of the layer has the entry."""
         bias, none = self.own, len(self.parts)
 
         def numbers(layers: Sequence[int], parts: Callable[[int], list[Part]], n: int) -> Int[Tensor, "layer some_head"]:

@@ -20,11 +20,11 @@ from kvlens.model import joined_heads
 OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of the attention layers in a bias, and those of the shift state that it carries."""
 RECURRENT = "recurrent."
-"""In front of the names of a recurrent layer's tensors."""
+"""What the names of a recurrent layer's tensors begin with."""
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""
 WHOLE_LAYER = -1
-"""In the place of a head: what belongs to a whole layer."""
+"""What stands in the place of a head where a part belongs to a whole layer."""
 HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART = "head", "shift_state", "convolution"
 
 

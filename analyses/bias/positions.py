@@ -192,7 +192,7 @@ def _logit_probes(
 def _read(
     reading: PromptReading | OnePassReading, target: LogitTarget, at: Sequence[int] | None
 ) -> tuple[list[Float[Tensor, "_ position part number"]], list[str]]:
-    """Of each layer attention and one number per probe, for each part in the order of the frame; and the parts that are not the
+    """Attention and one number per probe of each layer, for each part in the order of the frame; and the parts that are not the
     prompt's."""
     model, n_prompt = reading.model, reading.n_prompt
     text, scale = reading.text()

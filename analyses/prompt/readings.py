@@ -71,7 +71,7 @@ class Reading(NamedTuple):
 
 
 Readings = Mapping[str, Reading]
-"""By condition."""
+"""The readings of a text by condition."""
 
 
 def check_readings(readings: Readings, conditions: Sequence[str], n_positions: int, *, residuals: bool = False) -> None:

@@ -317,7 +317,7 @@ class _Target(NamedTuple):
 
 
 Label = tuple[str, int, int]
-"""component, layer, head"""
+"""The component, layer and head of a row."""
 
 
 def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:

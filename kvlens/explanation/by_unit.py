@@ -19,7 +19,7 @@ from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
 from kvlens.units import Layout, Unit, cut
 
 MANY = 12
-"""So many units are removed one by one from the start."""
+"""How many units are removed one by one from the start; of more, groups come first."""
 NOTHING = 0.3
 """Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either. (SmolLM2, nine
 questions about two or three documents: none of the 12 sentences in such documents had a firm difference alone, and the largest

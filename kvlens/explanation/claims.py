@@ -34,7 +34,7 @@ from torch import Tensor
 from kvlens.texts import Response, Word
 
 DEPENDS = 2.0
-"""Nats by which a word falls that depends on the units."""
+"""How many nats a word falls by that depends on the units."""
 FUNCTION_WORDS = frozenset(
     """
     a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out over to
@@ -183,7 +183,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 FIRM = math.log(4)
-"""Nats: four times the odds."""
+"""How many nats are a firm difference: four times the odds."""
 SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED, NOT_LOST, UNKNOWN = VERDICTS = (
     "same words",
     "same but for near ties",
@@ -195,7 +195,7 @@ SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED, NOT_LOST, UNKNOWN = VER
     "unknown",
 )
 SAID, GONE = frozenset({SAME, NEAR_TIES, OTHER_WORDS}), frozenset({LOST, PARTLY})
-"""With which the claim is still said, and with which it is lost, wholly or in part."""
+"""The verdicts of a claim that is still said, and of one that is lost, wholly or in part."""
 
 
 class Walk(NamedTuple):

@@ -30,7 +30,7 @@ from kvlens.texts import token_texts
 from kvlens.units import Layout, pieces_of_tokens
 
 MOST_PAIRED, MOST_LAYERS = 5, 8
-"""Pairs of so many of the strongest layers, and sets of up to so many."""
+"""How many of the strongest layers are exchanged in pairs, and how many at most in a set."""
 AT_ONCE = 3
 Place = tuple[str, int] | None
 """What a position is a part of: a message or document, the question, or what follows it; None for marks in front."""

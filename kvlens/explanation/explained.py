@@ -86,7 +86,7 @@ POSITIONS = Columns(
 )
 
 SEPARATOR = "+"
-"""Between the members of a set."""
+"""What stands between the members of a set."""
 TABLES = ("claims", "units", "effects", "words", "statements", "positions")
 
 
@@ -175,7 +175,7 @@ class Explained:
 
 
 FULL_SHADE = 8.0
-"""Nats from which on a word or a part has the full color."""
+"""How many nats give a word or a part the full color."""
 
 
 def found_by(

@@ -25,7 +25,7 @@ MEANINGS = (
 )
 """What the sentences' words mean."""
 MOST_NAMED = 3
-"""Units or layers that lose a claim alone, of which so many are described."""
+"""How many of the units or layers that lose a claim alone are described."""
 
 
 class Sentence(NamedTuple):

@@ -28,7 +28,7 @@ from kvlens.texts import Response
 from kvlens.units import By, Unit, cut
 
 MOST_TOKENS = 64
-"""Of a response that the model writes."""
+"""How many tokens the model writes at most when it answers."""
 Depth = Literal["units", "layers", "heads", "positions"]
 
 

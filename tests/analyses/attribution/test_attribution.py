@@ -371,6 +371,16 @@ def test_tokens_that_saturate_one_by_one_are_fitted_one_by_one():
     assert error(by_token, true) < 0.5 * error(at_once, true)
 
 
+def test_what_does_not_move_is_predicted_to_stay():
+    kept = chosen_subsets(16, 6, 0)
+    still = torch.full((16, 1), -2.0, dtype=torch.float64)
+    moving = kept[:, :1].double()
+    assert fitted(kept, still)(~kept).tolist() == [[-2.0]] * 16
+    both = fitted(kept, torch.cat([still, moving], dim=1))(~kept)
+    assert both[:, 0].tolist() == [-2.0] * 16
+    torch.testing.assert_close(both[:, 1:], fitted(kept, moving)(~kept), rtol=1e-9, atol=1e-9)
+
+
 def test_scores_of_tokens_add_up(model):
     question = Question.of(model, PROMPT, TEXT, torch.tensor([5, 2, 7]))
     prompts = question.rows([[], *([span] for span in SPANS)])
