@@ -105,7 +105,7 @@ sec. 7 | "we could extend our ICL conversion method to those autoregressive RNN 
 sec. 8 | "the precision of our method should always be better than approximating the full softmax with all the tokens"
     gpt2-text | holds | `docs-gpt2`, with the same features: 22.4 % with every token approximated, 11.7 % with the prompt alone (0.084 to 0.130 less, less for each of twelve prompts) | approximating only the prompt errs less
 sec. 8 | the conversion is "a potential initialization for existing fine-tuning methods to reduce the number of training steps required"
-    softmax-conversion | not tested | the rows exist and were not run at this scale | it takes fewer steps than without a bias
+    softmax-conversion --set distil_steps=60 --set 'distil_rates=[1e-3]' --set distil_texts=48 --set 'random=[64]' --set 'keys=[4]' --set n_texts=4 | holds | `facts-gpt2`, eight contexts: the loss at which a fine-tuning of 60 steps without a bias ends is reached after 0.69 of the steps (0.57 to 0.81) from 64 random features, and after 0.41 (0.28 to 0.55) from four fitted keys; the bias stays attached | it takes fewer steps than without a bias
 app. C | starting tokens in the key-value matrix "would just give the same result as the bias term but with more computational cost"
     tests/ops/test_linear_attention.py::test_cut_anywhere_and_resume | holds | the state after tokens stands for them, at 1e-11 in float64. M tokens are M (d_phi + d_head) numbers, the bias d_phi (d_head + 1): more from about M = d_head / 2 on |
 app. C | a scaling term, or a change of the input or of the FFN, cannot convert exactly
