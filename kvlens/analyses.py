@@ -1,6 +1,7 @@
 """Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
-Folders are organized by subject: :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
+Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which part of a prompt made the model say it),
+:mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
 :mod:`~kvlens.analyses.stream` (the residual stream), :mod:`~kvlens.analyses.prompt` (the predictions),
 :mod:`~kvlens.analyses.dual` (a head as a step of learning); :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
 and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlens.bridge.families import text_config
 from kvlens.bridge.fingerprint import fingerprint_of
+from kvlens.bridge.parts import text_config
 from kvlens.bridge.table import NAMES
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import KVBias

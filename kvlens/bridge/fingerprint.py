@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlens.bridge.families import text_config
+from kvlens.bridge.parts import text_config
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
 from kvlens.model.fingerprint import hashed_once

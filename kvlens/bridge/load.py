@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvlens.bridge import adapters  # noqa: F401  (registers them)
 from kvlens.bridge.comparison import logits_of_transformers
-from kvlens.bridge.families import refuse_encoders
+from kvlens.bridge.parts import refuse_encoders
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions

@@ -9,7 +9,8 @@ negative: then the columns of the bias are taken out of the scores again, and th
     z = (Z_c z_c + Z_b z_b) / (Z_c + Z_b)          Z_c = sum of exp of the masked scores, attention sink included
 
 with Z_c from ``hook_attn_scores`` as other hooks leave it; ``hook_pattern`` is scaled by Z_c / (Z_c + Z_b) and z_b's share is
-added at ``hook_z``, both before other hooks see them. So is a bias whose features are not keys, from the queries as scored.
+added at ``hook_z``, both before other hooks see them. A bias whose features are not keys is joined in the same way; its scores
+are computed from the queries.
 """
 
 from collections import OrderedDict

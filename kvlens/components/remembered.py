@@ -11,10 +11,11 @@ Result = TypeVar("Result")
 
 
 class Remembered(Generic[Result]):
-    """What was last made of some tensors, as long as none of them is another or was written to.
+    """The last result computed from some tensors, reused until one of them is replaced or written to.
 
-    As autograd counts writes: all but those through ``tensor.data`` or numpy. Nothing is kept of tensors that require
-    gradients, or that were made in inference mode, where writes are not counted. A copy of this object remembers nothing.
+    Writes are counted as autograd counts them, which leaves out those through ``tensor.data`` or numpy. Nothing is kept of
+    tensors that require gradients, or that were made in inference mode, where writes are not counted. A copy of this object
+    starts empty.
     """
 
     def __init__(self) -> None:

@@ -42,8 +42,8 @@ class Group(NamedTuple):
 
 
 def groups_of(model: KVModel, layout: Layout, units: Sequence[Unit]) -> list[Group]:
-    """The documents or the paragraphs of a prompt, whichever take fewer runs if one of them matters; none if that is no less
-    than the number of units."""
+    """The documents or the paragraphs of a prompt: of the two, the cut that takes fewer runs to find the units of one that
+    matters. Empty if that takes no fewer runs than removing each unit."""
     best: list[Group] = []
     fewest = len(units)
     for level in ("document", "paragraph") if len(units) > MANY and model.tokenizer is not None else ():

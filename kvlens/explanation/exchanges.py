@@ -1,4 +1,4 @@
-"""Step 7: which layers, heads and positions of the prompt hold what the model reads there about the cause.
+"""Step 7: in which layers, heads and positions of the prompt the model reads about the cause.
 
 What the prompt without the cause leaves in a set of them takes the place of what the whole prompt leaves there, by an exchange
 of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the response, the question included.

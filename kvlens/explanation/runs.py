@@ -25,9 +25,10 @@ from kvlens.texts import Response, Word
 Positions = Literal["kept", "closed"]
 Key = tuple[object, ...]
 PASS = 20
-"""A pass takes as long as so many tokens more (SmolLM2 on one thread: 52 ms with 1 token, 138 with 32, 330 with 128)."""
+"""The overhead of a pass, in tokens (SmolLM2 on one thread: 52 ms with 1 token, 138 with 32, 330 with 128)."""
 MORE_TOKENS, MOST_TOKENS = 16, 32
-"""A text that is said instead has at least so many tokens more than the response, and ends with a sentence; at most so many."""
+"""A text that is said instead is at least 16 tokens longer than the response and then ends with its sentence; it is at most 32
+tokens longer."""
 ENDS = (".", "!", "?", "\n", "\u3002")
 
 
