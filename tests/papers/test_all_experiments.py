@@ -38,7 +38,7 @@ def every_construction_and_setting_has_a_row(found, told):
 
 def every_curve_is_there_and_the_claims_of_architecture_hold(found, told):
     error = found.tables["error"]
-    assert len(told) == 2 + 1 + 1  # two seeds, one more class, one more kind of positions
+    assert len(told) == 2 + 1 + 3  # two seeds, one more class, three more kinds of positions
     assert set(error["predictor"]) == {"transformer", *function_classes.BASELINES}
     assert set(error.loc[error["functions"] == "linear", "shift"]) == set(SHIFTS)
     assert not error.duplicated(["functions", "shift", "predictor", "seed", "n_examples"]).any()
