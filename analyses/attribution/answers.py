@@ -129,8 +129,7 @@ class Question:
 
     def token_scores(self, prompts: Counterfactuals) -> Float[Tensor, "row answer_pos"]:
         """What the scores are sums of: log p of each of the answer's tokens, given those before it."""
-        text = torch.cat([self.text, self.answer[:-1]])
-        return _log_p(self.reads_after(prompts)(text, len(self.answer)), self.answer)
+        return self._by_token(self.reads_after(prompts), self.answer)
 
     def reads_after(self, prompts: Counterfactuals) -> Read:
         """Reads a text after each counterfactual prompt, everything recomputed."""
@@ -160,9 +159,12 @@ class Question:
         shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
         for tokens in answers:
-            logits = shared if len(tokens) == 1 else read(torch.cat([self.text, tokens[:-1]]), len(tokens))
-            found.append(_log_p(logits, tokens).sum(dim=1))
+            by_token = _log_p(shared, tokens) if len(tokens) == 1 else self._by_token(read, tokens)
+            found.append(by_token.sum(dim=1))
         return torch.stack(found, dim=1)
+
+    def _by_token(self, read: Read, tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:
+        return _log_p(read(torch.cat([self.text, tokens[:-1]]), len(tokens)), tokens)
 
 
 def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:

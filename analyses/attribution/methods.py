@@ -190,6 +190,7 @@ def fitted(kept: Bool[Tensor, "row unit"], targets: Float[Tensor, "row target"])
         optimizer.zero_grad()
         root = cholesky()
         fit = (torch.cholesky_solve(y, root) * y).sum() / 2 + root.diagonal(dim1=1, dim2=2).log().sum()
+        # standard deviations of the logarithms: 1, 2 and 1.5, the latter around a noise of e^-2 of the variance
         prior = log_b.square().sum() / 2 + log_a.square().sum() / 8 + (log_s + 2.0).square().sum() / 4.5
         (fit + prior).backward()
         return fit + prior

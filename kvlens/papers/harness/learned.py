@@ -25,9 +25,7 @@ enough" (:attr:`~kvlens.papers.harness.significance.Comparison.untrained`), what
 A curve may be flat before it falls, as it is for induction. Then the baseline has not learned, and there is no verdict.
 """
 
-import hashlib
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -115,8 +113,8 @@ def trained_further(
 ) -> tuple[HookedKVTransformer, TrainResult]:
     """A copy of a trained model that goes on training on ``task``; the name under which it is kept has its weights in it."""
     kept, copy = _KEPT.get(), deepcopy(model)
-    known = [model.fingerprint().weights, task.name, task.settings(), dict(training)]
-    name = f"further-{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]}"
+    known = dict(weights=model.fingerprint().weights, task=task.name, settings=task.settings(), training=dict(training))
+    name = f"further-{checksum_of_json(known)[:24]}"
     return copy, train(copy, task, folder=kept and kept[0] / name, progress=False, **training)
 
 
