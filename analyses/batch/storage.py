@@ -63,7 +63,7 @@ class PromptResult:
 # --- the journal ---
 
 
-class Progress(NamedTuple):
+class JournalCounts(NamedTuple):
     """Counts of a journal: runs of a prompt on a model that are done, how many of them failed, and rows."""
 
     n_done: int
@@ -180,10 +180,10 @@ class Journal:
         """Whether this prompt is done on this model, successfully or not."""
         return (model, prompt) in self._done
 
-    def progress(self) -> Progress:
+    def progress(self) -> JournalCounts:
         """How far the batch has come."""
         lines = self._done.values()
-        return Progress(len(lines), sum(line.kind is not None for line in lines), sum(line.n_rows for line in lines))
+        return JournalCounts(len(lines), sum(line.kind is not None for line in lines), sum(line.n_rows for line in lines))
 
     def tables(self) -> Iterator[bytes]:
         """The rows of every prompt that has any, by model, then in the order of the input, one at a time."""

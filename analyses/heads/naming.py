@@ -44,7 +44,7 @@ from .induction import (
     of_prompt_repeated,
 )
 from .repeated_text import LONGEST, displacement, roles
-from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
+from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, name_heads, spreads
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -146,7 +146,7 @@ def induction_verdicts(
 def _frame(
     model: KVModel,
     found: HeadsFound,
-    verdicts: list[list[Verdict]],
+    verdicts: list[list[HeadVerdict]],
     threshold: float,
 ) -> pd.DataFrame:
     measured, heads = found.measured, heads_of_model(model)
