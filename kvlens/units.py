@@ -242,7 +242,7 @@ def _parts(layout: Layout, by: str) -> list[NamedSpan]:
 
 
 def _given(layout: Layout, strings: Any) -> list[NamedSpan]:
-    """Where the given strings stand in the pieces, or in what is asked."""
+    """Find where the given strings stand in the pieces, or in what is asked."""
     found = [NamedSpan(_short(string), None, *_only_place(layout, string)) for string in strings]
     found.sort(key=lambda part: part.start)
     for before, after in itertools.pairwise(found):
@@ -300,12 +300,12 @@ def _lines(text: str) -> Iterable[int]:
 
 
 def _paragraphs(text: str) -> Iterable[int]:
-    """Behind blank lines; where there is none between two lines, the lines."""
+    """Cut behind blank lines; where there is none between two lines, the lines."""
     return [blank.end() for blank in _BLANK_LINES.finditer(text) if text[: blank.start()].strip()] or _unwrapped(text)
 
 
 def _unwrapped(text: str) -> Iterable[int]:
-    """Where lines begin that do not go on with the one before."""
+    """Find where lines begin that do not go on with the one before."""
     before = ""
     for line in re.finditer("[^\n]*(\n|$)", text):
         goes_on = len(before.rstrip()) >= WRAPPED and not before.rstrip().endswith((".", "!", "?", ":", ";"))
@@ -315,7 +315,7 @@ def _unwrapped(text: str) -> Iterable[int]:
 
 
 def _sentences(text: str) -> Iterable[int]:
-    """Where lines and sentences begin."""
+    """Find where lines and sentences begin."""
     yield from _unwrapped(text)
     in_lowercase = text == text.lower()
     yield from (end.end() for end in _END.finditer(text) if _is_end(text, end, in_lowercase))
@@ -346,8 +346,8 @@ def _is_end(text: str, end: re.Match[str], in_lowercase: bool) -> bool:
 
 
 def _statements(text: str) -> Iterable[int]:
-    """Where lines begin that do not go on with the one before: closing brackets do, what stands behind a backslash, and what is
-    indented deeper, unless it is the block behind a colon or brace. A line of comment belongs to what follows."""
+    """Find where lines begin that do not go on with the one before: closing brackets do, what stands behind a backslash, and
+    what is indented deeper, unless it is the block behind a colon or brace. A line of comment belongs to what follows."""
     depth, before, comment = 0, "", None
     for line in re.finditer("[^\n]*(\n|$)", text):
         code = _COMMENT.sub("", line[0].expandtabs(4).rstrip())

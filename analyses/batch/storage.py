@@ -137,7 +137,7 @@ class Journal:
                 self._done[key] = Line(start, record["n_rows"], kind)
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where every line begins, and its record."""
+        """Yield where every line begins, and its record."""
         self._end = 0
         with open(self.path, "rb") as file:
             for line in file:

@@ -44,12 +44,12 @@ class ExchangedPart(NamedTuple):
 
     @property
     def code(self) -> str:
-        """As tables and pages write it: ``0.2``, ``0.s2``, ``0.c``."""
+        """The name in tables and pages: ``0.2``, ``0.s2``, ``0.c``."""
         return f"{self.layer}." + {HEAD_PART: f"{self.head}", SHIFT_STATE_PART: f"s{self.head}"}.get(self.kind, "c")
 
     @property
     def name(self) -> str:
-        """As a sentence writes it: ``L0H2``, ``shift state L0KV2``, ``convolution L0``."""
+        """The name in a sentence: ``L0H2``, ``shift state L0KV2``, ``convolution L0``."""
         kinds = {HEAD_PART: f"L{self.layer}H{self.head}", SHIFT_STATE_PART: f"shift state L{self.layer}KV{self.head}"}
         return kinds.get(self.kind, f"convolution L{self.layer}")
 

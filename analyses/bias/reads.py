@@ -224,7 +224,7 @@ class LayerwiseReading:
 
 
 class OnePassReading:
-    """As :class:`LayerwiseReading`, from one pass over both, where the model hands over whole layers.
+    """Reads the same as :class:`LayerwiseReading` from one pass over both, where the model hands over whole layers.
 
     Args:
         model: with what the prompt continues attached.

@@ -72,7 +72,7 @@ class TokenwiseLayer(LayerPart):
         return []
 
     def output_weights(self) -> Float[Tensor, "0 1 d_model"]:
-        """Of no head."""
+        """There are none, as the layer has no heads."""
         return torch.zeros(0, 1, self.d_model)
 
 

@@ -132,7 +132,7 @@ class SoftmaxLayer(Part):
 
     @property
     def queries(self) -> Point:
-        """Where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
+        """Say where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
         attn, n_heads = self.attn, self.n_heads
         if isinstance(attn, MLAAttentionBridge):
             point = attn.hook_q
@@ -259,7 +259,7 @@ class SoftmaxLayer(Part):
         return BiasColumns(bias, keys, values, added)
 
     def _by_head(self, added: Float[Tensor, "#batch kv_head #pos column"]) -> Float[Tensor, "#batch #head #pos column"]:
-        """Of each query head what is given of each key-value head; of one for all where they are equal."""
+        """Give each query head what is given of its key-value head; one for all where they are equal."""
         is_shared = bool((added == added[:, :1]).all())
         return added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // added.shape[1], dim=1)
 

@@ -53,7 +53,7 @@ def measured(module: nn.Module, like: Tensor) -> FoldedNorm:
 
 
 def ends_of(model: Any) -> Ends:
-    """Those of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
+    """Return the ends of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
     factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
     w_u = w_u if factor == 1 else w_u * factor

@@ -82,7 +82,7 @@ class UnitSearch:
         return "documents or paragraphs" if self.groups else "units"
 
     def cost(self) -> int:
-        """About what it takes to remove what is removed first, and the units of one group: see `ExplanationProgress`."""
+        """Estimate what it takes to remove what is removed first, and the units of one group: see `ExplanationProgress`."""
         n, n_response = len(self.explaining.prompt), len(self.explaining.response.tokens) + MORE_TOKENS
         n_rows = len(self.first) + 3 + max((len(group.members) for group in self.groups), default=0)
         return n_rows * (n // 2 + n_response) + (4 if self.groups else 2) * n_response * PASS

@@ -207,7 +207,7 @@ Set = tuple[int, ...]
 
 
 class _Layers(_Search):
-    """Which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
+    """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
     def begin(self) -> None:
         """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""

@@ -194,7 +194,7 @@ def train_variant(label: str, task: str, settings: Settings, seeds: Sequence[int
 
 
 def kept_course(label: str, task: str, settings: Settings, seeds: Sequence[int], rates: Sequence[float]) -> pd.DataFrame:
-    """As `train_variant`, which it reads from the kept runs where it can."""
+    """Return what `train_variant` does, read from the kept runs where they have it."""
     own = {name: settings[name] for name in ("n_demonstrations", "batch_size", "heldout_sequences")}
     own |= dict(d_x=settings["d_x"][task], steps=settings["steps"][task], seeds=list(seeds), rates=list(rates))
     run = dict(name="dual-variants", again=label == AGAIN, variant=vars(VARIANTS[label]), task=task, **own)

@@ -101,7 +101,7 @@ class TrainingRun:
             return model, error
 
     def finished(self) -> tuple[Model, TrainResult]:
-        """As `train`; raises NotFiniteError if the run diverged."""
+        """Train as `train` does; raises NotFiniteError if the run diverged."""
         model, result = self.train()
         if isinstance(result, NotFiniteError):
             raise result
@@ -223,7 +223,7 @@ class RunQueue:
         self.runs, self.steps, self.seconds = 0, 0, 0.0
 
     def train(self, trials: Sequence[TrainingRun]) -> Iterator[tuple[TrainingRun, Model, TrainResult | NotFiniteError]]:
-        """As `train_all`, counted."""
+        """Train as `train_all` does, and count."""
         for trial, model, result in train_all(trials):
             self.runs, self.steps = self.runs + 1, self.steps + TrainSettings.of(dict(trial.training)).steps
             self.seconds += result.seconds if isinstance(result, TrainResult) else 0.0
@@ -299,7 +299,7 @@ def train_cell(cell: Cell, progress: RunQueue) -> tuple[pd.DataFrame, list[dict[
 
 
 def best_rates(cell: Cell, progress: RunQueue) -> dict[str, float]:
-    """For each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
+    """Choose for each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
     if len(cell.rates) == 1:
         return dict.fromkeys(cell.models, cell.rates[0])
     seeds, pairs = tuning_seeds(cell.seeds), list(itertools.product(cell.models, cell.rates))

@@ -377,7 +377,7 @@ def _frame(
 
 
 def kept(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """By method (and ``by``): answers that were right with the story, how many stay right, and their loss.
+    """Count by method (and ``by``) the answers that were right with the story, how many stay right, and their loss.
 
     ``loss_interval`` is half the width of the 95 % interval of the mean loss over stories.
     """

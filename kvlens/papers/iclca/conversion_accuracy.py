@@ -183,7 +183,7 @@ def read_three_ways(
 
 
 def use_of_trigger(text: Int[Tensor, "batch pos"], n_triggers: int) -> Int[Tensor, "batch pos"]:
-    """At each trigger, how often it has occurred in the text so far, this occurrence included; 0 at other letters."""
+    """Count at each trigger how often it has occurred in the text so far, this occurrence included; 0 at other letters."""
     is_use = text[:, :, None] == torch.arange(n_triggers)
     return (is_use.cumsum(dim=1) * is_use).sum(dim=2)
 

@@ -346,7 +346,7 @@ class Measured(NamedTuple):
 
 
 def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
-    """By number of examples: the largest relative error of the seeds, with its margin.
+    """Return by number of examples the largest relative error of the seeds, with its margin.
 
     Trained models count with the worst of their seeds, and the verdicts are about these models: the margin does not include
     the variation between trainings.
@@ -420,7 +420,7 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def degradation(here: Measured, there: Measured) -> Measured:
-    """By how much the error out of distribution exceeds `DEGRADES` times that in distribution."""
+    """Compute by how much the error out of distribution exceeds `DEGRADES` times that in distribution."""
     return Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin)
 
 
