@@ -50,7 +50,7 @@ class VariantSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As ``BertSelfAttention.forward``: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
+        """Compute what ``BertSelfAttention.forward`` does: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
         q, k, v = (
             rearrange(whole, "batch pos (head d_head) -> batch head pos d_head", head=self.n_heads)
             for whole in (
