@@ -434,6 +434,9 @@ def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
     """Prompts of random tokens, and a null of random tokens: each set of three units is drawn as the null's are. Without the
     adjustment one in seven prompts has a unit with p <= 0.05."""
     model, n = sharp(n_layers=1, kv_shift=None), 100
+    for name, parameter in model.named_parameters():
+        if "W_" not in name:
+            parameter.fill_(float(name.endswith(".w")))
     spans = [(0, 4), (4, 8), (8, 12)]
     any_adjusted = any_single = 0
     for seed in range(n):

@@ -9,7 +9,7 @@ import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, tokens
 from kvlens.analyses.batch.work import load_analysis
 from kvlens.analyses.declaration import Record
-from kvlens.analyses.stream.logit_attribution import COLUMNS, layer_contributions
+from kvlens.analyses.logit_attribution import COLUMNS, layer_contributions
 from small_models import sharp
 
 from kvlens import KVLensError, analyses, convert_prompt

@@ -18,7 +18,7 @@ from analysis_models import (
     tokens,
 )
 from kvlens.analyses.predictions import text_logits
-from kvlens.analyses.prompt.readings import SAMPLE, rounding_error
+from kvlens.analyses.readings import SAMPLE, rounding_error
 from small_models import sharp
 from tiny_text_model import tiny_text_model
 
