@@ -26,7 +26,6 @@ MODELS = {
     "rope after": {},
     "gqa decay": dict(kv_shift=KVShiftConfig(queries=True), seed=8),
     "softmax, norms behind heads": {},
-    "norms behind heads": dict(normalization_type="LN"),
 }
 
 
