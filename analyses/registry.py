@@ -27,18 +27,18 @@ ANALYSES = {
     "bias_singular_values": "kvlens.analyses.bias.decomposition",
     "circuits": "kvlens.analyses.bias.pairs",
     "composition": "kvlens.analyses.heads.head_pairs",
-    "conversion_error": "kvlens.analyses.prompt.readings",
+    "conversion_error": "kvlens.analyses.readings",
     "dual_bound": "kvlens.analyses.dual",
     "dual_demonstrations": "kvlens.analyses.dual",
     "dual_losses": "kvlens.analyses.dual",
     "explanation": "kvlens.explanation.steps",
     "induction_heads": "kvlens.analyses.heads.induction",
     "induction_verdicts": "kvlens.analyses.heads.naming",
-    "layer_contributions": "kvlens.analyses.stream.logit_attribution",
+    "layer_contributions": "kvlens.analyses.logit_attribution",
     "prompt_attribution": "kvlens.analyses.attribution.prompt",
-    "prompt_by_depth": "kvlens.analyses.prompt.readings",
+    "prompt_by_depth": "kvlens.analyses.readings",
     "prompt_copies": "kvlens.analyses.heads.copies",
-    "prompt_effect": "kvlens.analyses.prompt.readings",
+    "prompt_effect": "kvlens.analyses.readings",
     "reading_layers": "kvlens.explanation.reading",
     "state_erasure": "kvlens.analyses.state",
     "state_memory": "kvlens.analyses.state",
@@ -146,7 +146,7 @@ NOT_ON: Mapping[str, Reasons] = {
 
 
 def kind_of(model: Any) -> str:
-    """Which of the kinds a model is."""
+    """Return which of the kinds a model is."""
     from kvlens import HookedKVTransformer  # imports torch
     from kvlens.model import heads_per_layer, recurrent_layers
 

@@ -48,8 +48,8 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.model import direct_path, read_attention
 
+from ..logit_attribution import final_scale, final_scale_name
 from ..segments import Found, Looks, Progress, rows_at
-from ..stream.logit_attribution import final_scale, final_scale_name
 
 View = Literal["attended", "source"]
 VIEWS = get_args(View)
@@ -83,7 +83,7 @@ class Stretch(NamedTuple):
     values: Float[Tensor, "pos head d_head"]
 
 
-class PromptReading:
+class LayerwiseReading:
     """A prompt and the text after it, read layer by layer: the text's side first, then the prompt's.
 
     Args:
@@ -224,7 +224,7 @@ class PromptReading:
 
 
 class OnePassReading:
-    """As :class:`PromptReading`, from one pass over both, where the model hands over whole layers.
+    """Reads the same as :class:`LayerwiseReading` from one pass over both, where the model hands over whole layers.
 
     Args:
         model: with what the prompt continues attached.
