@@ -30,7 +30,7 @@ from kvlens.bridge import KVTransformerBridge
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import files_in
 from kvlens.mixers import has_mixer, mixer_for
-from kvlens.mixers.rules import DeltaRule
+from kvlens.mixers.mixer import DeltaRule
 from kvlens.tasks import Batch, Task
 from kvlens.training.loss import CrossEntropy, Score
 from kvlens.training.run import Run
