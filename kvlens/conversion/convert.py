@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import torch
 
-from kvlens.arguments import Span
+from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
 from kvlens.checks import Count, checked
-from kvlens.conversion.counterfactual import Counterfactuals, Positions, Replacement, counterfactuals_of
+from kvlens.conversion.counterfactual import Counterfactuals, Replacement, counterfactuals_of
 from kvlens.conversion.kept_words import recalled
 from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens

@@ -17,19 +17,17 @@ b_D turned and decayed to the text's position, its shift state where the prompt'
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvlens.arguments import Span, checked_spans
+from kvlens.arguments import Positions, Span, checked_spans
 from kvlens.checks import checked
 from kvlens.conversion.prompt import Prompt, PromptTokens, prompt_tokens
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel
 
-Positions = Literal["kept", "closed"]
 Replacement = str | Tensor | Sequence[int]
 
 
