@@ -22,7 +22,7 @@ GUIDE, READING = ((ROOT / name).read_text(encoding="utf-8") for name in ("CONTRI
 RECIPES = {
     "An op": "kvlens.ops",
     "A feature map": "kvlens.components.feature_maps",
-    "A conversion method": "kvlens.conversion.softmax",
+    "A conversion method": "kvlens.conversion.method",
     "A task": "kvlens.tasks",
     "An experiment": "kvlens.papers.harness",
 }
@@ -31,7 +31,7 @@ CODE = {title: importlib.import_module(name).__doc__ or "" for title, name in RE
 WITH_EXAMPLES = (
     "kvlens.kv_bias.kv_bias",
     "kvlens.conversion.convert",
-    "kvlens.conversion.softmax.landmark",
+    "kvlens.conversion.few_keys",
     "kvlens.model",
     "kvlens.viz.attention",
     "kvlens.viz.tokens",

@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlens.checks import Count, Seed, Within, checked
-from kvlens.conversion.softmax.descent import descend
-from kvlens.conversion.weights.change import WeightChange, check_changeable
+from kvlens.conversion.gradients import descend
+from kvlens.conversion.weights import WeightChange, check_changeable
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer

@@ -11,7 +11,7 @@ from tiny_text_model import tiny_text_model, tiny_tokenizer
 
 from kvlens import Chat, KVBias, KVLensError, convert_prompt
 from kvlens.conversion import recall
-from kvlens.conversion.kept_words import lead_of
+from kvlens.conversion.measured import lead_of
 from kvlens.kv_bias import Recall
 from kvlens.kv_bias.recall import RecalledWord
 from kvlens.report.summary import conversion_figures
@@ -71,7 +71,7 @@ def test_an_exact_bias_loses_nothing(model, few):
 
 
 def test_the_prompt_is_converted_exactly_once(model, monkeypatch):
-    from kvlens.conversion.softmax import convert
+    from kvlens.conversion import convert
 
     calls, plain = [], convert.convert_exactly
     monkeypatch.setattr(convert, "convert_exactly", lambda *args: calls.append(args) or plain(*args))

@@ -1,5 +1,6 @@
-"""Budgets by the effect on the logits: gradients against finite differences, and what they give to heads without an effect."""
+"""The one loop of gradient steps, which is known by hand, and the effects of heads on the logits, by finite differences."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,10 +8,42 @@ import torch
 from small_models import small_model, tokens
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.conversion import Landmark
-from kvlens.conversion.softmax import logit_effects
-from kvlens.conversion.softmax.logit_effects import effects_on_logits, logit_metrics
+from kvlens.conversion import Landmark, gradients
+from kvlens.conversion.gradients import descend, effects_on_logits, logit_metrics
 from kvlens.papers.iclca.logits import context_of, prompted_logits
+
+
+def steps_of(loss_on, free, **changes):
+    how = dict(n_rows=5, rows_per_step=3, steps=4, learning_rate=0.1, generator=torch.Generator().manual_seed(2))
+    return [loss.item() for loss in descend([free], loss_on, **{**how, **changes})]
+
+
+def test_a_constant_slope_moves_by_the_rate_which_falls_along_a_cosine():
+    """Adam under a constant gradient moves by the learning rate each step: 0.1 (1 + cos(pi t / steps)) / 2 at step t."""
+    at = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    losses = steps_of(lambda rows: 2 * at, at)
+    rates = [0.05 * (1 + math.cos(math.pi * t / 4)) for t in range(4)]
+    places = [1.0 - sum(rates[:t]) for t in range(5)]
+    # Adam's epsilon of 1e-8 beside a gradient of 2: a share of 5e-9 of each rate
+    assert losses == pytest.approx([2 * place for place in places[:4]], abs=1e-8)
+    assert abs(at.item() - places[4]) < 1e-8
+
+
+def test_rows_are_drawn_without_replacement_and_again_each_step():
+    at, read = torch.zeros(5, requires_grad=True), []
+
+    def loss_on(rows):
+        read.append(rows.tolist())
+        return at[rows].sum()
+
+    steps_of(loss_on, at)
+    again = torch.Generator().manual_seed(2)
+    assert read == [torch.randperm(5, generator=again)[:3].tolist() for _ in range(4)]
+    assert all(len(set(rows)) == 3 for rows in read) and read[0] != read[1]
+    read.clear()
+    steps_of(loss_on, at, rows_per_step=9)
+    assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in read)
+
 
 KINDS = {
     "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
@@ -48,7 +81,7 @@ def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
 def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
     model, prompts = small_model(**MORE, **KINDS["rotary, grouped"]), tokens(2, 11)
     exact = convert_prompt(model, prompts)
-    monkeypatch.setattr(logit_effects, "TOKENS_AT_ONCE", 4 * 5)
+    monkeypatch.setattr(gradients, "TOKENS_AT_ONCE", 4 * 5)
     teachers = []
     monkeypatch.setattr(Landmark, "fit", lambda self, teacher: teachers.append(teacher) or exact)
     convert_prompt(model, prompts, method=Landmark(n_keys=3, **TEXTS), verbose=False)

@@ -7,8 +7,7 @@ import torch
 from small_models import linear_model, relative_error, small_model, tokens
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
-from kvlens.conversion import distill_prompt, thought_matrices, thought_vectors, token_patches
-from kvlens.conversion.weights import distillation
+from kvlens.conversion import distill_prompt, distillation, thought_matrices, thought_vectors, token_patches
 
 F64 = dict(dtype=torch.float64)
 LLAMA = dict(F64, gated_mlp=True, normalization_type="RMS", positional_embedding_type="rotary", act_fn="silu")

@@ -6,9 +6,9 @@ from chat_templates import TEMPLATES, reader
 from small_models import small_model, tokens
 
 from kvlens import Chat, KVLensError, convert_prompt
+from kvlens.conversion import reference
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax import reference
-from kvlens.conversion.softmax.reference import REPEAT, repetition
+from kvlens.conversion.reference import REPEAT, repetition
 
 QUICK = dict(method="landmark", n_features=3, n_held_out=0, verbose=False)
 
