@@ -146,7 +146,7 @@ NOT_ON: Mapping[str, Reasons] = {
 
 
 def kind_of(model: Any) -> str:
-    """Which of the kinds a model is."""
+    """Return which of the kinds a model is."""
     from kvlens import HookedKVTransformer  # imports torch
     from kvlens.model import heads_per_layer, recurrent_layers
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvlens.errors import KVLensError, brief, first_line
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """A range (start, stop) of a prompt's tokens."""
+Positions = Literal["kept", "closed"]
+"""Whether what comes after tokens that are left out stays where it stood or moves up."""
 UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word", "token")
 """What a prompt is cut into by name; ``code`` means statements."""
 DEEPEST = 200

@@ -18,7 +18,7 @@ from kvlens.arguments import check_characters
 from kvlens.errors import KVLensError, brief, first_line, nearest
 from kvlens.model import KVModel
 from kvlens.tokenizer import warn_of_unknown_words
-from kvlens.units import By, Layout, Piece, Unit, cut, layout_of_tokens, tiled
+from kvlens.units import By, Layout, Passage, Unit, cut, layout_of_tokens, tiled
 
 ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, str]]
@@ -136,13 +136,13 @@ class Chat:
         text, tokens = self.text(model), self.tokens(model)
         if not model.tokenizer.is_fast:
             raise KVLensError("units of a chat need a fast tokenizer, which says where each token stands in the text")
-        pieces: list[Piece] = []
-        asked: list[Piece] = []
+        pieces: list[Passage] = []
+        asked: list[Passage] = []
         for turn, (_, parts) in enumerate(self._turns):
             for at, part in enumerate(parts):
                 if part.name is not None or part.is_question:
                     start, stop = self._place(model, text, turn, at)
-                    (asked if part.name is None else pieces).append(Piece(part.name or "question", start, stop))
+                    (asked if part.name is None else pieces).append(Passage(part.name or "question", start, stop))
         spans = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
 

@@ -93,7 +93,7 @@ def _from_gguf(path: Path, verify: bool | None, dtype: torch.dtype = torch.float
 
 
 def _in_the_cache(name: str, official: str | None) -> Path:
-    """Where Hugging Face's cache has the files of a name."""
+    """Find where Hugging Face's cache has the files of a name."""
     folder = cached_folder(official or name)
     if folder is None:
         official_name(name)  # which refuses an unknown one

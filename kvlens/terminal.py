@@ -91,7 +91,7 @@ class Arguments(argparse.ArgumentParser):
         self._answers_unknown = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
-        """As in argparse, but a subcommand reports unknown arguments itself, because it knows its own options."""
+        """Parse as argparse does, but a subcommand reports unknown arguments itself, because it knows its own options."""
         self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._answers_unknown:
@@ -99,7 +99,7 @@ class Arguments(argparse.ArgumentParser):
         return known, unknown
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse: options may be mixed with positional arguments, even optional ones."""
+        """Parse as argparse does: options may be mixed with positional arguments, even optional ones."""
         self._answers_unknown = False  # the first of argparse's two passes leaves unknown arguments to the second
         try:
             return super().parse_intermixed_args(args, namespace)

@@ -67,7 +67,7 @@ class Unit(NamedTuple):
     stop: int
 
 
-class Piece(NamedTuple):
+class Passage(NamedTuple):
     """A message or document: characters [start, stop) of a layout's text; a raw prompt has the name ''."""
 
     name: str
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
+class NamedSpan(NamedTuple):
     """What a piece is cut into: characters [start, stop); without a noun its name is the piece's."""
 
     piece: str
@@ -98,8 +98,8 @@ class Layout(NamedTuple):
     text: str
     tokens: Int[Tensor, " pos"]
     spans: list[Span]
-    pieces: list[Piece]
-    asked: list[Piece]
+    pieces: list[Passage]
+    asked: list[Passage]
 
 
 def layout_of_tokens(model: Any, tokens: Int[Tensor, " pos"]) -> Layout:
@@ -110,11 +110,11 @@ def layout_of_tokens(model: Any, tokens: Int[Tensor, " pos"]) -> Layout:
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         again = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         if again["input_ids"] == ids:
-            return Layout(text, tokens, [(0, 0)] * first + tiled(again["offset_mapping"]), [Piece("", 0, len(text))], [])
+            return Layout(text, tokens, [(0, 0)] * first + tiled(again["offset_mapping"]), [Passage("", 0, len(text))], [])
     texts = token_texts(model, tokens)[first:]
     ends = [0, *itertools.accumulate(map(len, texts))]
     spans = [(0, 0)] * first + list(itertools.pairwise(ends))
-    return Layout("".join(texts), tokens, spans, [Piece("", 0, ends[-1])], [])
+    return Layout("".join(texts), tokens, spans, [Passage("", 0, ends[-1])], [])
 
 
 def begins_with_bos(model: Any, tokens: Int[Tensor, " pos"]) -> bool:
@@ -122,10 +122,10 @@ def begins_with_bos(model: Any, tokens: Int[Tensor, " pos"]) -> bool:
     return model.tokenizer is not None and len(tokens) > 0 and int(tokens[0]) == model.tokenizer.bos_token_id
 
 
-def pieces_of_tokens(layout: Layout) -> list[Piece | None]:
+def pieces_of_tokens(layout: Layout) -> list[Passage | None]:
     """The message, document or question that each token belongs to; None for BOS and marks."""
     pieces = [*layout.pieces, *layout.asked]
-    owners = _owners(layout, [Part(piece.name, None, piece.start, piece.stop) for piece in pieces])
+    owners = _owners(layout, [NamedSpan(piece.name, None, piece.start, piece.stop) for piece in pieces])
     return [None if owner is None else pieces[owner] for owner in owners]
 
 
@@ -197,7 +197,7 @@ def _checked_ranges(spans: Any, n_tokens: int, first: int) -> list[Span]:
 # --- characters to tokens ----------------------------------------------------------------------------------------------------
 
 
-def _numbered(parts: Sequence[Part], layout: Layout, each_token: bool = False) -> list[tuple[str, Span]]:
+def _numbered(parts: Sequence[NamedSpan], layout: Layout, each_token: bool = False) -> list[tuple[str, Span]]:
     """The name and range of tokens of each part that has any; or of each token of the parts, if ``each_token``."""
     owned: dict[int, list[int]] = {}
     for at, owner in enumerate(_owners(layout, parts)):
@@ -212,7 +212,7 @@ def _numbered(parts: Sequence[Part], layout: Layout, each_token: bool = False) -
     return found
 
 
-def _owners(layout: Layout, parts: Sequence[Part]) -> list[int | None]:
+def _owners(layout: Layout, parts: Sequence[NamedSpan]) -> list[int | None]:
     """The part of each token; None for marks."""
     part_of: list[int | None] = [None] * len(layout.text)
     for i, part in enumerate(parts):
@@ -228,22 +228,22 @@ def _owners(layout: Layout, parts: Sequence[Part]) -> list[int | None]:
 # --- text to parts -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(layout: Layout, by: str) -> list[Part]:
+def _parts(layout: Layout, by: str) -> list[NamedSpan]:
     """The parts of all pieces at a level; at those of whole pieces, and of tokens, the pieces themselves."""
     if by not in CUTS:
         noun = "token" if by == "token" else None
-        return [Part(name if noun else name or "prompt", noun, start, stop) for name, start, stop in layout.pieces]
+        return [NamedSpan(name if noun else name or "prompt", noun, start, stop) for name, start, stop in layout.pieces]
     noun = "statement" if by == "code" else by
     return [
-        Part(piece.name, noun, piece.start + start, piece.start + stop)
+        NamedSpan(piece.name, noun, piece.start + start, piece.start + stop)
         for piece in layout.pieces
         for start, stop in parts_of(layout.text[piece.start : piece.stop], by)
     ]
 
 
-def _given(layout: Layout, strings: Any) -> list[Part]:
-    """Where the given strings stand in the pieces, or in what is asked."""
-    found = [Part(_short(string), None, *_only_place(layout, string)) for string in strings]
+def _given(layout: Layout, strings: Any) -> list[NamedSpan]:
+    """Find where the given strings stand in the pieces, or in what is asked."""
+    found = [NamedSpan(_short(string), None, *_only_place(layout, string)) for string in strings]
     found.sort(key=lambda part: part.start)
     for before, after in itertools.pairwise(found):
         if after.start < before.stop:
@@ -300,12 +300,12 @@ def _lines(text: str) -> Iterable[int]:
 
 
 def _paragraphs(text: str) -> Iterable[int]:
-    """Behind blank lines; where there is none between two lines, the lines."""
+    """Cut behind blank lines; where there is none between two lines, the lines."""
     return [blank.end() for blank in _BLANK_LINES.finditer(text) if text[: blank.start()].strip()] or _unwrapped(text)
 
 
 def _unwrapped(text: str) -> Iterable[int]:
-    """Where lines begin that do not go on with the one before."""
+    """Find where lines begin that do not go on with the one before."""
     before = ""
     for line in re.finditer("[^\n]*(\n|$)", text):
         goes_on = len(before.rstrip()) >= WRAPPED and not before.rstrip().endswith((".", "!", "?", ":", ";"))
@@ -315,7 +315,7 @@ def _unwrapped(text: str) -> Iterable[int]:
 
 
 def _sentences(text: str) -> Iterable[int]:
-    """Where lines and sentences begin."""
+    """Find where lines and sentences begin."""
     yield from _unwrapped(text)
     in_lowercase = text == text.lower()
     yield from (end.end() for end in _END.finditer(text) if _is_end(text, end, in_lowercase))
@@ -346,8 +346,8 @@ def _is_end(text: str, end: re.Match[str], in_lowercase: bool) -> bool:
 
 
 def _statements(text: str) -> Iterable[int]:
-    """Where lines begin that do not go on with the one before: closing brackets do, what stands behind a backslash, and what is
-    indented deeper, unless it is the block behind a colon or brace. A line of comment belongs to what follows."""
+    """Find where lines begin that do not go on with the one before: closing brackets do, what stands behind a backslash, and
+    what is indented deeper, unless it is the block behind a colon or brace. A line of comment belongs to what follows."""
     depth, before, comment = 0, "", None
     for line in re.finditer("[^\n]*(\n|$)", text):
         code = _COMMENT.sub("", line[0].expandtabs(4).rstrip())

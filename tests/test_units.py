@@ -13,7 +13,7 @@ from tiny_text_model import linear
 from kvlens import Chat, KVLensError
 from kvlens.arguments import UNITS
 from kvlens.chat import prompt_tokens, prompt_units
-from kvlens.units import CUTS, Layout, Piece, cut, layout_of_tokens, parts_of, tiled
+from kvlens.units import CUTS, Layout, Passage, cut, layout_of_tokens, parts_of, tiled
 
 WRAPPED = "The gadget, which nobody had seen for several years,\nwas found in Rotterdam.\nBut not by Ann."
 CODE = """\
@@ -86,7 +86,7 @@ def test_a_token_that_straddles_belongs_to_where_most_of_it_is():
     pieces = ["ab", "c. De", "f.\n\nGhi", ".", " ", "J", "."]
     edges = [0, *itertools.accumulate(map(len, pieces))]
     text = "".join(pieces)
-    layout = Layout(text, torch.arange(7), list(itertools.pairwise(edges)), [Piece("", 0, len(text))], [])
+    layout = Layout(text, torch.arange(7), list(itertools.pairwise(edges)), [Passage("", 0, len(text))], [])
     named = [(unit.name, unit.start, unit.stop) for unit in cut(linear(), layout, "sentence")]
     assert named == [("sentence 1", 0, 2), ("sentence 2", 2, 5), ("sentence 3", 5, 7)]
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactuals, logits_after
+from kvlens.arguments import Positions
 from kvlens.chat import prompt_layout
 from kvlens.units import By, Layout, Unit, always_there, cut
 
@@ -42,7 +43,6 @@ class Account:
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
 Rival = str | int | Int[Tensor, " rival_pos"] | None
-Positions = Literal["kept", "closed"]
 Read = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
 """read(text, n): the logits at the last n tokens of a text, for each of several rows."""
 

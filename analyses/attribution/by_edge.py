@@ -65,7 +65,7 @@ Change = Mapping[int, Float[Tensor, "1 pos head d_head"]]
 """Layer -> z of its heads with the counterfactual prompt."""
 
 
-class Reading:
+class GradientPass:
     """One pass over prompt and text, with the gradients of the log-probability of some tokens behind them.
 
     Args:
@@ -280,7 +280,7 @@ def attribution_by_edge(
     others = without_each(question, units, replace_by or {})
     _check_points(model)
     scored = [(1, question.answer), *([] if question.rival is None else [(-1, question.rival)])]
-    readings = [(sign, Reading(question, tokens, through_mlps)) for sign, tokens in scored]
+    readings = [(sign, GradientPass(question, tokens, through_mlps)) for sign, tokens in scored]
     every = readings[0][1].edges()
     frames = []
     n_edges = len(every) if n_confirmed is None else min(n_confirmed, len(every))

@@ -31,7 +31,7 @@ FEWEST, MOST = 40, 1000
 @checked
 @dataclass(frozen=True)
 class Null:
-    """Where unrelated units come from, and how many are read.
+    """The null distribution: where unrelated units come from, and how many are read.
 
     Attributes:
         n_units: how many unrelated units; None for `FEWEST`, and as many more, up to `MOST`, as adjusted p-values

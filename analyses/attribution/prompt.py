@@ -132,7 +132,7 @@ def units_table(
 
 
 def knockout_effects(question: Question, units: Sequence[Unit]) -> Float[Tensor, " unit"]:
-    """Of each unit: the score as it is, less that with the unit knocked out."""
+    """Return, for each unit, the score as it is less the score with the unit knocked out."""
     own = positions_of(units, len(question.prompt))
     everything = torch.cat([torch.zeros_like(own[:1]), own])
     hidden = hidden_from_text(question.model, question.prompt, everything)

@@ -63,7 +63,7 @@ class PromptResult:
 # --- the journal ---
 
 
-class Progress(NamedTuple):
+class JournalCounts(NamedTuple):
     """Counts of a journal: runs of a prompt on a model that are done, how many of them failed, and rows."""
 
     n_done: int
@@ -137,7 +137,7 @@ class Journal:
                 self._done[key] = Line(start, record["n_rows"], kind)
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where every line begins, and its record."""
+        """Yield where every line begins, and its record."""
         self._end = 0
         with open(self.path, "rb") as file:
             for line in file:
@@ -180,10 +180,10 @@ class Journal:
         """Whether this prompt is done on this model, successfully or not."""
         return (model, prompt) in self._done
 
-    def progress(self) -> Progress:
+    def progress(self) -> JournalCounts:
         """How far the batch has come."""
         lines = self._done.values()
-        return Progress(len(lines), sum(line.kind is not None for line in lines), sum(line.n_rows for line in lines))
+        return JournalCounts(len(lines), sum(line.kind is not None for line in lines), sum(line.n_rows for line in lines))
 
     def tables(self) -> Iterator[bytes]:
         """The rows of every prompt that has any, by model, then in the order of the input, one at a time."""

@@ -49,7 +49,7 @@ from .parts import (
     HEAD_PART,
     OF_SHIFT_STATE,
     SHIFT_STATE_PART,
-    Part,
+    ExchangedPart,
     has_shift_state,
     heads_of,
     heads_with,
@@ -378,14 +378,14 @@ def _heads_taken(exchange: HeadExchange, removals: Sequence[Heads]) -> Bool[Tens
     """True at the heads that each removal takes."""
     for row, removal in enumerate(removals):
         for layer, head in removal:
-            if Part(layer, head) not in exchange.number:
+            if ExchangedPart(layer, head) not in exchange.number:
                 n_layers = exchange.own.n_layers
                 heads = sorted({exchange.own.n_heads_of(layer) for layer in range(n_layers)})
                 raise KVLensError(
                     f"bias_ablation: removal {row} names layer {layer}, head {head}; there are {n_layers} layers "
                     f"of {' or '.join(map(str, heads))} heads, counted from 0"
                 )
-    return exchange.rows([[exchange.number[Part(*pair)] for pair in removal] for removal in removals])
+    return exchange.rows([[exchange.number[ExchangedPart(*pair)] for pair in removal] for removal in removals])
 
 
 def _with_shift_states(exchange: HeadExchange, heads: Bool[Tensor, "removal part"]) -> Bool[Tensor, "removal part"]:
@@ -393,6 +393,6 @@ def _with_shift_states(exchange: HeadExchange, heads: Bool[Tensor, "removal part
     chosen = heads.clone()
     for part, number in exchange.number.items():
         if part.kind != HEAD_PART:
-            taken = heads[:, [exchange.number[Part(part.layer, head)] for head in heads_with(exchange.own, part)]]
+            taken = heads[:, [exchange.number[ExchangedPart(part.layer, head)] for head in heads_with(exchange.own, part)]]
             chosen[:, number] = taken.any(dim=1) & (taken.all(dim=1) | (part.kind == SHIFT_STATE_PART))
     return chosen

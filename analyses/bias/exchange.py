@@ -29,7 +29,7 @@ from .parts import (
     RECURRENT,
     SHIFT_STATE_PART,
     WHOLE_LAYER,
-    Part,
+    ExchangedPart,
     exchangeable,
     heads_with,
     kv_heads_read,
@@ -119,7 +119,7 @@ class HeadExchange(Exchange):
 
     def __init__(self, own: KVBias, *donors: KVBias):
         self.own = own.per_query_head()
-        self.parts: Sequence[Part] = exchangeable(self.own)
+        self.parts: Sequence[ExchangedPart] = exchangeable(self.own)
         self.number = {part: i for i, part in enumerate(self.parts)}
         self.at_once = rows_at_once(self.own)
         self._part_of = self._parts_of_tensors()
@@ -199,18 +199,20 @@ class HeadExchange(Exchange):
         the last where no head of the layer has the entry."""
         bias, none = self.own, len(self.parts)
 
-        def numbers(layers: Sequence[int], parts: Callable[[int], list[Part]], n: int) -> Int[Tensor, "layer some_head"]:
+        def numbers(
+            layers: Sequence[int], parts: Callable[[int], list[ExchangedPart]], n: int
+        ) -> Int[Tensor, "layer some_head"]:
             rows = [[self.number.get(part, none) for part in parts(layer)] for layer in layers]
             return torch.tensor([(row + n * [none])[:n] for row in rows], dtype=torch.long).reshape(len(layers), n)
 
-        def heads(layer: int) -> list[Part]:
-            return [Part(layer, head) for head in range(bias.first_state_head(layer))]
+        def heads(layer: int) -> list[ExchangedPart]:
+            return [ExchangedPart(layer, head) for head in range(bias.first_state_head(layer))]
 
-        def groups(layer: int) -> list[Part]:
-            return [Part(layer, head, SHIFT_STATE_PART) for head in range(bias.n_kv_heads_of(layer))]
+        def groups(layer: int) -> list[ExchangedPart]:
+            return [ExchangedPart(layer, head, SHIFT_STATE_PART) for head in range(bias.n_kv_heads_of(layer))]
 
-        def states(layer: int) -> list[Part]:
-            return [Part(layer, head) for head in range(bias.first_state_head(layer), bias.n_heads_of(layer))]
+        def states(layer: int) -> list[ExchangedPart]:
+            return [ExchangedPart(layer, head) for head in range(bias.first_state_head(layer), bias.n_heads_of(layer))]
 
         of_heads = numbers(bias.attention_layers, heads, bias.n_heads)
         of_groups = numbers(bias.attention_layers, groups, bias.last_k.shape[-2])
@@ -219,5 +221,7 @@ class HeadExchange(Exchange):
         found |= dict.fromkeys(("last_k", "last_v"), of_groups[:, None])
         if layers := bias.recurrent.layers:
             found[RECURRENT + "b_KV"] = numbers(layers, states, bias.recurrent.n_heads)
-            found[RECURRENT + "conv"] = numbers(layers, lambda layer: [Part(layer, WHOLE_LAYER, CONVOLUTION_PART)], 1)[:, 0]
+            found[RECURRENT + "conv"] = numbers(layers, lambda layer: [ExchangedPart(layer, WHOLE_LAYER, CONVOLUTION_PART)], 1)[
+                :, 0
+            ]
         return found

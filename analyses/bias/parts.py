@@ -28,7 +28,7 @@ WHOLE_LAYER = -1
 HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART = "head", "shift_state", "convolution"
 
 
-class Part(NamedTuple):
+class ExchangedPart(NamedTuple):
     """What is exchanged by itself.
 
     Attributes:
@@ -44,17 +44,17 @@ class Part(NamedTuple):
 
     @property
     def code(self) -> str:
-        """As tables and pages write it: ``0.2``, ``0.s2``, ``0.c``."""
+        """The name in tables and pages: ``0.2``, ``0.s2``, ``0.c``."""
         return f"{self.layer}." + {HEAD_PART: f"{self.head}", SHIFT_STATE_PART: f"s{self.head}"}.get(self.kind, "c")
 
     @property
     def name(self) -> str:
-        """As a sentence writes it: ``L0H2``, ``shift state L0KV2``, ``convolution L0``."""
+        """The name in a sentence: ``L0H2``, ``shift state L0KV2``, ``convolution L0``."""
         kinds = {HEAD_PART: f"L{self.layer}H{self.head}", SHIFT_STATE_PART: f"shift state L{self.layer}KV{self.head}"}
         return kinds.get(self.kind, f"convolution L{self.layer}")
 
     @classmethod
-    def of_code(cls, code: str) -> "Part":
+    def of_code(cls, code: str) -> "ExchangedPart":
         """The part with a :attr:`code`."""
         layer, _, head = code.partition(".")
         if head == "c":
@@ -132,16 +132,20 @@ def heads_of(bias: KVBias) -> list[tuple[int, int]]:
     return [(layer, head) for layer in range(bias.n_layers) for head in range(bias.n_heads_of(layer))]
 
 
-def exchangeable(bias: KVBias) -> list[Part]:
+def exchangeable(bias: KVBias) -> list[ExchangedPart]:
     """All that is exchanged by itself, layer by layer: heads, shift states, the inputs of a short convolution."""
-    parts = [Part(layer, head) for layer, head in heads_of(bias)]
+    parts = [ExchangedPart(layer, head) for layer, head in heads_of(bias)]
     if any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE):
-        parts += [Part(layer, g, SHIFT_STATE_PART) for layer in bias.attention_layers for g in range(bias.n_kv_heads_of(layer))]
-    parts += [Part(layer, WHOLE_LAYER, CONVOLUTION_PART) for layer in layers_with_convolution(bias)]
+        parts += [
+            ExchangedPart(layer, g, SHIFT_STATE_PART)
+            for layer in bias.attention_layers
+            for g in range(bias.n_kv_heads_of(layer))
+        ]
+    parts += [ExchangedPart(layer, WHOLE_LAYER, CONVOLUTION_PART) for layer in layers_with_convolution(bias)]
     return sorted(parts, key=lambda part: (part.layer, part.kind != HEAD_PART, part.kind, part.head))
 
 
-def heads_with(bias: KVBias, part: Part) -> range:
+def heads_with(bias: KVBias, part: ExchangedPart) -> range:
     """The heads of a layer that a part is of: one; those that read a key-value head; or those behind a convolution."""
     if part.kind == CONVOLUTION_PART:
         return range(bias.first_state_head(part.layer), bias.n_heads_of(part.layer))

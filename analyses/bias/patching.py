@@ -50,7 +50,7 @@ from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from ..stream.logit_attribution import Token, logit_target
 from .exchange import ALL, KINDS, HeadExchange
-from .parts import HEAD_PART, SHIFT_STATE_PART, Part, heads_with, in_one_space
+from .parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """Maps the logits on the text, one row per patch, to one number per row."""
@@ -324,7 +324,7 @@ def _replaced(
     for name, layer, head in patches:
         point = POINTS[name]
         if point.heads == "key-value" and head != ALL:
-            head = heads_with(exchange.own, Part(layer, head, SHIFT_STATE_PART)).start
+            head = heads_with(exchange.own, ExchangedPart(layer, head, SHIFT_STATE_PART)).start
         kinds = [kind for kind in KINDS if (point.bias if kind == HEAD_PART else point.shift_state)]
         rows.append(exchange.of(layer, head, kinds))
     donor = [donors.index(patch.point) if patch.point in donors else 0 for patch in patches]

@@ -48,7 +48,7 @@ from ..stream.logit_attribution import (
 )
 from .decomposition import share_probes
 from .parts import HEAD
-from .reads import VIEWS, OnePassReading, PromptReading, Stretch, TextReads, View
+from .reads import VIEWS, LayerwiseReading, OnePassReading, Stretch, TextReads, View
 
 NONE = -1
 """No position: all positions of the text together, or a part that is not a prompt position."""
@@ -138,10 +138,10 @@ def reading_of(
     segment_length: int | None = None,
     on_progress: Progress | None = None,
     with_logits: bool = True,
-) -> PromptReading | OnePassReading:
+) -> LayerwiseReading | OnePassReading:
     """The prompt and the text, read layer by layer."""
     if isinstance(model, HookedKVTransformer):  # long linear texts in segments, and values behind a shift
-        return PromptReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=on_progress)
+        return LayerwiseReading(model, prompt, text, by=by, segment_length=segment_length, on_progress=on_progress)
     return OnePassReading(model, prompt, text, with_logits)
 
 
@@ -190,7 +190,7 @@ def _logit_probes(
 
 
 def _read(
-    reading: PromptReading | OnePassReading, target: LogitTarget, at: Sequence[int] | None
+    reading: LayerwiseReading | OnePassReading, target: LogitTarget, at: Sequence[int] | None
 ) -> tuple[list[Float[Tensor, "_ position part number"]], list[str]]:
     """Attention and one number per probe of each layer, for each part in the order of the frame; and the parts that are not the
     prompt's."""

@@ -83,7 +83,7 @@ class Stretch(NamedTuple):
     values: Float[Tensor, "pos head d_head"]
 
 
-class PromptReading:
+class LayerwiseReading:
     """A prompt and the text after it, read layer by layer: the text's side first, then the prompt's.
 
     Args:
@@ -224,7 +224,7 @@ class PromptReading:
 
 
 class OnePassReading:
-    """As :class:`PromptReading`, from one pass over both, where the model hands over whole layers.
+    """Reads the same as :class:`LayerwiseReading` from one pass over both, where the model hands over whole layers.
 
     Args:
         model: with what the prompt continues attached.

@@ -44,7 +44,7 @@ from .induction import (
     of_prompt_repeated,
 )
 from .repeated_text import LONGEST, displacement, roles
-from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, Verdict, name_heads, spreads
+from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, name_heads, spreads
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -146,7 +146,7 @@ def induction_verdicts(
 def _frame(
     model: KVModel,
     found: HeadsFound,
-    verdicts: list[list[Verdict]],
+    verdicts: list[list[HeadVerdict]],
     threshold: float,
 ) -> pd.DataFrame:
     measured, heads = found.measured, heads_of_model(model)
@@ -178,13 +178,13 @@ def _frame(
 
 
 def _unknown_composition(n_rows: int) -> dict[str, Any]:
-    """In the place of :func:`_strongest_k_composition`, if some heads are not linear maps."""
+    """Stand in for :func:`_strongest_k_composition` if some heads are not linear maps."""
     unknown = [pd.NA] * n_rows
     return {"k_composition_layer": unknown, "k_composition_head": unknown, "k_composition_score": [math.nan] * n_rows}
 
 
 def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """For each head the earlier head with the largest score; the first layer has none."""
+    """Return for each head the earlier head with the largest score; the first layer has none."""
     n_heads = scores.shape[1]
     strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
     strongest[0] = torch.nan

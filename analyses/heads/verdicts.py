@@ -182,7 +182,7 @@ ROUNDING = 1e-6
 MATCHES = ("prefix_matching", "duplicate_token")
 
 
-class Verdict(NamedTuple):
+class HeadVerdict(NamedTuple):
     """The name of a head, and the stretch of positions behind it: of the kind of the verdict, or the strongest of any kind."""
 
     name: str
@@ -216,7 +216,7 @@ def name_heads(
     *,
     threshold: float,
     ratio: float,
-) -> list[list[Verdict]]:
+) -> list[list[HeadVerdict]]:
     """The verdict on every head, by layer.
 
     Args:
@@ -385,7 +385,7 @@ def _by_loss(of_head: dict[str, _Evidence], named: Named, losses: Losses, layer:
     )
 
 
-def _verdict(of_head: dict[str, _Evidence], named: Named) -> Verdict:
+def _verdict(of_head: dict[str, _Evidence], named: Named) -> HeadVerdict:
     shown = max(named.kinds or (*MATCHES, "previous_token"), key=lambda kind: float(of_head[kind].ratio))
     found = of_head[shown]
-    return Verdict(named.name, float(found.share), float(found.ratio), int(found.start))
+    return HeadVerdict(named.name, float(found.share), float(found.ratio), int(found.start))

@@ -306,7 +306,7 @@ class Attention(nn.Module):
 
     @property
     def rotary_base(self) -> float | int:
-        """Of this layer: local ones may have their own."""
+        """The base of this layer's rotary angles: local layers may have their own."""
         local = self.attn_type == "local" and self.cfg.rotary_base_local is not None
         return self.cfg.rotary_base_local if local else self.cfg.rotary_base
 

@@ -115,7 +115,7 @@ class Generates(HookedRootModule):
         return_type: str | None = "input",
         verbose: bool = True,
     ) -> Iterator[Int[Tensor, "batch some_pos"]]:
-        """As :meth:`generate`, in pieces: token ids, whenever ``max_tokens_per_yield`` more are there; the text comes first."""
+        """Yield what :meth:`generate` returns in pieces of ``max_tokens_per_yield`` ids or more; the text comes first."""
         tokens = self.to_tokens(input, prepend_bos, padding_side) if isinstance(input, str) else input.to(self.cfg.device)
         steps = self.decode(
             tokens,

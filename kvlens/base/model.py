@@ -280,7 +280,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
         self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
 
     def device_of_layer(self, layer: int) -> torch.device:
-        """Where a layer is: ``cfg.device``, or one of several GPUs."""
+        """Return the device of a layer: ``cfg.device``, or one of several GPUs."""
         return get_device_for_block_index(layer, self.cfg)
 
     def move_model_modules_to_device(self) -> None:

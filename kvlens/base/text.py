@@ -159,7 +159,7 @@ class ReadsText(HookedRootModule):
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
     ) -> int:
-        """Where a token (id, or a string that is one token) stands in a text (string, tokens [pos] or [1, pos]).
+        """Find where a token (id, or a string that is one token) stands in a text (string, tokens [pos] or [1, pos]).
 
         ``mode`` is "first" or "last", if it occurs several times. Raises KVLensError if it does not occur.
         """

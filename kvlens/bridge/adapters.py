@@ -104,7 +104,7 @@ class _LengthOfAttention(MiniMaxCache):
         return int(super().get_seq_length(max(layer_idx, self.first)))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Those of the first layer of attention."""
+        """Return the mask sizes of the first layer of attention."""
         length, offset = super().get_mask_sizes(query_length, max(layer_idx, self.first))
         return length, offset
 

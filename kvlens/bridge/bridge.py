@@ -363,7 +363,7 @@ class KVTransformerBridge(TransformerBridge):
         self(tokens, return_type=None, use_cache=False, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
+        """As in TransformerLens; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
         given = _given(TransformerBridge.forward, self, args, kwargs)
         self._check_pass(given)
         with contextlib.ExitStack() as stack:
@@ -443,7 +443,7 @@ class KVTransformerBridge(TransformerBridge):
     # --- names of hooks ----------------------------------------------------------------------------------------------------
 
     def _initialize_hook_registry(self) -> None:
-        """As TransformerLens', with the hook points of layers by kvlens' names: a mixer's are no part of the module tree."""
+        """Add the hook points of layers by kvlens' names to TransformerLens': a mixer's are no part of the module tree."""
         super()._initialize_hook_registry()
         points = {name: point for part in self.__dict__.get("_parts", ()) for name, point in part.hook_points().items()}
         ours = {id(point) for point in points.values()}
@@ -454,7 +454,7 @@ class KVTransformerBridge(TransformerBridge):
             self._hook_registry[name] = point
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        """Behaves as in TransformerLens; ``names_filter`` must name hook points that exist."""
         given = _given(TransformerBridge.run_with_cache, self, args, kwargs)
         check_input(self, given["input"], None, None, is_stream=False)  # which TransformerLens reads before the pass
         names = given.get("names_filter")
@@ -463,12 +463,12 @@ class KVTransformerBridge(TransformerBridge):
         return super().run_with_cache(**given)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; hooks must name hook points that exist."""
+        """Behaves as in TransformerLens; hooks must name hook points that exist."""
         self._check_hooks(_given(TransformerBridge.run_with_hooks, self, args, kwargs))
         return super().run_with_hooks(*args, **kwargs)
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLens'; hooks must name hook points that exist."""
+        """Behaves as in TransformerLens; hooks must name hook points that exist."""
         self._check_hooks(_given(TransformerBridge.hooks, self, args, kwargs))
         return super().hooks(*args, **kwargs)
 

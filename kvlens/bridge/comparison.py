@@ -30,7 +30,7 @@ ELSE = f"Try another release of TransformerLens, or take one of the tested famil
 
 
 def _rounding(model: Any) -> float:
-    """Of the coarsest dtype in which a model computes; Transformers computes parts of every model in float32."""
+    """Return the rounding error of the coarsest dtype that a model computes in; in Transformers parts are always float32."""
     return max(torch.finfo(dtype).eps for dtype in {torch.float32, *(weight.dtype for weight in model.parameters())})
 
 

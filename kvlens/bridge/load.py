@@ -93,7 +93,7 @@ class _NotScanned(TransformerBridge):
 
 
 def _built(model: PreTrainedModel, config: Any, tokenizer: Any, name: str) -> TransformerBridge:
-    """As TransformerLens' ``build_bridge_from_module`` makes it, but its hook points are not registered."""
+    """Build the bridge as TransformerLens' ``build_bridge_from_module`` does, but its hook points are not registered."""
     weight = next(model.parameters())
     cfg = build_bridge_config_from_hf(config, type(model).__name__, name, weight.dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
@@ -165,7 +165,7 @@ def _from_files(folder: Path, n_stored: int, given: dict[str, Any]) -> PreTraine
 
 
 def _tokenizer(folder: Path) -> Any:
-    """As TransformerLens loads it: with a BOS where it has one."""
+    """Load the tokenizer as TransformerLens does: with a BOS where it has one."""
     own = {"trust_remote_code": False, "local_files_only": True}
     try:
         return AutoTokenizer.from_pretrained(folder, add_bos_token=True, **own)

@@ -78,7 +78,7 @@ def read_memory(
 
 
 def _no_memory(layer: RecurrentLayer, tokens: Int[Tensor, " pos"]) -> LayerMemory:
-    """Of a short convolution alone, which has no heads."""
+    """Return the memory of a short convolution alone, which has no heads."""
     none = torch.zeros(len(tokens), 0, 1, dtype=torch.float64, device=tokens.device)
     return LayerMemory(layer.layer, none, none[..., 0], none, none[:0].new_zeros(0, 1, 1), none.new_zeros(0, 1))
 

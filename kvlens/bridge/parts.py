@@ -72,11 +72,11 @@ class TokenwiseLayer(LayerPart):
         return []
 
     def output_weights(self) -> Float[Tensor, "0 1 d_model"]:
-        """Of no head."""
+        """There are none, as the layer has no heads."""
         return torch.zeros(0, 1, self.d_model)
 
 
-Part = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
+BridgePart = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
 
 
 def layers_of(bridge: Any) -> list[Layer]:
@@ -101,7 +101,7 @@ def refuse_encoders(family: str, config: Any) -> None:
         raise _no_way(family, NO_STACK)
 
 
-def parts_of(bridge: Any) -> list[Part]:
+def parts_of(bridge: Any) -> list[BridgePart]:
     """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
     Raises:
@@ -119,7 +119,7 @@ def parts_of(bridge: Any) -> list[Part]:
     return [part for layer in range(len(bridge.blocks)) for part in _parts(bridge, family, config, layer)]
 
 
-def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[Part]:
+def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[BridgePart]:
     block = bridge.blocks[layer]
     name: str = next((name for name in RECURRENT if getattr(block, name, None) is not None), "")
     recurrent: Any = getattr(block, name) if name else None

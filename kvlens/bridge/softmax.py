@@ -52,7 +52,7 @@ class HeadSizes(NamedTuple):
     d_key: int
 
 
-class Columns(NamedTuple):
+class BiasColumns(NamedTuple):
     """The bias of a layer in a pass, as hooks leave it: its keys by key-value head, and what is added to their scores.
 
     ``values`` is None where they are read apart from the text's.
@@ -89,7 +89,7 @@ class SoftmaxLayer(Part):
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
         self._given: OrderedDict[int, tuple[LayerBias | GroupedLayerBias, Tensor]] = OrderedDict()
-        self._columns: Columns | None = None
+        self._columns: BiasColumns | None = None
         for name in HOOKS:
             setattr(attn, name, HookPoint())
             getattr(attn, name).name = f"blocks.{layer}.attn.{name}"
@@ -115,7 +115,7 @@ class SoftmaxLayer(Part):
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
         self.normalizers = normalizers
         self._layer_bias: Remembered[LayerBias | GroupedLayerBias] = Remembered()
-        self._columns_then: Remembered[Columns] = Remembered()
+        self._columns_then: Remembered[BiasColumns] = Remembered()
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
@@ -132,7 +132,7 @@ class SoftmaxLayer(Part):
 
     @property
     def queries(self) -> Point:
-        """Where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
+        """Say where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
         attn, n_heads = self.attn, self.n_heads
         if isinstance(attn, MLAAttentionBridge):
             point = attn.hook_q
@@ -224,7 +224,7 @@ class SoftmaxLayer(Part):
 
     def _read(
         self, bias: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
-    ) -> Columns:
+    ) -> BiasColumns:
         """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
         make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
         differs = rule.needs_distance or rule.window is not None or is_hooked(*self._points)
@@ -236,14 +236,14 @@ class SoftmaxLayer(Part):
 
     def _columns_of(
         self, held: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
-    ) -> Columns:
+    ) -> BiasColumns:
         """What is read of a bias, as hooks leave it; of a compact one, all heads as wide as the layer's widest."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
         seen = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
         bias, _ = seen.whole().in_window(self.rule, positions)
         assert bias.log_scale is not None
         if not isinstance(bias.features, VirtualKeys):
-            return Columns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
+            return BiasColumns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
         moved = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
         keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in moved)
@@ -256,10 +256,10 @@ class SoftmaxLayer(Part):
             added = self._by_head(extra.log_weights[:, :, None])
         if self.rule.needs_distance:
             added = added + self._by_head(distance_scores(self.rule, distance, positions, n))
-        return Columns(bias, keys, values, added)
+        return BiasColumns(bias, keys, values, added)
 
     def _by_head(self, added: Float[Tensor, "#batch kv_head #pos column"]) -> Float[Tensor, "#batch #head #pos column"]:
-        """Of each query head what is given of each key-value head; of one for all where they are equal."""
+        """Give each query head what is given of its key-value head; one for all where they are equal."""
         is_shared = bool((added == added[:, :1]).all())
         return added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // added.shape[1], dim=1)
 
@@ -282,7 +282,7 @@ class SoftmaxLayer(Part):
         shape = [max(sizes) for sizes in zip(mask.shape[:-1], added.shape[:-1], strict=True)]
         return torch.cat([mask.expand(*shape, -1), added.expand(*shape, -1)], dim=-1)
 
-    def _apart(self, columns: Columns) -> list[RemovableHandle]:
+    def _apart(self, columns: BiasColumns) -> list[RemovableHandle]:
         """Read the values of the bias apart from the text's in this pass. Remove the handles after it."""
         seen: dict[str, Tensor] = {}
         n, (point, form) = columns.keys.shape[2], self.queries

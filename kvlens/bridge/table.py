@@ -31,7 +31,7 @@ families: `pytest tests/bridge -k NAME -m "slow or not slow"`. A family with rec
 from typing import NamedTuple
 
 
-class Family(NamedTuple):
+class ModelType(NamedTuple):
     """A row of the table, about one model type of Transformers.
 
     Attributes:
@@ -62,52 +62,56 @@ _WINDOW = "sliding window"
 _EXPERTS = "experts"
 _BEHIND = "norms behind attention"
 _AS_MAMBA_2 = "generates with a cache only, unless it has a tokenizer"
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family("GPT-2", remarks="learned positions"),
-    "gpt_neox": Family(
+FAMILIES: dict[str, ModelType] = {
+    "gpt2": ModelType("GPT-2", remarks="learned positions"),
+    "gpt_neox": ModelType(
         "GPT-NeoX, Pythia", remarks="one projection for queries, keys and values; `hook_rot_q` and `hook_rot_k` added"
     ),
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral", remarks=_WINDOW),
-    "mixtral": Family("Mixtral", remarks=_EXPERTS),
-    "qwen2": Family("Qwen2, Qwen2.5", remarks=f"biases of queries, keys and values; {_WINDOW}"),
-    "qwen3": Family("Qwen3", remarks="normalized queries and keys"),
-    "qwen3_moe": Family("Qwen3-MoE", remarks=f"normalized queries and keys; {_EXPERTS}"),
-    "gemma": Family("Gemma 1"),
-    "gemma2": Family("Gemma 2", logits_of_heads=False, remarks=f"soft-capped scores and logits; {_WINDOW}; {_BEHIND}"),
-    "gemma3_text": Family("Gemma 3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
-    "gpt_oss": Family("GPT-OSS", remarks=f"attention sinks; {_WINDOW}; {_EXPERTS}"),
-    "phi3": Family(
+    "llama": ModelType("Llama"),
+    "mistral": ModelType("Mistral", remarks=_WINDOW),
+    "mixtral": ModelType("Mixtral", remarks=_EXPERTS),
+    "qwen2": ModelType("Qwen2, Qwen2.5", remarks=f"biases of queries, keys and values; {_WINDOW}"),
+    "qwen3": ModelType("Qwen3", remarks="normalized queries and keys"),
+    "qwen3_moe": ModelType("Qwen3-MoE", remarks=f"normalized queries and keys; {_EXPERTS}"),
+    "gemma": ModelType("Gemma 1"),
+    "gemma2": ModelType("Gemma 2", logits_of_heads=False, remarks=f"soft-capped scores and logits; {_WINDOW}; {_BEHIND}"),
+    "gemma3_text": ModelType("Gemma 3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
+    "gpt_oss": ModelType("GPT-OSS", remarks=f"attention sinks; {_WINDOW}; {_EXPERTS}"),
+    "phi3": ModelType(
         "Phi-3", remarks=f"as GPT-NeoX; {_WINDOW}; not with LongRoPE, whose angles change with the length of the text"
     ),
-    "phi": Family("Phi-1, Phi-2", remarks="attention and MLP side by side; part of each head is rotated"),
-    "olmo": Family("OLMo-1", remarks="norms without weights"),
-    "olmo2": Family("OLMo-2", logits_of_heads=False, remarks=_BEHIND),
-    "olmo3": Family("OLMo-3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
-    "olmoe": Family("OLMoE", remarks=_EXPERTS),
-    "glm": Family("GLM-4 9B (glm)", remarks="part of each head is rotated, in neighboring pairs"),
-    "glm4": Family("GLM-4 0414 (glm4)", logits_of_heads=False, remarks=f"as the former; {_BEHIND}"),
-    "granite": Family("Granite 3", logits_of_heads=False, remarks="factors behind attention"),
-    "starcoder2": Family("StarCoder2", remarks=_WINDOW),
-    "smollm3": Family("SmolLM3", remarks="some layers without rotary positions"),
-    "seed_oss": Family("Seed-OSS", remarks="biases of queries, keys and values"),
-    "deepseek_v3": Family("DeepSeek-V3", remarks=f"latent attention, kept as the keys and values of every head; {_EXPERTS}"),
-    "qwen3_5_text": Family("Qwen3.5", states=DELTA, remarks="gated attention; the language model of checkpoints with images"),
-    "qwen3_next": Family("Qwen3-Next", states=DELTA, remarks=f"gated attention; {_EXPERTS}"),
-    "olmo_hybrid": Family("OLMo-Hybrid", states=DELTA, logits_of_heads=False, remarks=f"write strength of up to 2; {_BEHIND}"),
-    "kimi_linear": Family("Kimi Linear", states=KDA, remarks=f"latent attention; {_EXPERTS}; kvlens' own adapter"),
-    "minimax": Family("MiniMax", states=LIGHTNING, logits_of_heads=False, remarks=f"{_EXPERTS}; kvlens' own adapter"),
-    "bamba": Family("Bamba", states=SSD),
-    "granitemoehybrid": Family("Granite 4", states=SSD, logits_of_heads=False, remarks="factors behind attention"),
-    "falcon_h1": Family(
+    "phi": ModelType("Phi-1, Phi-2", remarks="attention and MLP side by side; part of each head is rotated"),
+    "olmo": ModelType("OLMo-1", remarks="norms without weights"),
+    "olmo2": ModelType("OLMo-2", logits_of_heads=False, remarks=_BEHIND),
+    "olmo3": ModelType("OLMo-3", logits_of_heads=False, remarks=f"{_WINDOW}; {_BEHIND}"),
+    "olmoe": ModelType("OLMoE", remarks=_EXPERTS),
+    "glm": ModelType("GLM-4 9B (glm)", remarks="part of each head is rotated, in neighboring pairs"),
+    "glm4": ModelType("GLM-4 0414 (glm4)", logits_of_heads=False, remarks=f"as the former; {_BEHIND}"),
+    "granite": ModelType("Granite 3", logits_of_heads=False, remarks="factors behind attention"),
+    "starcoder2": ModelType("StarCoder2", remarks=_WINDOW),
+    "smollm3": ModelType("SmolLM3", remarks="some layers without rotary positions"),
+    "seed_oss": ModelType("Seed-OSS", remarks="biases of queries, keys and values"),
+    "deepseek_v3": ModelType("DeepSeek-V3", remarks=f"latent attention, kept as the keys and values of every head; {_EXPERTS}"),
+    "qwen3_5_text": ModelType(
+        "Qwen3.5", states=DELTA, remarks="gated attention; the language model of checkpoints with images"
+    ),
+    "qwen3_next": ModelType("Qwen3-Next", states=DELTA, remarks=f"gated attention; {_EXPERTS}"),
+    "olmo_hybrid": ModelType(
+        "OLMo-Hybrid", states=DELTA, logits_of_heads=False, remarks=f"write strength of up to 2; {_BEHIND}"
+    ),
+    "kimi_linear": ModelType("Kimi Linear", states=KDA, remarks=f"latent attention; {_EXPERTS}; kvlens' own adapter"),
+    "minimax": ModelType("MiniMax", states=LIGHTNING, logits_of_heads=False, remarks=f"{_EXPERTS}; kvlens' own adapter"),
+    "bamba": ModelType("Bamba", states=SSD),
+    "granitemoehybrid": ModelType("Granite 4", states=SSD, logits_of_heads=False, remarks="factors behind attention"),
+    "falcon_h1": ModelType(
         "Falcon-H1", states=SSD, logits_of_heads=False, remarks="attention and state in every layer; factors behind them"
     ),
-    "nemotron_h": Family("Nemotron-H", states=SSD, remarks=f"layers of one kind each, MLPs and {_EXPERTS} among them"),
-    "mamba2": Family("Mamba-2", attention=False, states=SSD, remarks=_AS_MAMBA_2),
-    "mamba": Family("Mamba", attention=False, states=SELECTIVE, remarks=f"every channel is a head; {_AS_MAMBA_2}"),
-    "falcon_mamba": Family("Falcon-Mamba", attention=False, states=SELECTIVE, remarks=f"as Mamba; {_AS_MAMBA_2}"),
-    "jamba": Family("Jamba", states=SELECTIVE, remarks=f"as Mamba; attention without positions; {_EXPERTS}"),
-    "lfm2": Family("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
+    "nemotron_h": ModelType("Nemotron-H", states=SSD, remarks=f"layers of one kind each, MLPs and {_EXPERTS} among them"),
+    "mamba2": ModelType("Mamba-2", attention=False, states=SSD, remarks=_AS_MAMBA_2),
+    "mamba": ModelType("Mamba", attention=False, states=SELECTIVE, remarks=f"every channel is a head; {_AS_MAMBA_2}"),
+    "falcon_mamba": ModelType("Falcon-Mamba", attention=False, states=SELECTIVE, remarks=f"as Mamba; {_AS_MAMBA_2}"),
+    "jamba": ModelType("Jamba", states=SELECTIVE, remarks=f"as Mamba; attention without positions; {_EXPERTS}"),
+    "lfm2": ModelType("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
 }
 """By Transformers' ``model_type``."""
 REFUSED: dict[str, str] = {

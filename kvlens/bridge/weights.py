@@ -20,7 +20,7 @@ BEFORE = ("input_layernorm", "ln_1")
 """What Transformers calls the norm before the attention."""
 
 
-class Norm(NamedTuple):
+class FoldedNorm(NamedTuple):
     """A norm up to its scale: x -> (x - mean(x)) * gain + bias, in float64."""
 
     gain: Float[Tensor, " d_model"]
@@ -28,7 +28,7 @@ class Norm(NamedTuple):
     centers: bool
 
 
-def measured(module: nn.Module, like: Tensor) -> Norm:
+def measured(module: nn.Module, like: Tensor) -> FoldedNorm:
     """The norm that a module computes on vectors of the residual stream, without hooks.
 
     Args:
@@ -49,11 +49,11 @@ def measured(module: nn.Module, like: Tensor) -> Norm:
     there, back, raised = (apply(PROBE * x) for x in (sign, -sign, sign + 1))
     size = sign.square().mean().sqrt()
     centers = bool(torch.allclose(raised, there, rtol=1e-3, atol=1e-3 * float(there.abs().max())))
-    return Norm((there - back) / 2 * size / sign, (there + back) / 2, centers)
+    return FoldedNorm((there - back) / 2 * size / sign, (there + back) / 2, centers)
 
 
 def ends_of(model: Any) -> Ends:
-    """Those of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
+    """Return the ends of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
     factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
     w_u = w_u if factor == 1 else w_u * factor

@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import torch
 
-from kvlens.arguments import Span
+from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
 from kvlens.checks import Count, checked, ensure, one_of
 from kvlens.conversion.linear import convert_linear_prompt
@@ -38,7 +38,6 @@ from kvlens.conversion.measured import recalled
 from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
 from kvlens.conversion.prompt import (
     Counterfactuals,
-    Positions,
     Prompt,
     PromptTokens,
     Replacement,

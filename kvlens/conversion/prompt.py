@@ -18,14 +18,14 @@ b_D turned and decayed to the text's position, its shift state where the prompt'
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformer_lens.utilities import get_device_for_block_index
 
-from kvlens.arguments import Span, checked_spans
+from kvlens.arguments import Positions, Span, checked_spans
 from kvlens.chat import Chat, as_prompt
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
@@ -100,7 +100,6 @@ def length_note(model: KVModel, n_tokens: int) -> str | None:
     )
 
 
-Positions = Literal["kept", "closed"]
 Replacement = str | Tensor | Sequence[int]
 
 

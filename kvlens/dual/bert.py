@@ -49,7 +49,7 @@ class VariantSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As ``BertSelfAttention.forward``: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
+        """Compute what ``BertSelfAttention.forward`` does: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
         q, k, v = (
             whole.unflatten(-1, (self.n_heads, self.d_head)).transpose(1, 2)  # [batch, head, pos, d_head]
             for whole in (

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from kvlens.errors import KVLensError, nearest
 
 METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
-"""Of each task, the metric by which fine-tuned models are compared."""
+"""The metric by which fine-tuned models are compared, by task."""
 TASKS = (*METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
 Numbers = Float[np.ndarray, " example"]

@@ -29,7 +29,7 @@ MOST_TOGETHER, MOST_PAIRED = 5, 5
 Set = tuple[int, ...]
 
 
-class Group(NamedTuple):
+class UnitGroup(NamedTuple):
     """Units that are removed as a whole.
 
     Attributes:
@@ -41,14 +41,14 @@ class Group(NamedTuple):
     members: frozenset[int]
 
 
-def groups_of(model: KVModel, layout: Layout, units: Sequence[Unit]) -> list[Group]:
+def groups_of(model: KVModel, layout: Layout, units: Sequence[Unit]) -> list[UnitGroup]:
     """The documents or the paragraphs of a prompt: of the two, the cut that takes fewer runs to find the units of one that
     matters. Empty if that takes no fewer runs than removing each unit."""
-    best: list[Group] = []
+    best: list[UnitGroup] = []
     fewest = len(units)
     for level in ("document", "paragraph") if len(units) > MANY and model.tokenizer is not None else ():
         groups = [
-            Group(each.name, frozenset(i for i, unit in enumerate(units) if each.start <= unit.start < each.stop))
+            UnitGroup(each.name, frozenset(i for i, unit in enumerate(units) if each.start <= unit.start < each.stop))
             for each in cut(model, layout, level)
         ]
         groups = [group for group in groups if group.members]
@@ -71,7 +71,7 @@ class UnitSearch:
         first: the sets that are removed first: groups, or single units.
     """
 
-    def __init__(self, explaining: Any, groups: Sequence[Group]) -> None:
+    def __init__(self, explaining: Any, groups: Sequence[UnitGroup]) -> None:
         self.explaining, self.runs, self.groups = explaining, explaining.runs, groups
         self.everything = frozenset(range(len(explaining.units)))
         self.each: dict[int, Outcome] = {}
@@ -82,7 +82,7 @@ class UnitSearch:
         return "documents or paragraphs" if self.groups else "units"
 
     def cost(self) -> int:
-        """About what it takes to remove what is removed first, and the units of one group: see `Work`."""
+        """Estimate what it takes to remove what is removed first, and the units of one group: see `ExplanationProgress`."""
         n, n_response = len(self.explaining.prompt), len(self.explaining.response.tokens) + MORE_TOKENS
         n_rows = len(self.first) + 3 + max((len(group.members) for group in self.groups), default=0)
         return n_rows * (n // 2 + n_response) + (4 if self.groups else 2) * n_response * PASS
@@ -128,7 +128,7 @@ class UnitSearch:
         falls = (self.explaining.fall(claim, now) for claim in self.explaining.claims)
         return now.firm is not None or max(falls) > NOTHING
 
-    def _open(self, groups: Sequence[Group]) -> None:
+    def _open(self, groups: Sequence[UnitGroup]) -> None:
         """Remove the units of some groups one by one, and add what was found on all claims so far."""
         new = [unit for group in groups for unit in sorted(group.members) if unit not in self.each]
         n_tokens = len(new) * len(self.explaining.prompt)

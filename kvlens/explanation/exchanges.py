@@ -23,7 +23,7 @@ from torch import Tensor
 from kvlens import KVBias, counterfactuals
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
 from kvlens.analyses.bias.exchange import Exchange, HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, Part, heads_with, in_one_space
+from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
 from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import Outcome
 from kvlens.texts import token_texts
@@ -105,8 +105,8 @@ def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor:
     exchange = HeadExchange(*in_one_space(bias, donor))
     members = {part.code: [i] for part, i in exchange.number.items() if part.layer in layers}
     shared = [(layer, i) for layer in layers if layer in bias.attention_layers for i in range(bias.n_kv_heads_of(layer))]
-    heads = [(layer, heads_with(bias, Part(layer, i, SHIFT_STATE_PART))) for layer, i in shared]
-    groups = [tuple(Part(layer, head, HEAD_PART).code for head in each) for layer, each in heads if len(each) > 1]
+    heads = [(layer, heads_with(bias, ExchangedPart(layer, i, SHIFT_STATE_PART))) for layer, i in shared]
+    groups = [tuple(ExchangedPart(layer, head, HEAD_PART).code for head in each) for layer, each in heads if len(each) > 1]
     search = _Search(explaining, number, "groups", exchange, members, cause)
     found = search.read([*groups, *((code,) for code in members)], search.may_be_lost)
     search.add("each", groups, found[: len(groups)])
@@ -207,7 +207,7 @@ Set = tuple[int, ...]
 
 
 class _Layers(_Search):
-    """Which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
+    """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
     def begin(self) -> None:
         """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""

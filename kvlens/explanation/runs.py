@@ -9,7 +9,7 @@ the cause leaves. Exchanging a set and keeping its complement are the same run.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.bias.exchange import Exchange
+from kvlens.arguments import Positions
 from kvlens.conversion import converted_rows
 from kvlens.explanation.claims import walk
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.texts import Response, Word
 
-Positions = Literal["kept", "closed"]
 Key = tuple[object, ...]
 PASS = 20
 """The overhead of a pass, in tokens (SmolLM2 on one thread: 52 ms with 1 token, 138 with 32, 330 with 128)."""
@@ -133,7 +133,7 @@ class Outcome:
 
 
 @dataclass
-class Work:
+class ExplanationProgress:
     """How far an explanation is, by the tokens that were read and `PASS` more for each pass.
 
     Attributes:

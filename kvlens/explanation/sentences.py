@@ -28,7 +28,7 @@ MOST_NAMED = 3
 """How many of the units or layers that lose a claim alone are described."""
 
 
-class Sentence(NamedTuple):
+class PrintedSentence(NamedTuple):
     """A sentence.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sentence(NamedTuple):
     rows: tuple[int, ...]
 
 
-def paragraphs(found: Any) -> list[list[Sentence]]:
+def paragraphs(found: Any) -> list[list[PrintedSentence]]:
     """The sentences on the response and its claims, on the units, on the layers, and on positions."""
     return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
 
@@ -118,7 +118,7 @@ def outcome(named: str, row: Any) -> str:
     return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
 
 
-def _of_claims(found: Any) -> Iterator[Sentence]:
+def _of_claims(found: Any) -> Iterator[PrintedSentence]:
     nothing = found.rows("units", "none").iloc[0]
     row = int(nothing.name)
     instead = "the model gives the same answer" if nothing.verdict == SAME else None
@@ -128,19 +128,19 @@ def _of_claims(found: Any) -> Iterator[Sentence]:
     n = len(found.units)
     gone = f"With all {n} parts of the prompt removed" if n > 1 else "With the prompt's one part removed"
     if found.is_whole:
-        yield Sentence(_ended(f"No single word of it depends on the prompt's parts. {gone}, {without}"), (row,))
+        yield PrintedSentence(_ended(f"No single word of it depends on the prompt's parts. {gone}, {without}"), (row,))
         return
     others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
     first = found.claims.iloc[found.about]
     most = f"{first.text!r} falls{' most,' if others else ''} by {first.nats:.1f} nats of log-probability"
-    yield Sentence(_ended(f"{gone}, {most}, and {without}"), (row,))
+    yield PrintedSentence(_ended(f"{gone}, {most}, and {without}"), (row,))
     if others:
         named = listed(f"{claim.text!r} ({claim.nats:.1f})" for claim in others)
         rows = found.statements[found.statements["role"] == "none"].index
-        yield Sentence(f"Other words that fall: {named}.", tuple(map(int, rows)))
+        yield PrintedSentence(f"Other words that fall: {named}.", tuple(map(int, rows)))
 
 
-def _of_units(found: Any) -> Iterator[Sentence]:
+def _of_units(found: Any) -> Iterator[PrintedSentence]:
     yield from _of_groups(found)
     if not found.cause:
         yield from _no_cause(found)
@@ -153,19 +153,21 @@ def _of_units(found: Any) -> Iterator[Sentence]:
         parts = [int(part) for part in row.parts.split("+")]
         names = listed(unit_named(found, part) for part in parts)
         both = [int(row.Index), *map(int, closed.index[closed["parts"] == row.parts])]
-        yield Sentence(f"Without {names}, {outcome(named, row)}, also when the gap is closed.", tuple(both))
+        yield PrintedSentence(f"Without {names}, {outcome(named, row)}, also when the gap is closed.", tuple(both))
     if len(kept) > MOST_NAMED:
-        yield Sentence(f"{len(kept) - MOST_NAMED} other parts lose it alone, too.", tuple(map(int, kept.index[MOST_NAMED:])))
+        yield PrintedSentence(
+            f"{len(kept) - MOST_NAMED} other parts lose it alone, too.", tuple(map(int, kept.index[MOST_NAMED:]))
+        )
     if len(found.cause) > 1:
         each = found.rows("units", "each")
-        yield Sentence("None of the parts loses it alone.", tuple(map(int, each.index)))
+        yield PrintedSentence("None of the parts loses it alone.", tuple(map(int, each.index)))
     for row in found.rows("units", "only").itertuples():
         those = "that part" if len(found.cause) == 1 else "those parts"
-        yield Sentence(_ended(f"With only {those} left, {outcome(named, row)}"), (int(row.Index),))
+        yield PrintedSentence(_ended(f"With only {those} left, {outcome(named, row)}"), (int(row.Index),))
     yield from _one_way(found)
 
 
-def _of_groups(found: Any) -> Iterator[Sentence]:
+def _of_groups(found: Any) -> Iterator[PrintedSentence]:
     """The sentence on documents or paragraphs inside which nothing was removed by itself."""
     whole = found.units[~found.units["alone"] & found.units["verdict"].isin([SAME, NEAR_TIES])]
     if not len(whole):
@@ -175,13 +177,13 @@ def _of_groups(found: Any) -> Iterator[Sentence]:
     names = [members[parts] for parts in rows["parts"] if parts in members]
     parts = f"The {len(whole)} parts of {listed(names)} were" if len(whole) > 1 else f"The part of {names[0]} was"
     without = f"any of these {len(names)} as a whole" if len(names) > 1 else "all of it"
-    yield Sentence(
+    yield PrintedSentence(
         f"{parts} not removed one by one: without {without}, the model answers as before, but for near ties.",
         tuple(map(int, rows.index[rows["parts"].isin(list(members))])),
     )
 
 
-def _one_way(found: Any) -> Iterator[Sentence]:
+def _one_way(found: Any) -> Iterator[PrintedSentence]:
     """The sentence on units that lose the claim only while what follows stays where it stood."""
     each = found.rows("units", "each")
     kept = each[(each["positions"] == "kept") & each["verdict"].isin(GONE)]
@@ -191,13 +193,13 @@ def _one_way(found: Any) -> Iterator[Sentence]:
         names = listed(unit_named(found, int(parts)) for parts in both["parts"])
         rows = [*map(int, kept.index[kept["parts"].isin(both["parts"])]), *map(int, both["index"])]
         is_lost = "it is lost, too," if found.cause else "it is lost"
-        yield Sentence(
+        yield PrintedSentence(
             f"Without {names} {is_lost} but only while the gap is left, and not when it is closed: that is no cause here.",
             tuple(rows),
         )
 
 
-def _no_cause(found: Any) -> Iterator[Sentence]:
+def _no_cause(found: Any) -> Iterator[PrintedSentence]:
     each = found.rows("units", "each")
     tried = found.rows("units", "group", "each", "together")
     groups = found.rows("units", "group")
@@ -205,21 +207,21 @@ def _no_cause(found: Any) -> Iterator[Sentence]:
     names = dict(zip(found.units["unit"].astype(str), found.units["group"], strict=True))
     for row in list(lost.itertuples())[:MOST_NAMED]:
         text = f"Without all of {names[row.parts.split('+')[0]]}, {outcome(found.named, row)}"
-        yield Sentence(_ended(text), (int(row.Index),))
+        yield PrintedSentence(_ended(text), (int(row.Index),))
     if not len(each):
         return
     whole = " that was removed by itself" if len(lost) else ", no whole document or paragraph," if len(groups) else ""
     most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
     text = f"No part{whole}{most} loses {found.named}, with the gap left and with it closed."
-    yield Sentence(text, tuple(map(int, tried.index)))
+    yield PrintedSentence(text, tuple(map(int, tried.index)))
     row = each.loc[each["nats"].idxmax()]
     name = unit_named(found, int(row.parts.split("+")[0]))
-    yield Sentence(
+    yield PrintedSentence(
         _ended(f"It falls most, by {row.nats:.2g} nats, without {name}: {outcome(found.named, row)}"), (int(row.name),)
     )
 
 
-def _of_layers(found: Any) -> Iterator[Sentence]:
+def _of_layers(found: Any) -> Iterator[PrintedSentence]:
     singles = found.rows("layers", "each")
     if not len(singles):
         return
@@ -231,23 +233,27 @@ def _of_layers(found: Any) -> Iterator[Sentence]:
         which = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
         when = f"{which} the prompt without {those}, and the other layers read all of it"
         when = f"layer {parts[0]} alone does so" if i else when
-        yield Sentence(_ended(f"When {when}, {outcome(named, row)}"), (int(row.Index),))
+        yield PrintedSentence(_ended(f"When {when}, {outcome(named, row)}"), (int(row.Index),))
     if not len(breaking):
-        yield Sentence(f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index)))
+        yield PrintedSentence(
+            f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index))
+        )
     elif "+" in breaking.iloc[0].parts:
-        yield Sentence(f"No single one of the {n} layers loses it.", tuple(map(int, singles.index)))
+        yield PrintedSentence(f"No single one of the {n} layers loses it.", tuple(map(int, singles.index)))
     else:
         more = [row.parts for row in breaking.itertuples()][MOST_NAMED:]
         also = f"So {'does layer' if len(more) == 1 else 'do layers'} {listed(more)} alone. " if more else ""
-        yield Sentence(f"{also}Each of the {n} layers was tried; no other loses it alone.", tuple(map(int, singles.index)))
+        yield PrintedSentence(
+            f"{also}Each of the {n} layers was tried; no other loses it alone.", tuple(map(int, singles.index))
+        )
     for row in found.rows("layers", "keeping").itertuples():
         parts = row.parts.split("+")
         which = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
         text = f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}"
-        yield Sentence(_ended(text), (int(row.Index),))
+        yield PrintedSentence(_ended(text), (int(row.Index),))
 
 
-def _of_positions(found: Any) -> Iterator[Sentence]:
+def _of_positions(found: Any) -> Iterator[PrintedSentence]:
     each = found.rows("positions", "each")
     if not len(each):
         return
@@ -255,12 +261,12 @@ def _of_positions(found: Any) -> Iterator[Sentence]:
     breaking = found.rows("positions", "breaking")
     for row in list(breaking.itertuples())[:MOST_NAMED]:
         text = f"When {_places(row)} from the prompt without {those}, in all layers, {outcome(found.named, row)}"
-        yield Sentence(_ended(text), (int(row.Index),))
+        yield PrintedSentence(_ended(text), (int(row.Index),))
     if not len(breaking) or "+" in breaking.iloc[0].parts:
-        yield Sentence(f"None of the {len(each)} groups of positions loses it alone.", tuple(map(int, each.index)))
+        yield PrintedSentence(f"None of the {len(each)} groups of positions loses it alone.", tuple(map(int, each.index)))
     for row in list(found.rows("positions", "keeping").itertuples())[:MOST_NAMED]:
         text = f"When only {_places(row)} from the whole prompt, {outcome(found.named, row)}"
-        yield Sentence(_ended(text), (int(row.Index),))
+        yield PrintedSentence(_ended(text), (int(row.Index),))
 
 
 def _places(row: Any) -> str:

@@ -18,11 +18,11 @@ from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
-from kvlens.explanation.by_unit import Group, UnitSearch, groups_of
+from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found_by
-from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome, Runs, Work
+from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.explanation.sentences import answered, listed
 from kvlens.texts import Response
 from kvlens.units import By, Unit, cut
@@ -133,7 +133,7 @@ class _Prompt:
 
     tokens: Tensor
     units: list[Unit]
-    groups: list[Group]
+    groups: list[UnitGroup]
     places: list[Place]
 
     @classmethod
@@ -174,7 +174,7 @@ class _Explaining:
     def __post_init__(self) -> None:
         self.prompt, self.units = self.read.tokens, self.read.units
         self.own = positions_of(self.units, len(self.prompt))
-        self.work = Work(self.tell)
+        self.work = ExplanationProgress(self.tell)
         self.runs = Runs(
             self.model, self.prompt[:-1], self.prompt[-1:], self.own[:, :-1], self.is_continuation, self.work.count, self._heard
         )

@@ -99,7 +99,7 @@ def _sealed(hasher: xxhash.xxh3_128) -> bytes:
 
 
 def _start(file: IO[bytes], size: int) -> int:
-    """Where the mark is: in the metadata at the end of the file, whose length the last 8 bytes say."""
+    """Find where the mark is: in the metadata at the end of the file, whose length the last 8 bytes say."""
     file.seek(size - 8)
     length = int.from_bytes(file.read(4), "little")
     file.seek(size - 8 - length)

@@ -64,7 +64,7 @@ def naive_attention_received(
 
 
 def naive_expected_log_attention(q: Float[Tensor, "query d"], key: Float[Tensor, " d"], scale: float) -> float:
-    """From the mean and covariance of one head's queries."""
+    """Compute it from the mean and covariance of one head's queries."""
     mean = q.mean(dim=0)
     covariance = sum(torch.outer(row - mean, row - mean) for row in q) / len(q)
     return float(mean @ key) / scale + float(key @ covariance @ key) / (2 * scale**2)

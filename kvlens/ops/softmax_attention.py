@@ -101,7 +101,7 @@ class JoinedBias(NamedTuple):
     log_normalizer: Float[Tensor, "batch query head"]
 
     def below_zero(self) -> Bool[Tensor, "batch query head"]:
-        """Where weights of both signs made the normalizer negative: it has no logarithm, and the summands are finite."""
+        """Find where weights of both signs made the normalizer negative: it has no logarithm, and the summands are finite."""
         return self.log_normalizer.isnan() & ~self.z_bias[..., 0].isnan()
 
 
@@ -379,7 +379,7 @@ class ExtraKeys(NamedTuple):
         b_d: Float[Tensor, "#batch kv_head r"],
         log_scale: Float[Tensor, "#batch kv_head"],
     ) -> "ExtraKeys | None":
-        """From a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
+        """Take them from a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
         log_scale = log_scale.to(b_d)
         if not b_d.requires_grad and bool((b_d == 1).all()):  # a prompt's own keys
             return cls._expanded(keys, log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1]), b_kv)

@@ -44,7 +44,7 @@ class Result(NamedTuple):
         return f"`kvlens reproduce {self.by}`" if self.experiment else f"`pytest {self.by}`"
 
 
-class Claim(NamedTuple):
+class PaperClaim(NamedTuple):
     """A claim of a paper.
 
     Attributes:
@@ -58,9 +58,9 @@ class Claim(NamedTuple):
     results: tuple[Result, ...]
 
 
-def read_claims(text: str) -> list[Claim]:
+def read_claims(text: str) -> list[PaperClaim]:
     """The claims of a list in the form that this module describes."""
-    claims: list[Claim] = []
+    claims: list[PaperClaim] = []
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split("|")]
         if line.startswith(" "):
@@ -69,11 +69,11 @@ def read_claims(text: str) -> list[Claim]:
             claims[-1] = claims[-1]._replace(results=(*claims[-1].results, result))
         else:
             place, words = cells
-            claims.append(Claim(place, words, ()))
+            claims.append(PaperClaim(place, words, ()))
     return claims
 
 
-def claims_table(claims: list[Claim]) -> str:
+def claims_table(claims: list[PaperClaim]) -> str:
     """A Markdown table of all claims, a row for each result."""
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for number, claim in enumerate(claims, 1):

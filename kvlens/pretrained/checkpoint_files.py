@@ -34,7 +34,7 @@ BUFFER = re.compile(
 """Tensors that some files hold although they follow from the configuration: masks, positions, rotary frequencies."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """What the header of a file says of a tensor."""
 
     name: str
@@ -125,7 +125,7 @@ def check_counts(door: str, source: Path, config: Mapping[str, Any], names: Coll
 
 
 def _fields(config: Any, names: Iterable[str]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Where a configuration, or a part of it (``text_config``), has one of these fields."""
+    """Find where a configuration, or a part of it (``text_config``), has one of these fields."""
     parts = [config]
     while parts:
         part = parts.pop()
@@ -193,19 +193,19 @@ def indexed_files(index: Path, wanted: Callable[[str], bool] = lambda name: True
     return paths
 
 
-def _headers(path: Path) -> Iterator[Stored]:
+def _headers(path: Path) -> Iterator[StoredTensor]:
     """What a file says of its tensors."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it has no __iter__)
                     tensor = file.get_slice(name)
-                    yield Stored(name, tensor.get_dtype().startswith(("I", "U", "BOOL")), math.prod(tensor.get_shape()))
+                    yield StoredTensor(name, tensor.get_dtype().startswith(("I", "U", "BOOL")), math.prod(tensor.get_shape()))
         except (SafetensorError, OSError) as error:
             raise KVLensError(f"{path} is truncated or no safetensors file ({error})") from error
     else:
         for name, tensor in _read_torch(path, lambda name: True).items():
-            yield Stored(name, not tensor.is_floating_point(), tensor.numel())
+            yield StoredTensor(name, not tensor.is_floating_point(), tensor.numel())
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

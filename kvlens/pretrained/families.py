@@ -272,7 +272,7 @@ def _activation(hf_config: Any, architecture: str) -> str:
 
 
 def _of_layers(hf_config: Any, architecture: str) -> dict[str, Any]:
-    """Which layers see a window only."""
+    """Say which layers see a window only."""
     n, types = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
     if architecture == "GPTNeoForCausalLM":
         return {"use_local_attn": True, "window_size": hf_config.window_size, "attn_types": list(hf_config.attention_layers)}

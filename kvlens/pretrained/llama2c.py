@@ -75,7 +75,7 @@ class Llama2cSizes:
 
     @property
     def d_head(self) -> int:
-        """Of queries, keys and values."""
+        """The length of queries, keys and values."""
         return self.d_model // self.n_heads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

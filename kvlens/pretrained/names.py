@@ -91,7 +91,7 @@ def is_local_folder(model_name: str | Path) -> bool:
 
 
 def cached_folder(name: str, revision: str | None = None, cache_dir: Any = None) -> Path | None:
-    """Where Hugging Face's cache has a model; None if it has not."""
+    """Find where Hugging Face's cache has a model; None if it has not."""
     try:
         config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
     except ValueError:  # no name that the hub could have

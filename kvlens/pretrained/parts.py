@@ -302,7 +302,7 @@ def _load_folder(
 def _convert_baichuan_m1(
     source: Path | PreTrainedModel, config: dict[str, Any], kwargs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[HookedTransformerConfig, dict[str, Tensor], Mapping[str, Tensor]]:
-    """As :func:`_convert_by_family`, by kvlens' own translation: transformers does not know the architecture."""
+    """Convert as :func:`_convert_by_family` does, by kvlens' own translation: transformers does not know the architecture."""
     _refuse_without_effect(kwargs, "a Baichuan-M1 checkpoint")
     cfg = baichuan_m1_config(config, **options)
 

@@ -175,7 +175,7 @@ def _add_dual(page: Page, report: Report) -> None:
 
 
 def _not_shown(report: Report, name: str) -> Piece:
-    """In the place of a figure: why it is missing."""
+    """Say in the place of a figure why it is missing."""
     table = pd.DataFrame([[name, report.missing[name]]], columns=["analysis", "why it is not shown for this model"])
     return error_table(table, title="not shown")
 

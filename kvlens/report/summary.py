@@ -107,7 +107,7 @@ def effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that computed the report."""
+    """Return the versions of Python and of the packages that computed the report."""
     packages = ("kvlens", "torch", "transformer-lens", "transformers", "pandas")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

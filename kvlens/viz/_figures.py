@@ -59,7 +59,7 @@ def style(value: float, top: float) -> str:
 
 
 def beyond(values: Iterable[float], low: float, top: float) -> str:
-    """Which ends of a color bar from ``low`` to ``top`` are pointed, as matplotlib's ``extend``: those that values exceed."""
+    """Choose the pointed ends of a color bar from ``low`` to ``top`` (matplotlib's ``extend``): those that values exceed."""
     finite = [value for value in values if math.isfinite(value)]
     slack = 5e-4 * (top - low)
     under, over = min(finite, default=low) < low - slack, max(finite, default=top) > top + slack

@@ -81,7 +81,7 @@ def head_map(table: pd.DataFrame, column: str, *, clickable: bool, without_zero:
 
 
 def maps_data(table: pd.DataFrame, columns: Sequence[str], without_zero: Collection[str] = ()) -> dict[str, Any]:
-    """Where there are several columns, by column: each head's value, in rows, and the values without and with full color."""
+    """Return, by column where there are several, each head's value, in rows, and the values without and with full color."""
     return {column: _map_data(table, column, column in without_zero) for column in columns} if len(columns) > 1 else {}
 
 
@@ -103,7 +103,7 @@ MAX_NUMBERS, MAX_SHARES = 270_000, 70_000
 MIN_COLUMNS = 32
 """A pattern has these, even if it makes more numbers; what is more than `MAX_NUMBERS` is rounded to `LEVELS`."""
 LEVELS = 63
-"""Of the colors from none to full: more than are seen. Fewer numbers keep three digits."""
+"""The number of colors from none to full: more than are seen. Fewer numbers keep three digits."""
 
 
 def details_json(details: HeadDetails) -> dict[str, Any]:

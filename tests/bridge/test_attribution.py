@@ -10,7 +10,7 @@ from kvlens.analyses.attribution.by_part import swaps
 from kvlens.analyses.attribution.null import Null
 from kvlens.analyses.attribution.terms import PositionExchange, Terms, hidden_from_text, state_terms
 from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import Part, exchangeable, in_one_space
+from kvlens.analyses.bias.parts import ExchangedPart, exchangeable, in_one_space
 from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
 
@@ -173,8 +173,8 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
 
     of_query = [[("attn.hook_b_kv", head), ("attn.hook_b_d", head)] for head in range(6)]
     of_state = [[("mamba.hook_b_kv", head)] for head in range(4)]
-    parts = {Part(layer, head): replaced for head, replaced in enumerate(of_query + of_state)}
-    parts[Part(layer, -1, "convolution")] = [("mamba.hook_conv_state", slice(None))]
+    parts = {ExchangedPart(layer, head): replaced for head, replaced in enumerate(of_query + of_state)}
+    parts[ExchangedPart(layer, -1, "convolution")] = [("mamba.hook_conv_state", slice(None))]
     for part, replaced in parts.items():
         assert abs(fall[part] - (score() - score(*replaced))) < LAW
     for kind in ([*parts][:6], [*parts][6:10], [*parts][10:]):

@@ -10,11 +10,11 @@ from precision import LAW, float64, relative_error
 import kvlens
 from kvlens import convert_prompt, counterfactuals
 from kvlens.explanation import explanation_view, steps
-from kvlens.explanation.by_unit import Group, groups_of
+from kvlens.explanation.by_unit import UnitGroup, groups_of
 from kvlens.explanation.exchanges import places_of, position_groups
 from kvlens.explanation.explained import _data
-from kvlens.explanation.runs import Work
-from kvlens.units import Layout, Piece, cut, layout_of_tokens
+from kvlens.explanation.runs import ExplanationProgress
+from kvlens.units import Layout, Passage, cut, layout_of_tokens
 
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
 ONCE = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey. Olga has a hen."
@@ -33,7 +33,7 @@ def in_pairs(monkeypatch):
     """Two sentences are a document, however few there are."""
 
     def pairs(model, layout, units):
-        return [Group(f"document {i // 2}", frozenset(range(i, min(i + 2, len(units))))) for i in range(0, len(units), 2)]
+        return [UnitGroup(f"document {i // 2}", frozenset(range(i, min(i + 2, len(units))))) for i in range(0, len(units), 2)]
 
     monkeypatch.setattr(steps, "groups_of", pairs)
 
@@ -76,7 +76,9 @@ def test_a_budget_may_have_no_room_for_the_units_of_a_document(model, in_pairs):
 def layout_of(model, text, pieces):
     layout = layout_of_tokens(model, model.to_tokens(text)[0])
     starts = [text.index(piece) for piece in pieces]
-    named = [Piece(f"{i}.txt", start, start + len(piece)) for i, (start, piece) in enumerate(zip(starts, pieces, strict=True))]
+    named = [
+        Passage(f"{i}.txt", start, start + len(piece)) for i, (start, piece) in enumerate(zip(starts, pieces, strict=True))
+    ]
     return Layout(layout.text, layout.tokens, layout.spans, named, [])
 
 
@@ -149,7 +151,7 @@ def test_positions_have_statements_sentences_and_a_table(model):
 
 def test_progress_grows_from_step_to_step():
     told = []
-    work = Work(lambda what, done: told.append((what, done)))
+    work = ExplanationProgress(lambda what, done: told.append((what, done)))
     work.begin("one", 100, 300)
     work.count(30)
     work.count(500)

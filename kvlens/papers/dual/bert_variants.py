@@ -50,7 +50,7 @@ CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
 """The metric of the more frequent label alone."""
 
 
-class Claim(NamedTuple):
+class BertHypothesis(NamedTuple):
     """What the paper says of a variant against plain fine-tuning: better on these tasks, worse on the others."""
 
     words: str
@@ -58,12 +58,14 @@ class Claim(NamedTuple):
 
 
 CLAIMS = {
-    LARGE: Claim("with too large an alpha it is significantly worse", ()),
-    "augmented values": Claim("augmented values are better", TASKS),
-    "regularised, alpha -0.1": Claim(
+    LARGE: BertHypothesis("with too large an alpha it is significantly worse", ()),
+    "augmented values": BertHypothesis("augmented values are better", TASKS),
+    "regularised, alpha -0.1": BertHypothesis(
         "regularised attention with a small alpha is better, but on RTE", ("cola", "mrpc", "stsb")
     ),
-    "negative, k 0.2, beta 0.1": Claim("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", ("cola", "stsb")),
+    "negative, k 0.2, beta 0.1": BertHypothesis(
+        "negatives are better on CoLA and STS-B, and worse on MRPC and RTE", ("cola", "stsb")
+    ),
 }
 
 WORDS: dict[str, str] = dict(

@@ -56,7 +56,7 @@ CHOICES = {
 """What is chosen together with the learning rate, on the same seeds, where the paper says of some setting that it is better."""
 
 
-class Claim(NamedTuple):
+class Hypothesis(NamedTuple):
     """A claim of the paper about a variant compared with plain attention, or with other variants.
 
     Attributes:
@@ -75,25 +75,27 @@ class Claim(NamedTuple):
 END, COURSE = "end", "course"
 SINGLE = ("regularised, alpha -0.5", "augmented keys, 1 layer")
 """What combinations are made of."""
-CLAIMS: dict[tuple[str, str], Claim] = {
-    ("linear", "regularised, alpha 0.5"): Claim("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
-    ("linear", "regularised, alpha -0.5"): Claim("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
-    ("linear", "augmented keys, 1 layer"): Claim("augmented keys alone converge slightly faster (sec. 5)", True, COURSE),
-    ("linear", "augmented keys, 2 layers"): Claim("a two-layer augmentation of keys ends better (sec. 5)", True),
-    ("linear", "regularised and augmented"): Claim("regularised and augmented together suffice (app. E.3)", True),
-    ("linear", CHOSEN_NEGATIVES): Claim("negatives in a suitable setting converge slightly faster (sec. 5)", True, COURSE),
-    ("linear", SEVERAL): Claim("several tasks at once are too much for a single layer (app. E.1)", False),
-    ("trigonometric", CHOSEN_ALPHA): Claim("with a suitable alpha it converges slightly faster (app. E.2.1)", True, COURSE),
-    ("exponential", CHOSEN_ALPHA): Claim("with a suitable alpha it converges faster (app. E.2.2)", True, COURSE),
+CLAIMS: dict[tuple[str, str], Hypothesis] = {
+    ("linear", "regularised, alpha 0.5"): Hypothesis("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
+    ("linear", "regularised, alpha -0.5"): Hypothesis("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
+    ("linear", "augmented keys, 1 layer"): Hypothesis("augmented keys alone converge slightly faster (sec. 5)", True, COURSE),
+    ("linear", "augmented keys, 2 layers"): Hypothesis("a two-layer augmentation of keys ends better (sec. 5)", True),
+    ("linear", "regularised and augmented"): Hypothesis("regularised and augmented together suffice (app. E.3)", True),
+    ("linear", CHOSEN_NEGATIVES): Hypothesis("negatives in a suitable setting converge slightly faster (sec. 5)", True, COURSE),
+    ("linear", SEVERAL): Hypothesis("several tasks at once are too much for a single layer (app. E.1)", False),
+    ("trigonometric", CHOSEN_ALPHA): Hypothesis(
+        "with a suitable alpha it converges slightly faster (app. E.2.1)", True, COURSE
+    ),
+    ("exponential", CHOSEN_ALPHA): Hypothesis("with a suitable alpha it converges faster (app. E.2.2)", True, COURSE),
     **{
-        (task, label): Claim("combinations are worse than regularised or augmented alone (app. E.3)", False, pair=SINGLE)
+        (task, label): Hypothesis("combinations are worse than regularised or augmented alone (app. E.3)", False, pair=SINGLE)
         for task in ("trigonometric", "exponential")
         for label in ("regularised and augmented", "all three")
     },
-    ("trigonometric", "augmented values, 1 layer"): Claim("augmented values degrade the task (app. E.2.1)", False),
-    ("trigonometric", "negative, k 3, beta 0.1"): Claim("negatives are worse on the task (app. E.2.1)", False),
-    ("exponential", "augmented keys, 1 layer"): Claim("augmented keys alone are better on the task (app. E.2.2)", True),
-    ("exponential", "augmented values, 1 layer"): Claim("augmented values alone are better on it (app. E.2.2)", True),
+    ("trigonometric", "augmented values, 1 layer"): Hypothesis("augmented values degrade the task (app. E.2.1)", False),
+    ("trigonometric", "negative, k 3, beta 0.1"): Hypothesis("negatives are worse on the task (app. E.2.1)", False),
+    ("exponential", "augmented keys, 1 layer"): Hypothesis("augmented keys alone are better on the task (app. E.2.2)", True),
+    ("exponential", "augmented values, 1 layer"): Hypothesis("augmented values alone are better on it (app. E.2.2)", True),
 }
 MEASURES = {
     END: "log of the last held-out error over that of {}",
@@ -192,7 +194,7 @@ def train_variant(label: str, task: str, settings: Settings, seeds: Sequence[int
 
 
 def kept_course(label: str, task: str, settings: Settings, seeds: Sequence[int], rates: Sequence[float]) -> pd.DataFrame:
-    """As `train_variant`, which it reads from the kept runs where it can."""
+    """Return what `train_variant` does, read from the kept runs where they have it."""
     own = {name: settings[name] for name in ("n_demonstrations", "batch_size", "heldout_sequences")}
     own |= dict(d_x=settings["d_x"][task], steps=settings["steps"][task], seeds=list(seeds), rates=list(rates))
     run = dict(name="dual-variants", again=label == AGAIN, variant=vars(VARIANTS[label]), task=task, **own)
@@ -217,7 +219,7 @@ def best_setting(label: str, task: str, settings: Settings) -> tuple[str, float]
 
 
 def differences(curves: pd.DataFrame) -> pd.DataFrame:
-    """log of the held-out error of each variant over that of the nearer of its `Claim.pair`; NaN if a run diverged.
+    """log of the held-out error of each variant over that of the nearer of its `Hypothesis.pair`; NaN if a run diverged.
 
     Returns:
         task, model, seed, half (of the error after half of the steps), end (of the last error), course (mean over all
@@ -226,7 +228,7 @@ def differences(curves: pd.DataFrame) -> pd.DataFrame:
     log = curves[curves["step"] > 0].assign(log=np.log(curves["loss"].where(curves["loss"] < np.inf)))
     found = []
     for (task, label), rows in log[~log["model"].isin([PLAIN, AGAIN])].groupby(["task", "model"], sort=False):
-        pair = CLAIMS.get((task, label), Claim("", False)).pair
+        pair = CLAIMS.get((task, label), Hypothesis("", False)).pair
         others = log[(log["task"] == task) & log["model"].isin(pair)].groupby(["seed", "step"])["log"]
         ends = others.agg(low="min", high="max", n="count")
         own = rows.join(ends.where(ends["n"] == 2), on=["seed", "step"])

@@ -62,7 +62,7 @@ class Variant:
 
 
 @dataclass
-class Layer:
+class RegressionLayer:
     """Weights of every seed."""
 
     W_Q: Float[Tensor, "seed d d"]
@@ -135,7 +135,7 @@ def draw_sequences(
     return Sequences(torch.cat([x, y[..., None]], dim=-1), answers)
 
 
-def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> Layer:
+def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> RegressionLayer:
     """Normal weights of variance 1 / d, the same for every variant of a seed."""
 
     def weights(n: int) -> Tensor:
@@ -144,17 +144,17 @@ def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> L
 
     keys = [weights(10 + i) for i in range(variant.key_depth)]
     values = [weights(20 + i) for i in range(variant.value_depth)]
-    return Layer(weights(1), weights(2), weights(3), variant, keys, values)
+    return RegressionLayer(weights(1), weights(2), weights(3), variant, keys, values)
 
 
-def losses(layer: Layer, sequences: Sequences) -> Float[Tensor, " seed"]:
+def losses(layer: RegressionLayer, sequences: Sequences) -> Float[Tensor, " seed"]:
     """Mean squared error of the last token's label, of every seed."""
     predicted = layer.outputs(sequences.tokens, last=1)[..., -1, -1]
     return (predicted - sequences.answers).square().mean(dim=1)
 
 
 def train_layer(
-    layer: Layer,
+    layer: RegressionLayer,
     W: Float[Tensor, "seed d_x"],
     settings: Mapping[str, Any],
     task: str,

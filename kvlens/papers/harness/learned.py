@@ -1,10 +1,10 @@
 """Training the models of an experiment, and whether they have learned enough to be compared.
 
-Every run is a `Trial`; inside a `keeping_runs` block it is kept in one folder under a name made from its task, data, model and
-settings (:func:`kvlens.training.train`, ``runs``). An experiment that was killed resumes there, and experiments that need the
-same run share it. `train_cells` trains what is varied and returns one tidy table with one row per measurement: ``model``,
-``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A seed determines both the initial weights and the
-batches, so runs of the same seed differ only in the model, and two models are compared seed by seed (`lead`).
+Every run is a `TrainingRun`; inside a `keeping_runs` block it is kept in one folder under a name made from its task, data,
+model and settings (:func:`kvlens.training.train`, ``runs``). An experiment that was killed resumes there, and experiments that
+need the same run share it. `train_cells` trains what is varied and returns one tidy table with one row per measurement:
+``model``, ``seed``, ``n_parameters``, ``step``, ``split``, ``loss``, ``accuracy``. A seed determines both the initial weights
+and the batches, so runs of the same seed differ only in the model, and two models are compared seed by seed (`lead`).
 
 A claim that one model is better is tested only if the baseline has finished learning (`Goal`):
 
@@ -68,7 +68,7 @@ def keeping_runs(folder: str | Path, jobs: int = 1) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainingRun:
     """One training run.
 
     Attributes:
@@ -101,7 +101,7 @@ class Trial:
             return model, error
 
     def finished(self) -> tuple[Model, TrainResult]:
-        """As `train`; raises NotFiniteError if the run diverged."""
+        """Train as `train` does; raises NotFiniteError if the run diverged."""
         model, result = self.train()
         if isinstance(result, NotFiniteError):
             raise result
@@ -118,8 +118,8 @@ def trained_further(
     return copy, train(copy, task, folder=kept and kept[0] / name, progress=False, **training)
 
 
-def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResult | NotFiniteError]]:
-    """Train every trial, in order, as :meth:`Trial.train`.
+def train_all(trials: Sequence[TrainingRun]) -> Iterator[tuple[TrainingRun, Model, TrainResult | NotFiniteError]]:
+    """Train every trial, in order, as :meth:`TrainingRun.train`.
 
     With several ``jobs``, processes of their own train ahead into the folder of kept runs, from which each run is then read.
     """
@@ -144,7 +144,7 @@ def train_all(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResu
 def kept_table(run: Mapping[str, Any], make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
     """What ``make`` returns; read from the folder of kept runs where an equal run left it.
 
-    For a run that is no `Trial`. ``run`` has all that its numbers depend on, as JSON has it.
+    For a run that is no `TrainingRun`. ``run`` has all that its numbers depend on, as JSON has it.
     """
     folder, _ = _KEPT.get() or (None, 1)
     if folder is None:
@@ -162,7 +162,7 @@ def _start_worker(folder: Path, threads: int) -> None:
     _KEPT.set((folder, 1))
 
 
-def _train_ahead(trial: Trial) -> None:
+def _train_ahead(trial: TrainingRun) -> None:
     trial.train()  # a run that diverges does so again, from its last checkpoint on, where it is read
 
 
@@ -198,13 +198,13 @@ class Cell:
     examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
     keep_diverged: bool = False
 
-    def trials(self, label: str, seeds: Iterable[int], **changes: float) -> list[Trial]:
+    def trials(self, label: str, seeds: Iterable[int], **changes: float) -> list[TrainingRun]:
         """The runs of one model with these seeds; ``changes`` are training settings."""
         training = {**self.training, **changes}
-        return [Trial(self.task, label, self.models[label], {**training, "seed": seed}) for seed in seeds]
+        return [TrainingRun(self.task, label, self.models[label], {**training, "seed": seed}) for seed in seeds]
 
 
-class Progress:
+class RunQueue:
     """Trains runs and tells how many are done, and how long the others will take.
 
     The estimate is the mean time of a step so far, kept runs included, times the steps that are left, over the processes.
@@ -222,8 +222,8 @@ class Progress:
             self.n_steps += n_runs * TrainSettings.of(dict(cell.training)).steps
         self.runs, self.steps, self.seconds = 0, 0, 0.0
 
-    def train(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Model, TrainResult | NotFiniteError]]:
-        """As `train_all`, counted."""
+    def train(self, trials: Sequence[TrainingRun]) -> Iterator[tuple[TrainingRun, Model, TrainResult | NotFiniteError]]:
+        """Train as `train_all` does, and count."""
         for trial, model, result in train_all(trials):
             self.runs, self.steps = self.runs + 1, self.steps + TrainSettings.of(dict(trial.training)).steps
             self.seconds += result.seconds if isinstance(result, TrainResult) else 0.0
@@ -263,7 +263,7 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> tuple[
         )
         for cell in cells
     ]
-    progress = Progress(whole, tell)
+    progress = RunQueue(whole, tell)
     courses: list[pd.DataFrame] = []
     examined: list[dict[str, Any]] = []
     for cell in whole:
@@ -275,7 +275,7 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> tuple[
     return pd.concat(courses, ignore_index=True), pd.DataFrame(examined)
 
 
-def train_cell(cell: Cell, progress: Progress) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+def train_cell(cell: Cell, progress: RunQueue) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
     """The curves of one cell, without its columns, and the rows of its `Cell.examine`; the models are not kept."""
     chosen = best_rates(cell, progress) if cell.rates else {}
     rates = {label: {"learning_rate": rate} for label, rate in chosen.items()}
@@ -298,8 +298,8 @@ def train_cell(cell: Cell, progress: Progress) -> tuple[pd.DataFrame, list[dict[
     return (curves.assign(learning_rate=curves["model"].map(chosen)) if chosen else curves), examined
 
 
-def best_rates(cell: Cell, progress: Progress) -> dict[str, float]:
-    """For each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
+def best_rates(cell: Cell, progress: RunQueue) -> dict[str, float]:
+    """Choose for each model the learning rate with the lowest mean held-out loss, without diverging, on `tuning_seeds`."""
     if len(cell.rates) == 1:
         return dict.fromkeys(cell.models, cell.rates[0])
     seeds, pairs = tuning_seeds(cell.seeds), list(itertools.product(cell.models, cell.rates))

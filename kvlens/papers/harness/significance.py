@@ -79,7 +79,7 @@ def detectable(values: Values) -> float | None:
 
 
 def sides(distances: Float[np.ndarray, "case value"]) -> Int[np.ndarray, " case"]:
-    """For many cases at once, the side of 0 on which the values of each lie significantly: 1, -1, or 0 for neither."""
+    """Return, for many cases at once, the side of 0 on which the values of each lie significantly: 1, -1, or 0 for neither."""
     finite = np.isfinite(distances).all(axis=1)
     # flip to a positive sum, sort, scale the largest to 1: the result then depends on neither order, side nor unit
     distances = np.where(finite[:, None], distances, 0.0)

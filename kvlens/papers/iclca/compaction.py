@@ -145,7 +145,7 @@ def distillation_name(rank: int | None) -> str:
     return f"{DISTILLED}, all entries" if rank is None else f"{DISTILLED}, rank {rank}"
 
 
-class Stored(NamedTuple):
+class StoredPrompt(NamedTuple):
     """A prompt, stored in some way.
 
     Attributes:
@@ -173,7 +173,7 @@ class Stored(NamedTuple):
             yield
 
 
-def kept_keys(model: HookedKVTransformer, prompt: Tensor, settings: Settings, seed: int) -> Iterator[Stored]:
+def kept_keys(model: HookedKVTransformer, prompt: Tensor, settings: Settings, seed: int) -> Iterator[StoredPrompt]:
     """The prompt in few keys per head: every method at every size, as long as some of its keys have to go."""
     for keys in settings["keys"]:
         for name, method in methods(keys, settings, seed) if keys < len(prompt) else ():
@@ -181,7 +181,7 @@ def kept_keys(model: HookedKVTransformer, prompt: Tensor, settings: Settings, se
             bias = convert_prompt(model, prompt, method=method, verbose=False)
             seconds = time.process_time() - start
             assert bias.fit is not None
-            yield Stored(name, keys, bias, None, bias.num_parameters, bias.fit.passes, seconds)
+            yield StoredPrompt(name, keys, bias, None, bias.num_parameters, bias.fit.passes, seconds)
 
 
 def methods(keys: int, settings: Settings, seed: int) -> Iterator[tuple[str, ConversionMethod]]:
@@ -193,7 +193,7 @@ def methods(keys: int, settings: Settings, seed: int) -> Iterator[tuple[str, Con
 
 def changed_weights(
     model: HookedKVTransformer, prompt: Tensor, texts: Tensor | None, settings: Settings, seed: int
-) -> Iterator[Stored]:
+) -> Iterator[StoredPrompt]:
     """The prompt as changes of the weights, made from continuations that the prompted model writes.
 
     Args:
@@ -211,7 +211,7 @@ def changed_weights(
         with model.kv_bias(base):
             own = token_patches(model, exact, texts)
         each, seconds = own.num_parameters // len(texts), (time.process_time() - start) / len(texts)
-        yield Stored(TOKENS, 0, base, own, each, 2 * texts.shape[1] / length, seconds, any_text=False)
+        yield StoredPrompt(TOKENS, 0, base, own, each, 2 * texts.shape[1] / length, seconds, any_text=False)
     start = time.process_time()
     with model.kv_bias(base):
         patches = token_patches(model, exact, few)
@@ -220,13 +220,13 @@ def changed_weights(
         start = time.process_time()
         thought = condense(patches)
         seconds = reading + time.process_time() - start
-        yield Stored(name, 0, base, thought, thought.num_parameters, 3 * few.numel() / length, seconds)
+        yield StoredPrompt(name, 0, base, thought, thought.num_parameters, 3 * few.numel() / length, seconds)
     for rank in ranks(settings):
         rates = asked["rates_of_all_entries"] if rank is None else asked["rates"]
         with model.kv_bias(base):
             found = distill_prompt(model, exact, many, rank=rank, steps=asked["steps"], learning_rates=rates, seed=seed)
         name, change, passes = distillation_name(rank), found.weights, found.passes + many.numel() / length
-        yield Stored(name, 0, base, change, change.num_parameters, passes, found.seconds + writing)
+        yield StoredPrompt(name, 0, base, change, change.num_parameters, passes, found.seconds + writing)
 
 
 def ranks(settings: Settings) -> list[int | None]:
@@ -252,11 +252,11 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
     exact, bos = convert_prompt(model, prompt), bos_alone(model, prompt)
     with torch.no_grad():
         old = prompted_logits(model, prompt, texts).double()
-    left_out = Stored(DROPPED, 0, bos, None, 0, 0.0, 0.0)
+    left_out = StoredPrompt(DROPPED, 0, bos, None, 0, 0.0, 0.0)
     without = _logits(model, left_out, texts)
-    every_key = Stored(EXACT, length, exact, None, exact.num_parameters, 0.0, 0.0)
+    every_key = StoredPrompt(EXACT, length, exact, None, exact.num_parameters, 0.0, 0.0)
     said = _continuation(model, every_key, texts, settings["n_generated"])
-    ends: list[Stored] = [left_out, every_key]
+    ends: list[StoredPrompt] = [left_out, every_key]
     few_keys = kept_keys(model, prompt, settings, context)
     for ways in (ends, few_keys, changed_weights(model, prompt, texts, settings, context)):
         for way in ways:
@@ -273,13 +273,13 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
 
 
 @torch.no_grad()
-def _logits(model: HookedKVTransformer, way: Stored, texts: Tensor) -> Tensor:
+def _logits(model: HookedKVTransformer, way: StoredPrompt, texts: Tensor) -> Tensor:
     with way.attached(model):
         return model(texts, attention_mask=torch.ones_like(texts)).double()
 
 
 @torch.no_grad()
-def _continuation(model: HookedKVTransformer, way: Stored, texts: Tensor, n: int) -> Tensor:
+def _continuation(model: HookedKVTransformer, way: StoredPrompt, texts: Tensor, n: int) -> Tensor:
     """Greedily generated tokens after the first token of each text."""
     with way.attached(model):
         return model.generate(texts[:, :1], max_new_tokens=n, do_sample=False, stop_at_eos=False, verbose=False)[:, 1:]
@@ -377,7 +377,7 @@ def _frame(
 
 
 def kept(answers: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """By method (and ``by``): answers that were right with the story, how many stay right, and their loss.
+    """Count by method (and ``by``) the answers that were right with the story, how many stay right, and their loss.
 
     ``loss_interval`` is half the width of the 95 % interval of the mean loss over stories.
     """

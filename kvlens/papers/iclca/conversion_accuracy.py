@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.learned import Trial, trained_further
+from kvlens.papers.harness.learned import TrainingRun, trained_further
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
@@ -120,7 +120,7 @@ def obtain_model(settings: Settings, task: BigramTask, tell: Tell) -> HookedKVTr
     name = settings["model"]
     if name is None:
         how = settings["training"]
-        model, result = Trial(task, "trained here", how["model"], {"seed": 0, **how["settings"]}).finished()
+        model, result = TrainingRun(task, "trained here", how["model"], {"seed": 0, **how["settings"]}).finished()
         tell(f"trained for {result.steps} steps: accuracy {result.heldout['accuracy'].iloc[-1]:.1%}")
     else:
         model = hooked_model(name)
@@ -183,7 +183,7 @@ def read_three_ways(
 
 
 def use_of_trigger(text: Int[Tensor, "batch pos"], n_triggers: int) -> Int[Tensor, "batch pos"]:
-    """At each trigger, how often it has occurred in the text so far, this occurrence included; 0 at other letters."""
+    """Count at each trigger how often it has occurred in the text so far, this occurrence included; 0 at other letters."""
     is_use = text[:, :, None] == torch.arange(n_triggers)
     return (is_use.cumsum(dim=1) * is_use).sum(dim=2)
 

@@ -135,7 +135,7 @@ def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
 
 
 def share_kept(answers: pd.DataFrame) -> pd.DataFrame:
-    """By way and ratio: ``keys``, ``n_answers`` (right with the story), ``n_kept`` (of those), ``share_kept``.
+    """Count by way and ratio: ``keys``, ``n_answers`` (right with the story), ``n_kept`` (of those), ``share_kept``.
 
     ``low`` and ``high`` are the ends of the share's 95 % interval over stories.
     """

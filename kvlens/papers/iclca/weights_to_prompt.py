@@ -218,7 +218,7 @@ def freed(
 # --- given keys, in closed form ---
 
 
-class Seen(NamedTuple):
+class LayerPass(NamedTuple):
     """One layer on some texts: queries and keys as scored, outputs, log-normalizers, the stream before and after the MLP."""
 
     q: Float[Tensor, "text pos head d_head"]
@@ -229,7 +229,7 @@ class Seen(NamedTuple):
     after: Float[Tensor, "row d_model"]
 
 
-class LayerKeys(NamedTuple):
+class WeightedKeys(NamedTuple):
     """Virtual keys of one layer, their weights (a token has weight 1), and their values."""
 
     keys: Float[Tensor, "kv_head r d_head"]
@@ -253,7 +253,7 @@ def check_imitable(model: HookedKVTransformer) -> None:
 
 
 @torch.no_grad()
-def see(model: HookedKVTransformer, layer: int, tokens: Int[Tensor, "text pos"]) -> Seen:
+def see(model: HookedKVTransformer, layer: int, tokens: Int[Tensor, "text pos"]) -> LayerPass:
     """Run the texts up to a layer, in the model's own dtype."""
     got: dict[str, Tensor] = {}
     names = [f"blocks.{layer}.{name}" for name in ("attn.hook_z", "attn.hook_attn_scores", "hook_resid_mid", "hook_resid_post")]
@@ -263,10 +263,10 @@ def see(model: HookedKVTransformer, layer: int, tokens: Int[Tensor, "text pos"])
     z, scores, middle, after = (got[name] for name in names)
     q, k, _ = seen[layer]
     log_n = rearrange(scores.logsumexp(dim=-1), "t h p -> t p h")
-    return Seen(q, k, rearrange(z, "t p h d -> h (t p) d"), log_n, middle.flatten(0, 1), after.flatten(0, 1))
+    return LayerPass(q, k, rearrange(z, "t p h d -> h (t p) d"), log_n, middle.flatten(0, 1), after.flatten(0, 1))
 
 
-def wanted(model: HookedKVTransformer, layer: int, ours: Seen, changed: Seen) -> Float[Tensor, "row d_model"]:
+def wanted(model: HookedKVTransformer, layer: int, ours: LayerPass, changed: LayerPass) -> Float[Tensor, "row d_model"]:
     """t: what attention must add so that the block ends where the changed model's does."""
     block = model.blocks[layer]
 
@@ -289,7 +289,7 @@ def wanted(model: HookedKVTransformer, layer: int, ours: Seen, changed: Seen) ->
 
 
 def log_ratios(
-    model: HookedKVTransformer, layer: int, seen: Seen, keys: Float[Tensor, "kv_head r d_head"]
+    model: HookedKVTransformer, layer: int, seen: LayerPass, keys: Float[Tensor, "kv_head r d_head"]
 ) -> Float[Tensor, "head row r"]:
     """log of exp(q_i.c_r / scale) / n_i: a key of weight 1 relative to the context."""
     rule, n_texts, pos = model.blocks[layer].attn.score_rule(), *seen.log_n.shape[:2]
@@ -387,7 +387,7 @@ def imitation(
         candidates: texts that provide the candidate keys, ``n_candidates`` of them drawn for every head.
         flip: flip the sign of the target at random text by text, so that there is nothing to learn; for a null distribution.
     """
-    layers: list[LayerKeys] = []
+    layers: list[WeightedKeys] = []
     n_held_out = len(held_out(texts))
     for layer in range(model.cfg.n_layers):
         with model.holding(as_bias(model, layers, r)):
@@ -403,8 +403,8 @@ def imitation(
 
 
 def _fit_layer(
-    model: HookedKVTransformer, layer: int, ours: Seen, t: Tensor, pool: Tensor, r: int, n_held_out: int
-) -> LayerKeys:
+    model: HookedKVTransformer, layer: int, ours: LayerPass, t: Tensor, pool: Tensor, r: int, n_held_out: int
+) -> WeightedKeys:
     """Choose keys, fit their values with every ridge, and keep the best on the last ``n_held_out`` rows, or none."""
     w_o, kv_heads, z = model.blocks[layer].attn.W_O.double(), model.cfg.n_kv_heads, ours.z.double()
     train, unseen = slice(None, -n_held_out), slice(-n_held_out, None)
@@ -413,14 +413,14 @@ def _fit_layer(
     ratios = log_ratios(model, layer, ours, keys)
     mean = _mean(z, kv_heads).expand(-1, r, -1)
     off_weights, even = even_weights(ratios, kv_heads, OFF), even_weights(ratios, kv_heads, SHARES[0]) / SHARES[0]
-    best, left = LayerKeys(keys, off_weights.to(keys), mean.to(keys)), float(t[unseen].norm())
+    best, left = WeightedKeys(keys, off_weights.to(keys), mean.to(keys)), float(t[unseen].norm())
     for weights in (share * even for share in SHARES):
         s = shares(ratios, weights)
         fit = Fit(s[:, train], z[:, train], w_o, t[train], kv_heads)
         for u in map(fit.solve, RIDGES):
             off = float((brought(fit.start + u, s[:, unseen], z[:, unseen], w_o) - t[unseen]).norm())
             if off < left:
-                best, left = LayerKeys(keys, weights.to(keys), (fit.start + u).to(keys)), off
+                best, left = WeightedKeys(keys, weights.to(keys), (fit.start + u).to(keys)), off
     return best
 
 
@@ -449,12 +449,12 @@ def _chosen(s: Tensor, w_o: Tensor, t: Tensor, kv_heads: int, r: int) -> Int[Ten
     return choose_keys(sums, r).keys[..., None].expand(-1, -1, w_o.shape[1])
 
 
-def as_bias(model: HookedKVTransformer, layers: list[LayerKeys], r: int) -> KVBias:
+def as_bias(model: HookedKVTransformer, layers: list[WeightedKeys], r: int) -> KVBias:
     """The keys as a bias with which a text starts at position 0; layers without keys have none."""
     cfg = model.cfg
     nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a shift state of zeros
     empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)
-    layers = [*layers, *[LayerKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
+    layers = [*layers, *[WeightedKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
     keys, weights = torch.stack([each.keys for each in layers]), torch.stack([each.weights for each in layers])
     return replace(
         nothing,

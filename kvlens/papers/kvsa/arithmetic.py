@@ -137,7 +137,7 @@ def _share(is_right: torch.Tensor) -> float:
 
 
 def untrained(curves: pd.DataFrame, answers: pd.DataFrame) -> dict[str, str | None]:
-    """By row: the plain model must solve the longest training problems, and the curves of both models must be flat."""
+    """Say by row what is too little trained: plain must solve the longest training problems, both curves must be flat."""
     found = {}
     for name, rows in _scored(answers).groupby("row", sort=False):
         goal = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy")
@@ -153,7 +153,7 @@ def _scored(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(answers: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """For each row its two numbers, and the lead of the shifted model on the longest training problems.
+    """Compare each row's two numbers, and the lead of the shifted model on the longest training problems.
 
     Both are scored by "some step", as in the paper, and tested seed by seed; ``why`` is that of `untrained`.
     """

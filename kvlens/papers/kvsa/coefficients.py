@@ -43,7 +43,7 @@ SAME, INDUCTION, OPPOSITE = [(True, True), (False, False)], (False, True), (True
 EARLY, N_ALIKE_EARLY = 20 / 500, 47 + 43
 """The share of training, and the heads on table 4's diagonal at that point: the second pair of counts in sec. 4.6."""
 NEGATIVE, FAR = -0.15, 0.49
-"""Of the one head that the paper prints, alpha = (0.08, 0.43) and beta = (0.34, -0.15) (sec. 4.6, footnote): its negative
+"""The one head that the paper prints has alpha = (0.08, 0.43) and beta = (0.34, -0.15) (sec. 4.6, footnote): its negative
 coefficient, and how far from 1 the nearer of its sums is."""
 LETTERS = {"k": "alpha", "v": "beta"}
 PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")

@@ -128,7 +128,7 @@ def hops_made(final: pd.DataFrame) -> pd.DataFrame:
 
 
 def untrained(curves: pd.DataFrame, chance: float) -> dict[Any, str | None]:
-    """By depth: why plain layers that do not learn a number of hops may be too little trained, not too few; or None.
+    """Say by depth why plain layers that do not learn a number of hops may be too little trained, not too few; or None.
 
     They must have learned the smallest number of hops (or half of all, where one model learns all). At the others, their curve
     must be flat, and so must that of a model that is behind them.

@@ -76,7 +76,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 
 def untrained(heldout: pd.DataFrame) -> dict[Any, str | None]:
-    """By size: the plain model must have learned."""
+    """Say by size what is too little trained: the plain model must have learned."""
     return {
         size: Goal(rows["chance"].iloc[0], best=1.0, y="accuracy").why_untrained(rows, PLAIN)
         for size, rows in heldout.groupby("size", sort=False)

@@ -112,7 +112,7 @@ def power_law(n: Any, loss: Any) -> Float[np.ndarray, "*seed"]:
 
 
 def untrained(curves: pd.DataFrame, goal: Goal) -> dict[Any, str | None]:
-    """By size: the plain model must have learned."""
+    """Say by size what is too little trained: the plain model must have learned."""
     return {size: goal.why_untrained(rows, PLAIN) for size, rows in of_heldout(curves).groupby("size", sort=False)}
 
 

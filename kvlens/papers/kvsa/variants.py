@@ -128,7 +128,7 @@ def summarize(finals: pd.DataFrame) -> pd.DataFrame:
 
 
 def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
-    """By variant: the free form must have learned, and a variant that is behind it be flat."""
+    """Say by variant what is too little trained: the free form must have learned, and a variant that is behind it be flat."""
     labels = heldout["model"].unique()
     return {label: goal.why_untrained(heldout[heldout["model"].isin([FREE, label])], FREE) for label in labels}
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor
-from kvlens.papers.harness.learned import Goal, Trial
+from kvlens.papers.harness.learned import Goal, TrainingRun
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
@@ -117,7 +117,7 @@ def train_one(
 ) -> tuple[HookedKVRegressor, pd.DataFrame]:
     """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
     training = {**settings["training"], "steps": steps, "seed": seed}
-    model, result = Trial(task, "transformer", {**settings["model"], **changes}, training).finished()
+    model, result = TrainingRun(task, "transformer", {**settings["model"], **changes}, training).finished()
     assert isinstance(model, HookedKVRegressor)
     labels = dict(functions=task.functions, positions=model.cfg.positional_embedding_type, seed=seed)
     return model, pd.DataFrame(labels, index=result.heldout.index).join(result.heldout[["step", "loss"]])
@@ -346,7 +346,7 @@ class Measured(NamedTuple):
 
 
 def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
-    """By number of examples: the largest relative error of the seeds, with its margin.
+    """Return by number of examples the largest relative error of the seeds, with its margin.
 
     Trained models count with the worst of their seeds, and the verdicts are about these models: the margin does not include
     the variation between trainings.
@@ -420,7 +420,7 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
 
 
 def degradation(here: Measured, there: Measured) -> Measured:
-    """By how much the error out of distribution exceeds `DEGRADES` times that in distribution."""
+    """Compute by how much the error out of distribution exceeds `DEGRADES` times that in distribution."""
     return Measured(there.value - DEGRADES * here.value, there.margin + DEGRADES * here.margin)
 
 

@@ -69,5 +69,5 @@ def _earlier(x: Points) -> Float[Tensor, "point point_minus_1"]:
 
 
 def _sums_before(terms: Float[Tensor, "prompt point_minus_1 *rest"]) -> Float[Tensor, "prompt point *rest"]:
-    """For each point the sum of the terms of the examples before it."""
+    """Return for each point the sum of the terms of the examples before it."""
     return torch.cat([torch.zeros_like(terms[:, :1]), terms], dim=1).cumsum(1)

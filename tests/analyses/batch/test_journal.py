@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from kvlens.analyses.batch.storage import (
     Journal,
-    Progress,
+    JournalCounts,
     differences,
     read_facts,
     read_parquet,
@@ -31,7 +31,7 @@ def test_what_was_added_is_there_in_order(tmp_path):
         journal.add([done(1, 0), done(0, 11)])
         journal.add([done(0, 2), PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")])
     with Journal(path, SETTINGS) as journal:
-        assert journal.progress() == Progress(n_done=4, n_failed=1, n_rows=9)
+        assert journal.progress() == JournalCounts(n_done=4, n_failed=1, n_rows=9)
         assert list(journal.tables()) == [b"rows of 0, 2", b"rows of 0, 11", b"rows of 1, 0"]
         assert list(journal.failures()) == [PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")]
         assert [journal.holds(0, 1), journal.holds(1, 0), journal.holds(1, 1)] == [True, True, False]
@@ -76,12 +76,12 @@ def test_what_a_full_disk_left_is_written_over(tmp_path, monkeypatch):
 def test_of_two_lines_on_a_prompt_the_later_counts(tmp_path):
     refused = PromptResult(0, 0, "p0", kind=REFUSED, error="no")
     with Journal(tmp_path / "j", SETTINGS, known=iter([refused, done(0, 1)])) as journal:
-        assert journal.progress() == Progress(2, 1, 3)
+        assert journal.progress() == JournalCounts(2, 1, 3)
     with Journal(tmp_path / "j", SETTINGS, retry_failed=True, known=iter([done(0, 2)])) as journal:
         assert [journal.holds(0, i) for i in range(3)] == [False, True, False], "what is known counts where it is created"
         journal.add([done(0, 0)])
     with Journal(tmp_path / "j", SETTINGS) as journal:
-        assert journal.progress() == Progress(2, 0, 6) and list(journal.failures()) == []
+        assert journal.progress() == JournalCounts(2, 0, 6) and list(journal.failures()) == []
 
 
 def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path):

@@ -10,7 +10,7 @@ from kvlens.papers.harness.learned import (
     N_TUNING,
     Cell,
     Goal,
-    Progress,
+    RunQueue,
     best_rates,
     keeping_runs,
     kept_table,
@@ -177,7 +177,7 @@ def test_a_rate_is_as_good_as_the_best_evaluation_of_its_runs(monkeypatch):
     monkeypatch.setattr("kvlens.papers.harness.learned.train_all", trained)
     told: list[str] = []
     cell = Cell(TASK, {"m": MODEL}, training=TRAINING, rates=[0.1, 0.2, 0.3], seeds=[0, 900_000])
-    assert best_rates(cell, Progress([cell], told.append)) == {"m": 0.1}
+    assert best_rates(cell, RunQueue([cell], told.append)) == {"m": 0.1}
     assert seen == [(rate, seed) for rate in losses for seed in (900_001, 900_002)]
     assert "; 6 of 8 runs, about " in told[-1]
 
@@ -189,4 +189,4 @@ def test_experiments_choose_rates_on_the_same_seeds():
 def test_the_only_rate_is_not_tried(monkeypatch):
     monkeypatch.setattr("kvlens.papers.harness.learned.train_all", pytest.fail)
     cell = Cell(TASK, {"m": MODEL}, training=TRAINING, rates=[0.5], seeds=[0])
-    assert best_rates(cell, Progress([cell], [].append)) == {"m": 0.5}
+    assert best_rates(cell, RunQueue([cell], [].append)) == {"m": 0.5}

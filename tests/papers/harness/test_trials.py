@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 import torch
 
-from kvlens.papers.harness.learned import Cell, Progress, Trial, keeping_runs, train_all, train_cells
+from kvlens.papers.harness.learned import Cell, RunQueue, TrainingRun, keeping_runs, train_all, train_cells
 from kvlens.tasks import InductionTask, make_task
 from kvlens.training import NotFiniteError, checkpoint
 
 TASK = make_task("induction", vocab_size=11, length=13)
 MODEL = dict(n_layers=1, d_model=12, d_head=6, attn_only=True)
 TRAINING = dict(steps=6, eval_every=2, batch_size=4, eval_sequences=8, learning_rate=1e-2, seed=3)
-TRIAL = Trial(TASK, "m", MODEL, TRAINING)
+TRIAL = TrainingRun(TASK, "m", MODEL, TRAINING)
 
 
 class Killed(Exception):
@@ -107,7 +107,7 @@ def test_several_processes_train_the_same(tmp_path, monkeypatch):
 def test_the_time_left_is_that_of_the_steps_left():
     told = []
     cell = Cell(TASK, {"a": MODEL, "b": MODEL}, training={**TRAINING, "steps": 100}, seeds=[0, 1])
-    progress = Progress([cell], told.append)
+    progress = RunQueue([cell], told.append)
     assert (progress.n_runs, progress.n_steps) == (4, 400)
     progress.runs, progress.steps, progress.seconds = 1, 100, 60.0
     progress.tell("one")
@@ -124,7 +124,7 @@ def test_training_still_computes_what_kept_runs_were_trained_with():
     """If this fails beyond rounding, kept runs no longer are what their names say: raise `checkpoint.ARITHMETIC`."""
     task = make_task("bigrams", n_letters=7, n_triggers=2, length=16)
     softmax, linear = (
-        Trial(task, "m", dict(n_layers=2, d_model=12, d_head=6, kv_shift=True, **kind), TRAINING).finished()[1]
+        TrainingRun(task, "m", dict(n_layers=2, d_model=12, d_head=6, kv_shift=True, **kind), TRAINING).finished()[1]
         for kind in ({}, dict(attention="linear", feature_map="elu_plus_one"))
     )
     assert checkpoint.ARITHMETIC == 1
