@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlens.components.hooks import is_hooked
 from kvlens.components.layer_bias import LayerBias
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.kv_bias.groups import KeyGroups
+from kvlens.kv_bias.storage import KeyGroups
 from kvlens.ops.softmax_attention import SomeHeads
 
 

@@ -49,8 +49,7 @@ from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, 
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.kv_bias.fit import of_sum
-from kvlens.kv_bias.recall import Recall
+from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
@@ -366,7 +365,7 @@ def _with_recall(model: KVModel, prompt: Any, tokens: PromptTokens, whole: KVBia
 
 @checked
 def recall(model: KVModel, prompt: Prompt, bias: KVBias) -> Recall | None:
-    """Which words of a prompt's own sentences the model would still say under a bias (:mod:`kvlens.kv_bias.recall`).
+    """Which words of a prompt's own sentences the model would still say under a bias (:mod:`kvlens.kv_bias.fit`).
 
     ``convert_prompt`` measures it for one prompt that is text or a chat, unless ``n_held_out=0``; here it is measured for
     tokens, and for a bias that was changed since.

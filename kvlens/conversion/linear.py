@@ -30,7 +30,7 @@ from kvlens.conversion.prompt import PromptTokens
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.fit import since
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state

@@ -1,7 +1,7 @@
 """What is measured of a bias: errors of the model's answers on held-out texts, and recall of the prompt's own words.
 
 :class:`kvlens.kv_bias.AnswerErrors` defines the errors, which take three passes over the texts: with the prompt, with the bias,
-and with neither. :mod:`kvlens.kv_bias.recall` defines the recall, which takes as many over the prompt's sentences.
+and with neither. :mod:`kvlens.kv_bias.fit` defines the recall, which takes as many over the prompt's sentences.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from kvlens.chat import MARK, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
-from kvlens.kv_bias.recall import MATTERS, Recall, RecalledWord
+from kvlens.kv_bias.fit import MATTERS, Recall, RecalledWord
 from kvlens.memory import NUMBERS_AT_ONCE, NUMBERS_PER_PASS, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.texts import Response

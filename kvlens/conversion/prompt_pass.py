@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.components import LayerBias
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.prompt import every_key_kept
 from kvlens.model.protocol import KVModel, PromptTokens, ReadsPrompts
@@ -167,14 +167,5 @@ def as_batch(bias: KVBias, batch: int) -> KVBias:
 
 
 def rows_of(bias: KVBias, index: Int[Tensor, " row"]) -> KVBias:
-    """The prompts of a batch by index, repetitions allowed. A single prompt serves any number of rows.
-
-    The result is for immediate use: it carries no fit record.
-    """
-    if bias.batch_size == 1:
-        return bias.select_prompt(0)
-    index = index.to(bias.b_KV.device)
-
-    counts = {name: getattr(bias, name) for name in ("n_prompt_tokens", "position_offset")}
-    counts = {name: value[index] if isinstance(value, Tensor) else value for name, value in counts.items()}
-    return bias._made(None, **bias._changed(lambda tensor: tensor[:, index], per_prompt_only=True), **counts)
+    """The prompts of a batch by index, as a batch, for immediate use; a single prompt serves any number of rows."""
+    return bias.select_prompt(0) if bias.batch_size == 1 else bias.select_prompts(index)

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fingerprint`)."""
+"""The fingerprint of a model: its structure, and a hash of its weights in float32 (see :mod:`kvlens.kv_bias.fields`)."""
 
 import operator
 from collections.abc import Callable, Mapping

@@ -24,7 +24,7 @@ from kvlens.components import (
     runs_fused,
 )
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.streaming import has_hooks, wants_gradients

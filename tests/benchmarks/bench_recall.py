@@ -36,7 +36,7 @@ from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.explanation.runs import greedy, stop_tokens
-from kvlens.kv_bias.recall import MATTERS, Recall
+from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.landmarks import budgets_by_gain, choose_among
 from kvlens.units import layout_of_tokens, parts_of
 

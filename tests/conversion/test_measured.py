@@ -13,7 +13,7 @@ from kvlens import Chat, KVBias, KVLensError, convert_prompt
 from kvlens.conversion import recall
 from kvlens.conversion.measured import lead_of
 from kvlens.kv_bias import Recall
-from kvlens.kv_bias.recall import RecalledWord
+from kvlens.kv_bias.fit import RecalledWord
 from kvlens.report.summary import conversion_figures
 from kvlens.texts import Response
 from kvlens.units import layout_of_tokens

@@ -1,4 +1,4 @@
-"""``a + b`` is a sum, not *a, then b*: what is linear, and when two prompts converted apart are their concatenation."""
+"""Sums are linear, and when they are *a, then b*; layers of one bias in another's place, batches and rows of them."""
 
 from dataclasses import replace
 
@@ -6,7 +6,17 @@ import pytest
 import torch
 from small_models import GROUPED, model_of, relative_error, tokens
 
-from kvlens import KVBias, KVShiftConfig, carry_bias, combine, convert_prompt, counterfactuals
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVBias,
+    KVLensError,
+    KVShiftConfig,
+    carry_bias,
+    combine,
+    convert_prompt,
+    counterfactuals,
+)
 
 EXACT = 1e-11
 ONE_LAYER = {
@@ -130,3 +140,64 @@ def test_sums_differences_and_multiples_are_linear_in_what_queries_read(name):
     ):
         for got, in_a, in_b in zip(read(model, made), of_a, of_b, strict=True):
             assert (got - x * in_a - y * in_b).norm() <= EXACT * (1 + in_a.norm() + in_b.norm())
+
+
+SIZES = dict(n_layers=3, d_model=16, d_head=4, n_ctx=64, d_vocab=20, act_fn="gelu", seed=0, device="cpu", dtype=torch.float64)
+KINDS = {
+    "softmax": dict(n_key_value_heads=2),
+    "linear with a shift": dict(attention="linear", positional_embedding_type="rotary", rotary_dim=4, kv_shift=KVShiftConfig()),
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return HookedKVTransformer(HookedKVTransformerConfig(**SIZES, **KINDS[request.param]))
+
+
+def logits_of(model, bias, text):
+    with torch.no_grad(), model.kv_bias(bias):
+        rows = bias.batch_size or 1
+        return model(text.expand(rows, -1), attention_mask=torch.ones(rows, text.shape[-1], dtype=torch.long))
+
+
+def close(a, b):
+    assert (a - b).norm() <= 1e-11 * b.norm()
+
+
+def test_exchanged_layers(model):
+    prompt, text = torch.arange(9), torch.tensor([[3, 7, 1]])
+    own, other = convert_prompt(model, prompt), convert_prompt(model, prompt, without=[(2, 5)])
+    sets = torch.tensor([[False] * 3, [True] * 3, [True, False, False], [False, True, True]])
+    mixed = logits_of(model, own.exchange_layers(other, sets), text)
+    back = logits_of(model, other.exchange_layers(own, ~sets), text)
+    close(mixed[:1], logits_of(model, own, text))
+    close(mixed[1:2], logits_of(model, other, text))
+    close(mixed, back)  # exchanging a set is keeping its complement
+    halves = [own.select(layers=[1, 2]) + other.select(layers=[0]), own.select(layers=[0]) + other.select(layers=[1, 2])]
+    if own.last_k.shape[-3] == 0:  # without a shift state a sum of selections is the same mixture
+        for row, half in zip(mixed[2:], halves, strict=True):
+            close(row[None], logits_of(model, half, text))
+    assert (mixed[2] - mixed[3]).norm() > 1e-3 * mixed[2].norm()
+
+
+def test_batches_and_rows(model):
+    prompts = torch.arange(12).view(3, 4)
+    together = convert_prompt(model, prompts)
+    joined = KVBias.batch([convert_prompt(model, prompts[:1]), convert_prompt(model, prompts[1:])])
+    text = torch.tensor([[5, 2]])
+    close(logits_of(model, joined, text), logits_of(model, together, text))
+    short, long = convert_prompt(model, torch.arange(4)[None]), convert_prompt(model, torch.arange(7)[None])
+    padded = logits_of(model, KVBias.batch([short, long]), text)
+    close(padded, torch.cat([logits_of(model, short, text), logits_of(model, long, text)]))
+    close(logits_of(model, together.select_prompts(torch.tensor([2, 0])), text), logits_of(model, together, text)[[2, 0]])
+
+
+def test_what_does_not_fit_is_refused(model):
+    one, longer = convert_prompt(model, torch.arange(4)), convert_prompt(model, torch.arange(5))
+    with pytest.raises(KVLensError, match="select_prompts: this bias holds a single prompt"):
+        one.select_prompts(torch.tensor([0]))
+    with pytest.raises(KVLensError, match="KVBias.batch: expected batches"):
+        KVBias.batch([one, one])
+    if model.cfg.attention == "softmax":
+        with pytest.raises(KVLensError, match="exchange_layers: expected the biases of two single prompts"):
+            one.exchange_layers(longer, torch.ones(1, 3, dtype=torch.bool))
