@@ -14,8 +14,8 @@ CONVERSION_METHODS = {
     "expected_attention": "kvlens.conversion.kept_keys:ExpectedAttention",
     "kvzip": "kvlens.conversion.kept_keys:KVzip",
     "random": "kvlens.conversion.features:RandomProjections",
-    "taylor": "kvlens.conversion.features:Taylor",
-    "elu_plus_one": "kvlens.conversion.features:EluPlusOne",
+    "taylor": "kvlens.conversion.features:TaylorPolynomial",
+    "elu_plus_one": "kvlens.conversion.features:EluKernel",
     "learned": "kvlens.conversion.features:Learned",
 }
 """name -> MODULE:CLASS."""

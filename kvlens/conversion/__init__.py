@@ -5,7 +5,7 @@
 
 from kvlens.conversion.convert import METHODS, convert_prompt, method_of, option_names, recall
 from kvlens.conversion.distillation import DistilledWeights, distill_prompt
-from kvlens.conversion.features import EluPlusOne, Learned, RandomProjections, Taylor
+from kvlens.conversion.features import EluKernel, Learned, RandomProjections, TaylorPolynomial
 from kvlens.conversion.few_keys import AttentionMatching, Landmark
 from kvlens.conversion.kept_keys import H2O, ExpectedAttention, KeptKeys, KVzip, SnapKV, StreamingLLM
 from kvlens.conversion.linear import carry_bias
@@ -30,7 +30,7 @@ __all__ = [
     "ConversionMethod",
     "Counterfactuals",
     "DistilledWeights",
-    "EluPlusOne",
+    "EluKernel",
     "Exact",
     "ExpectedAttention",
     "KVzip",
@@ -40,7 +40,7 @@ __all__ = [
     "RandomProjections",
     "SnapKV",
     "StreamingLLM",
-    "Taylor",
+    "TaylorPolynomial",
     "Teacher",
     "TextOptions",
     "ThoughtPatches",

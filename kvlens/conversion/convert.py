@@ -117,8 +117,8 @@ def convert_prompt(
             (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights). For comparison: "attention_matching"
             (:class:`~kvlens.conversion.AttentionMatching`); some of the keys as they are, by "streaming_llm", "h2o", "snapkv",
             "expected_attention" or "kvzip" (:class:`~kvlens.conversion.KeptKeys`); "random", "taylor", "elu_plus_one" and
-            "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.Taylor`,
-            :class:`~kvlens.conversion.EluPlusOne`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
+            "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.TaylorPolynomial`,
+            :class:`~kvlens.conversion.EluKernel`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
         verbose: False hides the progress bars of long fits.
         options: of a method given by name: ``method="landmark", n_features=32`` is
             ``method=Landmark(n_keys=32)``.

@@ -118,7 +118,7 @@ class Learned(FreeFeatures):
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class EluPlusOne(FreeFeatures):
+class EluKernel(FreeFeatures):
     """phi(x) = elu(x / sqrt(scale)) + 1, the kernel of linear attention, which grows linearly, not as exp(q.k). For comparison.
 
     Attributes:
@@ -137,7 +137,7 @@ class EluPlusOne(FreeFeatures):
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class Taylor(FreeFeatures):
+class TaylorPolynomial(FreeFeatures):
     """The second-order Taylor polynomial, with error |q.k / scale|^3 / 6, for scores below 1. For comparison.
 
     It approximates exp(10) = 22,026 by 61; the normalizer is then equally wrong, and the output worse than without the prompt.

@@ -86,7 +86,8 @@ def _states_after(
 def _layer_tensors(attn: KVAttention, entry: LinearCacheEntry, n_positions: int | Tensor) -> tuple[Tensor, ...]:
     """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
     assert entry.state is not None
-    written = per_query_head(entry.state, attn.cfg.n_heads)
+    group = attn.cfg.n_heads // entry.state.kv.shape[1]  # a bias has the state of every query head
+    written = LinearAttentionState(*(None if x is None else x.repeat_interleave(group, dim=1) for x in entry.state))
     old = None if entry.bias is None else LinearAttentionState(*entry.bias)
     kv, k_sum = carry_layer_state(attn, old, n_positions, written)
     heads = dict(k=attn.cfg.n_kv_heads, v=attn.cfg.n_kv_heads, q=attn.cfg.n_heads)
@@ -155,10 +156,3 @@ def carry_layer_state(
         positions = torch.as_tensor(n_tokens, device=like.device).reshape(-1)
         rotation = attn.rotary_table.at(positions, like.dtype)
     return carry_state(before, n_tokens, written, attn.decay, rotation, attn.cfg.rotary_adjacent_pairs)
-
-
-def per_query_head(state: LinearAttentionState, n_heads: int) -> LinearAttentionState:
-    """A context's state, one per key-value head, in the layout of a bias: one per query head."""
-    group = n_heads // state.kv.shape[1]
-    k_sum = None if state.k_sum is None else state.k_sum.repeat_interleave(group, dim=1)
-    return LinearAttentionState(state.kv.repeat_interleave(group, dim=1), k_sum)

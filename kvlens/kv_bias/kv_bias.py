@@ -290,7 +290,7 @@ class KVBias:
     def __repr__(self) -> str:
         f = self.fingerprint
         features = VirtualKeys if self._groups is not None else self.features
-        family = "" if features is None or not self.attention_layers else f"{features.kind}, "
+        kind = "" if features is None or not self.attention_layers else f"{features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
@@ -306,7 +306,7 @@ class KVBias:
             d_k, d_v = self.recurrent.b_KV.shape[-2:]
             sizes += [f"{len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"]
         return (
-            f"KVBias({family}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
+            f"KVBias({kind}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
         )
 

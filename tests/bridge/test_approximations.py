@@ -20,7 +20,7 @@ from kvlens.conversion import (
     RandomProjections,
     SnapKV,
     StreamingLLM,
-    Taylor,
+    TaylorPolynomial,
 )
 from kvlens.conversion.gradients import effects_on_logits
 from kvlens.conversion.prompt import PromptTokens
@@ -39,7 +39,7 @@ METHODS = [
     SnapKV(n_keys=6, window=2, **FEW),
     KVzip(n_keys=6, n_sink=1, **FEW),
     RandomProjections(n_features=7, **FEW),
-    Taylor(**FEW),
+    TaylorPolynomial(**FEW),
     Learned(n_features=4, **FEW),
 ]
 FAMILIES = ["gpt2", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
@@ -118,7 +118,7 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
     monkeypatch.setattr("kvlens.conversion.features.STEPS", 60)
     exact = convert_prompt(model, PROMPT)
     dropped = error(model, replace(exact, b_KV=0 * exact.b_KV, b_D=0 * exact.b_D))
-    for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), Taylor(**FEW)):
+    for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), TaylorPolynomial(**FEW)):
         bias = convert_prompt(model, PROMPT, method=method, verbose=False)
         assert error(model, bias) < 0.5 * dropped
         bias.save(tmp_path / f"{method.name}.safetensors")

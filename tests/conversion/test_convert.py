@@ -13,7 +13,7 @@ from tokenizers import normalizers
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, carry_bias, convert_prompt
 from kvlens.analyses import bias_by_head
-from kvlens.conversion import H2O, KVzip, Landmark, Learned, SnapKV, Taylor
+from kvlens.conversion import H2O, KVzip, Landmark, Learned, SnapKV, TaylorPolynomial
 from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
@@ -336,7 +336,7 @@ REFUSED = [
     ("give n_keys or ratio, not both", lambda: KVzip(n_keys=3, ratio=0.5)),
     ("SnapKV: kernel_size must be odd, got 4", lambda: SnapKV(n_keys=3, kernel_size=4)),
     ("Learned: n_features must be at least 1", lambda: Learned(n_features=0)),
-    ("Taylor: n_continuations must be at least 2", lambda: Taylor(n_continuations=1)),
+    ("TaylorPolynomial: n_continuations must be at least 2", lambda: TaylorPolynomial(n_continuations=1)),
     ("prompt: this model has no tokenizer, so it cannot read strings", lambda: convert_prompt(linear_model(), "some text")),
     ("carry_bias: n_tokens must be from 0 to 16777216", lambda: carried(2**70)),
     *(("carry_bias: n_tokens must be", lambda n=n: carried(n)) for n in ("x", -1, 1.5)),

@@ -19,7 +19,7 @@ from kvlens.conversion import (
     METHODS,
     Approximation,
     AttentionMatching,
-    EluPlusOne,
+    EluKernel,
     Exact,
     ExpectedAttention,
     KVzip,
@@ -28,7 +28,7 @@ from kvlens.conversion import (
     RandomProjections,
     SnapKV,
     StreamingLLM,
-    Taylor,
+    TaylorPolynomial,
     Teacher,
     TextOptions,
     features,
@@ -53,8 +53,8 @@ SHORTHAND = {
         RandomProjections(n_features=5, random_feature_kind="iid", **FEW),
         dict(n_features=5, random_feature_kind="iid"),
     ),
-    "taylor": (Taylor(**FEW), {}),
-    "elu_plus_one": (EluPlusOne(**FEW), {}),
+    "taylor": (TaylorPolynomial(**FEW), {}),
+    "elu_plus_one": (EluKernel(**FEW), {}),
     "learned": (Learned(n_features=4, kernel="hedgehog", **FEW), dict(n_features=4, kernel="hedgehog")),
 }
 
@@ -142,7 +142,7 @@ def test_linear_models_take_the_exact_method_alone():
     plain = convert_prompt(linear, PROMPT)
     for method in ("exact", Exact()):
         assert torch.equal(convert_prompt(linear, PROMPT, method=method).b_KV, plain.b_KV)
-    for method in ("taylor", Taylor()):
+    for method in ("taylor", TaylorPolynomial()):
         with pytest.raises(KVLensError, match="method: with linear attention the conversion is always exact"):
             convert_prompt(linear, PROMPT, method=method)
 

@@ -7,7 +7,7 @@ from precision import LAW, relative_error
 from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
-from kvlens.conversion import Landmark, RandomProjections, Taylor
+from kvlens.conversion import Landmark, RandomProjections, TaylorPolynomial
 from kvlens.model.fingerprint import weights_hash
 
 KINDS = [
@@ -201,7 +201,7 @@ FITTED = {
     "fused": RandomProjections(n_features=16, **TEXTS),
     "learned": Landmark(n_keys=4, **TEXTS),
     "sinusoidal": RandomProjections(n_features=16, **TEXTS),
-    "shifted, grouped": Taylor(**TEXTS),
+    "shifted, grouped": TaylorPolynomial(**TEXTS),
 }
 """What a deleted token is hidden by depends on the kind of positions, and what reads the tokens on the method. With ALiBi and
 windows, fitted methods do not apply: a key's score depends on its distance."""

@@ -24,7 +24,15 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
+from kvlens.conversion import (
+    ConversionMethod,
+    Landmark,
+    Learned,
+    RandomProjections,
+    TaylorPolynomial,
+    convert_prompt,
+    distill_prompt,
+)
 from kvlens.conversion.distillation import Objective
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
@@ -135,7 +143,7 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
     for (name, kind), m in itertools.product(kinds.items(), settings["random"]):
         yield Way(name, m, least, RandomProjections(n_features=m, random_feature_kind=kind, **few))
     if settings["taylor"]:
-        yield Way(TAYLOR, 0, least, Taylor(**few))
+        yield Way(TAYLOR, 0, least, TaylorPolynomial(**few))
     for m in settings["learned"]:
         yield Way(LEARNED, m, least, Learned(n_features=m, **few))
     for r in settings["keys"]:
