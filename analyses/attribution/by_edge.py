@@ -41,9 +41,8 @@ from ..predictions import EFFECT
 from ..registry import on_its_front_ends
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Question, Read, Rival
+from .answers import BY, Answer, Question, Read, Rival, Spans
 from .by_part import without_each
-from .units import BY, Spans
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
 

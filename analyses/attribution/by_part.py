@@ -24,6 +24,7 @@ from torch import Tensor
 from kvlens import Counterfactuals, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.texts import joined, token_texts
+from kvlens.units import Unit, positions_of
 
 from ..bias.exchange import Exchange, HeadExchange
 from ..bias.parts import HEAD, exchangeable, in_one_space
@@ -31,9 +32,8 @@ from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Positions, Question, Rival
+from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .terms import ALL, PositionExchange, Terms, carriers
-from .units import BY, Spans, Unit, positions_of
 
 HEADS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),

@@ -36,16 +36,16 @@ from kvlens.model import heads_per_layer, output_weights
 from kvlens.texts import next_token_texts, token_texts
 
 from ..declaration import Columns, Option, analysis
-from ..predictions import OUTPUT_SHARE
-from ..prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
-from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
-from ..stream.logit_attribution import (
+from ..logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
     logit_target,
 )
+from ..predictions import OUTPUT_SHARE
+from ..readings import CONDITIONS, Readings, check_readings, read_text
+from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
+from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
 from .parts import HEAD
 from .reads import VIEWS, LayerwiseReading, OnePassReading, Stretch, TextReads, View

@@ -25,11 +25,11 @@ from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
+from ..logit_attribution import residual_directions
 from ..predictions import LOSS_CHANGE
 from ..registry import on_its_front_ends
 from ..segments import bar_unless, heads_of_model, stack_layers
 from ..sequences import one_sequence
-from ..stream.logit_attribution import residual_directions
 from .ablation import AblationEffect, Progress, Start, resampling_ablation, swap_costs
 from .head_pairs import wide_dtype
 from .repeated_text import (
@@ -147,7 +147,7 @@ def _logit_attribution(
 
         z_h W_O . d_t / s
 
-    with d_t and s from :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to d_head numbers per
+    with d_t and s from :mod:`kvlens.analyses.logit_attribution`. The directions are pulled back to d_head numbers per
     head and position, so no head's output is expanded to d_model numbers. If there is a norm between the heads and the
     residual stream (Gemma 2, OLMo 2), its scale is frozen like that of the final norm, and its gain and centering are part of
     the path.

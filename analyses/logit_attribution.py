@@ -45,8 +45,8 @@ from kvlens.errors import IndirectHeads
 from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
 from kvlens.texts import token_texts
 
-from ..declaration import Columns, Option, analysis
-from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
+from .declaration import Columns, Option, analysis
+from .sequences import PromptTokens, TextTokens, one_bias, one_sequence
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
