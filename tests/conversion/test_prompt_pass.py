@@ -212,7 +212,7 @@ def in_little_memory(monkeypatch) -> list[int]:
         return lengths[-1]
 
     monkeypatch.setattr(reading, "NUMBERS_AT_ONCE", 3000)
-    monkeypatch.setattr("kvlens.conversion.softmax.prompt_pass.NUMBERS_AT_ONCE", 3000)
+    monkeypatch.setattr("kvlens.conversion.prompt_pass.NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr(reading, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.NUMBERS_AT_ONCE", 1)
     return lengths
