@@ -17,14 +17,7 @@ What to know before relying on one:
   other threads raise an error until it is detached or replaced, also after that thread has ended.
 """
 
-from kvlens.kv_bias.features import (
-    EluFeatures,
-    LearnedFeatures,
-    RandomFeatures,
-    SoftmaxFeatures,
-    TaylorFeatures,
-    VirtualKeys,
-)
+from kvlens.kv_bias.features import EluFeatures, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
 from kvlens.kv_bias.fields import LAST_POSITION, NO_STATES, Fingerprint, RecurrentStates
 from kvlens.kv_bias.fit import AnswerErrors, BiasFit, Recall
 from kvlens.kv_bias.kv_bias import KVBias

@@ -34,25 +34,9 @@ from kvlens.kv_bias.arithmetic import (
     scaled_fields,
 )
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
-from kvlens.kv_bias.fields import (
-    COUNTS,
-    NO_STATES,
-    TENSORS,
-    Fingerprint,
-    RecurrentStates,
-    check_fields,
-    check_numbers,
-)
+from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
 from kvlens.kv_bias.fit import BiasFit, replaced, rounded, since
-from kvlens.kv_bias.storage import (
-    KeyGroups,
-    as_numbers,
-    fields_of_groups,
-    padded,
-    read_bias_file,
-    used_keys,
-    write_bias_file,
-)
+from kvlens.kv_bias.storage import KeyGroups, as_numbers, fields_of_groups, padded, read_bias_file, used_keys, write_bias_file
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """The fields on which the model's output depends."""

@@ -9,15 +9,7 @@ from tiny_hf import tiny_hf_model
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt, counterfactuals
-from kvlens.conversion import (
-    H2O,
-    AttentionMatching,
-    ExpectedAttention,
-    KVzip,
-    Landmark,
-    SnapKV,
-    StreamingLLM,
-)
+from kvlens.conversion import H2O, AttentionMatching, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM
 from kvlens.model import prompt as reading
 
 DOUBLE = dict(dtype=torch.float64)
