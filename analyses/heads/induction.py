@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -258,16 +259,16 @@ def induction_heads(
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
         for kind in KINDS
     ]
-    heads = heads_of_model(model)
+    heads, by_head = heads_of_model(model), "layer kind head -> layer head kind"
     return COLUMNS.frame(
         {
             **{name: number.repeat_interleave(len(KINDS)) for name, number in zip(("layer", "head"), heads, strict=True)},
             "kind": list(KINDS) * len(heads[0]),
-            "score": scores.raw.movedim(1, -1)[heads],
-            "score_value": scores.value_side.movedim(1, -1)[heads],
-            "score_key": scores.key_side.movedim(1, -1)[heads],
+            "score": rearrange(scores.raw, by_head)[heads],
+            "score_value": rearrange(scores.value_side, by_head)[heads],
+            "score_key": rearrange(scores.key_side, by_head)[heads],
             "contrast": torch.stack(contrast, dim=-1)[heads],
-            "loss_change": found.swap_changes.movedim(0, -1)[heads],
+            "loss_change": rearrange(found.swap_changes, "kind layer head -> layer head kind")[heads],
         }
     )
 
