@@ -87,7 +87,8 @@ def _layer_tensors(attn: KVAttention, entry: LinearCacheEntry, n_positions: int 
     """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
     assert entry.state is not None
     group = attn.cfg.n_heads // entry.state.kv.shape[1]  # a bias has the state of every query head
-    written = LinearAttentionState(*(None if x is None else x.repeat_interleave(group, dim=1) for x in entry.state))
+    k_sum = None if entry.state.k_sum is None else entry.state.k_sum.repeat_interleave(group, dim=1)
+    written = LinearAttentionState(entry.state.kv.repeat_interleave(group, dim=1), k_sum)
     old = None if entry.bias is None else LinearAttentionState(*entry.bias)
     kv, k_sum = carry_layer_state(attn, old, n_positions, written)
     heads = dict(k=attn.cfg.n_kv_heads, v=attn.cfg.n_kv_heads, q=attn.cfg.n_heads)
