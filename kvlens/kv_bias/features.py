@@ -238,9 +238,10 @@ def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxF
     """
     if kind not in KINDS:
         raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(KINDS)}: upgrade kvlens")
-    if KINDS[kind] in (TaylorFeatures, EluFeatures):
-        return KINDS[kind](d_key)  # type: ignore[call-arg]
-    return KINDS[kind](**tensors)  # type: ignore[arg-type]
+    made = KINDS[kind]
+    if made in (TaylorFeatures, EluFeatures):
+        return made(d_key)  # type: ignore[call-arg]
+    return made(**tensors)  # type: ignore[arg-type]
 
 
 def same_features(a: SoftmaxFeatures, b: SoftmaxFeatures) -> bool:
