@@ -32,7 +32,7 @@ import torch
 from kvlens import KVTransformerBridge, convert_prompt
 from kvlens.analyses import state_memory
 from kvlens.tasks import make_task
-from kvlens.tasks.facts.story import written
+from kvlens.tasks.stories import written
 
 torch.set_grad_enabled(False)
 model = KVTransformerBridge.from_zoo("facts-hybrid")

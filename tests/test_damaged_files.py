@@ -21,8 +21,7 @@ from kvlens.files import read_listed
 from kvlens.kv_bias.fields import TENSORS
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
-from kvlens.training.loss import loss_of
-from kvlens.training.run import Run
+from kvlens.training.run import Run, loss_of
 from kvlens.zoo import folder_of
 
 DAMAGES = 300  # of each kind of file

@@ -20,20 +20,15 @@ For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied 
 """  # noqa: E501
 
 from kvlens.components.attention import KVAttention
-from kvlens.components.block import KVBlock, norm
+from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed, norm
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
-from kvlens.components.grouped_layer_bias import GroupedLayerBias, layer_bias_of
-from kvlens.components.hooks import KVLENS_HOOKS, is_hooked
-from kvlens.components.layer_bias import LayerBias, Normalizers
-from kvlens.components.pos_embed import OffsetPosEmbed, SinusoidalPosEmbed
-from kvlens.components.positions import counted_by, hidden_tokens_keep_positions
-from kvlens.components.remembered import Remembered
+from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
+from kvlens.components.layer_bias import GroupedLayerBias, LayerBias, Normalizers, Remembered, layer_bias_of
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
     "FEATURE_MAPS",
-    "KVLENS_HOOKS",
     "FeatureMap",
     "GroupedLayerBias",
     "KVAttention",

@@ -12,20 +12,28 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.base import Attention, GroupedQueryAttention
-from kvlens.components.grouped_layer_bias import GroupedLayerBias
-from kvlens.components.heads import Heads, NewTokens, real_tokens
-from kvlens.components.hooks import KVLENS_HOOKS, OF_A_BIAS, OF_A_SHIFT_STATE, OF_A_SOFTMAX_BIAS
-from kvlens.components.kv_shift import add_shift_parameters, init_shift_parameters, shift_projections
-from kvlens.components.layer_bias import LayerBias, Normalizers
+from kvlens.components.decode_cache import ShiftState
+from kvlens.components.heads import (
+    KVLENS_HOOKS,
+    OF_A_BIAS,
+    OF_A_SHIFT_STATE,
+    OF_A_SOFTMAX_BIAS,
+    Augmentation,
+    Heads,
+    NewTokens,
+    counted_by,
+    regularized,
+    through,
+)
+from kvlens.components.layer_bias import GroupedLayerBias, LayerBias, Normalizers
 from kvlens.components.linear_attention import LinearHeads
-from kvlens.components.positions import counted_by
-from kvlens.components.softmax_attention import SoftmaxHeads, score_rule
-from kvlens.components.variants import Augmentation, augmented, regularized
+from kvlens.components.softmax_attention import SoftmaxHeads
 from kvlens.errors import KVLensError
+from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -36,12 +44,23 @@ HEADS: dict[str, type[Heads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
 """The kinds of attention, by their names in ``cfg.attention``."""
 
 
+def shifted_heads(cfg: Any) -> dict[str, int]:
+    """The projections among "k", "v", "q" that are shifted, each with its number of heads."""
+    shift = cfg.kv_shift
+    if shift is None:
+        return {}
+    wanted = {"k": (shift.keys, cfg.n_kv_heads), "v": (shift.values, cfg.n_kv_heads), "q": (shift.queries, cfg.n_heads)}
+    return {x: n_heads for x, (on, n_heads) in wanted.items() if on}
+
+
 class KVAttention(Attention):
     """One key-value head per query head."""
 
     cfg: Any
     layer_bias: LayerBias | GroupedLayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
+    hook_k_augmented: HookPoint
+    hook_v_augmented: HookPoint
     hook_z_context: HookPoint
     hook_z_bias: HookPoint
     rotary_table: Any
@@ -55,7 +74,8 @@ class KVAttention(Attention):
         super().__init__(cfg, attn_type, layer_id)
         for name in KVLENS_HOOKS:
             setattr(self, name, HookPoint())
-        add_shift_parameters(self, cfg)
+        for x, n_heads in shifted_heads(cfg).items():
+            setattr(self, f"{x}_shift_coef", nn.Parameter(torch.zeros(n_heads, cfg.kv_shift.window + 1, dtype=cfg.dtype)))
         self.variant = cfg.attention_variant
         mlps = None if self.variant is None else self.variant.augmented
         self.augment_k = Augmentation(cfg) if mlps is not None and mlps.keys else None
@@ -64,8 +84,12 @@ class KVAttention(Attention):
 
     @torch.no_grad()
     def init_kv_parameters(self, generator: torch.Generator | None) -> None:
-        """Initialize what kvlens adds: shift coefficients, augmented keys and values, and the parameters of the heads."""
-        init_shift_parameters(self, self.cfg, generator)
+        """Initialize what kvlens adds: shift coefficients, drawn independently for keys, values and queries (KVSA sec. 2.2),
+        augmented keys and values, and the parameters of the heads."""
+        shift = self.cfg.kv_shift
+        for x, n_heads in shifted_heads(self.cfg).items():
+            initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
+            getattr(self, f"{x}_shift_coef").copy_(initial)
         for mlp in (self.augment_k, self.augment_v):
             if mlp is not None:
                 mlp.init_weights(generator)
@@ -84,10 +108,15 @@ class KVAttention(Attention):
         entry = past_kv_cache_entry
         self._check_batch(query_input.shape[0])
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
-        mask = real_tokens(attention_mask, q.shape[1], q.device)
-        shifted, shift_state = shift_projections(self, {"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
-        k, v = augmented(self, shifted["k"], shifted["v"], key_input, value_input)
-        tokens = NewTokens(shifted["q"], k, v, mask, attention_mask, counted_by(attention_mask), additive_attention_mask)
+        mask = None if attention_mask is None else attention_mask[:, -q.shape[1] :].bool().to(q.device)
+        mask = None if mask is None or bool(mask.all()) else mask
+        shifted, shift_state = self._shifted({"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
+        q, k, v = shifted["q"], shifted["k"], shifted["v"]
+        if self.augment_k is not None:
+            k = self.hook_k_augmented(self.augment_k(k, key_input))
+        if self.augment_v is not None:
+            v = self.hook_v_augmented(self.augment_v(v, value_input))
+        tokens = NewTokens(q, k, v, mask, attention_mask, counted_by(attention_mask), additive_attention_mask)
         heads = HEADS[self.cfg.attention](self, tokens, entry).outputs()
         if shift_state and entry is not None and not entry.frozen:
             entry.shift_state = shift_state
@@ -95,6 +124,31 @@ class KVAttention(Attention):
         if z_bias is not None:
             z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
         return self.output(self.hook_z(z.to(self.W_O.dtype)))
+
+    def _shifted(
+        self, projections: dict[str, Tensor], state: ShiftState, mask: Tensor | None
+    ) -> tuple[dict[str, Tensor], ShiftState]:
+        """The raw q, k, v, each [batch, pos, head, d_head], with those that are shifted replaced (KVSA eq. 4-6), and the new
+        shift state.
+
+        ``state`` holds the previous raw rows of a decode cache; empty at the start of a text, where those of an attached bias
+        are read (and their hooks fire), or zeros. ``mask`` is True at real tokens, or None.
+        """
+        projections, after = dict(projections), {}
+        for x in shifted_heads(self.cfg):
+            raw, before = projections[x], state.get(x)
+            if before is None and self.layer_bias is not None:
+                before = getattr(self.layer_bias, f"last_{x}").to(raw.device, raw.dtype)
+                before = through(getattr(self, f"hook_last_{x}"), before)
+            if before is not None and before.shape[2] != raw.shape[2]:  # ungrouped, as below
+                before = before.repeat_interleave(raw.shape[2] // before.shape[2], dim=2)
+            coef = coefficients_from_parameter(getattr(self, f"{x}_shift_coef"), self.cfg.kv_shift.parametrization)
+            coef = through(getattr(self, f"hook_{x}_shift_coef"), coef)
+            if raw.shape[2] != coef.shape[0]:  # ungroup_grouped_query_attention
+                coef = coef.repeat_interleave(raw.shape[2] // coef.shape[0], dim=0)
+            shifted, after[x] = kv_shift(raw, coef, before, mask)
+            projections[x] = getattr(self, f"hook_{x}_shifted")(shifted)
+        return projections, after
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """x W + b per head; of few tokens, one product per head, without the base's copy of W."""
@@ -142,7 +196,14 @@ class KVAttention(Attention):
 
     def score_rule(self) -> ScoreRule:
         """How softmax attention scores a key in this layer, including stored keys."""
-        return score_rule(self)
+        slopes = self.alibi_slopes(self.W_O.device) if self.cfg.positional_embedding_type == "alibi" else None
+        cap = self.cfg.attn_scores_soft_cap
+        return ScoreRule(float(self.attn_scale), cap if cap > 0 else None, slopes, self.window)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query of a local layer sees; None in a global one."""
+        return self.cfg.window_size if self.attn_type == "local" else None
 
 
 class GroupedQueryKVAttention(KVAttention, GroupedQueryAttention):

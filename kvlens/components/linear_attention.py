@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.feature_maps import FEATURE_MAPS
-from kvlens.components.heads import HeadOutputs, Heads, NewTokens
-from kvlens.components.hooks import is_hooked, through
+from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
 from kvlens.components.layer_bias import read_bias
-from kvlens.components.variants import read_values
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
 from kvlens.ops.linear_attention import (

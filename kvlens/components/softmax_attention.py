@@ -18,11 +18,8 @@ from torch import Tensor
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities import get_offset_position_ids
 
-from kvlens.components.grouped_layer_bias import GroupedLayerBias
-from kvlens.components.heads import HeadOutputs, Heads, NewTokens
-from kvlens.components.hooks import is_hooked, through
-from kvlens.components.layer_bias import LayerBias
-from kvlens.components.variants import read_values
+from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
+from kvlens.components.layer_bias import GroupedLayerBias, LayerBias
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
@@ -39,7 +36,7 @@ from kvlens.ops.softmax_attention import (
     read_by_groups,
     visible_keys,
 )
-from kvlens.ops.softmax_features import ScoreRule, distance_scores
+from kvlens.ops.softmax_features import distance_scores
 
 FEW_KEYS = 1024
 """Virtual keys of all rows up to which one kernel call is the faster for a single query (9 heads of 64, 14 of 64, one thread:
@@ -102,7 +99,7 @@ class SoftmaxHeads(Heads):
                 attn.normalizers.see_positive(q[..., 0])
             if gradient:
                 causal = self.cfg.attention_dir == "causal"
-                visible = visible_keys(q.shape[1], k.shape[1], causal, window=_window(attn), device=q.device)
+                visible = visible_keys(q.shape[1], k.shape[1], causal, window=attn.window, device=q.device)
                 attend = partial(attend_with_extra_keys, scale=scale, visible=visible)
                 return HeadOutputs(read_by_groups(attend, extra, k.shape[2], q, k, v))
             if self._is_one_step(extra):
@@ -130,7 +127,7 @@ class SoftmaxHeads(Heads):
         causal = self.cfg.attention_dir == "causal"
         padding = self.tokens.attention_mask if causal else None  # the base's bidirectional attention sees padding
         padding = None if padding is None or bool(padding.all()) else padding.bool()
-        scale, window = self.attn.attn_scale, _window(self.attn)
+        scale, window = self.attn.attn_scale, self.attn.window
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
     def _extra_keys(self, bias: LayerBias | GroupedLayerBias) -> list[tuple[SomeHeads | None, ExtraKeys]] | None:
@@ -139,7 +136,7 @@ class SoftmaxHeads(Heads):
         attn, n_kv_heads, found = self.attn, self.k.shape[2], []
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
-        rule = score_rule(attn)
+        rule = attn.score_rule()
         for heads, part in bias.parts:
             if part.log_scale is None or not isinstance(part.features, VirtualKeys):
                 return None
@@ -168,7 +165,7 @@ class SoftmaxHeads(Heads):
 
     def _scores_are_plain(self) -> bool:
         """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""
-        rule, mask = score_rule(self.attn), self.tokens.attention_mask
+        rule, mask = self.attn.score_rule(), self.tokens.attention_mask
         more = rule.soft_cap is not None or rule.slopes is not None or self.cfg.use_attention_sinks
         padded = mask is not None and not bool(mask.all())
         return not more and self.tokens.score_bias is None and not padded
@@ -253,7 +250,7 @@ class SoftmaxHeads(Heads):
 
     def _joined(self, z: Tensor, mass: ScaledMass, bias: LayerBias) -> JoinedBias:
         """Join the attached bias to attention over the context; the query's features and the normalizer pass their hooks."""
-        attn, rule = self.attn, score_rule(self.attn)
+        attn, rule = self.attn, self.attn.score_rule()
         positions = self._query_positions() if rule.needs_distance else None
         phi = bias.phi(self.q.to(mass.log_scale.dtype), rule, positions, bias.b_kv, bias.b_d)
         phi = phi._replace(features=through(attn.hook_phi_q, phi.features))
@@ -262,19 +259,6 @@ class SoftmaxHeads(Heads):
             attn.normalizers.see(joined.below_zero())
         attn.hook_normalizer(joined.log_normalizer)
         return joined
-
-
-def score_rule(attn: Any) -> ScoreRule:
-    """How a layer scores a key, including stored keys."""
-    slopes = None
-    if attn.cfg.positional_embedding_type == "alibi":
-        slopes = attn.alibi_slopes(attn.W_O.device)
-    cap = attn.cfg.attn_scores_soft_cap
-    return ScoreRule(float(attn.attn_scale), cap if cap > 0 else None, slopes, _window(attn))
-
-
-def _window(attn: Any) -> int | None:
-    return attn.cfg.window_size if attn.attn_type == "local" else None
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

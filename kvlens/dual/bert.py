@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
 
-from kvlens.components.variants import ACTIVATIONS
+from kvlens.components.heads import ACTIVATIONS
 from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import AttentionVariantConfig, Augmented

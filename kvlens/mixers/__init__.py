@@ -17,7 +17,7 @@ fire both at prefill and at every decoded token.
 | ``hook_pattern`` | [batch, head, pos, pos] | the exact effective attention; once hooked, z is computed from it |
 """
 
-from kvlens.mixers.protocol import HOOKS, Mixer, MixerInputs, Read, RecurrentState, Rule
-from kvlens.mixers.registry import MIXERS, has_mixer, mixer_for
+from kvlens.mixers.families import has_mixer, mixer_for
+from kvlens.mixers.mixer import HOOKS, Mixer, MixerInputs, RecurrentState
 
-__all__ = ["HOOKS", "MIXERS", "Mixer", "MixerInputs", "Read", "RecurrentState", "Rule", "has_mixer", "mixer_for"]
+__all__ = ["HOOKS", "Mixer", "MixerInputs", "RecurrentState", "has_mixer", "mixer_for"]

@@ -63,14 +63,11 @@ assert result.heldout["loss"].notna().all()
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.tasks.arithmetic import ArithmeticTask
-from kvlens.tasks.batch import SPLITS, Batch, Task
-from kvlens.tasks.bigrams import BigramTask
 from kvlens.tasks.facts import FactsTask
-from kvlens.tasks.functions import FUNCTION_CLASSES
-from kvlens.tasks.hops import HopsTask
-from kvlens.tasks.induction import InductionTask
-from kvlens.tasks.ngrams import NgramTask
-from kvlens.tasks.regression import RegressionTask
+from kvlens.tasks.induction import HopsTask, InductionTask
+from kvlens.tasks.ngrams import BigramTask, NgramTask
+from kvlens.tasks.regression import FUNCTION_CLASSES, RegressionTask
+from kvlens.tasks.task import SPLITS, Batch, Task
 from kvlens.tasks.text import TextTask
 
 TASKS: dict[str, type[Task]] = {

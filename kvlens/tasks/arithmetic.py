@@ -33,9 +33,7 @@ from torch import Tensor
 
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
-from kvlens.tasks.batch import Batch, Task
-from kvlens.tasks.checks import require_drawable, require_ids
-from kvlens.tasks.drawing import draw_distinct
+from kvlens.tasks.task import Batch, Task, draw_distinct
 
 SIGNS = ("_", "=", ";", "?", ":", "+", "-", "*")
 PAD, EQUALS, END, ASK, COLON, PLUS = range(6)
@@ -121,7 +119,7 @@ class ArithmeticTask(Task):
         return STEP_LENGTH * n_ops - 1 if self.solution else 1
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
-        require_drawable(self, batch_size, generator, split)
+        self.check_drawable(batch_size, generator, split)
         if split == "heldout" and self.test_ops:
             n_ops = torch.full((batch_size,), self.test_ops)
         else:
@@ -138,7 +136,7 @@ class ArithmeticTask(Task):
         Raises:
             KVLensError: the tokens are not ids [pos] of this task.
         """
-        require_ids(self, tokens)
+        self.check_ids(tokens)
         table = [*SIGNS, *map(str, range(self.modulus)), *NAMES[: self.n_names]]
         return " ".join(table[token] for token in tokens.tolist())
 

@@ -28,8 +28,7 @@ from kvlens.corpus.kept import Tokenized, kept_tokens
 from kvlens.errors import KVLensError
 from kvlens.files import checksum_of_json, reason
 from kvlens.model import HookedKVTransformer
-from kvlens.tasks.batch import Batch, Model, Task
-from kvlens.tasks.checks import require_drawable
+from kvlens.tasks.task import Batch, Model, Task
 from kvlens.tokenizer import read_tokenizer
 
 DOCS, TOPICS = "docs", "topics"
@@ -133,7 +132,7 @@ class TextTask(Task):
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         """Draw windows at random positions of ``split``."""
-        require_drawable(self, batch_size, generator, split)
+        self.check_drawable(batch_size, generator, split)
         length = self.length if split == "train" else self.heldout_length or self.length
         return next_token_batch(self.windows[split].sample(batch_size, length, generator))
 

@@ -6,10 +6,8 @@ result = train(model, task, steps=500, learning_rate=2e-3, folder="run")
 result.heldout  # loss and accuracy against step
 """
 
-from kvlens.training.loss import Loss, Score
 from kvlens.training.recipes import Recipe, build_model, find_recipe
-from kvlens.training.run import NotFiniteError
-from kvlens.training.settings import TrainSettings
+from kvlens.training.run import Loss, NotFiniteError, Score, TrainSettings
 from kvlens.training.ship import train_recipe
 from kvlens.training.trainer import TrainResult, score_heldout, train
 

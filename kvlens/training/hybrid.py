@@ -30,11 +30,9 @@ from kvlens.bridge import KVTransformerBridge
 from kvlens.errors import KVLensError, first_line
 from kvlens.files import files_in
 from kvlens.mixers import has_mixer, mixer_for
-from kvlens.mixers.rules import DeltaRule
+from kvlens.mixers.mixer import DeltaRule
 from kvlens.tasks import Batch, Task
-from kvlens.training.loss import CrossEntropy, Score
-from kvlens.training.run import Run
-from kvlens.training.settings import TrainSettings
+from kvlens.training.run import CrossEntropy, Run, Score, TrainSettings
 from kvlens.training.trainer import TrainResult, run_to_end
 
 CONFIG = "config.json"

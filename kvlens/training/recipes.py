@@ -12,8 +12,8 @@ from typing import Any
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformerConfig
-from kvlens.tasks import Task, make_task, task_names
-from kvlens.tasks.batch import Model
+from kvlens.tasks import Task, task_names
+from kvlens.tasks.task import Model
 
 DEFAULT_MODEL: dict[str, Any] = dict(
     n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
@@ -234,16 +234,6 @@ def command_of(recipe: Recipe) -> str:
     return " ".join(words)
 
 
-def model_settings() -> dict[str, Any]:
-    """The fields of :class:`kvlens.HookedKVTransformerConfig` that a recipe may set, by name."""
-    return {name: field for name, field in HookedKVTransformerConfig.__dataclass_fields__.items() if name not in NOT_SETTINGS}
-
-
-def build_task(recipe: Recipe) -> Task:
-    """The task of a recipe."""
-    return make_task(recipe.task, **recipe.task_settings)
-
-
 @checked
 def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = None, device: Any = None) -> Model:
     """Build a model for ``task`` with newly initialized weights.
@@ -262,7 +252,7 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)
-    known = model_settings()
+    known = [name for name in HookedKVTransformerConfig.__dataclass_fields__ if name not in NOT_SETTINGS]
     for key in values:
         if key not in known:
             raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")

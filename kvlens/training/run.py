@@ -1,22 +1,259 @@
-"""The state of a training run between two steps, and its two operations: an update and an evaluation.
+"""A training run: its settings, its loss, its state between two steps, and its two operations: an update and an evaluation.
 
 The batch of step t is drawn from a generator seeded by (seed, t) alone. Weights, optimizer state and t are therefore the whole
 state of a run: restoring them continues exactly where it stopped, without replaying earlier steps.
+
+**The learning rate** is a function of progress p, from 0 to 1, measured in steps or in seconds of a time budget, whichever is
+further along. One formula thus serves both, and a run that ends by its time budget has also finished its cosine.
+
+    lr(p) = peak * p / w                                                                      p < w  (linear warm-up)
+    lr(p) = peak * (f + (1 - f) (1 + cos(pi (p - w) / (1 - w))) / 2)                          p >= w, "cosine"
+    lr(p) = peak                                                                              p >= w, "constant"
+
+with w the warm-up's share of the run and f the final share of the peak. Step t of n (counted from 0) has p = (t + 1) / n, so
+the first step has a positive rate, and the last has the final rate.
+
+**The loss** is an object, so that a run can use another one.
+
+    tokens:   loss = mean over scored positions of -log p(target)         accuracy = share whose largest logit is the target
+    numbers:  loss = mean over scored positions of (prediction - target)^2            accuracy is NaN
+
+`loss_of` returns a task's default loss, by what the task predicts. To use your own loss, subclass `Loss` and pass it to
+``train(..., loss=...)``.
 """
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from kvlens.errors import KVLensError
-from kvlens.tasks import Task
-from kvlens.training.loss import Loss, Objective, score_in_parts
-from kvlens.training.settings import TrainSettings
+from kvlens.checks import Count, Seed, Within, checked
+from kvlens.errors import KVLensError, nearest
+from kvlens.model import HookedKVTransformer
+from kvlens.tasks import Batch, Task
+from kvlens.tasks.task import Model
+
+
+@checked
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of :func:`kvlens.training.train`. With model, task and machine they determine every metric of a run.
+
+    Attributes:
+        steps: the maximum number of updates.
+        batch_size: sequences per update, over all processes.
+        learning_rate: the peak learning rate.
+        schedule: "cosine" or "constant", after a linear warm-up over ``warmup_fraction`` of the run; the cosine ends at
+            ``final_fraction`` of the peak.
+        weight_decay: weight decay of AdamW, applied to `decayed_parameters` only.
+        betas: betas of AdamW.
+        max_grad_norm: gradients with a larger norm are scaled down to this norm.
+        eval_every: steps between evaluations; there is always one at the end.
+        eval_sequences: held-out sequences per evaluation, the same ones each time.
+        stop_at_accuracy: stop at the first evaluation that reaches this accuracy.
+        patience: stop after this many consecutive evaluations without a lower loss.
+        max_minutes: time budget, evaluations included. The schedule then follows time or steps, whichever is further along, so
+            such a run depends on the machine's speed.
+        log_every: steps between rows of the "train" split in the metrics.
+        checkpoint_every: steps between checkpoints, if the run has a folder; None writes one at every evaluation.
+        watch: part of a parameter name; matching parameters are recorded at every evaluation (e.g. "shift_coef").
+        precision: "float32", or "bfloat16" for the forward pass under autocast (weights stay float32).
+        seed: seed of the batches. The seed of the initial weights is ``cfg.seed``.
+
+    Raises:
+        KVLensError: a value is outside its range.
+    """
+
+    steps: Count = 1000
+    batch_size: Count = 32
+    learning_rate: Annotated[float | int, Within(above=0)] = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: Annotated[float | int, Within(0, below=1)] = 0.02
+    final_fraction: Annotated[float | int, Within(0, 1)] = 0.1
+    weight_decay: Annotated[float | int, Within(0)] = 0.01
+    betas: tuple[Annotated[float | int, Within(0, below=1)], Annotated[float | int, Within(0, below=1)]] = (0.9, 0.99)
+    max_grad_norm: Annotated[float | int, Within(above=0, most=math.inf)] = 1.0
+    eval_every: Count = 100
+    eval_sequences: Count = 128
+    stop_at_accuracy: Annotated[float | int, Within(above=0, most=1)] | None = None
+    patience: Count | None = None
+    max_minutes: Annotated[float | int, Within(above=0, most=math.inf)] | None = None
+    log_every: Count = 1
+    checkpoint_every: Count | None = None
+    watch: str | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    seed: Seed = 0
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> "TrainSettings":
+        """Make settings from values by name; unknown names are refused."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise KVLensError(f"train: unknown setting {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        return cls(**settings)
+
+    def check_batches(self, task: Task) -> None:
+        """Raise KVLensError if a batch of ``task`` would not fit into memory."""
+        task.check_batch("batch_size", self.batch_size)
+        task.check_batch("eval_sequences", self.eval_sequences)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise KVLensError if ``watch`` matches no parameter of ``model``."""
+        names = [name for name, _ in model.named_parameters()]
+        if self.watch is not None and not any(self.watch in name for name in names):
+            raise KVLensError(
+                f"train: watch must be part of a parameter's name, got {self.watch!r}, which matches none"
+                f"{nearest(self.watch, names)}; leave it out to watch nothing"
+            )
+
+    def rate(self, progress: float) -> float:
+        """The learning rate at ``progress`` in [0, 1]; beyond 1 it is the final rate."""
+        progress, warmup, final = min(progress, 1.0), self.warmup_fraction, self.final_fraction
+        if progress < warmup:
+            return self.learning_rate * progress / warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        cosine = (1 + math.cos(math.pi * ((progress - warmup) / (1 - warmup)))) / 2
+        return self.learning_rate * (final + (1 - final) * cosine)
+
+
+class Score(NamedTuple):
+    """Sums over the scored positions of a batch, so that scores of several batches add up.
+
+    Attributes:
+        loss: summed loss, a scalar tensor (with a gradient if gradients are enabled).
+        correct: number of correct predictions; NaN if predictions are not right or wrong.
+        n_scored: number of scored positions.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    n_scored: int
+
+
+class Loss(ABC):
+    """The quantity that a training run minimizes."""
+
+    @abstractmethod
+    def score(self, model: Any, batch: Batch) -> Score:
+        """Score ``model`` on one batch, which is on the model's device; the forward pass may run under autocast."""
+
+    def identity(self) -> dict[str, Any] | None:
+        """JSON values that distinguish a run with this loss from others; None for the task's default loss."""
+        return {"name": type(self).__name__}
+
+
+class CrossEntropy(Loss):
+    """Cross-entropy of the target tokens, in nats.
+
+    Only scored positions are unembedded: with a vocabulary of 8,000 and one scored position in two, that halves the largest
+    product. Positions behind the batch's last scored one are not read (`what_is_read`).
+    """
+
+    def score(self, model: HookedKVTransformer, batch: Batch) -> Score:
+        """Score the logits at the scored positions."""
+        batch = what_is_read(model, batch)
+        return self.of(logits_at(model, batch.inputs, batch.scored), batch.targets[batch.scored])
+
+    @staticmethod
+    def of(logits: Tensor, wanted: Tensor) -> Score:
+        """Of logits [scored, d_vocab] and the target tokens."""
+        logits = in_float(logits)
+        right = (logits.detach().argmax(dim=-1) == wanted).sum()
+        return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
+
+    def identity(self) -> None:
+        """None: the default loss of tasks that predict tokens."""
+
+
+class SquaredError(Loss):
+    """Of predicted numbers."""
+
+    def score(self, model: Any, batch: Batch) -> Score:
+        """Score the numbers at the scored positions."""
+        batch = what_is_read(model, batch)
+        predicted, wanted = in_float(model(batch.inputs)[batch.scored]), batch.targets[batch.scored]
+        loss = F.mse_loss(predicted, wanted.to(predicted.dtype), reduction="sum")
+        return Score(loss, torch.tensor(math.nan, device=loss.device), len(wanted))
+
+    def identity(self) -> None:
+        """None: the default loss of tasks that predict numbers."""
+
+
+def loss_of(task: Task) -> Loss:
+    """The default loss of ``task``, by what it predicts."""
+    return CrossEntropy() if task.predicts == "tokens" else SquaredError()
+
+
+def loss_for(model: Model, task: Task, loss: Any) -> Loss:
+    """The loss that is asked for; None stands for the task's default.
+
+    Raises:
+        KVLensError: ``model`` cannot read the task's inputs or predict its targets.
+    """
+    task.check_fit(model)
+    return loss or loss_of(task)
+
+
+def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:
+    """The model's logits at the positions where ``scored`` [batch pos] is True."""
+    n_layers = model.cfg.n_layers
+    resid = model(inputs, stop_at_layer=n_layers)[scored]
+    return model(resid[None], start_at_layer=n_layers)[0]
+
+
+def what_is_read(model: Any, batch: Batch) -> Batch:
+    """``batch`` up to its last scored position: in a causal model, nothing behind it can change the loss."""
+    scored = batch.scored.any(dim=0).nonzero()
+    if model.cfg.attention_dir != "causal" or not len(scored):
+        return batch
+    return Batch(*(part[:, : int(scored[-1]) + 1] for part in batch))
+
+
+def in_float(predicted: Tensor) -> Tensor:
+    """Convert to float32 or better, in which losses are summed whatever the dtype of the forward pass."""
+    return predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+
+
+class Objective(nn.Module):
+    """A model and its loss as one module, so that data parallelism sees one forward pass.
+
+    Args:
+        model: the model in training.
+        loss: the loss that scores it.
+        autocast: run the forward pass in bfloat16; weights and optimizer stay in the weights' own dtype.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, *, autocast: bool = False):
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.autocast = autocast
+
+    def forward(self, batch: Batch) -> Score:
+        """Score the model on one batch, wherever its parameters are."""
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            return self.loss.score(self.model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
+
+
+def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
+    """Summed loss, number of correct predictions and number of scored positions of ``batch``, summed in float64.
+
+    ``batch_size`` sequences are processed at a time.
+    """
+    parts = zip(*(part.split(batch_size) for part in batch), strict=True)
+    scores = [objective(Batch(*part)) for part in parts]
+    sums = [torch.stack([s.loss.double(), s.correct.double(), s.loss.new_tensor(s.n_scored).double()]) for s in scores]
+    return torch.stack(sums).sum(dim=0)
 
 
 class NotFiniteError(KVLensError):

@@ -25,12 +25,9 @@ from kvlens.arguments import path_of
 from kvlens.checks import Count, checked
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
-from kvlens.tasks.checks import require_batch
+from kvlens.tasks.task import Model
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
-from kvlens.training.loss import Loss, Objective, loss_for, score_in_parts
-from kvlens.training.run import Row, Run
-from kvlens.training.settings import TrainSettings
+from kvlens.training.run import Loss, Objective, Row, Run, TrainSettings, loss_for, score_in_parts
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def score_heldout(
         Loss (nats, or squared error) and accuracy (NaN for numbers).
     """
     objective = Objective(model, loss_for(model, task, loss))
-    require_batch(task, "n_sequences", n_sequences)
+    task.check_batch("n_sequences", n_sequences)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:

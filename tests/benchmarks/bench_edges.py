@@ -24,7 +24,7 @@ from kvlens.analyses.attribution.answers import Question
 
 from kvlens import HookedKVTransformer
 from kvlens.analyses import attribution_by_edge
-from kvlens.tasks.facts.words import PLACES
+from kvlens.tasks.stories import PLACES
 
 FIRST = (1, 5, 10, 20)
 

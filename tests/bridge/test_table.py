@@ -11,10 +11,8 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.mixers.lfm2 import Lfm2Mixer
-from kvlens.mixers.mamba1 import Mamba1Mixer
-from kvlens.mixers.mamba2 import Mamba2Mixer
-from kvlens.mixers.rules import DeltaRule, Lightning
+from kvlens.mixers.families import Lfm2Mixer, Mamba1Mixer, Mamba2Mixer
+from kvlens.mixers.mixer import DeltaRule, Lightning
 from kvlens.model import heads_per_layer, read_attention
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

@@ -9,9 +9,7 @@ from task_checks import seeded
 from kvlens import HookedKVTransformer
 from kvlens.tasks import make_task
 from kvlens.tasks.facts import FactsTask, answer_shares, scored_questions, word_tokenizer
-from kvlens.tasks.facts.nested import notes
-from kvlens.tasks.facts.story import is_heldout_pair
-from kvlens.tasks.facts.words import INSIDE, KINDS, ROOM
+from kvlens.tasks.stories import INSIDE, KINDS, ROOM, is_heldout_pair, notes
 from kvlens.training import build_model
 
 TASK = FactsTask(min_facts=2, max_facts=7, length=120)

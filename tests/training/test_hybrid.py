@@ -44,7 +44,7 @@ def written(tmp_path_factory):
     recipe = replace(RECIPE, model={**RECIPE.model, **SMALL}, training=training)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvlens.training.ship.MEASURED_SEQUENCES", 8)
-        patch.setattr("kvlens.tasks.facts.task.MEASURED_STORIES", 4)
+        patch.setattr("kvlens.tasks.facts.MEASURED_STORIES", 4)
         facts = train_recipe(recipe, folder / "run", device="cpu", progress=False)
     return folder / "run" / "model", facts
 

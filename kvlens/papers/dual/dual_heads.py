@@ -33,7 +33,7 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import LEVEL, MOST_COUNTED, Comparison
 from kvlens.tasks import make_task
-from kvlens.tasks.batch import Batch
+from kvlens.tasks.task import Batch
 
 DUAL = ("log_loss_drop", "step_share", "cosine_gain")
 OTHERS = {

@@ -47,7 +47,7 @@ from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import Task
-from kvlens.tasks.batch import Model
+from kvlens.tasks.task import Model
 from kvlens.training import NotFiniteError, TrainResult, TrainSettings, build_model, train
 from kvlens.training.checkpoint import ARITHMETIC
 

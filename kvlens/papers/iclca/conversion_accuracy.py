@@ -11,7 +11,7 @@ very end of the prompt, whose follower is the first letter of the text. The same
 The converted and the prompted model compute the same function, so every prediction must be the same. Rounding can change a
 prediction only if the two largest logits are nearly equal: the margin of each prediction is measured along with the change.
 
-Both are measured on two distributions of sequences (`kvlens.tasks.bigrams`): that of the shipped model's training, dense with
+Both are measured on two distributions of sequences (`kvlens.tasks.ngrams`): that of the shipped model's training, dense with
 triggers, and the paper's (``markov``), next to the paper's numbers. For the second the model is trained further on sequences
 of that kind (``further``), from which alone it would learn more slowly, since they have few triggers.
 
@@ -36,7 +36,7 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, 
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.papers.iclca.conversion_error import float64_logits, relative_error
 from kvlens.tasks import Batch, make_task
-from kvlens.tasks.bigrams import BigramTask
+from kvlens.tasks.ngrams import BigramTask
 from kvlens.training import find_recipe
 
 PROMPTED, ALONE, CONVERTED = "with prompt", "without prompt", "converted"

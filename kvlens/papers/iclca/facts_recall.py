@@ -31,9 +31,7 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.tasks.facts import FactsTask, Story, answers_after_story, answers_with_bias, answers_without_story, guess_in_story
-from kvlens.tasks.facts.story import LONGEST_STATEMENT
-from kvlens.tasks.facts.tokenizer import words_of
-from kvlens.tasks.facts.words import KINDS
+from kvlens.tasks.stories import KINDS, LONGEST_STATEMENT, words_of
 
 LOGITS, EQUAL, NO_FIT, POLISHED, EXACT, DROPPED = "logits", "equal", "no fit", "polished", "exact", "dropped"
 FEWER_KEYS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.tasks import HopsTask, make_task
-from kvlens.tasks.batch import Model
+from kvlens.tasks.task import Model
 
 LEARNED = 0.9
 """The accuracy from which a run counts as having learned k hops completely."""

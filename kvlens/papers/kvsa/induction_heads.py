@@ -28,7 +28,7 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import LLAMA_BLOCKS, MORE_SEEDS, SMALL_SEEDS
 from kvlens.tasks import Task, make_task
-from kvlens.tasks.drawing import draw_distinct
+from kvlens.tasks.task import draw_distinct
 from kvlens.training import build_model
 
 SHIFT_1, SHIFT_2, PLAIN_2 = "1 layer, KV shift", "2 layers, KV shift", "2 layers, plain"

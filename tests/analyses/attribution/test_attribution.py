@@ -32,7 +32,7 @@ from kvlens import HookedKVTransformer, KVLensError, carry_bias, convert_prompt,
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.chat import prompt_units
 from kvlens.components import hidden_tokens_keep_positions
-from kvlens.components.kv_shift import shifted_heads
+from kvlens.components.attention import shifted_heads
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
 from kvlens.units import Unit
 

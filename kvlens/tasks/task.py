@@ -7,25 +7,31 @@ same batch.
     logits of the model at position i  are compared with  targets[:, i]  where  scored[:, i]
 
 A task also builds a model that fits it (`Task.new_model`), refuses models that do not fit (`Task.check_fit`), and adds
-measurements that only make sense for this task (`Task.measure_more`).
+measurements that only make sense for this task (`Task.measure_more`). Below are draws that several tasks share, and the look-up
+of the previous occurrence, which all tasks like induction need.
 
 For next-token tasks ``targets[:, i]`` is ``inputs[:, i + 1]``; other tasks (k-hop induction, regression) define their own.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.checks import Seed, checked, ensure
-from kvlens.errors import KVLensError, nearest
+from kvlens.checks import Seed, Within, checked, ensure, one_of
+from kvlens.errors import KVLensError, brief, nearest
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.storage import build_with_ready_tokenizer
 
 SPLITS = ("train", "heldout")
 Model = HookedKVTransformer | HookedKVRegressor
+MOST_PLACES = 2**31
+"""The most positions of a batch: 16 GB of token ids alone."""
+MAX_TRIES = 100
 
 
 class Batch(NamedTuple):
@@ -128,6 +134,25 @@ class Task(ABC):
         """
         return {}
 
+    def check_batch(self, what: str, n_sequences: int) -> None:
+        """Raise KVLensError unless ``n_sequences``, the argument ``what``, is at least 1 and so many fit into memory."""
+        kind = Annotated[int, Within(1, max(1, MOST_PLACES // self.n_positions))]
+        ensure(f"task {self.name!r}: {what}", kind, n_sequences)
+
+    def check_drawable(self, batch_size: int, generator: torch.Generator, split: str) -> None:
+        """Raise KVLensError for arguments of `sample` that are an empty batch, no generator, or an unknown split."""
+        self.check_batch("batch_size", batch_size)
+        ensure(f"task {self.name!r}: generator", torch.Generator, generator)
+        ensure(f"task {self.name!r}: split", one_of(SPLITS), split)
+
+    def check_ids(self, tokens: Tensor) -> None:
+        """Raise KVLensError unless ``tokens`` is one sequence of this task's ids."""
+        is_row = tokens.dim() == 1 and not (tokens.is_floating_point() or tokens.is_complex())
+        if not is_row or bool(((tokens < 0) | (tokens >= self.d_input)).any()):
+            raise KVLensError(
+                f"task {self.name!r}: expected token ids [pos], whole numbers from 0 to {self.d_input - 1}, got {brief(tokens)}"
+            )
+
     def _check_kind(self, model: Model, kind: type) -> None:
         if not isinstance(model, kind):
             raise self._misfit(f"predicts {self.predicts}, which needs a {kind.__name__}")
@@ -156,3 +181,46 @@ class Task(ABC):
                     f"task {cls.name!r} has no setting {name!r}{nearest(name, known)}; there are {', '.join(known) or 'none'}"
                 )
         return cls(**settings)
+
+
+def draw_distinct(n: int, batch_size: int, n_draws: int, generator: torch.Generator) -> Int[Tensor, "{batch_size} {n_draws}"]:
+    """Return rows of distinct numbers below ``n`` in random order, a draw without replacement in each row.
+
+    The indices of the largest of n independent numbers, in descending order, are such a draw.
+    """
+    return torch.rand(batch_size, n, generator=generator).topk(n_draws, dim=1).indices
+
+
+def draw_until_scored(task: Task, draw: Callable[[], Batch]) -> Batch:
+    """Draw batches until one has a scored position, so that the mean over scored positions exists.
+
+    Args:
+        task: named in the message.
+        draw: draws one batch; successive calls use the same generator.
+
+    Raises:
+        KVLensError: many batches in a row have no scored position, so these settings leave almost nothing to predict.
+    """
+    for _ in range(MAX_TRIES):
+        batch = draw()
+        if bool(batch.scored.any()):
+            return batch
+    raise KVLensError(
+        f"task {task.name!r}: {MAX_TRIES} batches in a row held no position to score; with {task.settings()} sequences are too "
+        "short for what is to be predicted: make them longer, or the batch larger"
+    )
+
+
+def previous_occurrence(tokens: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+    """Return for each position the last earlier position with the same token, or -1.
+
+    A stable sort puts equal tokens next to each other in the order of their positions, so the left neighbor is the previous
+    occurrence: O(length log(length)) work, and no length x length table.
+
+    Args:
+        tokens: token ids, of any range.
+    """
+    order = tokens.argsort(dim=1, stable=True)
+    in_order = tokens.gather(1, order)
+    repeats = in_order[:, 1:] == in_order[:, :-1]
+    return torch.full_like(tokens, -1).scatter_(1, order[:, 1:], torch.where(repeats, order[:, :-1], -1))

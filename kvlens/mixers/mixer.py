@@ -8,8 +8,8 @@ so that a KV bias, the state before the first token, can be kept separate from w
 
     z_i = z_i(context) + b_KV^T qbar_i       qbar_i = (T_i ... T_0)^T q_i
 
-A mixer's rule (:class:`Rule`) defines T_t. The weights are those of the Transformers module, which is called submodule by
-submodule; nothing is copied.
+A mixer's rule (:class:`Rule`) defines T_t, in terms of :mod:`kvlens.ops`. The weights are those of the Transformers module,
+which is called submodule by submodule; nothing is copied.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import is_hooked
+from kvlens.ops import delta_rule, lightning, selective_scan, ssd
+from kvlens.ops.lightning import chunked_lightning, recurrent_lightning
 from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.ssd import chunked_ssd, recurrent_ssd
 
 
 class RecurrentState(NamedTuple):
@@ -59,7 +62,7 @@ class MixerInputs(NamedTuple):
         log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA and Mamba-1, [head] in
             lightning attention.
         write_strength: b_t; None if it is always 1.
-        gate: gate of the output; its shape depends on the family.
+        gate: gate of the output, whose shape depends on the family; None of inputs without an output.
         conv: the next ``RecurrentState.conv``.
     """
 
@@ -108,24 +111,130 @@ class Rule(ABC):
         """The exact effective attention of this pass: z_i = sum_j A_ij v_j + (what is read from the state before it)."""
 
 
-HOOKS = tuple(
-    f"hook_{name}"
-    for name in (
-        "b_kv",
-        "conv_state",
-        "q",
-        "k",
-        "v",
-        "log_decay",
-        "write_strength",
-        "pattern",
-        "z_context",
-        "z_bias",
-        "z",
-        "state",
-    )
-)
-"""The hook points of every mixer, not in firing order."""
+class DeltaRule(Rule):
+    """T_t = (I - b_t k_t k_t^T) Diag(a_t): the gated delta rule and Kimi delta attention (:mod:`kvlens.ops.delta_rule`).
+
+    Args:
+        chunk_size: of the chunked form; it changes speed, not the result.
+    """
+
+    def __init__(self, chunk_size: int = delta_rule.CHUNK_SIZE) -> None:
+        self.chunk_size = chunk_size
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
+        decodes = inputs.v.shape[1] == 1
+        if with_map:
+            carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
+            return Read(*carried(*arguments, state.state_map))
+        if decodes:
+            z, final = delta_rule.recurrent_delta_rule(*arguments, output_final_state=True)
+        else:
+            z, final = delta_rule.chunked_delta_rule(*arguments, output_final_state=True, chunk_size=self.chunk_size)
+        assert final is not None
+        return Read(z, None, final, None)
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.carried_queries(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.state_map(inputs.k, inputs.log_decay, _write(inputs), mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return delta_rule.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+
+
+class Lightning(Rule):
+    """T_t = a I, with one a per head: lightning attention and retention (:mod:`kvlens.ops.lightning`)."""
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        form = recurrent_lightning if inputs.v.shape[1] == 1 else chunked_lightning
+        context = None if state.context is None else state.context.to(inputs.v)
+        z, final = form(inputs.q, inputs.k, inputs.v, inputs.log_decay, mask, context, output_final_state=True)
+        assert final is not None
+        if not with_map:
+            return Read(z, None, final, None)
+        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.carried_queries(inputs.q, inputs.log_decay, mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.carried_keys(inputs.k, inputs.log_decay, mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.state_map(inputs.k, inputs.log_decay, mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return lightning.effective_attention(inputs.q, inputs.k, inputs.log_decay, mask)
+
+
+class StateSpace(Rule):
+    """T_t = a_t I, with one a per token and head, and D v_t read at its own token (:mod:`kvlens.ops.ssd`).
+
+    Args:
+        skip: D, per head.
+    """
+
+    carries: Any = ssd
+    """The module of what the recurrence carries."""
+
+    def __init__(self, skip: Tensor) -> None:
+        self.skip = skip
+
+    def form(self, n_tokens: int) -> Any:
+        """The form of the recurrence for that many tokens."""
+        return recurrent_ssd if n_tokens == 1 else chunked_ssd
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
+        z, final = self.form(inputs.v.shape[1])(*arguments, output_final_state=True)
+        assert final is not None
+        z = z + self.skip.to(z)[:, None] * (inputs.v if mask is None else without_padding(inputs.v, mask))
+        if not with_map:
+            return Read(z, None, final, None)
+        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        carried: Tensor = self.carries.carried_queries(inputs.q, inputs.log_decay, mask)
+        return carried
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        carried: Tensor = self.carries.carried_keys(inputs.k, inputs.log_decay, _write(inputs), mask)
+        return carried
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        left: Tensor = self.carries.state_map(inputs.k, inputs.log_decay, mask)
+        return left
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        pattern: Tensor = self.carries.effective_attention(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
+        return pattern + torch.diag_embed(self.skip.to(pattern)[:, None].expand(-1, pattern.shape[-1]))
+
+
+class Selective(StateSpace):
+    """T_t = Diag(a_t), with one a per token, head and state; D as there (:mod:`kvlens.ops.selective_scan`)."""
+
+    carries = selective_scan
+
+    def form(self, n_tokens: int) -> Any:
+        return selective_scan.selective_scan
+
+
+def _carried(carried_q: Tensor, final: Tensor, state_map: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
+    """qbar, the state and P since the bias, from those of this pass."""
+    if state.state_map is None:
+        return carried_q, final, state_map
+    before = state.state_map.to(carried_q)
+    return (carried_q.transpose(1, 2) @ before).transpose(1, 2), final, state_map @ before
+
+
+def _write(inputs: MixerInputs) -> Tensor:
+    assert inputs.write_strength is not None, "this rule has a write strength"
+    return inputs.write_strength
 
 
 class Mixer(nn.Module, ABC):
@@ -185,7 +294,7 @@ class Mixer(nn.Module, ABC):
         return hasattr(cache, "has_previous_state") and bool(cache.has_previous_state(index))
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Any:
         """The Transformers module whose weights are used."""
         return self._held[0]
 
@@ -196,7 +305,7 @@ class Mixer(nn.Module, ABC):
         """Everything before the recurrence; ``conv`` holds the convolution's rows before the first token."""
 
     @abstractmethod
-    def finish(self, z: Float[Tensor, "batch pos head d_v"], gate: Tensor | None) -> Float[Tensor, "batch pos d_model"]:
+    def finish(self, z: Float[Tensor, "batch pos head d_v"], gate: Tensor) -> Float[Tensor, "batch pos d_model"]:
         """The norm and the gate, in the dtype of z: float32 or better; then the output projection in the module's dtype.
 
         z may be beyond the range of half precision, and what the norm makes of it is not.
@@ -243,6 +352,7 @@ class Mixer(nn.Module, ABC):
             z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
         z = self.hook_z(z)
         after = RecurrentState(state.b_kv, self.hook_state(read.context), read.state_map, inputs.conv)
+        assert inputs.gate is not None
         return self.finish(z, inputs.gate), after
 
     def _hooked_inputs(self, inputs: MixerInputs) -> MixerInputs:
@@ -262,3 +372,7 @@ class Mixer(nn.Module, ABC):
         if state.context is None:
             return z
         return z + torch.einsum("bihk,bhkd->bihd", self.rule.carried_queries(inputs, mask), state.context.to(z))
+
+
+HOOKS = tuple(name for name in Mixer.__annotations__ if name.startswith("hook_"))
+"""The hook points of every mixer, not in firing order."""
