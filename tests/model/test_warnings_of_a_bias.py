@@ -11,7 +11,7 @@ from small_models import by_steps, linear_model, small_model, tokens, warned_of
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.components import Normalizers
 from kvlens.model import fingerprint
-from kvlens.model.fingerprint import WeightsThen
+from kvlens.model.weights import WeightsThen
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 
