@@ -1,9 +1,9 @@
 """Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
 Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which part of a prompt made the model say it),
-:mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`,
-:mod:`~kvlens.analyses.stream` (the residual stream), :mod:`~kvlens.analyses.prompt` (the predictions),
-:mod:`~kvlens.analyses.dual` (a head as a step of learning); :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
+:mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`; files are
+:mod:`~kvlens.analyses.logit_attribution` (the residual stream), :mod:`~kvlens.analyses.readings` (the predictions) and
+:mod:`~kvlens.analyses.dual` (a head as a step of learning). :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
 and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is
 loaded on first use, so that importing the package and showing help are quick.
 
@@ -24,7 +24,7 @@ if __name__ == "__main__":  # python -m kvlens.analyses
     sys.exit(main())
 
 FOLDERS = (Path(__file__).resolve().with_suffix(""), Path(__file__).resolve().parents[1] / "analyses")
-"""Of a wheel, and of a clone."""
+"""Where the modules lie in a wheel, and in a clone."""
 
 __path__ = [str(folder) for folder in FOLDERS if (folder / "registry.py").is_file()]
 if not __path__:

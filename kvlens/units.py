@@ -174,6 +174,14 @@ def cut(model: Any, layout: Layout, by: By) -> list[Unit]:
     return [Unit(name, joined(texts[start:stop]), start, stop) for name, (start, stop) in named]
 
 
+def positions_of(units: Sequence[Unit], n_tokens: int) -> Bool[Tensor, "unit pos"]:
+    """True at each unit's own positions."""
+    own = torch.zeros(len(units), n_tokens, dtype=torch.bool)
+    for row, unit in enumerate(units):
+        own[row, unit.start : unit.stop] = True
+    return own
+
+
 def _missing(by: By, named: Sequence[tuple[str, Span]]) -> str:
     return next(each for each in map(str, by) if _short(each) not in [name for name, _ in named])
 

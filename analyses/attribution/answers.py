@@ -10,10 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVBias, KVLensError, KVModel, counterfactuals, logits_after
-from kvlens.arguments import Positions
+from kvlens.arguments import UNITS, Positions, Span
 from kvlens.chat import prompt_layout
 from kvlens.units import By, Layout, Unit, always_there, cut
 
+from ..declaration import Option
 from ..predictions import text_logits
 from ..segments import Progress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence
@@ -43,6 +44,10 @@ class Account:
 
 Answer = str | int | Int[Tensor, " answer_pos"] | None
 Rival = str | int | Int[Tensor, " rival_pos"] | None
+BY = Option("the units", choices=UNITS)
+"""How a batch chooses the units that an attribution is about; :mod:`kvlens.units` cuts prompts."""
+Spans = Sequence[Span] | Sequence[str]
+"""Units that are given: token ranges, or strings that occur in the prompt."""
 Read = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
 """read(text, n): the logits at the last n tokens of a text, for each of several rows."""
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from einops import rearrange, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -41,9 +42,8 @@ from ..predictions import EFFECT
 from ..registry import on_its_front_ends
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Question, Read, Rival
+from .answers import BY, Answer, Question, Read, Rival, Spans
 from .by_part import without_each
-from .units import BY, Spans
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
 
@@ -156,14 +156,16 @@ class GradientPass:
 
                 def see(theirs: Tensor, hook: Any, m: int, falls: dict[int, list[Tensor]] = falls) -> None:
                     change = self.own[m, "z"] - self._by_head(m, "z", theirs)
-                    falls[m].append((change * self.gradient[m]).double().sum(dim=(1, 3)).cpu().unflatten(0, (len(INPUTS), -1)))
+                    sums = (change * self.gradient[m]).double().sum(dim=(1, 3)).cpu()
+                    falls[m].append(rearrange(sums, "(input row) head -> input row head", input=len(INPUTS)))
 
                 hooks: list[Any] = [(self._point(m, x), partial(hold, key=(m, x))) for m in falls for x in INPUTS]
                 hooks += [(self._point(m, "z"), partial(see, m=m)) for m in falls]
                 self._send(layer, some.repeat(len(INPUTS)), change, max(falls), hooks)
             for m, each in falls.items():
                 for x, of_heads in zip(INPUTS, torch.cat(each, dim=1), strict=True):
-                    found.append(of_heads.unflatten(1, (self.own[m, x].shape[2], -1)).sum(dim=2).flatten())
+                    n_read = self.own[m, x].shape[2]  # the heads of a group share their keys and values
+                    found.append(reduce(of_heads, "row (kv_head group) -> (row kv_head)", "sum", kv_head=n_read))
         return torch.cat(found)
 
     def effects(self, edges: Int[Tensor, "edge 5"], change: Change) -> Float[Tensor, " edge"]:

@@ -18,12 +18,14 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import torch
+from einops import rearrange, reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 from kvlens.texts import joined, token_texts
+from kvlens.units import Unit, positions_of
 
 from ..bias.exchange import Exchange, HeadExchange
 from ..bias.parts import HEAD, exchangeable, in_one_space
@@ -31,9 +33,8 @@ from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..segments import Progress
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Positions, Question, Rival
+from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .terms import ALL, PositionExchange, Terms, carriers
-from .units import BY, Spans, Unit, positions_of
 
 HEADS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
@@ -103,7 +104,7 @@ def attribution_by_head(
     wholes, *falls = zip(*measured, strict=True)
     swap, converse = map(torch.cat, falls)
     whole = torch.tensor(wholes, dtype=torch.float64).repeat_interleave(len(parts))
-    total = swap.view(-1, len(parts)).sum(dim=1).repeat_interleave(len(parts))
+    total = reduce(swap, "(unit part) -> unit", "sum", part=len(parts)).repeat_interleave(len(parts))
     return HEADS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(len(parts)),
@@ -258,6 +259,6 @@ def swaps(
     one = torch.eye(len(exchanges[0].parts), dtype=torch.bool)
     rows = torch.cat([torch.zeros_like(one[:1]), one])
     scores = [question.scores_under(biases) for exchange in exchanges for biases in exchange.batches(rows, rows)]
-    exchanged, kept = torch.cat(scores).view(len(exchanges), 2, len(rows)).unbind(dim=1)
+    exchanged, kept = rearrange(torch.cat(scores), "(exchange side row) -> side exchange row", side=2, row=len(rows))
     own = exchanged[0, 0]
     return float(own - kept[0, 0]), own - exchanged[:, 1:].flatten(), own - kept[:, 1:].flatten()

@@ -23,10 +23,10 @@ from torch import Tensor
 from kvlens import Counterfactuals, KVLensError
 from kvlens.checks import Finite, Seed, Within, checked
 from kvlens.errors import nearest
+from kvlens.units import Unit, positions_of
 
 from ..registry import ATTRIBUTION_METHODS
 from .answers import Question
-from .units import Unit, positions_of
 
 Predict = Callable[[Bool[Tensor, "row unit"]], Float[Tensor, " row"]]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from kvlens import KVLensError
 from kvlens.checks import Seed, Within, checked
+from kvlens.units import Unit
 
 from ..sequences import begins_with_bos, prompt_sequence
 from .answers import Question
-from .units import Unit
 
 SIGNIFICANT = 0.05
 FEWEST, MOST = 40, 1000

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from kvlens import KVModel
 from kvlens.checks import checked
+from kvlens.units import Unit, positions_of
 
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens
-from .answers import Answer, Positions, Question, Rival
+from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .methods import Method, method_of
 from .null import SIGNIFICANT, Null, holm, p_values
 from .terms import hidden_from_text
-from .units import BY, Spans, Unit, positions_of
 
 FLOOR = 0.1
 """Nats: below so large an effect of the whole prompt, a unit's share of it says nothing."""

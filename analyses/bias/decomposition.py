@@ -44,10 +44,10 @@ from kvlens.checks import Count, checked
 from kvlens.model import HeadsRead, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
+from ..logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
 from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
-from ..stream.logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from .effects import baseline_ablation, bias_ablation
 from .parts import HEAD, heads_of, in_layers
 

@@ -32,6 +32,7 @@ from kvlens.checks import Count, checked
 from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Field, Option, analysis, read_tokens
+from ..logit_attribution import LogitTarget, Token, logit_target
 from ..predictions import (
     KL,
     LOGIT_CHANGE,
@@ -43,7 +44,6 @@ from ..predictions import (
 )
 from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
-from ..stream.logit_attribution import LogitTarget, Token, logit_target
 from .exchange import ALL, KINDS, HeadExchange, baseline_of, has_baseline
 from .parts import (
     HEAD_PART,

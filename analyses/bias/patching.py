@@ -45,10 +45,10 @@ from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..heads.repeated_text import shifted_projections
+from ..logit_attribution import Token, logit_target
 from ..registry import on_its_front_ends
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
-from ..stream.logit_attribution import Token, logit_target
 from .exchange import ALL, KINDS, HeadExchange
 from .parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -36,16 +37,16 @@ from kvlens.model import heads_per_layer, output_weights
 from kvlens.texts import next_token_texts, token_texts
 
 from ..declaration import Columns, Option, analysis
-from ..predictions import OUTPUT_SHARE
-from ..prompt.readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
-from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
-from ..stream.logit_attribution import (
+from ..logit_attribution import (
     LogitTarget,
     Token,
     check_heads_write_directly,
     logit_target,
 )
+from ..predictions import OUTPUT_SHARE
+from ..readings import CONDITIONS, Readings, check_readings, read_text
+from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
+from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
 from .parts import HEAD
 from .reads import VIEWS, LayerwiseReading, OnePassReading, Stretch, TextReads, View
@@ -270,7 +271,8 @@ def _frame(
     positions[first : first + len(prompt)] = np.arange(len(prompt))
     tokens = np.array([*[None] * first, *token_texts(model, prompt), *[None] * (len(outside) - first)], dtype=object)
     text_positions = np.array([NONE] if at is None else list(at))
-    attention, output_share, logit = torch.cat(numbers).flatten(0, 2).numpy().T
+    by_number = rearrange(torch.cat(numbers), "head position part number -> number (head position part)")
+    attention, output_share, logit = by_number.numpy()
     n_blocks = len(heads) * n_positions
     layer, head = np.repeat(np.array(heads), n_positions * n_parts, axis=0).T
     return COLUMNS.frame(

@@ -48,8 +48,8 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.model import direct_path, read_attention
 
+from ..logit_attribution import final_scale, final_scale_name
 from ..segments import Found, Looks, Progress, rows_at
-from ..stream.logit_attribution import final_scale, final_scale_name
 
 View = Literal["attended", "source"]
 VIEWS = get_args(View)

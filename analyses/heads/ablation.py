@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -233,7 +234,8 @@ def swap_costs(
     for layer, head in heads.nonzero().tolist():
         z = _swapped(layers[layer], head, repeated)
         effects = replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z, batch_size)
-        change = torch.cat([loss for _, (loss, _) in effects]).unflatten(0, (len(KINDS), -1)) - whole
+        losses = torch.cat([loss for _, (loss, _) in effects])
+        change = rearrange(losses, "(kind text) target -> kind text target", kind=len(KINDS)) - whole
         costs[:, layer, head] = change.mean(dim=(1, 2))
         errors[:, :, layer, head] = standard_error(change[:, None] - change)
         errors[:, :, layer, head].diagonal().copy_(standard_error(change))
@@ -246,7 +248,8 @@ def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, 
     lags = [lag for lag, _ in lags_and_queries(repeated).values()]
     read = torch.stack([difference.roll(lag, dims=1) for lag in lags])  # values wrapped around from the end have attention 0
     read = own.edges[:, :, head, :, None] * read
-    return (z + (read if own.gate is None else read * own.gate[:, :, head])).flatten(0, 1)
+    swapped = z + (read if own.gate is None else read * own.gate[:, :, head])
+    return rearrange(swapped, "kind text pos d_head -> (kind text) pos d_head")
 
 
 def _layers(model: KVModel, repeated: RepeatedTokens, donors: RepeatedTokens, taps: list[ShiftTaps]) -> list[_Layer]:

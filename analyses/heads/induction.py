@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -25,11 +26,11 @@ from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per
 
 from ..bias.parts import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
+from ..logit_attribution import residual_directions
 from ..predictions import LOSS_CHANGE
 from ..registry import on_its_front_ends
 from ..segments import bar_unless, heads_of_model, stack_layers
 from ..sequences import one_sequence
-from ..stream.logit_attribution import residual_directions
 from .ablation import AblationEffect, Progress, Start, resampling_ablation, swap_costs
 from .head_pairs import wide_dtype
 from .repeated_text import (
@@ -147,7 +148,7 @@ def _logit_attribution(
 
         z_h W_O . d_t / s
 
-    with d_t and s from :mod:`kvlens.analyses.stream.logit_attribution`. The directions are pulled back to d_head numbers per
+    with d_t and s from :mod:`kvlens.analyses.logit_attribution`. The directions are pulled back to d_head numbers per
     head and position, so no head's output is expanded to d_model numbers. If there is a norm between the heads and the
     residual stream (Gemma 2, OLMo 2), its scale is frozen like that of the final norm, and its gain and centering are part of
     the path.
@@ -258,16 +259,16 @@ def induction_heads(
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
         for kind in KINDS
     ]
-    heads = heads_of_model(model)
+    heads, by_head = heads_of_model(model), "layer kind head -> layer head kind"
     return COLUMNS.frame(
         {
             **{name: number.repeat_interleave(len(KINDS)) for name, number in zip(("layer", "head"), heads, strict=True)},
             "kind": list(KINDS) * len(heads[0]),
-            "score": scores.raw.movedim(1, -1)[heads],
-            "score_value": scores.value_side.movedim(1, -1)[heads],
-            "score_key": scores.key_side.movedim(1, -1)[heads],
+            "score": rearrange(scores.raw, by_head)[heads],
+            "score_value": rearrange(scores.value_side, by_head)[heads],
+            "score_key": rearrange(scores.key_side, by_head)[heads],
             "contrast": torch.stack(contrast, dim=-1)[heads],
-            "loss_change": found.swap_changes.movedim(0, -1)[heads],
+            "loss_change": rearrange(found.swap_changes, "kind layer head -> layer head kind")[heads],
         }
     )
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from kvlens import KVModel
@@ -186,7 +187,7 @@ def _unknown_composition(n_rows: int) -> dict[str, Any]:
 def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return for each head the earlier head with the largest score; the first layer has none."""
     n_heads = scores.shape[1]
-    strongest, where = scores.flatten(0, 1).max(dim=0)  # [layer, head]
+    strongest, where = rearrange(scores, "from_layer from_head layer head -> (from_layer from_head) layer head").max(dim=0)
     strongest[0] = torch.nan
     first = [pd.NA] * int((heads[0] == 0).sum())
     found = where[heads][len(first) :]

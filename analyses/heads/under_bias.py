@@ -11,6 +11,7 @@ Source: ICLCA sec. 5.
 from typing import Annotated, Any, NamedTuple, cast
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -94,8 +95,8 @@ def _rows_of_text(
     phi = features.read(read.q, rule, positions, log_scale, b_d[..., None], b_d)
     n_heads = read.q.shape[2]
     share = phi.features * (phi.log_scale - read.log_n).exp()[..., None]
-    share = share * b_d.to(share).repeat_interleave(n_heads // b_d.shape[1], dim=1)[:, None]
-    return share[0].transpose(0, 1), of_text[:n_heads].to(share), features.distance[0]
+    share = share * repeat(b_d.to(share), "1 g key -> 1 1 (g s) key", s=n_heads // b_d.shape[1])
+    return rearrange(share, "1 text head key -> head text key"), of_text[:n_heads].to(share), features.distance[0]
 
 
 def _pattern(model: KVModel, tokens: Int[Tensor, " pos"], layer: int) -> Float[Tensor, "head pos pos"]:
@@ -135,5 +136,6 @@ def _by_position(
             f"attention_under_bias: the text begins at position {bias.position_offset} under this bias, and the prompt has "
             f"{n_prompt} tokens: give the whole prompt of the bias, or the bias in place of the prompt, for a column per key"
         )
-    place = (n_prompt - distance).repeat_interleave(len(share) // len(distance), dim=0).to(share.device)
-    return share.new_zeros(*share.shape[:2], n_prompt).scatter_add(-1, place[:, None].expand_as(share), share)
+    n_text, group = share.shape[1], len(share) // len(distance)
+    place = repeat(n_prompt - distance, "g key -> (g s) text key", s=group, text=n_text).to(share.device)
+    return share.new_zeros(*share.shape[:2], n_prompt).scatter_add(-1, place, share)

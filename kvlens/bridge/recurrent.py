@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -111,8 +112,7 @@ class RecurrentLayer(Part):
         weights: Any = self.output.weight
         if not self.n_heads:
             return torch.zeros(0, 1, len(weights), dtype=weights.dtype, device=weights.device)
-        by_head: Tensor = weights.T.unflatten(0, (self.mixer.n_heads, self.mixer.d_v))
-        return by_head
+        return rearrange(weights, "model (head d_v) -> head d_v model", head=self.mixer.n_heads)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""

@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -364,8 +365,8 @@ class SoftmaxLayer(Part):
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""
         weights: Any = self.output.weight
-        by_output: Tensor = weights.T if type(self.output).__name__ != "Conv1D" else weights
-        return by_output.unflatten(0, (self.sizes.n_heads, self.sizes.d_head))
+        rows = "(head d) model" if type(self.output).__name__ == "Conv1D" else "model (head d)"
+        return rearrange(weights, f"{rows} -> head d model", head=self.sizes.n_heads)
 
     def _phi(
         self, bias: LayerBias, virtual: Float[Tensor, "batch head pos column"], q: Float[Tensor, "batch pos head d_key"] | None
@@ -378,8 +379,8 @@ class SoftmaxLayer(Part):
         logs = virtual.to(wide).masked_fill(virtual < _lowest(virtual.dtype) / 2, -torch.inf)
         if logs.shape[-1] != bias.b_d.shape[-1]:  # a head's own columns among those of its group
             group = n_heads // self.sizes.n_kv_heads
-            of_group = logs.unflatten(1, (-1, group)).unflatten(-1, (group, -1))
-            logs = of_group.diagonal(dim1=2, dim2=4).movedim(-1, 2).flatten(1, 2)
+            of_group = rearrange(logs, "b (k g) pos (of r) -> b k g pos of r", g=group, of=group)
+            logs = rearrange(of_group.diagonal(dim1=2, dim2=4), "b k pos r g -> b (k g) pos r")
         used = ((bias.b_d != 0) | (bias.b_kv != 0).any(dim=-1)).repeat_interleave(n_heads // bias.b_d.shape[1], dim=1)
         phi = scaled_exp(logs.transpose(1, 2), used)
         log_scale = bias.log_scale.to(wide).repeat_interleave(n_heads // bias.log_scale.shape[1], dim=1)

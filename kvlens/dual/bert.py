@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
 
@@ -51,7 +52,7 @@ class VariantSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute what ``BertSelfAttention.forward`` does: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
         q, k, v = (
-            whole.unflatten(-1, (self.n_heads, self.d_head)).transpose(1, 2)  # [batch, head, pos, d_head]
+            rearrange(whole, "batch pos (head d_head) -> batch head pos d_head", head=self.n_heads)
             for whole in (
                 self.query(hidden_states),
                 self.key(hidden_states) + self._beside(hidden_states, self.key_adapter),
@@ -74,7 +75,7 @@ class VariantSelfAttention(nn.Module):
         if regularised is not None:
             own = pattern.diagonal(dim1=-2, dim2=-1)[..., None] * v if regularised.form == "one_step" else v
             z = (z - regularised.alpha * own) / (1 - regularised.alpha if regularised.form == "normalised" else 1)
-        return z.transpose(1, 2).flatten(2), pattern
+        return rearrange(z, "batch head pos d_head -> batch pos (head d_head)"), pattern
 
     def _beside(self, x: Tensor, adapter: nn.ParameterList | None) -> Tensor | float:
         """c MLP(x), which is added to a projection of x; 0 where it has no adapter."""

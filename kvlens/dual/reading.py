@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -109,8 +110,8 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
     """The reading from a cache that holds :func:`reading_hooks`, of one text (batch 1)."""
 
     def get(name: str) -> Tensor:
-        x = cache[f"blocks.{layer}.attn.{name}"][0].double()  # [pos, head, ..]
-        return x.repeat_interleave(heads_per_layer(model)[layer] // x.shape[1], dim=1).transpose(0, 1)
+        x = cache[f"blocks.{layer}.attn.{name}"][0].double()
+        return repeat(x, "pos head ... -> (head group) pos ...", group=heads_per_layer(model)[layer] // x.shape[1])
 
     q, k, v, z = (get(name) for name in (_query_hook(model, "q"), _query_hook(model, "k"), _value_hook(model), "hook_z"))
     softmax = model.cfg.attention == "softmax"

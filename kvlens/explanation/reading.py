@@ -23,7 +23,6 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
-from kvlens.analyses.attribution.units import positions_of
 from kvlens.analyses.bias.exchange import LayerExchange
 from kvlens.analyses.bias.parts import HEAD
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
@@ -34,7 +33,7 @@ from kvlens.chat import prompt_layout
 from kvlens.checks import checked
 from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
-from kvlens.units import By, cut
+from kvlens.units import By, cut, positions_of
 
 COLUMNS = Columns(
     part=("str", "``all`` layers together, one ``layer``, a ``group`` of query heads that share keys, or one ``head``"),

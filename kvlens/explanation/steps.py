@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.analyses.attribution.units import BY, positions_of
+from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.segments import terminal_bar
 from kvlens.analyses.sequences import PromptTokens, TextTokens
@@ -25,7 +25,7 @@ from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.explanation.sentences import answered, listed
 from kvlens.texts import Response
-from kvlens.units import By, Unit, cut
+from kvlens.units import By, Unit, cut, positions_of
 
 MOST_TOKENS = 64
 """How many tokens the model writes at most when it answers."""

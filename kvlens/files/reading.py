@@ -71,9 +71,8 @@ def check_version(what: str, path: Path, found: Any, known: int) -> None:
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise KVLensError(f"{what}: {path} is damaged: its format version is {brief(found)}")
     if int(text) != known:
-        raise KVLensError(
-            f"{what}: {path} has format version {text}, this kvlens reads {known}: upgrade kvlens, or make the file again"
-        )
+        advice = "upgrade kvlens" if int(text) > known else "make it again, or read it with the kvlens that wrote it"
+        raise KVLensError(f"{what}: {path} has format version {text}, this kvlens reads {known}: {advice}")
 
 
 def parsed_json(what: str, path: Path, text: str) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -220,9 +221,9 @@ def ridge_attention(
     eye = torch.eye(n_keys, dtype=torch.float64, device=K.device)
     factor = _cholesky(K + strength * eye, strength)
     values = torch.linalg.solve_triangular(factor, V, upper=False)
-    grouped = Q.tril(past).unflatten(1, (-1, group)).transpose(-1, -2)  # [b, kv, g, key, query]
+    grouped = rearrange(Q.tril(past), "b (kv g) query key -> b kv g key query", g=group)
     queries = torch.linalg.solve_triangular(factor[:, :, None], grouped, upper=False).transpose(-1, -2).tril(past)
-    return (queries @ values[:, :, None]).flatten(1, 2).to(v.dtype)
+    return rearrange(queries @ values[:, :, None], "b kv g query d -> b (kv g) query d").to(v.dtype)
 
 
 def ridge_step(

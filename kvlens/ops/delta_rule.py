@@ -27,6 +27,7 @@ No form changes its arguments in place. Inputs should be in float32 or better.
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -265,7 +266,7 @@ def chunks_of(
     ensure("delta rule: chunk_size", Count, chunk_size)
     reads = [x for x in (v, q) if x is not None]
     k, log_decay, write_strength, reads = masked(mask, k, log_decay, write_strength, *reads)
-    pos, n_heads = write_strength.shape[1:]
+    pos = write_strength.shape[1]
     key_heads, size = k.shape[2], max(1, min(chunk_size, pos))
     by_channel = log_decay.dim() == 4
 
@@ -273,11 +274,10 @@ def chunks_of(
         """[batch, pos, head, d] as [batch, head, chunk, size, d]."""
         missing = -pos % size if pos else 1
         x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-        return x.transpose(1, 2).unflatten(2, (-1, size))
+        return rearrange(x, "batch (chunk size) head d -> batch head chunk size d", size=size)
 
     def per_key_head(x: Tensor) -> Tensor:
-        """[batch, head, ...] as [batch, key_head, head / key_head, ...]."""
-        return x.unflatten(1, (key_heads, n_heads // key_heads))
+        return rearrange(x, "batch (key_head group) ... -> batch key_head group ...", key_head=key_heads)
 
     # differences of long sums lose digits, so the sums are in float64 whatever the dtype of the rest
     steps = (log_decay if by_channel else log_decay[..., None]).clamp(min=LOWEST_LOG_DECAY)

@@ -16,6 +16,7 @@ with its laws, not a mixer of the bridge.
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -112,10 +113,12 @@ def read_state(
 
 def _shifted(k: Tensor, shift: Tensor, last_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """kbar, and the last K - 1 keys as they came."""
-    before = None if last_k is None else last_k.flatten(2)
-    shifted, rows = short_convolution(k.flatten(2), shift.flatten(0, 1), initial_state=before, output_final_state=True)
+    by_channel, by_head = "batch pos head d_k -> batch pos (head d_k)", "batch pos (head d_k) -> batch pos head d_k"
+    before = None if last_k is None else rearrange(last_k, by_channel)
+    filters = rearrange(shift, "head d_k taps -> (head d_k) taps")
+    shifted, rows = short_convolution(rearrange(k, by_channel), filters, initial_state=before, output_final_state=True)
     assert rows is not None
-    return shifted.unflatten(2, k.shape[2:]), rows.unflatten(2, k.shape[2:])
+    return rearrange(shifted, by_head, head=k.shape[2]), rearrange(rows, by_head, head=k.shape[2])
 
 
 doors(__name__)

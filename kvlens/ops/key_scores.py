@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
+from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def attention_received(
     """
     heads, group = q.shape[2], q.shape[2] // keys.shape[1]
     received = q.new_zeros(q.shape[0], heads, keys.shape[2])
-    far, used = (x.repeat_interleave(group, dim=1)[:, None] for x in (distance, weight))
+    far, used = (repeat(x, "b g key -> b 1 (g s) key", s=group) for x in (distance, weight))
     size = max(1, BLOCK_NUMBERS // received.numel())
     for first in range(0, q.shape[1], size):
         some = slice(first, first + size)
@@ -124,7 +125,7 @@ def expected_log_attention(
 
     mu and Sigma are the mean and covariance of the rows of ``q``, each counted ``counts`` times (0 leaves it out).
     """
-    by_head = keys.repeat_interleave(q.shape[2] // keys.shape[1], dim=1)
+    by_head = repeat(keys, "b g key d -> b (g s) key d", s=q.shape[2] // keys.shape[1])
     share = (counts / counts.sum(dim=1, keepdim=True))[:, :, None, None]
     mean = (share * q).sum(dim=1, keepdim=True)
     centered = share.sqrt() * (q - mean)

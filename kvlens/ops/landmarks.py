@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -282,14 +282,14 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
     if prompt.real is not None:
         scores = scores.masked_fill(~prompt.real[:, None, None, :], -torch.inf)
     log_n = rearrange(queries.log_n, "b i (g s) -> b g (i s) 1", g=kv_heads)
-    return scores.sub_(log_n).exp_().flatten(0, 1)
+    return rearrange(scores.sub_(log_n).exp_(), "b g row key -> (b g) row key")
 
 
 def shares(queries: Queries, prompt: PromptKeys) -> Shares:
     """The share psi of every key, the prompt's parts p and a of normalizer and output, and the whole output z."""
     psi = key_shares(queries, prompt)
     z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", g=prompt.keys.shape[1])
-    return Shares(psi, psi.sum(dim=-1), psi @ prompt.values.flatten(0, 1), z)
+    return Shares(psi, psi.sum(dim=-1), psi @ rearrange(prompt.values, "b g key d -> (b g) key d"), z)
 
 
 def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:
@@ -334,7 +334,7 @@ def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, 
             for block in blocks_of(own, n_keys):
                 _add_gram(products[cell], key_shares(block, keys)[0])
         gram = Products(products)
-    values = (prompt.values.double() @ root_metric.double()).flatten(0, 1)
+    values = rearrange(prompt.values.double() @ root_metric.double(), "b g key d -> (b g) key d")
     sums = gram.times(torch.cat([values, torch.ones_like(values[..., :1])], dim=-1))
     return Statistics(gram, sums[..., -1], sums[..., :-1], z_size, n_rows)
 
@@ -493,7 +493,7 @@ def budgets_by_gain(
     order = flat.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     given = (rank < total[:, None]) & (flat > 0)
-    return given.view(level.shape).sum(dim=-1).transpose(0, 1)
+    return reduce(given.long(), "b (l g r) -> l b g", "sum", l=level.shape[1], g=level.shape[2])
 
 
 def lazy_paths(
@@ -512,7 +512,9 @@ def lazy_paths(
         found.append(path(layer, first, waterline([each.gain for each in found], total)))
     for layer, short in enumerate(found):
         floor = waterline([each.gain for each in found], total)
-        ends = levels(short.gain)[:, -AHEAD].unflatten(0, (len(wanted), -1)) if short.gain.shape[1] >= AHEAD else floor[:, None]
+        ends = floor[:, None]
+        if short.gain.shape[1] >= AHEAD:
+            ends = rearrange(levels(short.gain)[:, -AHEAD], "(b g) -> b g", b=len(wanted))
         if short.gain.shape[1] == first < n_keys and bool((ends >= floor[:, None]).any()):
             found[layer] = path(layer, n_keys, floor)
     return found
@@ -611,7 +613,7 @@ def output_errors(
     what is left of the text is below the rounding of the shares, and the output counts as lost, an error of 100 %.
     """
     group, sums = queries.q.shape[2] // prompt.keys.shape[1], None
-    stored = torch.cat([b_kv, b_d[..., None]], dim=-1).double().flatten(0, 1)
+    stored = rearrange(torch.cat([b_kv, b_d[..., None]], dim=-1).double(), "b g r d -> (b g) r d")
     for block in blocks_of(queries, prompt.keys.shape[2]):
         _, p, a, z = (t.double() for t in shares(block, prompt))
         features, log_scale = phi(block)
@@ -622,10 +624,11 @@ def output_errors(
         whole = (1 + off)[..., None]
         is_lost = whole.abs() < RESOLVED
         e = torch.where(is_lost, -z, (read[..., :-1] - a - z * off[..., None]) / torch.where(is_lost, 1.0, whole))
-        squares = torch.stack([e.square().sum(-1), z.square().sum(-1), off.square(), p.square()]).unflatten(2, (-1, group))
-        sums = squares.sum(dim=2) if sums is None else sums + squares.sum(dim=2)
+        squares = torch.stack([e.square().sum(-1), z.square().sum(-1), off.square(), p.square()])
+        of_heads = reduce(squares, "what cell (i s) -> what cell s", "sum", s=group)
+        sums = of_heads if sums is None else sums + of_heads
     assert sums is not None
-    e, z, off, p = sums.unflatten(1, (queries.q.shape[0], -1)).flatten(2)
+    e, z, off, p = rearrange(sums, "what (b g) s -> what b (g s)", b=len(queries.q))
     tiny = torch.finfo(e.dtype).tiny
     return Errors((e / z.clamp(min=tiny)).sqrt(), (off / p.clamp(min=tiny)).sqrt())
 
@@ -640,7 +643,7 @@ def solve(gram: Tensor, right: Tensor, active: Tensor, ridge: float) -> Tensor:
 
 
 def _gather(x: Float[Tensor, "batch kv_head key d"], index: Int[Tensor, "cell r"]) -> Float[Tensor, "cell r d"]:
-    x = x.flatten(0, 1)
+    x = rearrange(x, "b g key d -> (b g) key d")
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 

@@ -14,6 +14,7 @@ Tensors are named as in :mod:`kvlens.ops.ssd`, whose decay is the same for all s
 """
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -99,7 +100,8 @@ def effective_attention(
     One state after the other, so that no tensor has positions twice and states as well.
     """
     n_heads = log_decay.shape[2]
-    summed, q, k = _summed(log_decay, mask).permute(3, 0, 2, 1), by_head(q, n_heads), by_head(k, n_heads)
+    summed = rearrange(_summed(log_decay, mask), "batch pos head n -> n batch head pos")
+    q, k = by_head(q, n_heads), by_head(k, n_heads)
     write = write_strength if mask is None else write_strength * mask[..., None]
     pattern = q.new_zeros(q.shape[0], n_heads, q.shape[1], q.shape[1])
     for n, total in enumerate(summed):
@@ -116,7 +118,8 @@ def _real(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
 
 def _summed(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
     """G, as :func:`kvlens.ops.ssd.carried.summed_decay` sums a decay for each head, of each state."""
-    return summed_decay(log_decay.flatten(2), mask).unflatten(2, log_decay.shape[2:])
+    by_state = rearrange(log_decay, "batch pos head n -> batch pos (head n)")
+    return rearrange(summed_decay(by_state, mask), "batch pos (head n) -> batch pos head n", n=log_decay.shape[3])
 
 
 doors(__name__)

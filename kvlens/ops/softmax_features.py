@@ -140,8 +140,7 @@ def grouped_key_scores(
     assert distance is not None
     assert positions is not None
     by_distance = distance_scores(rule, distance, positions, q.shape[2]).to(scores)
-    by_distance = rearrange(by_distance, "b (g s) p r -> b g p s r", s=group)
-    return (scores.unflatten(2, (-1, group)) + by_distance).flatten(2, 3)
+    return scores + rearrange(by_distance, "b (g s) p r -> b g (p s) r", s=group)
 
 
 def distance_scores(

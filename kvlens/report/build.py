@@ -28,7 +28,7 @@ from kvlens.analyses import (
 )
 from kvlens.analyses.bias.decomposition import bias_outputs, share_by_size
 from kvlens.analyses.bias.exchange import baseline_of
-from kvlens.analyses.prompt.readings import read_text
+from kvlens.analyses.readings import read_text
 from kvlens.analyses.registry import check_front_end, reason_against
 from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked

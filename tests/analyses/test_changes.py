@@ -58,8 +58,8 @@ def test_the_words_agree():
 
 def test_a_column_that_says_it_otherwise_is_found(monkeypatch):
     column = Columns(loss_change=("float64", "with minus without: negative where the prompt helps"))
-    monkeypatch.setattr("kvlens.analyses.prompt.readings.DEPTHS", column)
-    with pytest.raises(AssertionError, match=r"kvlens.analyses.prompt.readings: loss_change: with minus"):
+    monkeypatch.setattr("kvlens.analyses.readings.DEPTHS", column)
+    with pytest.raises(AssertionError, match=r"kvlens.analyses.readings: loss_change: with minus"):
         test_the_words_agree()
 
 

@@ -31,13 +31,12 @@ import numpy as np
 import torch
 from bench_explanation import case_of
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
-from kvlens.analyses.attribution.units import positions_of
 
 import kvlens
 from kvlens import counterfactuals
 from kvlens.chat import prompt_layout
 from kvlens.explanation.exchanges import Place, places_of, position_groups
-from kvlens.units import Unit, cut
+from kvlens.units import Unit, cut, positions_of
 
 FIRM = math.log(4)
 ROWS = ("fact", "later", "text", "question", "marks", "all")

@@ -41,7 +41,6 @@ import pandas as pd
 import torch
 from bench_attribution import right_questions
 from bench_explanation import case_of
-from kvlens.analyses.attribution.units import positions_of
 from kvlens.analyses.heads.ablation import cached
 from kvlens.analyses.heads.rows import visit_rows
 
@@ -54,7 +53,7 @@ from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import responses
 from kvlens.model import head_hooks
 from kvlens.texts import WORD, Word
-from kvlens.units import cut
+from kvlens.units import cut, positions_of
 
 MOST_SAID, MOST_BEFORE, AT_ONCE, DRAWS, SIZES, N_LAYERS = 32, 14, 8, 5, (5, 10, 20), (1, 3)
 KINDS = ("exchange", "retrieval", "induction", "attention")

@@ -137,6 +137,7 @@ DAMAGES = [
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("not written by kvlens", config_with(lambda c: c.update(format="other"))),
     ("upgrade kvlens", config_with(lambda c: c.update(format_version=99))),
+    ("make it again, or read it with the kvlens that wrote it", config_with(lambda c: c.update(format_version=0))),
     ("did you mean 'attention'", config_with(lambda c: c["config"].update(atention="softmax"))),
     ("do not fit", config_with(lambda c: c["config"].update(attention="softmax", trainable_kv_bias=False))),
     *(

@@ -13,13 +13,20 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from kvlens.analyses.prompt import readings
 from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
-from kvlens.analyses import baseline_ablation, bias_by_head, bias_by_layer, conversion_error, dual_losses, prompt_effect
+from kvlens.analyses import (
+    baseline_ablation,
+    bias_by_head,
+    bias_by_layer,
+    conversion_error,
+    dual_losses,
+    prompt_effect,
+    readings,
+)
 from kvlens.files import atomic
 from kvlens.report import build_report, check_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths

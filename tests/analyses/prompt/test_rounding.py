@@ -6,7 +6,7 @@ import pytest
 import torch
 from analysis_models import VARIANTS, random_model, tokens
 from kvlens.analyses.predictions import text_logits
-from kvlens.analyses.prompt.readings import SAMPLE, rounding_error
+from kvlens.analyses.readings import SAMPLE, rounding_error
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import conversion_error

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
-from kvlens.analyses.stream.logit_attribution import COLUMNS, layer_contributions
+from kvlens.analyses.logit_attribution import COLUMNS, layer_contributions
 
 from kvlens import KVLensError, convert_prompt
 

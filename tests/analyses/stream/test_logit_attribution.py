@@ -4,7 +4,7 @@ TransformerLens'."""
 import pytest
 import torch
 from analysis_models import random_model, tokens
-from kvlens.analyses.stream.logit_attribution import (
+from kvlens.analyses.logit_attribution import (
     LogitTarget,
     check_heads_write_directly,
     component_logits,

@@ -34,9 +34,9 @@ from kvlens import KVBias, KVLensError, KVModel, KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.texts import next_token_texts, token_texts
 
-from ..declaration import Columns, analysis
-from ..predictions import KL, LOSS_CHANGE, kl_divergence, log_probabilities, next_token_losses, text_logits
-from ..sequences import (
+from .declaration import Columns, analysis
+from .predictions import KL, LOSS_CHANGE, kl_divergence, log_probabilities, next_token_losses, text_logits
+from .sequences import (
     BaselineTokens,
     PromptTokens,
     TextTokens,

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -45,8 +46,8 @@ from kvlens.errors import IndirectHeads
 from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
 from kvlens.texts import token_texts
 
-from ..declaration import Columns, Option, analysis
-from ..sequences import PromptTokens, TextTokens, one_bias, one_sequence
+from .declaration import Columns, Option, analysis
+from .sequences import PromptTokens, TextTokens, one_bias, one_sequence
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -374,7 +375,7 @@ def _frame(
     """Rows by position, then target, then component."""
     n_targets, n_components, pos = logits.shape
     exists = torch.tensor([[name is not None for name in target.texts] for target in targets], device=logits.device)
-    logits = logits.where(exists[:, None], float("nan")).permute(2, 0, 1)
+    logits = rearrange(logits.where(exists[:, None], float("nan")), "target component pos -> pos target component")
     names = [target.texts[i] for i in range(pos) for target in targets]
     component, layer, head = (list(column) for column in zip(*labels, strict=True))
 

@@ -1,1 +1,0 @@
-"""Analyses of the contributions to the residual stream and the logits."""
