@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -115,8 +116,9 @@ depth_map(depths, title="what the story has changed about each next token")
 # ## Which heads matter
 #
 # Remove the story from the bias of each head in turn, but keep BOS, and measure how much the predictions change: `ablation_kl` in
-# the table, averaged over the question's tokens. Click a head in the map to see its pattern, the share of each story token in its output,
-# and how much of its output comes from the story. `save_html`, `save_png` and `save_svg` save the figure; it works offline.
+# the table, averaged over the question's tokens. Run this notebook and click a head in the map to see its pattern, the share of each story token
+# in its output, and how much of its output comes from the story; what is stored here is a static picture. `save_html`, `save_png` and `save_svg` save
+# the figure; it works offline.
 
 # %%
 table = bias_by_head(model, story, question, bias=bias)

@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -159,7 +160,8 @@ for answer, question in questions.items():
     words[answer] = given.set_index("token")["output_share"].nlargest(2)
 assert all(answer in most.index for answer, most in words.items())
 assert words[" attic"].idxmax() == " attic" and words[" parrot"].idxmax() == " parrot"
-pd.DataFrame({answer: [f"{word} {share:.2f}" for word, share in most.items()] for answer, most in words.items()}).T
+shown = {answer: [f"{word} {share:.2f}" for word, share in most.items()] for answer, most in words.items()}
+pd.DataFrame(shown, index=["largest share of the output", "second"]).T
 
 # %% [markdown]
 # The answer itself is always among the two tokens that contribute most. How does it become a prediction? `layer_contributions` splits

@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -91,7 +92,7 @@ gain.round(2)
 errors = {name: float((back.b_KV - g.b_KV).norm() / g.b_KV.norm()) for name, back in {"f + g - f": f + g - f, "f + g - h": f + g - h}.items()}
 assert errors["f + g - f"] < 1e-6 and errors["f + g - h"] > 0.1
 assert abs(losses(f + g - f)["gizmo"] - losses(g)["gizmo"]) < 1e-4
-errors
+{name: f"relative error {error:.1e}" for name, error in errors.items()}
 
 # %% [markdown]
 # ## Exchanging: `a.toward(b, c)`
@@ -188,7 +189,8 @@ for name, facts in models.items():
     for words, bias in steered.items():
         rows.append({"model": name, "bias": words, "below 0": share_below_zero(facts, bias, ask), "text": written(facts, bias, ask)})
 wrote = pd.DataFrame(rows).set_index(["model", "bias"])
-wrote.style.format({"below 0": "{:.1%}"})
+pd.options.display.max_colwidth = 100
+wrote.assign(**{"below 0": wrote["below 0"].map("{:.1%}".format)})
 
 # %% [markdown]
 # At c = 2 a few are negative on the softmax model, and the answer holds; at c = 10 its text falls apart. Under `-1 * a`, which one might take for "the

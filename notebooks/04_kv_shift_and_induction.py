@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -61,7 +62,7 @@ axes.legend();
 # the tokens of the block.
 
 # %%
-accuracy = {name: result.heldout["accuracy"].iloc[-1] for name, result in {"shifted": learned, "plain": plain}.items()}
+accuracy = {name: round(float(result.heldout["accuracy"].iloc[-1]), 3) for name, result in {"shifted": learned, "plain": plain}.items()}
 assert accuracy["shifted"] > 0.98 and accuracy["plain"] < 0.3
 accuracy
 
@@ -171,7 +172,7 @@ figure.colorbar(image, ax=axes, label="weight");
 
 # %%
 def mean_at_lag(pattern, lag):
-    return float(pattern.diagonal(-lag)[1:].mean())
+    return round(float(pattern.diagonal(-lag)[1:].mean()), 3)
 
 
 looks = {lag: mean_at_lag(raw, lag) for lag in (0, 1)}

@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -36,8 +37,8 @@ model = HookedKVTransformer.from_zoo("facts-gpt2")  # trained on made-up stories
 story = "The drum stands in the cellar. Mira keeps a goat. Pavel has a parrot. Look for the lamp in the attic. At night Rosa feeds a camel."
 question = " Which animal does Pavel keep? Pavel keeps a"
 story_tokens, question_tokens = model.to_tokens(story), model.to_tokens(question, prepend_bos=False)
-with_story = model(torch.cat([story_tokens, question_tokens], dim=1))[0, -question_tokens.shape[1] :].log_softmax(-1)
-without = model(model.to_tokens(question))[0, -question_tokens.shape[1] :].log_softmax(-1)
+with_story = model(torch.cat([story_tokens, question_tokens], dim=1))[0, -question_tokens.shape[1] :].double().log_softmax(-1)
+without = model(model.to_tokens(question))[0, -question_tokens.shape[1] :].double().log_softmax(-1)
 
 
 def distance(log_p):
@@ -47,7 +48,7 @@ def distance(log_p):
 
 def converted(bias):
     with model.kv_bias(bias):
-        return model(question_tokens)[0].log_softmax(-1)
+        return model(question_tokens)[0].double().log_softmax(-1)
 
 
 # %% [markdown]
@@ -93,8 +94,9 @@ axes.set(xlabel=f"stored keys (or features) per head; the story has {story_token
 kl = table.pivot(index="size", columns="method", values="kl")
 assert kl["landmark"].is_monotonic_decreasing and kl["landmark"].iloc[0] < 0.2 * distance(without)
 assert (kl["landmark"].iloc[-2:] < kl["random"].iloc[-2:]).all()
-print(table.query("method == 'landmark'")["bias"].iloc[-1].fit)
-kl.round(3)
+fit = table.query("method == 'landmark'")["bias"].iloc[-1].fit
+print(f"{fit.answers.summary()}; {fit.recall.summary()}")
+kl.map("{:.1e}".format)
 
 # %% [markdown]
 # Which tokens of the question suffer with two keys? Token by token, the KL of the next token's prediction, by circuitsvis:
@@ -109,7 +111,8 @@ circuitsvis.tokens.colored_tokens(model.to_str_tokens(question, prepend_bos=Fals
 # ## What the question attends to
 #
 # `hook_pattern` under a bias has the columns of the question alone. `attention_under_bias` adds those of the story's tokens (p0, p1, ...), and circuitsvis
-# draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was taken. Hover over a head to enlarge it.
+# draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was taken. Run it and hover over a head to
+# enlarge it; what is stored here are static pictures.
 
 # %%
 attention_under_bias(model, story, question, layer=1, title="layer 1, every key")

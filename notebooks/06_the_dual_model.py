@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -80,8 +81,8 @@ by_layer.round(2)
 # ## Which demonstrations contribute to the answer
 #
 # At the last token the model is about to name the animal. `dual_demonstrations` splits each head's step by demonstration, and
-# `dual_view` shows both tables in one figure: a map of the heads and, below it, how much each token contributes to the step and to the output of
-# the selected head.
+# `dual_view` shows both tables in one figure: a map of the heads (stored here as a picture) and, below it when you run this, how much each token
+# contributes to the step and to the output of the selected head.
 
 # %%
 shares = dual_demonstrations(model, tokens)

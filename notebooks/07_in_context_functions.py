@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -121,4 +122,4 @@ axes.set(ylabel="squared error, 5 examples");
 
 # %%
 assert all(value > 0.7 for name, value in cut.items() if name != "intact") and cut["intact"] < 0.2
-cut
+{name: round(float(value), 3) for name, value in cut.items()}

@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   jupytext:
+#     formats: ipynb,py:percent
 #     text_representation:
 #       extension: .py
 #       format_name: percent
@@ -146,7 +147,7 @@ costs.round(2)
 # ## What its heads attend to
 #
 # `hook_pattern` under a bias has the columns of the text alone, which hold only a few percent of each row. `attention_under_bias` adds those of the prompt's
-# tokens (p0, p1, ...). circuitsvis draws the heads of this layer; hover over one to enlarge it. The last row but three is
+# tokens (p0, p1, ...). circuitsvis draws the heads of this layer: run it and hover over one to enlarge it. The last row but three is
 # the token that predicts the word.
 
 # %%

@@ -1,9 +1,11 @@
-"""The command line through ``main(argv)``: what it prints and writes, and its exit status."""
+"""The command line through ``main(argv)``: what it prints and writes, its exit status, what a signal does, and controls
+that become signs."""
 
 import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens import HookedKVTransformer, __version__, zoo
 from kvlens.cli import main
 from kvlens.cli.settings import add_settings, settings_of
+from kvlens.terminal import UNREADABLE, visible
 
 TABLES = (
     *("conversion_error", "prompt_effect", "prompt_by_depth", "prompt_copies"),
@@ -258,3 +261,23 @@ def test_help_and_lists_fit_a_terminal_of_80_columns(arguments, monkeypatch, cap
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 3
     assert [line for line in lines if len(line) > 80 and not line.startswith("  kvlens ")] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "word", "status"), [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)]
+)
+def test_a_signal_ends_a_command_with_a_message(number, word, status, monkeypatch, capsys):
+    if number == signal.SIGINT:  # a run in the background ignores it from its start
+        signal.signal(number, signal.default_int_handler)
+    before = signal.getsignal(number)
+    monkeypatch.setattr(zoo, "names", lambda: os.kill(os.getpid(), number))
+    assert main(["zoo"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"kvlens: {word}\n")
+    assert signal.getsignal(number) is before
+
+
+def test_controls_marks_and_line_ends_become_signs_and_letters_stay():
+    assert visible("a\x1b[31m\x07\x9b\u202e\u2066\u200f\u2028\u2029\x85\n\ud800b") == f"a{UNREADABLE}[31m{UNREADABLE * 10}b"
+    assert visible("naïve 語 ⏎ é ·") == "naïve 語 ⏎ é ·"
+    assert visible("👨\u200d👩 می\u200cخواهم") == "👨\u200d👩 می\u200cخواهم"  # joiners are spelling

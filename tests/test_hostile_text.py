@@ -1,14 +1,19 @@
-"""Text that no tokenizer can read, and values that are not text, for every function that takes text."""
+"""Text that no tokenizer can read, values that are not text, and words that a tokenizer does not know, where text is taken."""
 
 import functools
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tiny_hf import tiny_tokenizer
 from tiny_text_model import PROMPT, tiny_text_model
 
-from kvlens import KVLensError, analyses, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, analyses, convert_prompt
+from kvlens.analyses import prompt_attribution
+from kvlens.cli import main
+from kvlens.tokenizer import warn_of_unknown_words
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 model = functools.cache(tiny_text_model)
@@ -47,3 +52,43 @@ def test_odd_characters_are_text():
     for text in ("a\0b", "\x1b[31m\u202e", np.str_("a b"), "\U0001f600", "ab " * 100_000):
         tokens = model().to_tokens(text)
         assert tokens.shape[1] > 0 and tokens.dtype == torch.long
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return HookedKVTransformer.from_zoo("facts-linear")
+
+
+def test_the_words_are_named(facts):
+    with pytest.warns(UserWarning, match=r"lacks 'Xerxes', 'gorilla': it reads <\|unk\|>"):
+        tokens = facts.to_tokens(["Mira keeps a gorilla.", "Xerxes keeps a goat.", "Xerxes keeps a gorilla."][::-1])
+    assert (tokens == facts.tokenizer.unk_token_id).sum() == 4
+    with pytest.warns(UserWarning, match=r"'w0', 'w1', 'w2', 'w3', 'w4' and 3 more"):
+        facts.to_tokens(" ".join(f"w{i}" for i in range(8)))
+
+
+def test_every_way_to_give_a_text_warns(facts, capsys, monkeypatch):
+    story, question = "Mira keeps a gorilla. Pavel has a parrot.", " Which animal does Pavel keep? Pavel keeps a"
+    for read in (
+        lambda: convert_prompt(facts, story),
+        lambda: prompt_attribution(facts, story, question),
+        lambda: prompt_attribution(facts, story.replace("gorilla", "goat"), question.replace("Pavel", "Xerxes")),
+    ):
+        with pytest.warns(UserWarning, match="the model's vocabulary lacks '(gorilla|Xerxes)'"):
+            read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["explain", "--model", "facts-linear", "--prompt", story, "--text", question]) == 0
+    assert "the model's vocabulary lacks 'gorilla'" in capsys.readouterr().err  # one line, once
+
+
+def test_known_words_and_the_token_itself_do_not_warn(facts):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        facts.to_tokens("Mira keeps a goat. Where is Pavel?")
+        facts.to_tokens("<|unk|>")
+        HookedKVTransformer.from_zoo("docs-gpt2").to_tokens("Ü 漢 gorilla \U0001f98d")
+        tokenizer = tiny_tokenizer()
+        tokenizer.unk_token = tokenizer.eos_token = tokenizer.bos_token  # as GPT-2's: written, it is no unknown word
+        texts = [f"The widget {tokenizer.eos_token}"]
+        warn_of_unknown_words(tokenizer, texts, tokenizer(texts, return_tensors="pt")["input_ids"])

@@ -21,8 +21,9 @@ def tiny_tokenizer():
     return train_bpe_tokenizer(SENTENCES, vocab_size=300)
 
 
-def tiny_text_model(*, gain: float = 20, **changes: Any) -> HookedKVTransformer:
-    """Two layers of three heads, linear attention, RoPE and KV shift, unless ``changes`` say otherwise."""
+def tiny_text_model(row: dict[str, Any] | None = None, *, gain: float = 20, **changes: Any) -> HookedKVTransformer:
+    """Two layers of three heads, linear attention, RoPE and KV shift, unless a row of :mod:`small_models` or ``changes`` say
+    otherwise."""
     defaults = dict(
         n_layers=2,
         d_model=12,
@@ -37,7 +38,7 @@ def tiny_text_model(*, gain: float = 20, **changes: Any) -> HookedKVTransformer:
         device="cpu",
         seed=1,
     )
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**defaults, **changes}), tiny_tokenizer())
+    model = HookedKVTransformer(HookedKVTransformerConfig(**{**defaults, **(row or {}), **changes}), tiny_tokenizer())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".attn.W_" in name:

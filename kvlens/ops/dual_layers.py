@@ -181,7 +181,7 @@ def log_effective_trace(kernel: LogKernel, negatives: Bool[Tensor, "*lead demo d
     these *effective* features, and |v.f| is at most (1 + beta) rho^2. That is kvlens' own, and it says something else than the
     paper, whose bound (app. C.2) falls as the share of negatives grows. Ours rises with the first negative, at least in its
     second term, by 1 + beta; more of them lower it, as their mean is shorter. The log of a head of ``facts-linear`` goes from
-    6.28 without to 6.50 with one and 6.43 with 16 (beta 1/2; ``tests/dual/test_bound_with_negatives.py``).
+    6.28 without to 6.50 with one and 6.43 with 16 (beta 1/2; ``tests/dual/test_bound.py``).
     """
     log_trace(kernel)  # raises if this is not a kernel
     peak = kernel.log_size.amax(dim=(-2, -1), keepdim=True)

@@ -1,32 +1,15 @@
-"""A model whose results can be computed by hand, and small random ones in the variants that matter to the analyses."""
+"""A model whose results can be computed by hand, and the rows of the table of models that the analyses go through."""
 
 import math
-from typing import Any
 
 import torch
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVShiftConfig
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 
-GROUPED = dict(n_heads=6, d_model=36, n_key_value_heads=2)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rope after": {},
-    "rope before": dict(rotary_placement="before", kv_shift=None),
-    "gqa decay": dict(GROUPED, normalizer="none", decay="retnet"),
-    "learned, queries shifted": dict(positional_embedding_type="standard", kv_shift=KVShiftConfig(window=2, queries=True)),
-}
-LINEAR = {
-    **VARIANTS,
-    "gqa, taylor, values shifted": dict(GROUPED, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)),
-    "no normalizer, keys shifted, rms": dict(
-        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
-    ),
-}
-SOFTMAX: dict[str, dict[str, Any]] = {
-    "learned positions": dict(kv_shift=None, positional_embedding_type="standard"),
-    "rotary, grouped": dict(GROUPED, kv_shift=None),
-    "queries shifted": dict(kv_shift=KVShiftConfig(window=2, queries=True)),
-    "alibi": dict(kv_shift=None, positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.125, 0.0625, 0.03125)),
-}
+VARIANTS = ["rope after", "rope before, no shift", "gqa decay", "learned, queries shifted"]
+"""Rows of :mod:`small_models` that most analyses go through: positions, shift, grouped heads and decay one way each."""
+LINEAR = [*VARIANTS, "gqa, taylor, values shifted", "no normalizer, keys shifted, rms"]
+SOFTMAX = [f"softmax, {row}" for row in ("learned", "rotary, grouped", "shifted", "alibi")]
 
 
 def pencil_model() -> HookedKVTransformer:
@@ -68,28 +51,6 @@ def bernoulli_kl(a: float, b: float) -> float:
     """KL between softmax([a, 0]) and softmax([b, 0])."""
     p, q = 1 / (1 + math.exp(-a)), 1 / (1 + math.exp(-b))
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-
-
-def random_model(**changes: Any) -> HookedKVTransformer:
-    """Two layers of five heads in float64, no two axes alike."""
-    sizes = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=41, d_vocab=17, d_mlp=23, act_fn="gelu", seed=3)
-    defaults = dict(
-        attention="linear",
-        positional_embedding_type="rotary",
-        kv_shift=KVShiftConfig(window=2),
-        dtype=torch.float64,
-        device="cpu",
-    )
-    model = HookedKVTransformer(HookedKVTransformerConfig(**{**sizes, **defaults, **changes})).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if ".attn.W_" in name:
-            parameter.mul_(5)
-    return model
-
-
-def softmax_model(name: str) -> HookedKVTransformer:
-    """One of `SOFTMAX`."""
-    return random_model(attention="softmax", **SOFTMAX[name])
 
 
 def centered(logits: torch.Tensor) -> torch.Tensor:

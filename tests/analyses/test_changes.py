@@ -6,12 +6,12 @@ import pkgutil
 import pandas as pd
 import pytest
 import torch
-from analysis_models import random_model
 from kvlens.analyses.batch.work import load_analysis
 from kvlens.analyses.declaration import Columns
 from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
 from pictures import data_of
 from repeated_models import heads_and_verdicts, two_layer_circuit
+from small_models import sharp
 
 from kvlens import analyses, convert_prompt
 from kvlens.analyses import (
@@ -106,7 +106,7 @@ def test_what_helps_has_a_positive_change_of_the_loss_in_every_table():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_output_share_is_one_thing_in_every_table(attention):
     """Of the last text position: position by position, as demonstrations of its dual model, and of the bias as a whole."""
-    model = random_model(attention=attention, dtype=torch.float64)
+    model = sharp(attention=attention, dtype=torch.float64)
     prompt, text = torch.tensor([3, 7, 1, 9]), torch.tensor([4, 6, 2])
     by_position = bias_positions(model, prompt, text, at=[2]).query("part == 'prompt'")
     demonstrations = dual_demonstrations(model, torch.cat([prompt, text]), n_demonstrations=len(prompt))

@@ -1,4 +1,7 @@
-"""Analyses that take long on a real model tell how far they are."""
+"""Analyses that take long on a real model tell how far they are on a bar, where there is a terminal and no callback."""
+
+import io
+import sys
 
 import pytest
 import torch
@@ -7,8 +10,10 @@ from kvlens.analyses.attribution.by_part import attribution_by_head, attribution
 from kvlens.analyses.attribution.prompt import prompt_attribution
 from kvlens.analyses.bias import decomposition, effects, patching
 from kvlens.analyses.heads.induction import induction_heads
+from kvlens.analyses.segments import bar_unless
 
 import kvlens
+from kvlens.analyses import segments
 
 PROMPT, TEXT = torch.arange(3, 14), torch.tensor([5, 2, 7])
 UNITS = dict(by=[(0, 5), (5, 11)])
@@ -40,3 +45,42 @@ def test_it_tells_how_far_it_is(model, name):
     told: list[float] = []
     LONG[name](model, on_progress=told.append)
     assert len(told) > 1 and told == sorted(told) and 0.9 < told[-1] <= 1.0 and told[0] < 0.9
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "worker", "shown"), [(Terminal(), None, True), (io.StringIO(), None, False), (Terminal(), object(), False)]
+)
+def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
+    monkeypatch.setattr(segments, "BAR_AFTER", 0)
+    monkeypatch.setattr(segments.multiprocessing, "parent_process", lambda: worker)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with bar_unless(None, "looking") as tell:
+        tell(0.5)
+    assert ("looking" in stderr.getvalue()) == shown
+    assert stderr.getvalue().split("\r")[-1].strip() == ""
+
+
+def test_a_bar_shows_in_a_notebook_that_has_no_terminal(monkeypatch):
+    seen = {}
+
+    class tqdm_notebook(segments.tqdm):
+        def __init__(self, **options):
+            seen.update(options)
+            super().__init__(**options | {"disable": True})
+
+    monkeypatch.setattr(segments, "tqdm", tqdm_notebook)
+    with bar_unless(None, "looking") as tell:
+        tell(0.5)
+    assert seen["disable"] is False
+
+
+def test_a_callback_is_called_instead_of_showing_a_bar():
+    told = []
+    with bar_unless(told.append, "looking") as tell:
+        tell(0.25)
+    assert told == [0.25]

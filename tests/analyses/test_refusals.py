@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import tokens
+from small_models import sharp
 
 from kvlens import analyses, convert_prompt
 from kvlens.model.streaming import run_in_segments
@@ -16,22 +17,22 @@ PROMPT, OTHER, TEXT, SPAN = tokens(7), tokens(7, seed=5), tokens(5, seed=1), (2,
 
 @functools.cache
 def linear():
-    return random_model()
+    return sharp()
 
 
 @functools.cache
 def softmax():
-    return random_model(attention="softmax", kv_shift=None, positional_embedding_type="standard")
+    return sharp("softmax, learned")
 
 
 @functools.cache
 def absolute():
-    return random_model(positional_embedding_type="standard", kv_shift=None)
+    return sharp(positional_embedding_type="standard", kv_shift=None)
 
 
 @functools.cache
 def classifier():
-    return random_model(d_vocab_out=3)
+    return sharp(d_vocab_out=3)
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def random_features():
 
 
 def variant(**parts):
-    return lambda: random_model(attention_variant=parts)
+    return lambda: sharp(attention_variant=parts)
 
 
 BATCH_SIZE = "batch_size must be at least 1, got 0"
@@ -102,7 +103,7 @@ REFUSED = [
     ("by must be one of head, layer, model, got 'token'", lambda: effects(by="token")),
     ("give references=", lambda: effects(methods=["mean"])),
     ("that of a single prompt", lambda: effects(methods=["mean"], references=bias())),
-    ("weights differs", lambda: effects(methods=["mean"], references=convert_prompt(random_model(seed=4), PROMPT[None]))),
+    ("weights differs", lambda: effects(methods=["mean"], references=convert_prompt(sharp(seed=4), PROMPT[None]))),
     (
         "[6] under the references",
         lambda: effects(absolute, methods=["mean"], references=convert_prompt(absolute(), OTHER[None, :6])),
@@ -114,7 +115,7 @@ REFUSED = [
     ("removal 1 names layer 2, head 0; there are 2 layers of 5 heads", lambda: removed([[], [(2, 0)]])),
     ("removal 0 names layer 1, head 5", lambda: removed([[(1, 5)]])),
     ("batch of 2", lambda: removed([[]], lambda: bias(n_prompts=2))),
-    ("weights differs", lambda: removed([[]], model=lambda: random_model(seed=4))),
+    ("weights differs", lambda: removed([[]], model=lambda: sharp(seed=4))),
     (BATCH_SIZE, lambda: analyses.bias_by_head(linear(), PROMPT, TEXT, batch_size=0)),
     ("model must be a HookedKVTransformer", lambda: analyses.bias_by_head("docs-linear", PROMPT, TEXT)),
     # bias_positions, bias_decomposition, bias_singular_values, circuits
@@ -135,7 +136,7 @@ REFUSED = [
     ("run_in_segments: expected tokens [pos]; got tokens [1, 7]", lambda: run_in_segments(linear(), PROMPT[None], [])),
     *(
         ("needs the whole text at once", lambda model=model: run_in_segments(model(), PROMPT, [], segment_length=4))
-        for model in (softmax, lambda: random_model(linear_attention_form="parallel"))
+        for model in (softmax, lambda: sharp(linear_attention_form="parallel"))
     ),
     # activation_patching
     ("this model has no 'b_kvs': it has b_kv, b_d, bias", lambda: patching(points=["b_kvs"])),
@@ -174,7 +175,7 @@ REFUSED = [
     ("is no unit", lambda: replaced({(0, 2): tokens(2)}, analyses.attribution_by_edge)),
     ("keeps no token", lambda: analyses.attribution_by_head(linear(), PROMPT, TEXT, by=[(0, 7)], answer=5, positions="closed")),
     ("n_confirmed", lambda: analyses.attribution_by_edge(linear(), PROMPT, TEXT, by=[SPAN], n_confirmed=-1)),
-    ("a single layer with heads", lambda: analyses.attribution_by_edge(random_model(n_layers=1), PROMPT, TEXT, by=[SPAN])),
+    ("a single layer with heads", lambda: analyses.attribution_by_edge(sharp(n_layers=1), PROMPT, TEXT, by=[SPAN])),
     # layer_contributions
     ("expected the bias of one prompt, got a batch of 2", lambda: contributions(bias(n_prompts=2))),
     ("token id in 0..16", lambda: contributions(tokens=[17])),
@@ -182,7 +183,7 @@ REFUSED = [
     (
         "norm before it is added",
         lambda: analyses.layer_contributions.analysis.check_model(
-            random_model(normalization_type="RMS", use_normalization_before_and_after=True)
+            sharp(normalization_type="RMS", use_normalization_before_and_after=True)
         ),
     ),
     # prompts and texts

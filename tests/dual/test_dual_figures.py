@@ -48,11 +48,11 @@ def expected_losses(model, tokens, n, heads):
 @pytest.mark.parametrize(
     ("name", "n"),
     [
-        ("rope after, shift 2", None),
-        ("no normalizer, gqa, decay", 3),
-        ("no normalizer, gqa, decay", None),
-        ("rotary, gqa, shift", 3),
-        ("alibi", None),
+        ("rope after", None),
+        ("gqa decay", 3),
+        ("gqa decay", None),
+        ("softmax, shifted, grouped", 3),
+        ("softmax, alibi", None),
     ],
 )
 def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
@@ -64,7 +64,7 @@ def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
     assert_as_one_by_one(frame, model, tokens, n)
 
 
-@pytest.mark.parametrize("name", ["no normalizer, gqa, decay", "rotary, gqa, shift"])
+@pytest.mark.parametrize("name", ["gqa decay", "softmax, shifted, grouped"])
 def test_losses_under_an_attached_bias(name):
     model = model_of(name)
     tokens = text_for(model, 5)
@@ -83,10 +83,10 @@ def test_the_step_is_exact_in_every_kind_of_model(name):
 @pytest.mark.parametrize(
     ("name", "bias"),
     [
-        ("rope after, shift 2", False),
-        ("no normalizer, gqa, decay", True),
-        ("rotary, gqa, shift", True),
-        ("rotary, gqa, shift", False),
+        ("rope after", False),
+        ("gqa decay", True),
+        ("softmax, shifted, grouped", True),
+        ("softmax, shifted, grouped", False),
     ],
 )
 def test_demonstrations_are_those_of_the_dual_model(name, bias):
@@ -109,7 +109,7 @@ def test_demonstrations_are_those_of_the_dual_model(name, bias):
 
 
 def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
-    model = model_of("rotary, gqa, shift")
+    model = model_of("softmax, shifted, grouped")
     tokens = text_for(model, 9)
     whole = dual_losses(model, tokens)
     monkeypatch.setattr(queries_module, "NUMBERS_AT_ONCE", queries_module.N_MATRICES * 81)
@@ -117,7 +117,7 @@ def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
 
 
 def test_without_cosines():
-    model = model_of("learned positions")
+    model = model_of("softmax, learned")
     tokens = text_for(model, 6)
     frame, whole = dual_losses(model, tokens, cosines=False), dual_losses(model, tokens)
     assert frame[["cosine_before", "cosine_after"]].isna().all().all()

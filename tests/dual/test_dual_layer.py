@@ -158,7 +158,7 @@ def test_logits_by_dual_models_alone(name):
 
 
 def test_logits_by_dual_models_under_a_bias():
-    model = model_of("rope after, shift 2")
+    model = model_of("rope after")
     with model.kv_bias(convert_prompt(model, text_for(model, 9, seed=1))):
         tokens = text_for(model, 7, seed=2)
         own = model(tokens[None])[0]

@@ -67,7 +67,7 @@ def test_an_attached_bias_is_part_of_the_dual_model(name, role):
 
 
 @pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4, budget="equal")])
-@pytest.mark.parametrize("name", ["learned positions", "rotary, gqa, shift"])
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, shifted, grouped"])
 def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
     model = model_of(name)
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
@@ -80,7 +80,7 @@ def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
 
 
 def test_the_prompt_in_front_and_its_exact_bias_are_the_same_demonstrations():
-    model = model_of("rotary, gqa, shift")
+    model = model_of("softmax, shifted, grouped")
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
     whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 1, 4)
     with model.kv_bias(convert_prompt(model, prompt, method="exact")):
@@ -91,7 +91,7 @@ def test_the_prompt_in_front_and_its_exact_bias_are_the_same_demonstrations():
 
 def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
     """The prompt's tokens are demonstrations: the step from a bias contributes what they contributed together."""
-    model = model_of("rope after, shift 2")
+    model = model_of("rope after")
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 5, seed=2)
     whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 0, 2)
     with model.kv_bias(convert_prompt(model, prompt)):
@@ -102,9 +102,7 @@ def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
     assert split.log_loss_drop() == pytest.approx(whole.log_loss_drop(), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["rope after, shift 2", "no normalizer, gqa, decay", "learned positions", "rotary, gqa, shift"]
-)
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "softmax, learned", "softmax, shifted, grouped"])
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
 def test_losses_and_steps_agree_with_the_loops(name, alpha):
     """The kernel form, one step after the other, against ``naive_dual`` on what the hooks show."""
@@ -146,7 +144,7 @@ def test_losses_and_steps_agree_with_the_loops(name, alpha):
 
 
 def test_written_out_weights_and_autograd_on_them():
-    model = model_of("rope after, shift 2")
+    model = model_of("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1, n_demonstrations=5)
     leaf = dual.weight.requires_grad_()
     loss = ops.dual_loss(leaf, dual.inputs, dual.labels, dual.normalizer, eta=0.1)
@@ -158,7 +156,7 @@ def test_written_out_weights_and_autograd_on_them():
 
 
 @pytest.mark.parametrize("kernel", ["random", "landmark"])
-@pytest.mark.parametrize("name", ["learned positions", "rotary, gqa, shift", "hf llama"])
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, shifted, grouped", "hf llama"])
 def test_approximate_features_are_attention_with_these_features(name, kernel):
     model = model_of(name)
     tokens = text_for(model, 12)
@@ -172,7 +170,7 @@ def test_approximate_features_are_attention_with_these_features(name, kernel):
 
 
 def test_more_features_come_closer_and_all_landmarks_are_exact():
-    model = model_of("learned positions")
+    model = model_of("softmax, learned")
     tokens = text_for(model, 12)
     errors = {
         m: sum(
@@ -182,13 +180,13 @@ def test_more_features_come_closer_and_all_landmarks_are_exact():
         for m in (8, 4096)
     }
     assert errors[4096] < errors[8] / 3  # errors fall as the root of m; 22 times as far in the mean
-    for one in (model, model_of("alibi")):
+    for one in (model, model_of("softmax, alibi")):
         every = DualModel.from_head(one, tokens, 0, 1, kernel="landmark", n_features=12)
         assert every.equivalence_error() < 1e-8
 
 
 def test_the_minimizer():
-    model = model_of("rope after, shift 2")
+    model = model_of("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
     least = dual.minimize(0.3).loss(alpha=0.3)
     assert least < dual.reset().losses(30, alpha=0.3)[:10].min()
@@ -197,7 +195,7 @@ def test_the_minimizer():
 
 def test_bound_terms_by_hand():
     """The terms from features written out, for linear attention."""
-    model = model_of("rope after, shift 2")
+    model = model_of("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
     terms = dual.bound(delta=0.1)
     trace = dual.inputs.square().sum()

@@ -9,6 +9,7 @@ import torch
 from kvlens.analyses.bias.exchange import HeadExchange
 from kvlens.analyses.bias.parts import in_one_space
 from precision import LAW, relative_error
+from small_models import row_of
 from tiny_text_model import tiny_text_model
 
 import kvlens
@@ -18,17 +19,14 @@ from kvlens.explanation.reading import wilson
 
 PROMPT = "The widget is purple.\nThe gadget is green."
 TEXT, ANSWER, FACT = " Return the", " widget", "The widget is purple."
-MODELS = {
-    "softmax, groups": dict(attention="softmax", n_heads=6, d_model=24, n_key_value_heads=2, kv_shift=None),
-    "linear, groups": dict(attention="linear", n_heads=6, d_model=24, n_key_value_heads=2, kv_shift=None),
-    "softmax, shift": dict(attention="softmax"),
-    "linear, shift": dict(),
-}
 
 
-@pytest.fixture(params=MODELS)
+ROWS = {"softmax, rotary, grouped": {}, "gqa": dict(kv_shift=None), "softmax, shifted": {}, "rope after": {}}
+
+
+@pytest.fixture(params=ROWS)
 def model(request):
-    return tiny_text_model(dtype=torch.float64, **MODELS[request.param])
+    return tiny_text_model(row_of(request.param), dtype=torch.float64, **ROWS[request.param])
 
 
 def both_prompts(model):
@@ -95,7 +93,8 @@ def test_heads_are_mixtures_of_two_biases_and_a_layers_heads_together_are_the_la
     assert relative_error(torch.tensor(by_part["head"]["fall"].to_numpy()), heads) < LAW
     assert ("group" in by_part) == (kv < n_heads)
     if kv < n_heads:
-        groups = falls([(layer, range(3 * i, 3 * i + 3)) for layer in range(2) for i in range(2)])
+        n = n_heads // kv
+        groups = falls([(layer, range(n * i, n * i + n)) for layer in range(2) for i in range(kv)])
         assert relative_error(torch.tensor(by_part["group"]["fall"].to_numpy()), groups) < LAW
 
 

@@ -1,8 +1,13 @@
-"""The pages in a browser: they draw, clicking works, nothing is requested, and what a prompt holds is shown and never run."""
+"""The pages in a browser: they draw, clicking works, nothing is requested, and what a prompt holds is shown and never run.
+
+axe-core has no moderate or serious finding in the report, nor in any single picture.
+"""
 
 import html
 import json
+import os
 import re
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -11,8 +16,9 @@ from headless_chromium import CHROMIUM, WITHOUT, tags_and_handlers, visible_text
 from pictures import demonstrations, details_of, losses, shares
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
+from kvlens import HookedKVTransformer
 from kvlens.analyses import HeadDetails
-from kvlens.report import build_report
+from kvlens.report import build_report, example_for
 from kvlens.report.build import ranked_heads
 from kvlens.report.page import build_page
 from kvlens.texts import joined
@@ -355,3 +361,50 @@ def test_a_long_prompt_gives_a_page_that_opens(tmp_path):
         "Head Selector",
     ):
         assert words in text
+
+
+AXE = Path(os.environ.get("KVLENS_AXE", Path(__file__).parents[2] / ".axe/node_modules/axe-core/axe.min.js"))
+RUN = """;axe.run(document, {resultTypes: ["violations"]}).then((result) => {
+  const found = document.createElement("pre");
+  found.id = "axe-result";
+  const where = (v) => v.nodes.map((n) => n.target.join(" ")).slice(0, 3);
+  found.textContent = JSON.stringify(result.violations.map((v) => [v.id, v.impact, where(v)]));
+  document.body.append(found);
+});"""
+
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: npm install --prefix .axe axe-core; or KVLENS_AXE")
+"""The environment variable says where its axe.min.js is; ``.ci/run`` installs it there."""
+
+
+def findings(page: str, folder: Path) -> list:
+    """What axe-core reports as moderate, serious or critical in ``page`` after its scripts ran."""
+    seen = visit(page, folder, script=AXE.read_text(encoding="utf-8") + RUN)
+    found = re.search(r'<pre id="axe-result">(.*?)</pre>', seen.dom, flags=re.DOTALL)
+    assert found, "axe-core gave no result"
+    return [entry for entry in json.loads(html.unescape(found[1])) if entry[1] in ("moderate", "serious", "critical")]
+
+
+@needs_axe
+def test_the_checker_sees_what_is_wrong(tmp_path):
+    """A button without a name and gray on gray are findings: the checker must report them."""
+    page = Page("bad").section("x", "y").add(colored_tokens(["a"], [1.0]))
+    bad = page.to_html().replace("</main>", '<button></button><p style="color:#aaa;background:#bbb">gray</p></main>')
+    assert {entry[0] for entry in findings(bad, tmp_path)} >= {"button-name", "color-contrast"}
+
+
+@needs_axe
+def test_the_report_has_no_finding(tmp_path):
+    """Of a model that has every figure, the explanation included."""
+    model, example = HookedKVTransformer.from_zoo("facts-linear"), example_for("facts-linear")
+    report = build_report(model, *example, model_name="facts-linear", new_tokens=3, dual=True)
+    assert report.explained is not None
+    assert findings(build_page(report).to_html(), tmp_path) == []
+
+
+@needs_axe
+def test_pictures_at_full_strength_have_no_finding(tmp_path):
+    table = pd.DataFrame({"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "x": [1.0, -1.0, 0.5, -0.5]})
+    strengths = torch.linspace(-1.2, 1.2, 25).tolist()
+    page = Page("pictures").add(head_heatmap(table, "x")).add(contribution_bars(table, "x", part="head"))
+    page.add(colored_tokens([f"t{i} " for i in range(25)], strengths, top=1.0))
+    assert findings(page.to_html(), tmp_path) == []

@@ -100,7 +100,7 @@ sec. 6.4 | fitted keys come nearer than random features (ours)
 sec. 7, eq. 19 | the bias is the initial state of the recurrence
     tests/ops/test_linear_attention.py | holds | the recurrent form, started from the bias, equals the parallel form with it |
 sec. 7 | "we could extend our ICL conversion method to those autoregressive RNN architectures", H3 and Mamba
-    tests/bridge/test_pure_recurrent.py::test_converted_equals_prompted | holds | Mamba and Falcon-Mamba, tiny random models: logits 5e-16 from the prompted ones in float64, the state and the convolution's inputs being the bias; Jamba 7e-16 (tests/bridge/test_exactness.py) |
+    tests/bridge/test_hybrid.py::test_states_alone_replace_the_prompt | holds | Mamba and Falcon-Mamba, tiny random models: logits 5e-16 from the prompted ones in float64, the state and the convolution's inputs being the bias; Jamba 7e-16 (tests/bridge/test_exactness.py) |
     tests/ops/test_h3.py::test_a_prompt_is_its_initial_states | holds | H3, at 1e-11 in float64, as an op: no public checkpoint class has it |
 sec. 8 | "the precision of our method should always be better than approximating the full softmax with all the tokens"
     gpt2-text | holds | `docs-gpt2`, with the same features: 22.4 % with every token approximated, 11.7 % with the prompt alone (0.084 to 0.130 less, less for each of twelve prompts) | approximating only the prompt errs less

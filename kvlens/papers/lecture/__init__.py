@@ -46,7 +46,7 @@ introduction | outside of the training distribution it does as least squares doe
     function-classes | holds | 0.158 with points 3 times as far out and 0.028 in one orthant, 0.0095 as trained; with noise 2.36 after 3 examples (double descent) | points 3 times as far out; examples in one orthant; noise on the answers
     function-classes | does not hold | skewed covariance, which should be worse: 0.013, 0.0095 as trained | points with a skewed covariance
 sec. 1 | a homonym's vector depends on its context
-    tests/papers/lecture/test_homonyms.py | holds | for any transformer with attention, by construction: one embedding, and behind the layers a vector for each context; without attention one vector |
+    tests/papers/lecture/test_function_classes.py::test_a_token_has_one_embedding_and_a_vector_for_each_context | holds | for any transformer with attention, by construction: one embedding, and behind the layers a vector for each context; without attention one vector |
 sec. 3 | "the transformer architecture is equivariant with respect to input permutations"
     function-classes | holds | without a mask and positions, T(pi X) - pi T(X) is 1.2e-15 of T(X) at most, in float64 | the plain transformer is permutation equivariant
 sec. 3 | positions "break permutation equivariance"

@@ -1,14 +1,18 @@
-"""Effects of units, heads and positions: each is held against a model that is intervened on by other means."""
+"""Effects of units, heads and positions: each is held against a model that is intervened on by other means.
+ContextCite: its lasso by the conditions of an optimum, its fit beside the authors' package where it is installed."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 import pytest
 import torch
-from analysis_models import VARIANTS, random_model, tokens
+from analysis_models import VARIANTS, tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import (
+    ContextCite,
     InteractionFit,
     LeaveOneOut,
     chosen_subsets,
@@ -17,24 +21,22 @@ from kvlens.analyses.attribution.methods import (
     lasso,
     logit_of,
     over_pairs,
+    subset_scores,
 )
 from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
+from small_models import sharp
 from torch.nn.functional import logsigmoid
 
-from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, carry_bias, convert_prompt, logits_after
+from kvlens import HookedKVTransformer, KVLensError, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.chat import prompt_units
 from kvlens.components import hidden_tokens_keep_positions
 from kvlens.components.attention import shifted_heads
 from kvlens.ops.kv_shift import coefficients_from_parameter, naive_kv_shift
+from kvlens.units import Unit
 
-MODELS = {
-    **VARIANTS,
-    "softmax shift": dict(attention="softmax", kv_shift=KVShiftConfig(window=2, queries=True)),
-    "softmax grouped": dict(attention="softmax", n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=None),
-    "softmax learned": dict(attention="softmax", kv_shift=None, positional_embedding_type="standard"),
-}
+MODELS = [*VARIANTS, "softmax, shifted", "softmax, rotary, grouped", "softmax, learned"]
 PROMPT, TEXT = tokens(13, 1), tokens(4, 2)
 SPANS = [(0, 3), (3, 5), (5, 9), (9, 13)]
 TOLERANCE = 1e-9
@@ -44,7 +46,7 @@ FUNCTIONS = (prompt_attribution, attribution_by_head, attribution_by_position)
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request) -> HookedKVTransformer:
-    return random_model(**MODELS[request.param])
+    return sharp(request.param)
 
 
 def log_p(model, bias, token: int, text=TEXT) -> float:
@@ -60,8 +62,8 @@ class Tables(NamedTuple):
 
 @pytest.fixture(scope="module")
 def tables(model) -> Tables:
-    """What the units of `SPANS` do for token 5."""
-    given = dict(by=SPANS, answer=5)
+    """What the units of `SPANS` do for token 3, whose probability the prompt moves in every model."""
+    given = dict(by=SPANS, answer=3)
     units, heads = (function(model, PROMPT, TEXT, **given) for function in FUNCTIONS[:2])
     return Tables(units, heads, attribution_by_position(model, PROMPT, TEXT, **given, each_layer=True))
 
@@ -73,11 +75,11 @@ def total_effects(table) -> list[float]:
 
 
 def test_total_effects_are_those_of_the_converted_prompts_in_every_table(model, tables):
-    whole = log_p(model, convert_prompt(model, PROMPT), 5)
-    expected = [whole - log_p(model, convert_prompt(model, PROMPT, without=[span]), 5) for span in SPANS]
+    whole = log_p(model, convert_prompt(model, PROMPT), 3)
+    expected = [whole - log_p(model, convert_prompt(model, PROMPT, without=[span]), 3) for span in SPANS]
     for table in tables:
         assert total_effects(table) == pytest.approx(expected, abs=TOLERANCE)
-    nothing = log_p(model, convert_prompt(model, PROMPT, without=[(0, 13)]), 5)
+    nothing = log_p(model, convert_prompt(model, PROMPT, without=[(0, 13)]), 3)
     shares = [effect / (whole - nothing) for effect in expected]
     assert tables.units["total_share"].tolist() == pytest.approx(shares, abs=TOLERANCE / abs(whole - nothing))
     assert tables.units["p_value"].isna().all()
@@ -90,7 +92,7 @@ def test_a_knockout_hides_the_unit_from_the_text_alone(model, tables):
     shift = model.cfg.kv_shift
     window = shift.window if shift is not None else 0
     together = torch.cat([PROMPT, TEXT])[None]
-    whole = float(model(together)[0, -1].log_softmax(dim=-1)[5])
+    whole = float(model(together)[0, -1].log_softmax(dim=-1)[3])
     for effect, (start, end) in zip(tables.units["knockout_effect"], SPANS, strict=True):
         stop = min(end + window, 13)
 
@@ -103,7 +105,7 @@ def test_a_knockout_hides_the_unit_from_the_text_alone(model, tables):
             hooks += kernel_normalizers(model, start, stop)
         if shift is not None:
             hooks += text_shifted_without(model, start, end)
-        hidden = float(model.run_with_hooks(together, fwd_hooks=hooks)[0, -1].log_softmax(dim=-1)[5])
+        hidden = float(model.run_with_hooks(together, fwd_hooks=hooks)[0, -1].log_softmax(dim=-1)[3])
         assert effect == pytest.approx(whole - hidden, abs=TOLERANCE)
 
 
@@ -231,13 +233,13 @@ def prompts_read(monkeypatch):
 
 @pytest.mark.parametrize("method", ["leave_one_out", "interactions", "contextcite"])
 def test_the_whole_prompt_is_read_once(method, prompts_read):
-    prompt_attribution(random_model(), PROMPT, TEXT, by="token", answer=5, method=method)
+    prompt_attribution(sharp(), PROMPT, TEXT, by="token", answer=5, method=method)
     assert prompts_read.count(PROMPT.tolist()) == 1
 
 
 def test_no_prompt_is_read_twice_for_the_null(prompts_read):
     """The prompt, the prompt without each unit, the baseline, and the prompt with each unrelated unit."""
-    model, null = random_model(), Null(20, [tokens(11, seed) for seed in range(20, 30)])
+    model, null = sharp(), Null(20, [tokens(11, seed) for seed in range(20, 30)])
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, null=null)
     assert len(set(map(tuple, prompts_read))) == len(prompts_read) == 1 + len(SPANS) + 1 + 20
     question, units = Question.of(model, PROMPT, TEXT, 5), prompt_units(model, PROMPT, SPANS)
@@ -247,7 +249,7 @@ def test_no_prompt_is_read_twice_for_the_null(prompts_read):
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
-    model, read = random_model(attention=attention), []
+    model, read = sharp(attention=attention), []
     monkeypatch.setattr(
         "kvlens.analyses.attribution.terms.convert_prompt",
         lambda *args, **kwargs: read.append(args) or convert_prompt(*args, **kwargs),
@@ -264,7 +266,7 @@ def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch)
     """One of the prompt and one of the counterfactual prompt, however many positions and layers there are."""
     read = []
     monkeypatch.setattr("kvlens.analyses.attribution.terms.factors", lambda *args: read.append(args) or factors(*args))
-    table = attribution_by_position(random_model(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
+    table = attribution_by_position(sharp(kv_shift=None), tokens(70, 1), TEXT, by=[(3, 6)], answer=5, each_layer=True)
     assert len(table) == 70 * 3 and len(read) == 2
 
 
@@ -302,7 +304,7 @@ def test_a_prompt_behind_an_attached_bias_is_the_end_of_a_longer_prompt(model):
 
 
 def test_closed_positions_are_the_shorter_prompts():
-    model = random_model(kv_shift=None)
+    model = sharp(kv_shift=None)
     table = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, positions="closed")
     whole = log_p(model, convert_prompt(model, PROMPT), 5)
     expected = [
@@ -352,6 +354,12 @@ def test_fits_recover_sums_and_pairs():
     assert found.tolist() == pytest.approx(weights.tolist(), abs=1e-6)
 
 
+def test_the_logit_of_a_probability_is_what_its_sigmoid_is_of():
+    """Up to the rounding of the probability, which leaves less and less of a number near 1."""
+    logits = torch.linspace(-30, 15, 46, dtype=torch.float64)
+    torch.testing.assert_close(logit_of(logsigmoid(logits)), logits, rtol=1e-9, atol=1e-9)  # e^15 roundings of 1e-16 at most
+
+
 def test_tokens_that_saturate_one_by_one_are_fitted_one_by_one():
     """Of the first token one unit is enough, of the second another; the sum of their log-probabilities is no sum over units."""
     kept = chosen_subsets(32, 12, 0)
@@ -399,7 +407,7 @@ def test_the_kernel_of_pairs_is_the_sum_over_pairs():
 
 
 def test_a_method_is_an_object_and_its_name_a_shorthand():
-    model = random_model()
+    model = sharp()
     by_name = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method="interactions")
     by_object = prompt_attribution(model, PROMPT, TEXT, by=SPANS, answer=5, method=InteractionFit(n_subsets=32))
     pd.testing.assert_frame_equal(by_name, by_object)
@@ -409,7 +417,7 @@ def test_a_method_is_an_object_and_its_name_a_shorthand():
 
 
 def test_unrelated_units_are_seldom_significant():
-    model = random_model()
+    model = sharp()
     others = [tokens(11, seed) for seed in range(20, 60)]
     question = Question.of(model, PROMPT, TEXT, 5)
     units = prompt_units(model, PROMPT, SPANS)
@@ -425,7 +433,10 @@ def test_unrelated_units_are_seldom_significant():
 def test_prompts_of_unrelated_units_seldom_have_a_significant_one():
     """Prompts of random tokens, and a null of random tokens: each set of three units is drawn as the null's are. Without the
     adjustment one in seven prompts has a unit with p <= 0.05."""
-    model, n = random_model(n_layers=1, kv_shift=None), 100
+    model, n = sharp(n_layers=1, kv_shift=None), 100
+    for name, parameter in model.named_parameters():
+        if "W_" not in name:
+            parameter.fill_(float(name.endswith(".w")))
     spans = [(0, 4), (4, 8), (8, 12)]
     any_adjusted = any_single = 0
     for seed in range(n):
@@ -472,3 +483,56 @@ def test_the_sentence_that_states_the_fact_is_named(name):
     assert table["total_effect"].idxmax() == 1
     assert table["significant"].tolist() == [False, True, False]
     assert table["total_effect"][1] > 3
+
+
+CITED, BEHIND_CITED, CITED_ANSWER = tokens(15, 1), tokens(4, 2), tokens(3, 3)
+CITED_SPANS = [(first, first + 3) for first in range(0, 15, 3)]
+
+
+@pytest.mark.parametrize(("penalty", "n_weights"), [(0.0, 6), (0.4, 2)])
+def test_the_lasso_is_at_its_optimum(penalty, n_weights):
+    """The gradient of |y - b - a w|^2 / (2 n) is 0 for b, -penalty sign(w) where w is not 0, and at most penalty elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(40, 7, generator=generator) < 0.5).double()
+    x[:, 4] = 1.0  # never changes
+    y = 5 + 3 * x[:, 0] - x[:, 2] + 0.3 * torch.randn(40, generator=generator, dtype=torch.float64)
+    intercept, weights = lasso(x, y, penalty)
+    scale = x.std(dim=0, correction=0)
+    a = (x - x.mean(dim=0)) / scale.where(scale > 0, 1.0)
+    left = y - intercept - x @ weights
+    gradient, on = -(a.T @ left) / 40, weights != 0
+    assert abs(float(left.mean())) < 1e-11 and not on[4]
+    assert (gradient[on] + penalty * weights[on].sign()).abs().max() < 1e-8  # the descent ends where weights move by 1e-9
+    assert (gradient[~on].abs() <= penalty + 1e-8).all()
+    assert int(on.sum()) == n_weights
+
+
+def package_solver(penalty):
+    """The package's solver from its own file: importing the package downloads data."""
+    pytest.importorskip("sklearn", reason="the package's solver needs scikit-learn: pip install context-cite")
+    package = importlib.util.find_spec("context_cite")
+    if package is None:
+        pytest.skip("the authors' package is not installed: pip install context-cite")
+    path = Path(package.submodule_search_locations[0]) / "solver.py"
+    spec = importlib.util.spec_from_file_location("context_cite_solver", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LassoRegression(lasso_alpha=penalty)
+
+
+@pytest.mark.parametrize("penalty", [ContextCite.penalty, 0.1])
+@pytest.mark.parametrize("answer", [CITED_ANSWER[:1], CITED_ANSWER], ids=["one token", "three tokens"])
+def test_the_fit_is_that_of_the_authors_package(answer, penalty):
+    solver = package_solver(penalty)
+    model = sharp(attention="softmax", kv_shift=None)
+    question = Question.of(model, CITED, BEHIND_CITED, answer)
+    units = [Unit("", "", *span) for span in CITED_SPANS]
+    found = ContextCite(n_subsets=24, penalty=penalty).explain(question, units)
+    kept = torch.rand(24, len(units), generator=torch.Generator().manual_seed(0)) < 0.5
+    logits = logit_of(subset_scores(question, units, kept))
+    weight, bias = (torch.as_tensor(x).double() for x in solver.fit(kept.numpy(), logits.numpy(), len(answer)))
+    every = torch.tensor([[n >> u & 1 for u in range(len(units))] for n in range(2 ** len(units))], dtype=torch.bool)
+    ours, theirs = logit_of(found.predict(every)), bias + every.double() @ weight
+    # scikit-learn ends where a sweep moves no weight by more than 1e-4 of the largest; one leaves less than 0.9 of the error
+    assert (ours - theirs).abs().max() < 1e-3 * weight.abs().max()
+    assert (weight.abs() > 0.1).sum() > 1

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import tokens
 from pandas.testing import assert_frame_equal
+from small_models import sharp
 
 from kvlens.analyses import attribution_by_edge
 from kvlens.components import hidden_tokens_keep_positions
@@ -14,15 +15,11 @@ EXACT = 1e-10
 PROMPT, TEXT, SPAN = tokens(9), tokens(4, seed=1), (2, 5)
 OTHER = tokens(3, seed=2)
 MODELS = {
-    "linear, grouped keys, decay": dict(n_heads=6, d_model=36, n_key_value_heads=2, normalizer="none", decay="retnet"),
-    "linear, three layers": dict(n_layers=3),
-    "softmax, shifted queries": dict(attention="softmax", positional_embedding_type="standard"),
-    "softmax, grouped keys, side by side": dict(
-        attention="softmax", kv_shift=None, n_heads=6, d_model=36, n_key_value_heads=3, parallel_attn_mlp=True, gated_mlp=True
-    ),
-    "softmax, a norm behind the heads": dict(
-        attention="softmax", kv_shift=None, normalization_type="RMS", use_normalization_before_and_after=True
-    ),
+    "gqa decay": {},
+    "rope after": dict(n_layers=3),
+    "softmax, shifted": {},
+    "softmax, rotary, grouped": dict(parallel_attn_mlp=True, gated_mlp=True),
+    "softmax, norms behind heads": {},
 }
 
 
@@ -74,7 +71,7 @@ def naive_effect(model, row, *, answer, replaced: bool, through_mlps: bool) -> f
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_every_effect_is_that_of_path_patching_written_out(name, through_mlps):
-    model, replaced, answer = random_model(**MODELS[name]), through_mlps, torch.tensor([3, 7])
+    model, replaced, answer = sharp(name, **MODELS[name]), through_mlps, torch.tensor([3, 7])
     given = dict(by=[SPAN], answer=answer, replace_by={SPAN: OTHER} if replaced else None, through_mlps=through_mlps)
     table = attribution_by_edge(model, PROMPT, TEXT, n_confirmed=None, **given)
     n, kv, layers = model.cfg.n_heads, model.cfg.n_key_value_heads or model.cfg.n_heads, model.cfg.n_layers
@@ -92,7 +89,7 @@ def test_the_estimate_is_the_effect_where_changes_are_small():
     """The estimate's error falls with the square of what the senders write, and the effect in proportion to it."""
     errors = []
     for size in (1e-4, 1e-5):
-        model = random_model(attention="softmax", kv_shift=None)
+        model = sharp(attention="softmax", kv_shift=None)
         with torch.no_grad():
             model.blocks[0].attn.W_O.mul_(size)
         table = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN], answer=3, n_confirmed=None)
@@ -101,7 +98,7 @@ def test_the_estimate_is_the_effect_where_changes_are_small():
 
 
 def test_a_rival_is_subtracted_and_units_are_separate():
-    model = random_model()
+    model = sharp()
 
     def table(by=(SPAN, (6, 8)), **given):
         found = attribution_by_edge(model, PROMPT, TEXT, by=list(by), n_confirmed=None, **given)

@@ -7,21 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import (
-    GROUPED,
-    PENCIL_PROMPT,
-    PENCIL_TEXT,
-    SOFTMAX,
-    VARIANTS,
-    bernoulli_kl,
-    centered,
-    pencil_model,
-    random_model,
-    softmax_model,
-    tokens,
-)
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, VARIANTS, bernoulli_kl, centered, pencil_model, tokens
+from kvlens.analyses.attribution.terms import PositionExchange, Terms
+from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange
+from kvlens.analyses.bias.parts import in_one_space
+from precision import LAW, relative_error
+from small_models import sharp
 
-from kvlens import HookedKVTransformer, KVShiftConfig, combine, convert_prompt
+from kvlens import HookedKVTransformer, KVShiftConfig, combine, convert_prompt, counterfactuals
 from kvlens.analyses import (
     baseline_ablation,
     bias_ablation,
@@ -33,8 +26,8 @@ from kvlens.analyses import (
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 OTHERS = torch.stack([tokens(7, seed=5), tokens(7, seed=6), tokens(7, seed=8)])
-LINEAR = {**VARIANTS, "gqa, kernel": dict(GROUPED, kv_shift=KVShiftConfig(window=1, queries=True))}
-MODELS = LINEAR | {f"softmax, {name}": dict(changes, attention="softmax") for name, changes in SOFTMAX.items()}
+LINEAR = [*VARIANTS, "gqa, queries shifted"]
+MODELS = [*LINEAR, *SOFTMAX]
 EFFECTS = ["ablation_kl", "loss_change", "zero_kl", "zero_loss_change"]
 HOOKS = {"bias": ("b_kv", "b_d"), "shift_state": ("last_k", "last_v", "last_q")}
 FIELDS = {"b_kv": "b_KV", "b_d": "b_D"}
@@ -77,7 +70,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_removing_heads_is_selecting_the_rest(name):
-    model = random_model(**MODELS[name])
+    model = sharp(name)
     bias, n_heads = convert_prompt(model, PROMPT), model.cfg.n_heads
     pairs = [(layer, head) for layer in range(2) for head in range(n_heads)]
     removals = [*([pair] for pair in pairs), pairs[:n_heads], pairs[n_heads:], pairs]
@@ -92,10 +85,10 @@ def test_removing_heads_is_selecting_the_rest(name):
         np.testing.assert_allclose(by_unit[EFFECTS[2:]], rows[["kl", "loss_change"]], rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped"])
 def test_removing_a_query_head_of_a_softmax_model_is_blinding_it_to_the_prompt(name):
     """By hand, without a bias: the text's queries of that head see no key of the prompt in front of it."""
-    model = softmax_model(name)
+    model = sharp(name)
     pairs = [(layer, head) for layer in range(2) for head in range(model.cfg.n_heads)]
     whole, n = torch.cat([PROMPT, TEXT])[None], len(PROMPT)
     seeing, kl = model(whole)[0, n:], []
@@ -111,7 +104,7 @@ def test_removing_a_query_head_of_a_softmax_model_is_blinding_it_to_the_prompt(n
 
 
 def test_sizes_and_shares_by_their_definition():
-    model = random_model()
+    model = sharp()
     bias = convert_prompt(model, PROMPT)
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(TEXT[None])
@@ -127,7 +120,7 @@ def test_sizes_and_shares_by_their_definition():
 
 def test_sizes_are_of_what_the_stored_numbers_stand_for():
     """exp(log_scale) times them: the same bias with its scale stored elsewhere has the same sizes, and none overflows."""
-    model = softmax_model("rotary, grouped")
+    model = sharp("softmax, rotary, grouped")
     bias = convert_prompt(model, PROMPT, method="random", n_features=8)
     assert bias.log_scale.unique().numel() > 1
     moved = torch.linspace(-3.0, 5.0, bias.log_scale.numel(), dtype=bias.b_KV.dtype).view_as(bias.log_scale)
@@ -135,7 +128,7 @@ def test_sizes_are_of_what_the_stored_numbers_stand_for():
     same = replace(bias, b_KV=bias.b_KV / smaller[..., None], b_D=bias.b_D / smaller, log_scale=bias.log_scale + moved)
     first, second = (bias_by_head(model, PROMPT, TEXT, bias=each) for each in (bias, same))
     np.testing.assert_allclose(second[["b_kv_norm", "b_d_norm"]], first[["b_kv_norm", "b_d_norm"]], rtol=1e-12)
-    whole = (bias.b_KV * bias.log_scale.exp()[..., None, None]).repeat_interleave(3, dim=1).norm(dim=(-2, -1))
+    whole = (bias.b_KV * bias.log_scale.exp()[..., None, None]).repeat_interleave(2, dim=1).norm(dim=(-2, -1))
     np.testing.assert_allclose(first["b_kv_norm"], whole.flatten(), rtol=1e-12)
     values = bias_singular_values(model, bias).groupby(["layer", "head"])["singular_value"]
     np.testing.assert_allclose(values.agg(lambda sigma: (sigma**2).sum() ** 0.5), whole.flatten(), rtol=1e-12)
@@ -146,7 +139,7 @@ def test_sizes_are_of_what_the_stored_numbers_stand_for():
 
 
 def test_what_changes_nothing():
-    model = random_model(kv_shift=None)
+    model = sharp(kv_shift=None)
     bias, rounding = convert_prompt(model, PROMPT), 17 * 2.3e-16  # a sum over the vocabulary
     zeros = bias_by_head(model, PROMPT, TEXT, bias=bias.zero_like())
     assert (zeros[["b_kv_norm", "b_d_norm", "bias_share"]] == 0).all(axis=None)
@@ -160,14 +153,14 @@ def test_what_changes_nothing():
 
 
 def test_one_token_of_text_has_no_loss():
-    frame = bias_by_head(random_model(), PROMPT, TEXT[:1])
+    frame = bias_by_head(sharp(), PROMPT, TEXT[:1])
     assert frame[["loss_change", "zero_loss_change"]].isna().all(axis=None)
     assert frame[["ablation_kl", "zero_kl"]].notna().all(axis=None)
-    assert bias_effects(random_model(), PROMPT, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
+    assert bias_effects(sharp(), PROMPT, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
 
 
 def test_the_number_is_reported_before_the_first_and_the_batch_size_changes_only_rounding():
-    model, told = random_model(), []
+    model, told = sharp(), []
     bias = convert_prompt(model, PROMPT)
     tell = dict(on_start=told.append, on_progress=lambda done: told.append(round(done, 3)))
     whole = bias_effects(model, bias, TEXT, parts=["bias"], batch_size=4, **tell)
@@ -236,7 +229,7 @@ def hooks_of(model, references, baseline, row):
     ("name", "by"), [each for i, name in enumerate(LINEAR) for each in ((name, "head"), (name, ("layer", "model")[i % 2]))]
 )
 def test_every_ablation_is_what_hooks_do(name, by):
-    model = random_model(**LINEAR[name])
+    model = sharp(name)
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS)
     baseline = convert_prompt(model, PROMPT, without=[(0, len(PROMPT))])
     methods = ["zero", "mean", "resample", "baseline"] if by != "head" else ["resample", "baseline"]
@@ -253,9 +246,9 @@ def test_every_ablation_is_what_hooks_do(name, by):
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_other_prompts_instead_of_a_layer_of_a_softmax_model(name):
+def test_other_prompts_instead_of_a_layer_of_a_sharp(name):
     """Each against a bias put together by sums: the rest of this prompt, and that layer of the others."""
-    model = softmax_model(name)
+    model = sharp(name)
     bias, others = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS[:2])
     given = dict(methods=["resample", "mean"], parts=["bias"], references=others)
     frame, whole = bias_effects(model, bias, TEXT, by="layer", **given), read(model, bias)
@@ -272,7 +265,7 @@ def test_other_prompts_instead_of_a_layer_of_a_softmax_model(name):
 
 
 def test_order_and_defaults():
-    model = random_model()
+    model = sharp()
     bias, references = convert_prompt(model, PROMPT), convert_prompt(model, OTHERS[:2])
     frame = bias_effects(model, bias, TEXT, by="layer", methods=["resample", "zero"], parts=["both"], references=references)
     expected = pd.DataFrame(
@@ -286,13 +279,13 @@ def test_order_and_defaults():
     ).astype({"method": "str", "part": "str"})
     pd.testing.assert_frame_equal(frame[list(expected)], expected)
     for shift, parts in ((KVShiftConfig(), ["bias", "shift_state", "both"]), (None, ["bias"])):
-        whole = bias_effects(random_model(kv_shift=shift), PROMPT, TEXT)
+        whole = bias_effects(sharp(kv_shift=shift), PROMPT, TEXT)
         assert whole["part"].drop_duplicates().tolist() == parts and whole["method"].unique().tolist() == ["zero"]
 
 
 @pytest.mark.parametrize(("name", "references"), [(name, i % 3 != 1) for i, name in enumerate(MODELS)], ids=MODELS)
 def test_the_baseline_is_that_of_bias_by_head_with_and_without_references(name, references):
-    model = random_model(**MODELS[name])
+    model = sharp(name)
     others = convert_prompt(model, OTHERS) if references else None
     methods = ["mean", "resample"] if references else []
     given = dict(by="head", parts=["bias"] if model.cfg.kv_shift is None else ["both"], references=others)
@@ -306,8 +299,33 @@ def test_the_baseline_is_that_of_bias_by_head_with_and_without_references(name, 
 
 
 def test_without_an_answer_the_logit_is_the_next_tokens():
-    model = random_model()
+    model = sharp()
     bias = convert_prompt(model, PROMPT)
     row = bias_effects(model, bias, TEXT, by="model", parts=["both"]).iloc[0]
     change = centered(read(model, bias.zero_like()) - read(model, bias))[torch.arange(4), TEXT[1:]].mean()
     assert row["logit_change"] == pytest.approx(float(change), **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["gqa, queries shifted", "softmax, shifted, grouped"])
+def test_a_layer_is_all_of_its_heads_and_all_of_its_positions_and_keeping_it_is_exchanging_the_others(name):
+    """What different exchanges of the same parts give, and what keeping is."""
+    model = sharp(name)
+    other = counterfactuals(model, PROMPT, [[(1, 4)]])
+    own, donor = convert_prompt(model, PROMPT), convert_prompt(model, other).select_prompt(0)
+    layers, heads = LayerExchange(own, donor), HeadExchange(*in_one_space(own, donor))
+    positions = PositionExchange(Terms.of_prompt(model, PROMPT), other).in_layer(1)
+    first, second = layers.rows([[0]]), heads.rows([heads.of(1)])
+    every = torch.ones(1, len(positions.parts), dtype=torch.bool)
+    read = []
+    for biases in (
+        layers.biases(~first),
+        layers.biases(first, keep=True),
+        heads.biases(second),
+        heads.biases(~second, keep=True),
+        positions.biases(every),
+        own.repeat(1),
+    ):
+        with model.kv_bias(biases):
+            read.append(model(TEXT[None]))
+    assert all(relative_error(read[0], same) < LAW for same in read[1:-1])
+    assert relative_error(read[0], read[-1]) > 1e-3

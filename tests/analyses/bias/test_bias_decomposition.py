@@ -6,14 +6,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import LINEAR, PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, centered, pencil_model, random_model, tokens
+from analysis_models import LINEAR, PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, centered, pencil_model, tokens
 from kvlens.analyses.bias.decomposition import effective_rank
+from small_models import sharp
 
 from kvlens import convert_prompt
 from kvlens.analyses import bias_decomposition, bias_positions, bias_singular_values
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
-MODELS = LINEAR | {f"softmax, {name}": dict(changes, attention="softmax") for name, changes in SOFTMAX.items()}
+MODELS = [*LINEAR, *SOFTMAX]
 ROUNDING = dict(rel=1e-9, abs=1e-13)  # of float64 logits: sums of at most 12 x 36 products, a few powers of ten apart
 FELT = 1e-6  # far above rounding: what is compared is not zero
 
@@ -82,7 +83,7 @@ def test_by_hand():
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, continues):
-    model = random_model(**MODELS[name])
+    model = sharp(name)
     initial = convert_prompt(model, tokens(3, seed=2)) if continues else None
     heads = bias_decomposition(model, convert_prompt(model, PROMPT, initial=initial), TEXT)
     for by in ("attended", "source"):
@@ -100,7 +101,7 @@ def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, continues)
 
 
 def test_a_trained_bias_is_inherited():
-    model = random_model(trainable_kv_bias=True, kv_shift=None)
+    model = sharp(trainable_kv_bias=True, kv_shift=None)
     generator = torch.Generator().manual_seed(4)
     for block in model.blocks:
         block.attn.b_KV.copy_(torch.randn(block.attn.b_KV.shape, generator=generator))
@@ -112,7 +113,7 @@ def test_a_trained_bias_is_inherited():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
-    model, places = random_model(**MODELS[name]), [1, 4]
+    model, places = sharp(name), [1, 4]
     _, cache = model.run_with_cache(torch.cat([PROMPT, TEXT])[None])
     frame = bias_positions(model, PROMPT, TEXT, at=places).query("part == 'prompt'")
     assert frame["prompt_position"].tolist() == list(range(7)) * (len(frame) // 7)
@@ -131,7 +132,7 @@ def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_heads_logit_is_what_its_direct_path_loses(name):
-    model = random_model(**LINEAR[name])
+    model = sharp(name)
     bias = convert_prompt(model, PROMPT)
     frame = bias_decomposition(model, PROMPT, TEXT, answer=3, rival=11).set_index(["layer", "head"])
     with model.kv_bias(bias):
@@ -146,7 +147,7 @@ def test_a_heads_logit_is_what_its_direct_path_loses(name):
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("by", ["attended", "source"])
 def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
-    model = random_model(**LINEAR[name])
+    model = sharp(name)
     bias = convert_prompt(model, PROMPT)
     frame = bias_positions(model, PROMPT, TEXT, by=by).query("part == 'prompt'")
     predicted = frame.groupby(["layer", "prompt_position"])["logit"].sum()  # a key-value head's queries lose it together
@@ -174,7 +175,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "gqa, taylor, values shifted"])
 @pytest.mark.parametrize("text", [TEXT, TEXT[:1]])
 def test_the_shift_state_row_is_what_is_lost_without_the_last_values(name, text):
-    model = random_model(**LINEAR[name])
+    model = sharp(name)
     bias = convert_prompt(model, PROMPT)
     frame = bias_positions(model, PROMPT, text).query("part == 'shift_state'").set_index(["layer", "head"])["output_share"]
     with model.kv_bias(bias):
@@ -190,7 +191,7 @@ def test_the_shift_state_row_is_what_is_lost_without_the_last_values(name, text)
 
 
 def test_singular_values():
-    model = random_model(feature_map="taylor", rotary_placement="before", kv_shift=None)
+    model = sharp(feature_map="taylor", rotary_placement="before", kv_shift=None)
     bias = convert_prompt(model, PROMPT[:3])
     frame = bias_singular_values(model, bias)
     assert len(frame) == 2 * 5 * 6
@@ -211,13 +212,13 @@ def test_effective_rank_by_hand():
 
 
 def test_a_bias_of_zeros_has_no_share_and_no_logit():
-    model = random_model(kv_shift=None)
+    model = sharp(kv_shift=None)
     frame = bias_decomposition(model, convert_prompt(model, PROMPT).zero_like(), TEXT)
     assert (frame.drop(columns=["layer", "head"]) == 0).all(axis=None)
 
 
 def test_one_token_of_text_has_a_logit_only_with_an_answer():
-    model = random_model()
+    model = sharp()
     assert bias_decomposition(model, PROMPT, TEXT[:1])["logit"].isna().all()
     assert bias_decomposition(model, PROMPT, TEXT[:1], answer=2)["logit"].notna().all()
     places = bias_positions(model, PROMPT, TEXT, at=[3, 4]).groupby("position")["logit"]
@@ -225,7 +226,7 @@ def test_one_token_of_text_has_a_logit_only_with_an_answer():
 
 
 def test_forward_passes_of_each_analysis(monkeypatch):
-    model, passes = random_model(), []
+    model, passes = sharp(), []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *args, **kwargs: passes.append(1) or forward(*args, **kwargs))
     bias_decomposition(model, PROMPT, TEXT)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from analysis_models import SOFTMAX, VARIANTS, random_model, softmax_model, tokens
+from analysis_models import SOFTMAX, VARIANTS, tokens
+from small_models import sharp
 
 from kvlens import KVShiftConfig, carry_bias, convert_prompt
 from kvlens.analyses import circuits
@@ -14,18 +15,16 @@ from kvlens.analyses import circuits
 FIRST, SECOND = tokens(7), tokens(4, seed=2)
 ROUNDING = 1e-14  # sums over at most 11 tokens of products of a few features, 2.2e-16 each
 PLAIN = dict(positional_embedding_type="none", kv_shift=None)
-LINEAR = {
-    **VARIANTS,
-    "sinusoidal": dict(positional_embedding_type="sinusoidal"),
-    "taylor": dict(feature_map="taylor", kv_shift=None),
-    "trained bias": dict(trainable_kv_bias=True),
-}
+LINEAR = [*VARIANTS, "sinusoidal", "taylor", "trained bias"]
 
 
 def associative_memory():
     """phi = identity; the first two coordinates of a token's embedding are its key, the last two its value."""
     sizes = dict(n_layers=1, n_heads=1, d_model=4, d_head=2, d_vocab=5, attn_only=True, d_mlp=None, normalization_type=None)
-    model = random_model(feature_map="identity", normalizer="none", **sizes, **PLAIN)
+    model = sharp(feature_map="identity", normalizer="none", **sizes, **PLAIN)
+    for name, parameter in model.named_parameters():
+        if ".b_" in name:
+            parameter.zero_()
     model.W_E.copy_(torch.tensor([[1, 0, 1, 0], [1, 0, -1, 0], [1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 2, 1]]))
     model.blocks[0].attn.W_K.copy_(torch.eye(4, 2)[None])
     model.blocks[0].attn.W_V.copy_(torch.eye(4).roll(2, 0)[None, :, :2])
@@ -61,7 +60,7 @@ def rotated_back(b_kv, n_tokens, rotary_dim=6, base=10000.0):
 @pytest.mark.parametrize("name", LINEAR)
 def test_every_column_by_its_definition(name):
     """Of sums put together by hand: C decays and turns, and what is newly written is converted after the first shift state."""
-    model = random_model(**LINEAR[name])
+    model = sharp(name)
     first, second = convert_prompt(model, FIRST), convert_prompt(model, SECOND)
     both = convert_prompt(model, torch.cat([FIRST, SECOND]))
     carried = first.b_KV if model.cfg.decay is None else first.b_KV * model.cfg.decay_per_head()[:, None, None] ** 4
@@ -87,10 +86,10 @@ def test_every_column_by_its_definition(name):
         assert found == pytest.approx((s * left).sum() / (s * strengths).sum(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *(f"softmax, {name}" for name in SOFTMAX)])
+@pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
 def test_aligned_addition_is_exact_in_the_first_layer(name):
     linear = name in LINEAR
-    model = random_model(**LINEAR[name]) if linear else softmax_model(name.removeprefix("softmax, "))
+    model = sharp(name)
     frame = circuits(model, FIRST, SECOND)
     errors = frame[["aligned_error", "aligned_b_d_error"]].fillna(0)
     assert (errors[frame["layer"] == 0] < (ROUNDING if linear else 1e-12)).all(axis=None)
@@ -104,7 +103,7 @@ def test_aligned_addition_is_exact_in_the_first_layer(name):
     ("changes", "rounding"), [(dict(normalizer=x), ROUNDING) for x in ("kernel", "none")] + [(dict(attention="softmax"), 1e-12)]
 )
 def test_plain_addition_is_concatenation_in_one_layer_without_positions(changes, rounding):
-    frame = circuits(random_model(n_layers=1, **PLAIN, **changes), FIRST, SECOND)
+    frame = circuits(sharp(n_layers=1, **PLAIN, **changes), FIRST, SECOND)
     assert (frame[["plain_error", "plain_b_d_error"]].fillna(0) < rounding).all(axis=None)
 
 
@@ -120,7 +119,7 @@ def test_plain_addition_is_concatenation_in_one_layer_without_positions(changes,
     ids=str,
 )
 def test_plain_addition_ignores_positions_decay_shift_and_what_was_trained(changes):
-    model = random_model(**{"n_layers": 1, **PLAIN, **changes})
+    model = sharp(**{"n_layers": 1, **PLAIN, **changes})
     if model.cfg.trainable_kv_bias:
         model.blocks[0].attn.b_KV.fill_(1.0)
     frame = circuits(model, FIRST, SECOND)
@@ -138,7 +137,7 @@ def cosine(a, b):
 
 def test_every_column_of_a_softmax_model_by_hand():
     """Queries, keys and values out of TransformerLens' cache of the concatenation, and exponentials as they stand."""
-    model = softmax_model("learned positions")
+    model = sharp("softmax, learned")
     scale = float(model.blocks[0].attn.attn_scale)
     both, alone, first = (model.run_with_cache(x[None])[1] for x in (torch.cat([FIRST, SECOND]), SECOND, FIRST))
     # aligned: the second prompt at its position, seeing only its own tokens
@@ -178,7 +177,7 @@ def test_every_column_of_a_softmax_model_by_hand():
 
 
 def test_scores_beyond_every_exponential_compare_all_the_same():
-    model = random_model(attention="softmax", kv_shift=None, positional_embedding_type="none")
+    model = sharp(attention="softmax", kv_shift=None, positional_embedding_type="none")
     for block in model.blocks:
         block.attn.W_K.data.mul_(300)
     frame = circuits(model, FIRST, SECOND)

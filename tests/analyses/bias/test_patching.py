@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import GROUPED, SOFTMAX, VARIANTS, centered, pencil_model, random_model, softmax_model, tokens
+from analysis_models import SOFTMAX, VARIANTS, centered, pencil_model, tokens
+from small_models import sharp
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 from kvlens.analyses import activation_patching
@@ -21,20 +22,16 @@ BIAS_TENSORS = {
     "shift_state": ["last_k", "last_v", "last_q"],
     "prompt": ["b_KV", "b_D", "last_k", "last_v", "last_q"],
 }
-LINEAR = {
-    **VARIANTS,
-    "values shifted, no normalizer": dict(normalizer="none", kv_shift=KVShiftConfig(window=1, keys=False)),
-    "gqa, queries shifted": dict(GROUPED, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
-}
-MODELS = LINEAR | {f"softmax, {name}": dict(changes, attention="softmax") for name, changes in SOFTMAX.items()}
+LINEAR = [*VARIANTS, "values shifted, relu", "gqa, queries shifted"]
+MODELS = [*LINEAR, *SOFTMAX]
 POINTS = {
     "rope after": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef",
-    "rope before": "b_kv b_d bias z_bias",
+    "rope before, no shift": "b_kv b_d bias z_bias",
     "gqa decay": "b_kv shift_state prompt z_bias k_shift_coef v_shift_coef",
     "learned, queries shifted": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
-    "values shifted, no normalizer": "b_kv shift_state prompt z_bias v_shift_coef",
+    "values shifted, relu": "b_kv shift_state prompt z_bias v_shift_coef",
     "gqa, queries shifted": "b_kv b_d bias shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
-    "softmax, queries shifted": "bias keys values shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
+    "softmax, shifted": "bias keys values shift_state prompt z_bias k_shift_coef v_shift_coef q_shift_coef",
 }
 """Those of a model; of the other softmax models ``bias keys values z_bias``."""
 
@@ -109,7 +106,7 @@ def slow_metrics(model, clean, corrupted, rows, cache):
 @functools.cache
 def patched(name):
     """A model that must not be changed, and the result of patching it."""
-    model = random_model(**MODELS[name])
+    model = sharp(name)
     return model, patching(model)
 
 
@@ -157,20 +154,20 @@ def test_patching_everything_gives_the_clean_run_and_nothing_the_corrupted_one(n
 
 
 def test_a_models_own_coefficients_change_nothing():
-    model = random_model(kv_shift=KVShiftConfig(window=2, queries=True))
+    model = sharp(kv_shift=KVShiftConfig(window=2, queries=True))
     own = {x: torch.stack([getattr(block.attn, f"{x}_shift_coef") for block in model.blocks]) for x in "kvq"}
     frame = patching(model, coefficients=own, points=[f"{x}_shift_coef" for x in "kvq"])
     assert frame["recovered"].to_numpy() == pytest.approx(0, abs=1e-12)
 
 
 def test_where_clean_and_corrupted_agree_nothing_can_be_recovered():
-    frame = patching(random_model(), points=["b_kv"], metric=lambda logits: logits.new_ones(len(logits)))
+    frame = patching(sharp(), points=["b_kv"], metric=lambda logits: logits.new_ones(len(logits)))
     assert (frame["metric"] == 1).all()
     assert frame["recovered"].isna().all()
 
 
 def test_the_head_that_carries_everything_recovers_everything():
-    model = random_model(kv_shift=None)
+    model = sharp(kv_shift=None)
     model.blocks[0].attn.W_O.zero_()
     model.blocks[1].attn.W_O[[0, 1, 2, 4]] = 0
     frame = patching(model, points=["bias", "z_bias"]).set_index(["point", "layer", "head"])["recovered"]
@@ -214,14 +211,14 @@ def test_the_size_of_the_batch_and_the_order_of_points_change_nothing_but_roundi
         n_coef = int(frame["point"].str.endswith("coef").sum())
         assert len(done) == n_coef + -(-(len(frame) - n_coef) // (size or 1000))  # coefficients have no batch axis
         pd.testing.assert_frame_equal(frame, expected, rtol=1e-9, atol=1e-12)
-    model, whole = patched("softmax, learned positions")
+    model, whole = patched("softmax, learned")
     for size in (None, 7):  # values replace b_KV in each row, and leave b_D as it is
         frame = patching(model, points="values", batch_size=size)
         pd.testing.assert_frame_equal(frame, rows_of(whole, "values"), rtol=1e-9, atol=1e-12)
 
 
 def test_other_coefficients_and_metrics():
-    model = random_model(kv_shift=KVShiftConfig(window=1, keys=False))
+    model = sharp(kv_shift=KVShiftConfig(window=1, keys=False))
     corrupted = convert_prompt(model, CORRUPTED)
     frame = patching(
         model, answer=None, rival=None, points="v_shift_coef", coefficients={"v": torch.tensor([0.25, 0.5])}
@@ -241,7 +238,7 @@ def test_other_coefficients_and_metrics():
 
 
 def test_prompts_of_unequal_length_where_the_bias_is_rebased():
-    model = random_model()
+    model = sharp()
     frame = patching(model, corrupted=convert_prompt(model, tokens(4, seed=9)), points=["prompt"])
     assert frame["recovered"].iloc[-1] == pytest.approx(1, abs=1e-12)
 
@@ -249,10 +246,10 @@ def test_prompts_of_unequal_length_where_the_bias_is_rebased():
 # --- softmax models: keys and values of the prompt's own -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped", "alibi"])
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped", "softmax, alibi"])
 def test_the_last_layers_keys_and_values_are_those_of_transformer_lens(name):
     """No later layer reads the prompt's stream there, so patching hook_k and hook_v is equivalent."""
-    model, frame = patched(f"softmax, {name}")
+    model, frame = patched(name)
     recovered = frame.set_index(["point", "layer", "head"])["metric"]
     _, cache = model.run_with_cache(torch.cat([CLEAN, TEXT])[None])
     n_kv = model.cfg.n_kv_heads
@@ -271,11 +268,11 @@ def test_the_last_layers_keys_and_values_are_those_of_transformer_lens(name):
             assert recovered[point, 1, head] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["learned positions", "rotary, grouped"])
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped"])
 @pytest.mark.parametrize("point", ["bias", "keys", "values"])
 def test_every_head_against_a_softmax_by_hand(name, point):
     """The corrupted run, with one head's output at the text recomputed from the clean prompt's keys or values, or both."""
-    model, whole = patched(f"softmax, {name}")
+    model, whole = patched(name)
     frame = whole[whole["point"] == point].set_index(["layer", "head"])["metric"]
     caches = {x: model.run_with_cache(torch.cat([prompt, TEXT])[None])[1] for x, prompt in (("a", CLEAN), ("b", CORRUPTED))}
     key = "hook_k" if model.cfg.positional_embedding_type == "standard" else "hook_rot_k"
@@ -307,7 +304,7 @@ def test_every_head_against_a_softmax_by_hand(name, point):
 
 
 def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
-    model = softmax_model("learned positions")
+    model = sharp("softmax, learned")
     for options in (
         dict(method="landmark", n_features=3, verbose=False, n_continuations=2, continuation_length=3),
         dict(method="random", n_features=8),

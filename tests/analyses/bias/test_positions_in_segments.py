@@ -2,19 +2,16 @@
 
 import pandas as pd
 import pytest
-from analysis_models import LINEAR, random_model, tokens
+from analysis_models import LINEAR, tokens
 from live_bytes import growth
+from small_models import sharp
 
 from kvlens import KVShiftConfig, convert_prompt, run_in_segments
 from kvlens.analyses import bias_decomposition, bias_positions, segments
 from kvlens.model import streaming
 
 PROMPT, TEXT = tokens(11), tokens(5, seed=1)
-MODELS = {
-    **LINEAR,
-    "no final norm, regularised": dict(normalization_type=None, attention_variant=dict(regularised=dict(alpha=0.3))),
-    "classes": dict(d_vocab_out=3),
-}
+MODELS = {**{name: {} for name in LINEAR}, "self-attention form": dict(normalization_type=None), "learned": dict(d_vocab_out=3)}
 ROOM = segments.KEPT_BYTES
 CASES = [  # view, places, length of a segment, whether the prompt continues a bias, rooms for the prompt's keys and values
     ("attended", None, 3, True, (0, ROOM)),
@@ -27,8 +24,8 @@ CASES = [  # view, places, length of a segment, whether the prompt continues a b
 @pytest.mark.parametrize("name", MODELS)
 def test_in_segments_equals_whole(name, monkeypatch):
     """The prompt's keys and values fit into memory, or it is run twice."""
-    model = random_model(**MODELS[name])
-    target = dict(answer=2, rival=1) if name == "classes" else {}
+    model = sharp(name, **MODELS[name])
+    target = dict(answer=2, rival=1) if "d_vocab_out" in MODELS[name] else {}
     held = convert_prompt(model, tokens(4, seed=2))
     for by, at, length, continues, rooms in CASES:
         options = dict(by=by, at=at, initial=held if continues else None, **target)
@@ -43,7 +40,7 @@ def test_in_segments_equals_whole(name, monkeypatch):
 
 @pytest.mark.parametrize(("n_prompt", "n_text"), [(1, 5), (2, 1), (11, 1)])
 def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
-    model = random_model(kv_shift=KVShiftConfig(window=3))
+    model = sharp(kv_shift=KVShiftConfig(window=3))
     for by in ("attended", "source"):
         options = dict(by=by, answer=3, initial=convert_prompt(model, tokens(2, seed=2)))
         whole = bias_positions(model, PROMPT[:n_prompt], TEXT[:n_text], **options)
@@ -58,7 +55,7 @@ def test_prompts_and_texts_shorter_than_the_window(n_prompt, n_text):
 @pytest.mark.parametrize("shift", [None, KVShiftConfig(window=2)])
 def test_augmented_values_add_up_to_what_the_bias_gives(shift):
     """Each value is an MLP's output; what is read is still their sum under the pattern."""
-    model = random_model(attention_variant=dict(augmented=dict(keys=True, values=True)), kv_shift=shift)
+    model = sharp(attention_variant=dict(augmented=dict(keys=True, values=True)), kv_shift=shift)
     frame = bias_positions(model, PROMPT, TEXT, segment_length=4)
     found = frame[frame["part"] == "prompt"].groupby(["layer", "head"])["output_share"].sum().to_numpy()
     assert found == pytest.approx(bias_decomposition(model, PROMPT, TEXT)["output_share"].to_numpy(), rel=1e-11)
@@ -69,7 +66,7 @@ def test_augmented_values_add_up_to_what_the_bias_gives(shift):
 def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second, monkeypatch):
     """If its keys and values do not fit into memory it is run twice."""
     monkeypatch.setattr(segments, "KEPT_BYTES", room)
-    model, told, seen = random_model(), [], []
+    model, told, seen = sharp(), [], []
     whole = bias_positions(model, PROMPT, TEXT)
     monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 6)
     streamed = bias_positions(model, PROMPT, TEXT, on_progress=told.append)
@@ -84,7 +81,7 @@ def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second,
 def test_memory_grows_by_the_table_alone(options, monkeypatch):
     """24 bytes of numbers per head and position, twice while parts are put together; an activation has 8 x 16 per head."""
     monkeypatch.setattr(segments, "KEPT_BYTES", 4096)  # has room for a segment and is then given up
-    model = random_model(n_layers=1, d_model=80, d_head=16)
+    model = sharp(n_layers=1, d_model=80, d_head=16)
 
     def run(n):
         bias_positions(model, tokens(n), TEXT, segment_length=32, **options)
@@ -95,7 +92,7 @@ def test_memory_grows_by_the_table_alone(options, monkeypatch):
 
 def test_whole_activations_would_be_noticed():
     """The same measure of a run that keeps one of them."""
-    model, kept = random_model(n_layers=1, d_model=80, d_head=16), []
+    model, kept = sharp(n_layers=1, d_model=80, d_head=16), []
 
     def run(n):
         kept.clear()

@@ -6,12 +6,13 @@ import math
 import pandas as pd
 import pytest
 import torch
-from analysis_models import centered, random_model
+from analysis_models import centered
 from kvlens.analyses.declaration import Record
 from kvlens.analyses.heads import induction, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
 from kvlens.analyses.heads.repeated_text import KINDS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
 from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
+from small_models import sharp
 from transformer_lens.head_detector import detect_head
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
@@ -19,26 +20,13 @@ from kvlens.analyses import induction_heads, induction_verdicts
 
 N = 7
 MODELS = {
-    "softmax": dict(attention="softmax", kv_shift=None, normalization_type="LN"),
-    "softmax, window 2, GQA": dict(
-        attention="softmax", n_heads=6, d_model=36, n_key_value_heads=2, kv_shift=KVShiftConfig(window=2), d_mlp=None,
-        attn_only=True, normalization_type="RMS",
-    ),
-    "softmax, keys gated": dict(attention="softmax", kv_shift=KVShiftConfig(values=False, parametrization="gate")),
-    "linear": {},
-    "linear, decay, queries": dict(normalizer="none", decay="retnet", kv_shift=KVShiftConfig(queries=True), seed=8),
-    "norms behind attention": dict(attention="softmax", use_normalization_before_and_after=True, normalization_type="RMS"),
-}  # fmt: skip
-
-
-def scaled_model(name):
-    """Norm gains and biases that are not 1 and 0."""
-    model = random_model(**MODELS[name])
-    generator = torch.Generator().manual_seed(5)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.rsplit(".", 1)[-1] in ("w", "b"):
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
-    return model
+    "softmax, rotary": {},
+    "softmax, shifted, grouped": dict(d_mlp=None, attn_only=True, normalization_type="RMS"),
+    "softmax, shifted": dict(kv_shift=KVShiftConfig(values=False, parametrization="gate")),
+    "rope after": {},
+    "gqa decay": dict(kv_shift=KVShiftConfig(queries=True), seed=8),
+    "softmax, norms behind heads": {},
+}
 
 
 def piece(n_sequences=3, n=N, seed=0, d_vocab=17):
@@ -149,7 +137,7 @@ def slow_scores(pattern, taps):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_loops_over_written_out_effective_patterns(name):
-    model = scaled_model(name)
+    model = sharp(name, **MODELS[name])
     frame = heads_and_verdicts(model, prompt=piece())
     _, cache = model.run_with_cache(twice(piece()))
     kinds = ("prefix_matching", "previous_token", "duplicate_token")
@@ -168,12 +156,12 @@ def test_scores_equal_loops_over_written_out_effective_patterns(name):
         assert (row["alpha_2"], row["beta_2"]) == tuple(pytest.approx([*used[x], 0.0][1]) for x in "kv")
 
 
-@pytest.mark.parametrize("name", ["softmax", "linear", "linear, decay, queries"])
+@pytest.mark.parametrize("name", ["softmax, rotary", "rope after", "gqa decay"])
 def test_relation_to_transformer_lens_detector(name):
-    model, n = random_model(**MODELS[name]), 2 * N
+    model, n = sharp(name, **MODELS[name]), 2 * N
     tokens = twice(piece(1))
     pattern_mass = model.run_with_cache(tokens)[1].stack_activation("pattern").sum(dim=(-2, -1))[:, 0]  # [layer, head]
-    if name == "softmax":
+    if name == "softmax, rotary":
         torch.testing.assert_close(pattern_mass, torch.full_like(pattern_mass, n))
     model.to_tokens = lambda seq: tokens
     frame = heads_and_verdicts(model, prompt=piece(1))
@@ -193,7 +181,7 @@ def test_relation_to_transformer_lens_detector(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
     """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
-    model = scaled_model(name)
+    model = sharp(name, **MODELS[name])
     frame = induction_verdicts(model, prompt=piece())
     tokens = twice(piece())
     logits, cache = model.run_with_cache(tokens)
@@ -218,9 +206,9 @@ def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(nam
         assert row["logit_attribution"] == pytest.approx(float(change), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax, window 2, GQA", "linear, decay, queries"])
+@pytest.mark.parametrize("name", ["softmax, rotary", "softmax, shifted, grouped", "gqa decay"])
 def test_ablation_effects_equal_one_hooked_forward_pass_a_head(name):
-    model = scaled_model(name)
+    model = sharp(name, **MODELS[name])
     repeated, donors = (repeat_tokens(model, piece(3, seed=seed), None) for seed in (0, 1))
     told, fractions = [], []
     effect = resampling_ablation(
@@ -268,7 +256,7 @@ TABLES = [(induction_heads, induction.COLUMNS), (induction_verdicts, naming.COLU
 
 @pytest.mark.parametrize(("table", "columns"), TABLES)
 def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
-    model = random_model()
+    model = sharp()
     frame = table(model, n_sequences=5, n_repeated=N)
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == columns.dtypes
     by_head = frame if "kind" not in frame else frame[frame["kind"] == "current_token"]
@@ -285,9 +273,9 @@ def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
 
 
 def test_random_tokens_do_not_repeat_within_a_copy_unless_they_must():
-    drawn = draw_piece(random_model(), 4, 17, torch.Generator().manual_seed(0))
+    drawn = draw_piece(sharp(), 4, 17, torch.Generator().manual_seed(0))
     assert (drawn.sort(dim=1).values == torch.arange(17)).all()
-    assert draw_piece(random_model(), 4, 18, torch.Generator().manual_seed(0)).shape == (4, 18)
+    assert draw_piece(sharp(), 4, 18, torch.Generator().manual_seed(0)).shape == (4, 18)
 
 
 def test_a_bos_stands_in_front_where_the_model_wants_one_and_no_special_token_is_drawn():
@@ -323,7 +311,7 @@ def test_the_batch_form_repeats_the_prompt(function, more):
     ],
 )
 def test_models_without_induction_are_refused(changes, message):
-    model = random_model(d_vocab=11, attention="softmax", kv_shift=None, **changes)
+    model = sharp("softmax, rotary", d_vocab=11, **changes)
     with pytest.raises(KVLensError, match=message):
         induction_heads.analysis.check_model(model)
 

@@ -3,29 +3,20 @@
 import pandas as pd
 import pytest
 import torch
-from analysis_models import GROUPED, random_model
 from kvlens.analyses.heads.head_pairs import COLUMNS as PAIRS
 from repeated_models import blank_model
+from small_models import sharp
 
-from kvlens import KVShiftConfig
 from kvlens.analyses import composition, induction_verdicts
 
-PLAIN = dict(attention="softmax", kv_shift=None)
 FOLDED = 8 * torch.finfo(torch.float32).eps
 """TransformerLens folds in float32 whatever the model is in: products of four matrices whose numbers are rounded once each."""
-MODELS = {
-    "LayerNorm": dict(normalization_type="LN"),
-    "RMSNorm": dict(normalization_type="RMS"),
-    "no norm": dict(normalization_type=None),
-    "behind the heads too": dict(normalization_type="RMS", use_normalization_before_and_after=True),
-    "grouped, shifted": dict(GROUPED, kv_shift=KVShiftConfig(window=2)),
-    "linear": dict(attention="linear"),
-}
+MODELS = [*(f"softmax, {x}" for x in ("LN", "RMS, gated", "no norm", "norms behind heads", "shifted, grouped")), "no shift"]
 
 
-def raw_model(**settings):
+def raw_model(name="softmax, LN", **changes):
     """Gains that are not 1, means over d_model and vocabulary that are not 0."""
-    model = random_model(**{**PLAIN, "positional_embedding_type": "none", **settings})
+    model = sharp(name, positional_embedding_type="none", **changes)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
@@ -55,7 +46,7 @@ def folded(model, layer, head):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_composition_scores_are_what_their_text_says(name):
-    model = raw_model(**MODELS[name])
+    model = raw_model(name)
     table = composition(model)
     expected = []
     for kind, layer, head, later, other in table[list(PAIRS)[:-1]].itertuples(index=False):
@@ -70,9 +61,9 @@ def test_composition_scores_are_what_their_text_says(name):
         assert word in PAIRS["score"].meaning
 
 
-@pytest.mark.parametrize("norm", ["LN", "RMS", None])
+@pytest.mark.parametrize("norm", ["softmax, LN", "softmax, RMS, gated", "softmax, no norm"])
 def test_folding_norms_and_centering_weights_changes_no_score(norm):
-    models = [raw_model(normalization_type=norm) for _ in range(2)]
+    models = [raw_model(norm) for _ in range(2)]
     models[1].process_weights_(fold_value_biases=False)
     pd.testing.assert_frame_equal(*(composition(model) for model in models), rtol=FOLDED)
 
@@ -113,9 +104,9 @@ def test_rank_one_heads_compose_by_the_cosine_of_what_is_written_and_what_is_rea
     pd.testing.assert_frame_equal(composition(rank_one_model(angle)), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("changes", [{}, GROUPED, dict(d_head=7, n_heads=3)])
+@pytest.mark.parametrize("changes", [{}, dict(n_heads=6, d_model=36, n_key_value_heads=2), dict(d_head=7, n_heads=3)])
 def test_equals_transformer_lens_on_processed_models_and_before_processing(changes):
-    model = random_model(n_layers=3, **{**PLAIN, "positional_embedding_type": "standard", **changes})
+    model = sharp("softmax, learned", n_layers=3, **changes)
     for block in model.blocks:
         block.ln1.w.mul_(torch.linspace(0.5, 2, model.cfg.d_model))
         block.attn.W_O.add_(0.3)
@@ -128,21 +119,21 @@ def test_equals_transformer_lens_on_processed_models_and_before_processing(chang
 
 
 def test_query_heads_of_a_group_differ_in_what_is_theirs_alone():
-    model = random_model(**PLAIN, **GROUPED)
+    model = sharp("softmax, rotary, grouped")
     scores = composition(model, kinds=["V"])["score"]
     assert len(scores) == scores.nunique() == 36  # each has its own W_O
 
 
 def test_unrelated_heads_score_about_one_over_the_root_of_the_width():
-    model = random_model(**PLAIN, d_model=60, d_head=20, n_heads=3)
+    model = sharp("softmax, rotary", d_model=60, d_head=20, n_heads=3)
     mean_square = (composition(model)["score"] ** 2).mean()
     assert mean_square == pytest.approx(1 / 60, rel=0.1)
 
 
 def test_the_order_of_the_rows():
-    model = random_model(n_layers=3)
+    model = sharp(n_layers=3)
     frame = composition(model)
     keys = [(k, i, h, j, g) for k in "QKV" for i in range(3) for h in range(5) for j in range(i + 1, 3) for g in range(5)]
     assert list(frame[list(PAIRS)[:-1]].itertuples(index=False, name=None)) == keys
-    single = composition(random_model(n_layers=1))
+    single = composition(sharp(n_layers=1))
     assert len(single) == 0 and {name: str(dtype) for name, dtype in single.dtypes.items()} == PAIRS.dtypes

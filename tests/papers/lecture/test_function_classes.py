@@ -1,4 +1,5 @@
-"""``function-classes``: baselines with known answers, properties of the measurements, and claims that fail."""
+"""``function-classes``: baselines with known answers, properties of the measurements, and claims that fail; and a
+homonym, which has one vector in the vocabulary and another in each context (LECTURE sec. 1)."""
 
 import math
 from dataclasses import replace
@@ -9,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from precision import relative_error
 
-from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.model import HookedKVRegressor
 from kvlens.papers.lecture import equivariance, function_classes
 from kvlens.papers.lecture.numbered_positions import NumberedRegression, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
@@ -335,3 +338,21 @@ def test_the_nearest_ridge_is_found():
 def test_the_margins_of_two_curves_add_up_in_their_gap():
     ours, theirs = ({3: function_classes.Measured(*of)} for of in ((0.25, 0.125), (0.75, 0.0625)))
     assert function_classes.gap_between(ours, theirs) == {3: (0.5, 0.1875)}
+
+
+BAT = 7
+
+
+def test_a_token_has_one_embedding_and_a_vector_for_each_context():
+    """After layers without attention it is still one vector: it is attention that makes the difference."""
+    sizes = dict(n_layers=2, n_heads=2, d_model=16, d_head=8, n_ctx=9, d_vocab=11, act_fn="gelu", seed=1, dtype=torch.float64)
+    model = HookedKVTransformer(HookedKVTransformerConfig(**sizes))
+    sentences = torch.tensor([[1, 2, BAT, 3], [4, 5, BAT, 6]])
+    _, cache = model.run_with_cache(sentences)
+    here, there = cache["hook_embed"][:, 2]
+    assert torch.equal(here, there)
+    vectors = {layer: cache["resid_post", layer][:, 2] for layer in range(2)}
+    assert all(relative_error(there, here) > 0.01 for here, there in vectors.values())
+    with model.hooks(fwd_hooks=[(f"blocks.{layer}.hook_attn_out", lambda out, hook: 0 * out) for layer in range(2)]):
+        here, there = model.run_with_cache(sentences)[1]["resid_post", 1][:, 2]
+    assert torch.equal(here, there)

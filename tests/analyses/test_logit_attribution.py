@@ -3,7 +3,7 @@ TransformerLens'."""
 
 import pytest
 import torch
-from analysis_models import random_model, tokens
+from analysis_models import tokens
 from kvlens.analyses.logit_attribution import (
     LogitTarget,
     check_heads_write_directly,
@@ -13,25 +13,17 @@ from kvlens.analyses.logit_attribution import (
     final_scale_name,
     logit_target,
 )
+from small_models import sharp
 
 from kvlens import KVLensError
 
 TOKENS = tokens(5)
-NORMS = {
-    "LN": {},
-    "RMS": dict(normalization_type="RMS"),
-    "LN, RMS at the end": dict(final_rms=True),
-    "none": dict(normalization_type=None),
-}
+NORMS = ["LN", "RMS, gated", "RMS at the end", "no norm"]
 ROUNDING = 2 * 6 * 30 * 2.3e-16  # both ways, five components and a constant, products of 30 numbers
 
 
 def model_of(name, folded):
-    model = random_model(**NORMS[name])
-    generator = torch.Generator().manual_seed(5)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.startswith(("ln_final", "unembed.b")):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = sharp(name)
     if folded:
         model.process_weights_(center_unembed=False, center_writing_weights=False)
         assert not hasattr(getattr(model, "ln_final", None), "w")
@@ -41,7 +33,7 @@ def model_of(name, folded):
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", NORMS)
 def test_components_and_the_constant_are_the_logits(name, folded):
-    if folded and name == "LN, RMS at the end":
+    if folded and name == "RMS at the end":
         with pytest.raises(KVLensError, match="fold_ln would change"):
             model_of(name, folded)
         return
@@ -57,7 +49,7 @@ def test_components_and_the_constant_are_the_logits(name, folded):
         expected = LogitTarget(torch.arange(5), right, other).read(logits[0])
         size = parts.abs().sum(dim=0) + constant.abs()
         assert ((parts.sum(dim=0) + constant - expected).abs() < ROUNDING * size).all()
-    if folded and name in ("LN", "RMS"):
+    if folded and name in ("LN", "RMS, gated"):
         ours = component_logits(model, components[:, 0], scale, right, wrong)
         theirs = cache.logit_attrs(components, right[None], wrong[None])[:, 0]
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
@@ -79,7 +71,7 @@ def test_a_heads_probe_is_its_results_logit(name):
 
 
 def test_targets():
-    model = random_model()
+    model = sharp()
     following = logit_target(model, TOKENS)
     assert following.positions.tolist() == [0, 1, 2, 3]
     assert following.tokens.tolist() == TOKENS[1:].tolist()
@@ -90,7 +82,7 @@ def test_targets():
 
 
 def test_heads_behind_a_norm_of_their_own_are_refused():
-    model = random_model()
+    model = sharp()
     check_heads_write_directly(model, "this")
     model.cfg.use_normalization_before_and_after = True
     with pytest.raises(KVLensError, match="this: .* passes through a norm"):

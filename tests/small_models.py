@@ -1,4 +1,7 @@
-"""Small models whose axes all differ, in every variant that the tests go through."""
+"""The models that laws go through: one table, a row for each kind of attention and of the rest of a block, and one builder.
+
+No two axes are alike. A test of a law names the rows that concern it, and what it alone needs as ``changes`` of a row.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -16,6 +19,7 @@ GROUPED = dict(n_heads=6, d_model=36, n_key_value_heads=2)
 LINEAR: dict[str, dict[str, Any]] = {
     "rope after": {},
     "rope before": dict(rotary_placement="before", rotary_dim=4),
+    "rope before, no shift": dict(rotary_placement="before", kv_shift=None),
     "window 3 with queries": dict(kv_shift=KVShiftConfig(window=3, queries=True)),
     "keys only": dict(kv_shift=KVShiftConfig(values=False)),
     "no shift": dict(kv_shift=None),
@@ -25,7 +29,14 @@ LINEAR: dict[str, dict[str, Any]] = {
     "gqa": GROUPED,
     "gqa decay": dict(GROUPED, normalizer="none", decay="retnet"),
     "decay": dict(normalizer="none", decay=[0.9, 0.8, 0.7, 0.6, 1.0], feature_map="identity"),
+    "gqa, taylor, values shifted": dict(GROUPED, feature_map="taylor", kv_shift=KVShiftConfig(window=3, keys=False)),
+    "gqa, queries shifted": dict(GROUPED, n_key_value_heads=3, kv_shift=KVShiftConfig(queries=True)),
+    "values shifted, relu": dict(normalizer="none", feature_map="relu", kv_shift=KVShiftConfig(keys=False)),
+    "no normalizer, keys shifted, rms": dict(
+        normalizer="none", feature_map="identity", kv_shift=KVShiftConfig(values=False), normalization_type="RMS"
+    ),
     "learned": dict(positional_embedding_type="standard"),
+    "learned, queries shifted": dict(positional_embedding_type="standard", kv_shift=KVShiftConfig(window=2, queries=True)),
     "sinusoidal": dict(positional_embedding_type="sinusoidal"),
     "no positions": dict(positional_embedding_type="none"),
     "split": dict(use_split_qkv_input=True, use_attn_result=True),
@@ -40,7 +51,7 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     "sinusoidal": dict(positional_embedding_type="sinusoidal"),
     "no positions": dict(positional_embedding_type="none"),
     # powers of two: TransformerLens rounds slope times distance to float32, differently in tables of different sizes
-    "alibi": dict(positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.0, 1.0, 2.0)),
+    "alibi": dict(positional_embedding_type="alibi", alibi_slopes=(0.5, 0.25, 0.0, 1.0, 0.125)),
     "alibi, grouped": dict(positional_embedding_type="alibi", n_heads=6, n_key_value_heads=2),
     "shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=2, queries=True)),
     "shifted, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, kv_shift=KVShiftConfig()),
@@ -53,6 +64,19 @@ SOFTMAX: dict[str, dict[str, Any]] = {
     "scaled by layer": dict(scale_attn_by_inverse_layer_idx=True),
     "split": dict(use_split_qkv_input=True, use_attn_result=True),
 }
+BLOCKS: dict[str, dict[str, Any]] = {
+    "LN": {},
+    "RMS, gated": dict(normalization_type="RMS", gated_mlp=True),
+    "RMS at the end": dict(final_rms=True, use_attn_result=True),
+    "no norm": dict(normalization_type=None),
+    "no norm, attention only": dict(normalization_type=None, attn_only=True),
+    "folded LN": dict(normalization_type="LNPre"),
+    "folded RMS": dict(normalization_type="RMSPre"),
+    "norms behind heads": dict(normalization_type="RMS", use_normalization_before_and_after=True),
+    "side by side": dict(parallel_attn_mlp=True),
+    "shortformer": dict(positional_embedding_type="shortformer", kv_shift=None),
+}
+"""The rest of a block: norms, MLP, what is added where."""
 PARALLEL = Augmented(keys=True, values=True, depth=2, parallel=0.5)
 ATTENTION_VARIANTS = {
     "self-attention form": AttentionVariantConfig(regularised=Regularised(0.3)),
@@ -70,6 +94,7 @@ ATTENTION_VARIANTS = {
     "regularised, negative": AttentionVariantConfig(regularised=Regularised(-0.5), negative=Negative(k=2, beta=0.3)),
     "ridge, augmented": AttentionVariantConfig(ridge=Ridge(0.5), augmented=Augmented(keys=True, activation="relu")),
 }
+TABLES = {"linear": LINEAR, "softmax": SOFTMAX}
 WITHOUT_BIAS = [name for name, variant in ATTENTION_VARIANTS.items() if variant.negative or variant.ridge]
 
 
@@ -87,13 +112,25 @@ def linear_model(**changes: Any) -> HookedKVTransformer:
     return small_model(**{**defaults, **changes})
 
 
-def model_of(attention: str, name: str, **changes: Any) -> HookedKVTransformer:
-    """A model of one of the tables above in float64, without gradients; what starts at 0, which hides mistakes, is drawn."""
-    tables = {"linear": (linear_model, LINEAR), "softmax": (small_model, SOFTMAX)}
-    build, table = tables[attention]
+def row_of(name: str) -> dict[str, Any]:
+    """What a row of the tables changes; a row behind ``softmax, `` is one of a softmax model, any other of a linear one."""
+    attention, row = _attention_and_row(name)
+    rows = {**BLOCKS, **TABLES[attention]}
     shift = dict(kv_shift=KVShiftConfig(), positional_embedding_type="rotary")
-    chosen = table[name] if name in table else {**GROUPED, **shift, "attention_variant": ATTENTION_VARIANTS.get(name)}
-    model = build(**{"dtype": torch.float64, **chosen, **changes}).requires_grad_(False)
+    chosen = rows[row] if row in rows else {**GROUPED, **shift, "attention_variant": ATTENTION_VARIANTS[row]}
+    softmax = dict(attention="softmax", positional_embedding_type="standard", kv_shift=None)
+    return chosen if attention == "linear" else {**softmax, **chosen}
+
+
+def _attention_and_row(name: str) -> tuple[str, str]:
+    return ("softmax", name.removeprefix("softmax, ")) if name.startswith("softmax, ") else ("linear", name)
+
+
+def model_of(attention: str, row: str, /, *, gain: float = 1, **changes: Any) -> HookedKVTransformer:
+    """A model of one row in float64, without gradients; what starts at 0, which hides mistakes, is drawn."""
+    build = {"linear": linear_model, "softmax": small_model}[attention]
+    name = row if attention == "linear" else f"softmax, {row}"
+    model = build(**{"dtype": torch.float64, **row_of(name), **changes}).requires_grad_(False)
     generator = torch.Generator().manual_seed(5)
     for path, parameter in model.named_parameters():
         leaf = path.rsplit(".", 1)[-1]
@@ -103,7 +140,14 @@ def model_of(attention: str, name: str, **changes: Any) -> HookedKVTransformer:
             parameter.normal_(generator=generator)
         elif ".augment_" in path:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * parameter.shape[1] ** -0.5)
+        elif ".attn.W_" in path:
+            parameter.mul_(gain)
     return model
+
+
+def sharp(name: str = "rope after", /, gain: float = 5, **changes: Any) -> HookedKVTransformer:
+    """A model of one row, named as in :func:`row_of`, whose attention matters: TransformerLens draws its weights small."""
+    return model_of(*_attention_and_row(name), gain=gain, **changes)
 
 
 def plain_model(**changes: Any) -> HookedTransformer:

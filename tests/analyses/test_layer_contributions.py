@@ -6,39 +6,29 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, random_model, tokens
+from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, VARIANTS, centered, pencil_model, tokens
+from kvlens.analyses.batch.work import load_analysis
+from kvlens.analyses.declaration import Record
 from kvlens.analyses.logit_attribution import COLUMNS, layer_contributions
+from small_models import sharp
 
-from kvlens import KVLensError, convert_prompt
+from kvlens import KVLensError, analyses, convert_prompt
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
-SOFTMAX = dict(attention="softmax")
-MODELS = {
-    **VARIANTS,
-    "no normalizer, parallel blocks": dict(normalizer="none", parallel_attn_mlp=True),
-    "attention only, no norm": dict(attn_only=True, normalization_type=None),
-    "folded layer norm": dict(normalization_type="LNPre", positional_embedding_type="sinusoidal"),
-    "RMS": dict(normalization_type="RMS", gated_mlp=True),
-    "folded RMS": dict(normalization_type="RMSPre", positional_embedding_type="none"),
-    "final RMS": dict(normalization_type="LN", final_rms=True, use_attn_result=True),
-    "trained bias": dict(trainable_kv_bias=True),
-    "softmax": SOFTMAX,
-    "softmax, grouped, learned positions": dict(
-        n_heads=6, d_model=36, n_key_value_heads=2, positional_embedding_type="standard", kv_shift=None, **SOFTMAX
-    ),
-    "softmax, shortformer": dict(positional_embedding_type="shortformer", kv_shift=None, **SOFTMAX),
-}
-
-
-def shaken(**changes):
-    """A random model in which nothing is zero that could be: biases, norms' weights, a trained bias."""
-    model = random_model(**changes)
-    generator = torch.Generator().manual_seed(8)
-    for name, parameter in model.named_parameters():
-        if "W_" not in name and "shift_coef" not in name:
-            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(noise.to(parameter.dtype))
-    return model
+MODELS = [
+    *VARIANTS,
+    "side by side",
+    "no norm, attention only",
+    "folded LN",
+    "RMS, gated",
+    "folded RMS",
+    "RMS at the end",
+    "trained bias",
+    "softmax, learned",
+    "softmax, shifted",
+    "softmax, rotary, grouped",
+    "softmax, shortformer",
+]
 
 
 def reading(model):
@@ -52,7 +42,7 @@ def reading(model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_add_up_and_heads_to_their_layer(name):
-    model = shaken(**MODELS[name])
+    model = sharp(name)
     before = reading(model)
     logits = centered(model(torch.cat([before, TEXT])[None])[0, -5:])
     chosen_tokens, tolerance = [11, 0, 16, 5, 2], 1e-12
@@ -106,10 +96,10 @@ def test_by_hand():
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "folded layer norm", "softmax"])
+@pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "folded LN", "softmax, shifted"])
 def test_attribution_predicts_ablation_node_by_node(name):
     """Take one part away from the residual stream, everything behind it held still: the logits move by its logits."""
-    model = shaken(**MODELS[name])
+    model = sharp(name)
     tokens_read = torch.cat([reading(model), TEXT])[None]
     frame = layer_contributions(model, tokens_read[0, :-5], TEXT, tokens=range(17), per_head=True)
     frame = frame[(frame["target"] == "chosen") & (frame["component"] != "unembed_bias")]
@@ -143,7 +133,7 @@ def test_attribution_predicts_ablation_node_by_node(name):
 
 
 def test_norms_by_their_definition():
-    model = shaken()
+    model = sharp()
     bias = convert_prompt(model, PROMPT)
     found = layer_contributions(model, bias, TEXT, per_head=True)
     with model.kv_bias(bias):
@@ -159,7 +149,7 @@ def test_norms_by_their_definition():
 
 
 def test_the_order_of_the_rows_and_the_last_position():
-    frame = layer_contributions(shaken(**VARIANTS["learned, queries shifted"]), None, TEXT, tokens=[3, 4])
+    frame = layer_contributions(sharp("learned, queries shifted"), None, TEXT, tokens=[3, 4])
     block = [(-1, "embed"), (-1, "pos_embed")]
     block += [(layer, part) for layer in (0, 1) for part in ("attention_input", "attention_b_O", "mlp")] + [(2, "unembed_bias")]
     assert list(zip(frame["layer"], frame["component"], strict=True)) == block * 15
@@ -171,7 +161,50 @@ def test_the_order_of_the_rows_and_the_last_position():
 
 
 def test_what_is_not_in_the_table_is_refused():
-    model = random_model()
+    model = sharp()
     model.add_hook("blocks.0.hook_resid_post", lambda x, hook: 2 * x)
     with pytest.raises(KVLensError, match="layer 0 adds to the residual stream is not the sum of its attention and its MLP"):
         layer_contributions(model, None, TEXT)
+
+
+@pytest.mark.parametrize("name", ["rope after", "softmax, learned", "softmax, shifted", "softmax, rotary, grouped"])
+def test_what_heads_read_of_the_prompt_has_rows_and_the_two_parts_are_the_whole(name):
+    """As ``kvlens analyse`` has it: the prompt is a bias. Both parts of each head add up to what it reads where the prompt
+    stands before the text."""
+    model = sharp(name)
+    frame = load_analysis("layer_contributions").run(model, Record("a", PROMPT, TEXT, {"answer": 5}), per_head=True)
+    by = ["position", "target", "layer", "head"]
+    attention = frame[frame["component"].isin(["attention_input", "attention_bias"])]
+    assert attention.loc[attention["component"] == "attention_bias", "norm"].min() > 0
+    unconverted = layer_contributions(model, PROMPT, TEXT, tokens=[5], per_head=True)
+    whole = unconverted[unconverted["component"] == "attention_input"]
+    found, expected = (x.groupby(by)["logit"].sum(min_count=1).dropna() for x in (attention, whole))
+    assert found.index.equals(expected.index)
+    difference = torch.tensor((found - expected).to_numpy()).norm()
+    assert difference < 1e-11 * torch.tensor(expected.to_numpy()).norm()
+
+
+FEW = torch.tensor([4, 16, 2, 9])
+"""For a model of three classes, whose next tokens are not classes (refused: test_refusals.py)."""
+
+
+def test_chosen_classes_are_split_and_patched():
+    classifier = sharp(d_vocab_out=3)
+    bias = convert_prompt(classifier, PROMPT)
+    with classifier.kv_bias(bias):
+        logits = classifier(FEW[None])[0]
+    frame = analyses.layer_contributions(classifier, bias, FEW, next_token=False, tokens=[0, 2])
+    sums = frame.groupby(["position", "target_token"])["logit"].sum().to_numpy().reshape(len(FEW), 2)
+    torch.testing.assert_close(torch.tensor(sums), centered(logits)[:, [0, 2]], rtol=1e-9, atol=1e-9)
+    assert analyses.bias_decomposition(classifier, PROMPT, FEW, answer=1)["logit"].notna().all()
+    assert analyses.bias_effects(classifier, PROMPT, FEW, answer=1)["logit_change"].notna().all()
+    patched = analyses.activation_patching(classifier, PROMPT, tokens(7, seed=2), FEW, answer=1, points=["b_kv"])
+    assert patched["recovered"].notna().all()
+    assert analyses.prompt_effect(classifier, PROMPT, torch.tensor([4, 1, 16, 2]))["loss"].notna().groupby(level=0).any().any()
+
+
+def test_a_bidirectional_classifier_has_a_table():
+    model = sharp("softmax, learned", d_vocab_out=3, attention_dir="bidirectional")
+    frame = analyses.layer_contributions(model, None, FEW, next_token=False, tokens=[1])
+    sums = torch.tensor(frame.groupby("position")["logit"].sum().to_numpy())
+    torch.testing.assert_close(sums, centered(model(FEW[None])[0])[:, 1], rtol=1e-9, atol=1e-9)

@@ -1,6 +1,8 @@
-"""With the prompt, without it, and with its conversion: three tables, each against values by hand and against the slow way."""
+"""With the prompt, without it, and with its conversion: three tables, each against values by hand and against the slow way;
+exact to rounding is what the model's own pass is in its dtype, at any length."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -13,26 +15,24 @@ from analysis_models import (
     VARIANTS,
     bernoulli_kl,
     pencil_model,
-    random_model,
     tokens,
 )
+from kvlens.analyses.predictions import text_logits
+from kvlens.analyses.readings import SAMPLE, rounding_error
+from small_models import sharp
 from tiny_text_model import tiny_text_model
 
-from kvlens import convert_prompt, counterfactuals
+from kvlens import HookedKVTransformer, convert_prompt, counterfactuals
 from kvlens.analyses import conversion_error, prompt_by_depth, prompt_effect
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
-POSITIONS = ("standard", "shortformer", "rotary")
-MODELS = {
-    **VARIANTS,
-    "soft cap": dict(output_logits_soft_cap=0.1),
-    **{f"softmax, {x}": dict(attention="softmax", kv_shift=None, positional_embedding_type=x) for x in POSITIONS},
-}
+SOFT_CAPPED = "no shift"
+MODELS = [*VARIANTS, SOFT_CAPPED, "softmax, learned", "softmax, shortformer", "softmax, rotary"]
 ROUNDING = 17 * 2.3e-16  # a sum over the vocabulary of 17 in float64
 
 
 def model_of(name):
-    return random_model(normalization_type="LN", **MODELS[name])
+    return sharp(name, output_logits_soft_cap=0.1 if name == SOFT_CAPPED else -1.0)
 
 
 def test_effects_by_hand():
@@ -82,12 +82,12 @@ def test_a_doubled_bias_by_hand():
             "exact_to_rounding": False,
         }
     )
-    pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)
+    pd.testing.assert_frame_equal(frame, expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_against_the_slow_way(name):
-    model, cap = model_of(name), MODELS[name].get("output_logits_soft_cap")
+    model, cap = model_of(name), 0.1 if name == SOFT_CAPPED else None
     effect = prompt_effect(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["condition", "position"])
     by_depth = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["layer", "position"])
     points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
@@ -152,10 +152,68 @@ def test_the_bos_stays_where_the_prompt_began_with_it():
 
 
 def test_a_baseline_equal_to_the_prompt_changes_nothing():
-    assert (prompt_effect(random_model(), PROMPT, TEXT, baseline=PROMPT)["kl"] < ROUNDING).all()
+    assert (prompt_effect(sharp(), PROMPT, TEXT, baseline=PROMPT)["kl"] < ROUNDING).all()
 
 
 def test_one_token_of_text_has_no_loss():
-    frame = prompt_effect(random_model(), PROMPT, TEXT[:1])
+    frame = prompt_effect(sharp(), PROMPT, TEXT[:1])
     assert len(frame) == 3
     assert frame[["loss", "next_token"]].isna().all(axis=None) and frame["kl"].notna().all()
+
+
+def verdict(model, prompt, text, bias=None) -> bool:
+    return bool(conversion_error(model, prompt, text, bias=bias)["exact_to_rounding"].all())
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.float32, 1), (torch.float64, 0)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_conversion_is_exact_and_one_part_in_100_000_is_not(name, dtype, seed):
+    model = sharp(name, dtype=dtype, seed=seed)
+    prompt, text = tokens(15, seed), tokens(9, seed + 7)
+    bias = convert_prompt(model, prompt)
+    assert verdict(model, prompt, text, bias)
+    off = {torch.float32: 1e-4, torch.float64: 1e-9}[dtype]  # a hundred times and more what rounding makes
+    assert not verdict(model, prompt, text, replace(bias, b_KV=(1 + off) * bias.b_KV))
+
+
+def test_the_verdict_does_not_depend_on_the_length():
+    model = sharp(dtype=torch.float32)
+    for n in (20, 200, 1200):
+        prompt, text = tokens(n), tokens(9, 1)
+        bias = convert_prompt(model, prompt)
+        assert rounding_error(model, prompt, text) < 1e-6  # a bound that grows with the text is above this from 4 tokens on
+        assert verdict(model, prompt, text, bias)
+        assert not verdict(model, prompt, text, replace(bias, b_KV=(1 + 1e-4) * bias.b_KV))
+
+
+def test_in_bfloat16_a_conversion_is_exact_and_a_lost_prompt_is_not():
+    model = sharp(dtype=torch.bfloat16)
+    prompt, text = tokens(15), tokens(9, 7)
+    assert verdict(model, prompt, text)
+    assert not verdict(model, prompt, text, convert_prompt(model, prompt).zero_like())
+
+
+def test_the_measured_error_is_that_of_the_same_weights_in_float64():
+    model = sharp(dtype=torch.float32)
+    exact = sharp(dtype=torch.float64)
+    exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    prompt, text = tokens(15), tokens(9, 7)
+    own, judge = (text_logits(m, prompt, text).double() for m in (model, exact))
+    expected = float((own - judge).norm() / judge.norm())
+    assert rounding_error(model, prompt, text) == pytest.approx(expected, rel=1e-3)  # rotary tables in float32 or float64
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters()) and model.cfg.dtype == torch.float32
+
+
+def test_a_long_text_is_sampled_at_its_end(monkeypatch):
+    model, prompt, text = sharp(dtype=torch.float32), tokens(300), tokens(SAMPLE - 200, 1)
+    together = torch.cat([prompt, text])[-SAMPLE:]
+    assert rounding_error(model, prompt, text) == rounding_error(model, together[:200], together[200:])
+    longer = torch.cat([tokens(77, 3), text, text])
+    assert rounding_error(model, prompt, longer) == rounding_error(model, prompt[:0], longer[-SAMPLE:])
+
+
+def test_a_bias_that_is_attached_is_read_in_float64_too():
+    model = sharp(dtype=torch.float32)
+    with model.kv_bias(convert_prompt(model, tokens(11, 5))):
+        assert verdict(model, tokens(15), tokens(9, 7))
+    assert isinstance(model, HookedKVTransformer) and model.attached_kv_bias is None
