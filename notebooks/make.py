@@ -13,6 +13,8 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
 
 def static() -> None:
     """What a kernel does first: show pictures and words where it would show scripts."""
@@ -46,6 +48,9 @@ def make(script: Path) -> Path:
     folder = {"metadata": {"path": str(script.parent)}}
     options = {"timeout": None, "record_timing": False, "store_widget_state": False}  # widgets: of progress bars that are gone
     NotebookClient(notebook, **options, extra_arguments=first, resources=folder).execute()
+    for cell in notebook.cells:  # a progress bar shows on a slow machine only
+        if "outputs" in cell:
+            cell.outputs = [shown for shown in cell.outputs if WIDGET not in shown.get("data", {})]
     notebook.metadata.language_info = {"name": "python"}  # this Python's version is no part of it
     notebook.metadata.jupytext.pop("text_representation")
     path = script.with_suffix(".ipynb")

@@ -96,7 +96,7 @@ def test_what_is_stored_is_this_notebook_run_from_top_to_bottom(path):
     assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
     shown = [output for cell in code for output in cell.outputs]
     assert shown and not [output for output in shown if output.output_type == "error" or output.get("name") == "stderr"]
-    assert not re.search(r"<script|<iframe", text) and len(text) < 400_000  # GitHub shows no scripts
+    assert not re.search(r"<script|<iframe|widget-view", text) and len(text) < 400_000  # GitHub shows no scripts
     assert not re.search(r"[\"' (](/[a-z]+){2,}| at 0x", "".join(map(str, shown))), "of one machine: a path or an address"
 
 

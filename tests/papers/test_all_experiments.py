@@ -1,5 +1,7 @@
-"""Every experiment at its smallest scale: it runs, its folder has its measurements, and the command refuses bad input."""
+"""Every experiment at its smallest scale: it runs, its folder has its measurements, the command refuses bad input,
+and a figure that fails costs no table."""
 
+import importlib
 import json
 import os
 from dataclasses import replace
@@ -8,12 +10,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from paper_claims import unlisted
 
 from kvlens.cli import main, reproduce
 from kvlens.conversion.softmax import learned
+from kvlens.files import check_folder
 from kvlens.papers import EXPERIMENTS, find_experiment
 from kvlens.papers.harness import run
+from kvlens.papers.harness.run import EXPERIMENT_FOLDER
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa import induction_exact
 from kvlens.papers.lecture import function_classes
@@ -203,3 +208,49 @@ def test_an_inconclusive_verdict_is_printed_with_what_would_have_been_found(caps
     assert f"a mean {found[0].sample.detectable:.3g} away from it would have been found in 80 %" in " ".join(first.split())
     assert 1.9 * spread < found[0].sample.detectable < 2.1 * spread
     assert "3 values are too few for a verdict" in few and "80 %" not in clear and "holds" in clear
+
+
+COMMAND = ["reproduce", "gradient-descent", "--scale", "tiny", "--out"]
+
+
+def no_figure(*drawn):
+    raise ZeroDivisionError("no axes")
+
+
+def one_that_cannot_be_rendered(*drawn):
+    figure = Figure()
+    figure.text(0, 0, r"$\no_such_symbol$")
+    return figure
+
+
+def interrupted(*drawn):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def whole_outcome(tmp_path_factory):
+    """An experiment's folder, complete."""
+    folder = tmp_path_factory.mktemp("whole") / "o"
+    assert main([*COMMAND, str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("draw", [no_figure, one_that_cannot_be_rendered, interrupted])
+def test_an_experiment_whose_figure_fails_keeps_its_tables(draw, whole_outcome, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("kvlens.papers.dual.gradient_descent"), "draw", draw)
+    assert main([*COMMAND, "x"]) == (130 if draw is interrupted else 2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    if draw is not interrupted:
+        assert error.startswith("kvlens: error: gradient-descent: the figure cannot be drawn (")
+        assert error.endswith("); tables and summary.json are in x")
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert {*summary["files"], "summary.json"} == set(os.listdir("x")) == {"tasks.parquet", "summary.json"}
+    for name in summary["files"]:
+        kept, expected = (pd.read_parquet(folder / name) for folder in (tmp_path / "x", whole_outcome))
+        pd.testing.assert_frame_equal(kept, expected, check_exact=True)
+    check_folder(tmp_path / "x", EXPERIMENT_FOLDER, overwrite=True)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main([*COMMAND, "x", "--overwrite"]) == 0
+    assert set(os.listdir("x")) == set(os.listdir(whole_outcome)) > {"figure.png", "figure.svg"}
