@@ -5,17 +5,17 @@ A line here makes ``convert_prompt(..., method="name")`` and ``kvlens report --m
 """
 
 CONVERSION_METHODS = {
-    "exact": "kvlens.conversion.softmax.method:Exact",
-    "landmark": "kvlens.conversion.softmax.landmark:Landmark",
-    "attention_matching": "kvlens.conversion.softmax.attention_matching:AttentionMatching",
-    "streaming_llm": "kvlens.conversion.softmax.kept_keys:StreamingLLM",
-    "h2o": "kvlens.conversion.softmax.kept_keys:H2O",
-    "snapkv": "kvlens.conversion.softmax.kept_keys:SnapKV",
-    "expected_attention": "kvlens.conversion.softmax.expected_attention:ExpectedAttention",
-    "kvzip": "kvlens.conversion.softmax.kvzip:KVzip",
-    "random": "kvlens.conversion.softmax.free_features:RandomProjections",
-    "taylor": "kvlens.conversion.softmax.free_features:Taylor",
-    "elu_plus_one": "kvlens.conversion.softmax.free_features:EluPlusOne",
-    "learned": "kvlens.conversion.softmax.free_features:Learned",
+    "exact": "kvlens.conversion.method:Exact",
+    "landmark": "kvlens.conversion.few_keys:Landmark",
+    "attention_matching": "kvlens.conversion.few_keys:AttentionMatching",
+    "streaming_llm": "kvlens.conversion.kept_keys:StreamingLLM",
+    "h2o": "kvlens.conversion.kept_keys:H2O",
+    "snapkv": "kvlens.conversion.kept_keys:SnapKV",
+    "expected_attention": "kvlens.conversion.kept_keys:ExpectedAttention",
+    "kvzip": "kvlens.conversion.kept_keys:KVzip",
+    "random": "kvlens.conversion.features:RandomProjections",
+    "taylor": "kvlens.conversion.features:TaylorPolynomial",
+    "elu_plus_one": "kvlens.conversion.features:EluKernel",
+    "learned": "kvlens.conversion.features:Learned",
 }
 """name -> MODULE:CLASS."""

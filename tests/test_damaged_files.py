@@ -18,7 +18,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.files import read_listed
-from kvlens.kv_bias.validation import TENSORS
+from kvlens.kv_bias.fields import TENSORS
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
 from kvlens.training.run import Run, loss_of

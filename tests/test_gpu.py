@@ -52,7 +52,7 @@ def test_an_analysis_gives_the_same_table(name, attention):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name} {getattr(method, 'budget', '')}")
 def test_a_method_of_conversion_gives_the_same_bias(method, monkeypatch):
-    monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 20)
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 20)
     models = on_both_devices("softmax", gain=3)
     tokens = [model.to_tokens(PROMPT).cpu() for model in models]
     here, there = (convert_prompt(model, x, method=method, verbose=False) for model, x in zip(models, tokens, strict=True))
@@ -102,5 +102,5 @@ def test_commands_run_there_unless_told_otherwise(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["compaction", "conversion-accuracy", "dual-heads", "facts-recall"])
 def test_an_experiment_on_a_given_model_runs_there(name, monkeypatch):
-    monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 9)
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 9)
     assert main(["reproduce", name, "--scale", "tiny"]) == 0

@@ -62,7 +62,7 @@ class Question:
         text: what follows it, [pos], without the answer.
         answer: token ids, at least one.
         rival: token ids of another answer, or None.
-        positions: "kept" or "closed", see :mod:`kvlens.conversion.counterfactual`.
+        positions: "kept" or "closed", see :mod:`kvlens.conversion.prompt`.
         account: of what was read.
     """
 

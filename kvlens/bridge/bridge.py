@@ -36,11 +36,10 @@ from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
-from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
-from kvlens.model.parts import Ends, Layer
-from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
+from kvlens.model.protocol import Ends, Layer, PromptReading, PromptTokens, QueriesRead
 from kvlens.model.reading import recurrent_layers
+from kvlens.model.weights import WeightsThen, look_again
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
 
@@ -166,7 +165,7 @@ class KVTransformerBridge(TransformerBridge):
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
 
         While it is attached, strings get no BOS by default, since the prompt had one. A pass warns, once, if the weights are
-        no longer those of the bias, as far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers of
+        no longer those of the bias, as far as :class:`kvlens.model.weights.WeightsThen` sees it, and if normalizers of
         softmax attention are below 0.
 
         Raises:

@@ -29,8 +29,8 @@ from kvlens.bridge.weights import norms_around
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import has_mixer
-from kvlens.model.parts import Layer
-from kvlens.model.parts import Part as LayerPart
+from kvlens.model.protocol import Layer
+from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
 
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")

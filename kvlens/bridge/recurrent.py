@@ -20,7 +20,7 @@ from kvlens.bridge.cache import cache_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
-from kvlens.model.parts import Part, Point
+from kvlens.model.protocol import Part, Point
 
 STATES = "_kvlens_states"
 """The attribute of a Transformers cache in which mixers keep their states, by layer."""

@@ -32,7 +32,7 @@ from kvlens.bridge.cache import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
 from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model.parts import Form, HeadMatrices, Part, Point
+from kvlens.model.protocol import Form, HeadMatrices, Part, Point
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlens.model.parts import Ends, LinearNorm
+from kvlens.model.protocol import Ends, LinearNorm
 
 PROBE = 1e3
 """Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""

@@ -13,7 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.components.heads import is_hooked, through
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
-from kvlens.kv_bias.groups import KeyGroups
+from kvlens.kv_bias.storage import KeyGroups
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, SomeHeads
 from kvlens.ops.softmax_features import ScoreRule
 

@@ -1,37 +1,22 @@
-"""Converting prompts to weights: exactly for linear attention (ICLCA), exactly or compressed for softmax attention."""
+"""Converting prompts to weights: exactly for linear attention (ICLCA), exactly or compressed for softmax attention.
 
-from kvlens.conversion.carry import carry_bias
-from kvlens.conversion.convert import convert_prompt, recall
-from kvlens.conversion.counterfactual import Counterfactuals, counterfactuals
+:mod:`kvlens.conversion.convert` has the twelve steps of a conversion, by which the package is ordered.
+"""
+
+from kvlens.conversion.convert import METHODS, convert_prompt, method_of, option_names, recall
+from kvlens.conversion.distillation import DistilledWeights, distill_prompt
+from kvlens.conversion.features import EluKernel, Learned, RandomProjections, TaylorPolynomial
+from kvlens.conversion.few_keys import AttentionMatching, Landmark
+from kvlens.conversion.kept_keys import H2O, ExpectedAttention, KeptKeys, KVzip, SnapKV, StreamingLLM
+from kvlens.conversion.linear import carry_bias
+from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
+from kvlens.conversion.prompt import Counterfactuals, counterfactuals
 from kvlens.conversion.recomputed import converted_rows, logits_after
-from kvlens.conversion.softmax import (
-    H2O,
-    METHODS,
-    Approximation,
-    AttentionMatching,
-    ConversionMethod,
-    EluPlusOne,
-    Exact,
-    ExpectedAttention,
-    KeptKeys,
-    KVzip,
-    Landmark,
-    Learned,
-    RandomProjections,
-    SnapKV,
-    StreamingLLM,
-    Taylor,
-    Teacher,
-    TextOptions,
-    method_of,
-    option_names,
-)
+from kvlens.conversion.reference import TextOptions
 from kvlens.conversion.weights import (
-    DistilledWeights,
     ThoughtPatches,
     TokenPatches,
     WeightChange,
-    distill_prompt,
     thought_matrices,
     thought_vectors,
     token_patches,
@@ -45,7 +30,7 @@ __all__ = [
     "ConversionMethod",
     "Counterfactuals",
     "DistilledWeights",
-    "EluPlusOne",
+    "EluKernel",
     "Exact",
     "ExpectedAttention",
     "KVzip",
@@ -55,7 +40,7 @@ __all__ = [
     "RandomProjections",
     "SnapKV",
     "StreamingLLM",
-    "Taylor",
+    "TaylorPolynomial",
     "Teacher",
     "TextOptions",
     "ThoughtPatches",

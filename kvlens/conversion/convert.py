@@ -1,32 +1,55 @@
-"""``convert_prompt``: a prompt becomes the KV bias that replaces it.
+"""A conversion in twelve steps: a prompt becomes the KV bias that replaces it. The package is ordered by them.
 
-Here a prompt is read and checked. :mod:`kvlens.conversion.linear` converts it for linear attention (ICLCA alg. 1), and
-:mod:`kvlens.conversion.softmax` for softmax attention, exactly or with fewer keys.
+1. The method is found by its name, with its options, or is given (:func:`method_of`).
+2. The prompt becomes one batch of tokens, of which parts may be deleted or replaced (:mod:`kvlens.conversion.prompt`).
+3. What is attached, or ``initial``, is what the bias continues from: it must be of this model and of as many prompts.
+4. With linear attention one pass over the prompt leaves the bias in the states of a decoding cache, which is exact (ICLCA
+   alg. 1, :mod:`kvlens.conversion.linear`), and the next is step 11.
+5. With softmax attention it leaves every key and value, which is exact (:mod:`kvlens.conversion.prompt_pass`), and for
+   ``method="exact"`` the next is step 10.
+6. The prompt repeated and what the model would write after it become reference text (:mod:`kvlens.conversion.reference`).
+7. The model reads that text with every key of the prompt (``Teacher``, :mod:`kvlens.conversion.method`).
+8. The method makes fewer keys, or features, of what it read: :mod:`~kvlens.conversion.few_keys` fits weights and values,
+   :mod:`~kvlens.conversion.kept_keys` chooses keys, :mod:`~kvlens.conversion.features` sums or trains features;
+   :mod:`~kvlens.conversion.gradients` has what takes gradients.
+9. Errors of heads and answers are measured on texts that no fit has read (:mod:`kvlens.conversion.measured`).
+10. The bias that this one continues comes before it, moved away by this prompt's positions.
+11. Every number must be finite; a single prompt loses its batch axis.
+12. Which of the prompt's words the model would still say is measured, and what heads need no room for is left out.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
 
 from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
-from kvlens.checks import Count, checked
-from kvlens.conversion.counterfactual import Counterfactuals, Replacement, counterfactuals_of
-from kvlens.conversion.kept_words import recalled
+from kvlens.checks import Count, checked, ensure, one_of
 from kvlens.conversion.linear import convert_linear_prompt
-from kvlens.conversion.prompt import Prompt, PromptTokens, length_note, prompt_tokens
-from kvlens.conversion.softmax.convert import convert_softmax_prompt
-from kvlens.conversion.softmax.method import Approximation, ConversionMethod, Exact
-from kvlens.conversion.softmax.methods import method_of
-from kvlens.errors import KVLensError, nearest_name, warn
-from kvlens.kv_bias import KVBias
-from kvlens.kv_bias.recall import Recall
+from kvlens.conversion.measured import recalled
+from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
+from kvlens.conversion.prompt import (
+    Counterfactuals,
+    Prompt,
+    PromptTokens,
+    Replacement,
+    counterfactuals_of,
+    length_note,
+    prompt_tokens,
+)
+from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
+from kvlens.conversion_methods import CONVERSION_METHODS
+from kvlens.errors import KVLensError, nearest, nearest_name, warn
+from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
@@ -73,7 +96,7 @@ def convert_prompt(
         without: token ranges (start, stop) of one prompt that are deleted from it.
         replace: token range -> text or tokens that replace it, of the same number of tokens.
         positions: "kept": what follows deleted tokens keeps its position; "closed": it moves up. See
-            :mod:`kvlens.conversion.counterfactual` for what a gap means.
+            :mod:`kvlens.conversion.prompt` for what a gap means.
         initial: the bias to continue from; None continues from what the model holds now (nothing, a trained bias, an
             attached one). Continuing equals converting the concatenation of both prompts' tokens.
         prepend_bos: whether to prepend a BOS to strings; None follows the model's default if no bias is attached and
@@ -94,8 +117,8 @@ def convert_prompt(
             (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights). For comparison: "attention_matching"
             (:class:`~kvlens.conversion.AttentionMatching`); some of the keys as they are, by "streaming_llm", "h2o", "snapkv",
             "expected_attention" or "kvzip" (:class:`~kvlens.conversion.KeptKeys`); "random", "taylor", "elu_plus_one" and
-            "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.Taylor`,
-            :class:`~kvlens.conversion.EluPlusOne`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
+            "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.TaylorPolynomial`,
+            :class:`~kvlens.conversion.EluKernel`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
         verbose: False hides the progress bars of long fits.
         options: of a method given by name: ``method="landmark", n_features=32`` is
             ``method=Landmark(n_keys=32)``.
@@ -141,7 +164,7 @@ def convert_prompt(
             )
         _warn_of_length(model, tokens, old)
         if is_softmax:
-            bias, whole = convert_softmax_prompt(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
+            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
@@ -157,39 +180,84 @@ def convert_prompt(
     return bias
 
 
-@checked
-def recall(model: KVModel, prompt: Prompt, bias: KVBias) -> Recall | None:
-    """Which words of a prompt's own sentences the model would still say under a bias (:mod:`kvlens.kv_bias.recall`).
+def _check_convertible(model: HookedKVTransformer) -> None:
+    """Raise KVLensError if the model's prompts cannot be converted to a bias."""
+    reason = why_no_kv_bias(model.cfg.attention_variant)
+    if reason is not None:
+        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
+    if model.cfg.attention_dir != "causal":
+        raise KVLensError(
+            "convert_prompt: with bidirectional attention the prompt's own keys depend on the text after it, so no single "
+            "bias can replace the prompt for every text"
+        )
+    if model.cfg.ungroup_grouped_query_attention:
+        raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
 
-    ``convert_prompt`` measures it for one prompt that is text or a chat, unless ``n_held_out=0``; here it is measured for
-    tokens, and for a bias that was changed since.
+
+METHODS: dict[str, type[ConversionMethod]] = {
+    name: getattr(importlib.import_module(home.partition(":")[0]), home.partition(":")[2])
+    for name, home in CONVERSION_METHODS.items()
+}
+"""The methods by name: the classes listed in :data:`kvlens.conversion_methods.CONVERSION_METHODS`."""
+
+
+@checked
+def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:
+    """The method given as an object, or by name and options.
 
     Args:
-        model: in which nothing is attached.
-        prompt: the prompt of the bias, as it was given to :func:`convert_prompt`.
-        bias: of this one prompt.
-
-    Returns:
-        None if the model has no tokenizer, or the prompt fills its context.
+        method: an object, whose options are its own, or a name in :data:`METHODS`.
+        options: options for a method given by name.
+        others: the caller's other arguments, for suggesting the nearest name.
 
     Raises:
-        KVLensError: a bias is attached, or the bias is a batch.
+        KVLensError: an unknown method, an unknown option (the nearest is suggested), or an invalid value.
     """
-    if model.attached_kv_bias is not None or bias.batch_size is not None:
-        raise KVLensError("recall: expected the bias of one prompt (select_prompt), and a model in which none is attached")
-    layout = prompt_layout(model, prompt)
-    return recalled(model, layout, convert_prompt(model, layout.tokens), bias)
+    if isinstance(method, ConversionMethod):
+        if options:
+            near = nearest(next(iter(options)), others)
+            raise KVLensError(f"convert_prompt: {', '.join(options)}: options of a method belong into {method}{near}")
+        return method
+    ensure("convert_prompt: method", one_of(METHODS), method)
+    kind = METHODS[method]
+    known = option_names(kind)
+    for name in options:
+        if name not in known:
+            near = nearest(name, [*others, *known])
+            raise KVLensError(
+                f'convert_prompt: method="{method}" has no option {name!r}{near}; it has {", ".join(known) or "none"}'
+            )
+    given = {kind.shorthand.get(name, name): value for name, value in options.items()}
+    if len(given) < len(options):
+        twice = next(name for name in options if kind.shorthand.get(name) in options)
+        raise KVLensError(f"convert_prompt: {twice} and {kind.shorthand[twice]} are the same option: give one of them")
+    return kind(**given)
 
 
-def _with_recall(model: KVModel, prompt: Any, tokens: PromptTokens, whole: KVBias, bias: KVBias) -> KVBias:
-    """The bias of one prompt, given as text or as a chat, with its recall in the record."""
-    fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
-    if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):
-        return bias
-    layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
-    found = recalled(model, layout, whole.select_prompt(0), bias)
-    seconds = {**fit.seconds, "recall": time.perf_counter() - began}
-    return bias if found is None else bias._made(dataclasses.replace(fit, recall=found, seconds=seconds))
+@checked
+def option_names(kind: type[ConversionMethod]) -> list[str]:
+    """The options of a method, with their shorthand."""
+    return [*(field.name for field in fields(kind)), *kind.shorthand]  # type: ignore[arg-type]
+
+
+def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
+    """The method; linear attention has only the exact one."""
+    if is_softmax:
+        return method_of(method, options, _own_arguments())
+    asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
+    if asked:
+        near = nearest_name(next(iter(options), ""), _own_arguments(), 0.75)
+        raise KVLensError(
+            f"convert_prompt: {', '.join(asked)}: with linear attention the conversion is always exact and has no options"
+            f"{'' if near is None else f'; did you mean {near!r}?'}"
+        )
+    return Exact()
+
+
+@functools.cache
+def _own_arguments() -> tuple[str, ...]:
+    """The arguments of :func:`convert_prompt` that are not options of a method."""
+    return tuple(name for name in inspect.signature(convert_prompt).parameters if name != "options")
 
 
 def _read_prompt(
@@ -219,38 +287,59 @@ def _warn_of_length(model: KVModel, prompt: PromptTokens, old: KVBias | None) ->
         warn(note)
 
 
-def _check_convertible(model: HookedKVTransformer) -> None:
-    """Raise KVLensError if the model's prompts cannot be converted to a bias."""
-    reason = why_no_kv_bias(model.cfg.attention_variant)
-    if reason is not None:
-        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
-    if model.cfg.attention_dir != "causal":
+def _convert_softmax(
+    model: ReadsPrompts,
+    prompt: PromptTokens,
+    old: KVBias | None,
+    fingerprint: Fingerprint,
+    method: ConversionMethod,
+    fwd_hooks: Sequence[Any],
+    verbose: bool,
+) -> tuple[KVBias, KVBias]:
+    """The bias, and the exact bias of this prompt alone, both with a batch axis."""
+    method.check_model(model)
+    if isinstance(method, Approximation) and fingerprint.layers_differ:
         raise KVLensError(
-            "convert_prompt: with bidirectional attention the prompt's own keys depend on the text after it, so no single "
-            "bias can replace the prompt for every text"
+            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has others: '
+            'use method="exact"'
         )
-    if model.cfg.ungroup_grouped_query_attention:
-        raise KVLensError("convert_prompt: call model.set_ungroup_grouped_query_attention(False) first")
-
-
-@functools.cache
-def _own_arguments() -> tuple[str, ...]:
-    """The arguments of :func:`convert_prompt` that are not options of a method."""
-    return tuple(name for name in inspect.signature(convert_prompt).parameters if name != "options")
-
-
-def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
-    """The method; linear attention has only the exact one."""
-    if is_softmax:
-        return method_of(method, options, _own_arguments())
-    asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]
-    if asked:
-        near = nearest_name(next(iter(options), ""), _own_arguments(), 0.75)
+    if isinstance(method, Approximation) and not attention_parts(model):
         raise KVLensError(
-            f"convert_prompt: {', '.join(asked)}: with linear attention the conversion is always exact and has no options"
-            f"{'' if near is None else f'; did you mean {near!r}?'}"
+            f'convert_prompt: method="{method.name}" reduces the keys of softmax attention, and this model has none: its '
+            'states have the same size for every prompt; use method="exact"'
         )
-    return Exact()
+    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
+    bias, old = exact.bias, exact.old
+    lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
+    if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
+        bias.check_finite("convert_prompt")
+        wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # bfloat16 is too coarse for a fit
+        wider = exact._replace(bias=bias.to(wide))
+        bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, verbose), dtype)
+    return bias if old is None else _on_top_of(old, bias), exact.bias
+
+
+def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:
+    """What the method's ``fit`` returns, if it is a finite bias of these prompts, with its record."""
+    name, batch = f"{type(teacher.method).__name__}.fit", teacher.exact.bias.batch_size
+    with teacher.timed("fit"):
+        bias = teacher.method.fit(teacher)
+    if bias.batch_size != batch:
+        came = "none" if bias.batch_size is None else bias.batch_size
+        raise KVLensError(f"{name} must return a bias with a batch axis of {batch} prompts, got {came}")
+    bias.check_finite(name)
+    return teacher.with_record(bias, dtype)
+
+
+def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
+    """``new`` after ``old``. The errors of ``new``, measured after ``old``, are those of both together if ``old`` is exact."""
+    if old.fit is None:
+        return continued(old, new)._made(new.fit)
+    before = as_batch(old, new.b_KV.shape[1]).fit
+    kept = "every key kept" if new.fit is None else "fitted"
+    longest = int(torch.as_tensor(new.n_prompt_tokens).max())
+    step = f"continued with another prompt of {longest} tokens, {kept}"
+    return continued(old, new)._made(of_sum([before, new.fit], step))
 
 
 def _check_finite(model: KVModel, bias: KVBias) -> None:
@@ -261,3 +350,38 @@ def _check_finite(model: KVModel, bias: KVBias) -> None:
         if not broken:
             raise
         raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}") from error
+
+
+def _with_recall(model: KVModel, prompt: Any, tokens: PromptTokens, whole: KVBias, bias: KVBias) -> KVBias:
+    """The bias of one prompt, given as text or as a chat, with its recall in the record."""
+    fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
+    if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):
+        return bias
+    layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
+    found = recalled(model, layout, whole.select_prompt(0), bias)
+    seconds = {**fit.seconds, "recall": time.perf_counter() - began}
+    return bias if found is None else bias._made(dataclasses.replace(fit, recall=found, seconds=seconds))
+
+
+@checked
+def recall(model: KVModel, prompt: Prompt, bias: KVBias) -> Recall | None:
+    """Which words of a prompt's own sentences the model would still say under a bias (:mod:`kvlens.kv_bias.fit`).
+
+    ``convert_prompt`` measures it for one prompt that is text or a chat, unless ``n_held_out=0``; here it is measured for
+    tokens, and for a bias that was changed since.
+
+    Args:
+        model: in which nothing is attached.
+        prompt: the prompt of the bias, as it was given to :func:`convert_prompt`.
+        bias: of this one prompt.
+
+    Returns:
+        None if the model has no tokenizer, or the prompt fills its context.
+
+    Raises:
+        KVLensError: a bias is attached, or the bias is a batch.
+    """
+    if model.attached_kv_bias is not None or bias.batch_size is not None:
+        raise KVLensError("recall: expected the bias of one prompt (select_prompt), and a model in which none is attached")
+    layout = prompt_layout(model, prompt)
+    return recalled(model, layout, convert_prompt(model, layout.tokens), bias)

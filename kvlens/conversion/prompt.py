@@ -1,12 +1,33 @@
-"""Turning a prompt (a string, a chat, a list of those, or tokens) into one right-padded batch of tokens with its mask."""
+"""What is converted: a prompt as one right-padded batch of tokens with its mask, or counterfactual variants of a prompt.
 
+*Counterfactual prompts* are a prompt of which parts are deleted or replaced, and what follows it. A *span* is a range of the
+prompt's tokens, (start, stop), stop left out. What comes after a deleted span, the rest of the prompt and the text, stays where
+it stood (``positions="kept"``), or moves up as if the tokens had never been written (``"closed"``; so does ContextCite,
+Cohen-Wang et al. 2024, arXiv 2409.00729). A gap that is kept means, for
+
+- RoPE: angles are those of the tokens' own positions, before and after the feature map; where a converted prompt is rebased,
+  its keys turn past the gap (``carry_bias``);
+- learned and sinusoidal positions: the tokens behind the gap keep their rows, the text starts where it did;
+- decay: the state decays past a deleted token as past any other;
+- ALiBi and windows: distances count the deleted tokens;
+- the KV shift: the predecessor of the first token behind the gap is the last one before it, in both cases.
+
+The *baseline* is the prompt of which everything is deleted that is not always there: with BOS that token alone, its b_KV and
+b_D turned and decayed to the text's position, its shift state where the prompt's would stand; without BOS the empty prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformer_lens.utilities import get_device_for_block_index
 
+from kvlens.arguments import Positions, Span, checked_spans
 from kvlens.chat import Chat, as_prompt
+from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptTokens
 
@@ -77,3 +98,139 @@ def length_note(model: KVModel, n_tokens: int) -> str | None:
         f"The prompt is longer than n_ctx={model.cfg.n_ctx:,}, for which the model was made. Its positions allow more, "
         "but it was not trained on them: such a prompt may raise the loss instead of lowering it."
     )
+
+
+Replacement = str | Tensor | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Counterfactuals:
+    """Variants of one prompt, a row each. ``convert_prompt`` takes them as a batch of prompts.
+
+    Attributes:
+        original: the prompt, [pos].
+        tokens: of each variant, [row, pos]; those of deleted tokens do not count.
+        kept: True at tokens that are read, [row, pos].
+        positions: "kept", or "closed".
+    """
+
+    original: Int[Tensor, " pos"]
+    tokens: Int[Tensor, "row pos"]
+    kept: Bool[Tensor, "row pos"]
+    positions: Positions = "kept"
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def rows(self, index: Int[Tensor, " row"] | slice) -> "Counterfactuals":
+        """Some of them."""
+        return replace(self, tokens=self.tokens[index], kept=self.kept[index])
+
+    def as_prompt(self) -> PromptTokens:
+        """As a batch of prompts to convert: deleted tokens hidden in their positions, or moved behind the others as padding."""
+        if self.positions == "kept":
+            return PromptTokens(self.tokens, None if bool(self.kept.all()) else self.kept, True, keeps_positions=True)
+        if not bool(self.kept.any(dim=1).all()):
+            raise KVLensError(
+                'counterfactuals: a row keeps no token, and positions="closed" leaves nothing to convert; keep BOS'
+            )
+        order = (~self.kept).long().argsort(dim=1, stable=True)
+        n_kept = int(self.kept.sum(dim=1).max())
+        tokens, kept = (x.gather(1, order)[:, :n_kept] for x in (self.tokens, self.kept))
+        return PromptTokens(tokens, None if bool(kept.all()) else kept, True)
+
+    def in_front_of_text(self) -> tuple[Int[Tensor, "row pos"], Bool[Tensor, "row pos"]]:
+        """(tokens, kept) as they stand before a text; where positions are closed, deleted tokens are padding on the left."""
+        if self.positions == "kept":
+            return self.tokens, self.kept
+        order = self.kept.long().argsort(dim=1, stable=True)
+        return self.tokens.gather(1, order), self.kept.gather(1, order)
+
+    def first_changes(self) -> Int[Tensor, " row"]:
+        """Position of the first token in which each row differs from the prompt; the prompt's length where none does."""
+        changed = ~self.kept | (self.tokens != self.original)
+        return torch.where(changed.any(dim=1), changed.long().argmax(dim=1), self.tokens.shape[1])
+
+    def after(self, start: int) -> "Counterfactuals":
+        """The same without their first ``start`` tokens."""
+        return replace(self, original=self.original[start:], tokens=self.tokens[:, start:], kept=self.kept[:, start:])
+
+
+@checked
+def counterfactuals(
+    model: KVModel,
+    prompt: Prompt,
+    without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
+    replacements: Sequence[Mapping[Span, Replacement]] | None = None,
+    *,
+    positions: Positions = "kept",
+    prepend_bos: bool | None = None,
+) -> Counterfactuals:
+    """Rows of a prompt with spans deleted, and others replaced.
+
+    >>> from kvlens import HookedKVTransformer, convert_prompt, counterfactuals
+    >>> model = HookedKVTransformer.from_zoo("bigram-linear")
+    >>> rows = counterfactuals(model, torch.arange(10), [[(0, 2)], [(3, 5), (7, 8)], []])
+    >>> rows.kept.sum(dim=1).tolist()
+    [8, 7, 10]
+    >>> convert_prompt(model, rows).batch_size
+    3
+
+    Args:
+        model: whose tokenizer reads the prompt, and replacements that are text (those without BOS).
+        prompt: a string, a chat or its list of messages, or tokens [pos].
+        without: the spans that each row deletes; or directly the tokens that it deletes, True there, [row, pos].
+        replacements: for each row, span -> what stands there in its place, of as many tokens.
+        positions: "kept" or "closed", see :mod:`kvlens.conversion.prompt`.
+        prepend_bos: whether a string gets a BOS; None for the model's default.
+
+    Raises:
+        KVLensError: spans outside the prompt, empty or overlapping, a replacement of another length. Converting rows that keep
+            no token is refused under ``positions="closed"``.
+    """
+    read = prompt_tokens(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
+    if read.has_batch:
+        raise KVLensError(f"counterfactuals: expected one prompt, got {read.tokens.shape[0]}; call it for each")
+    return counterfactuals_of(model, read.tokens[0], without, replacements, positions)
+
+
+def counterfactuals_of(
+    model: KVModel,
+    tokens: Int[Tensor, " pos"],
+    without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
+    replacements: Sequence[Mapping[Span, Replacement]] | None = None,
+    positions: Positions = "kept",
+) -> Counterfactuals:
+    """:func:`counterfactuals` of tokens [pos]."""
+    n_rows = len(without)
+    if replacements is not None and len(replacements) != n_rows:
+        raise KVLensError(f"counterfactuals: {n_rows} rows of deletions and {len(replacements)} of replacements: give as many")
+    rows = tokens[None].repeat(n_rows, 1)
+    if isinstance(without, Tensor):
+        if without.dtype != torch.bool or without.dim() != 2 or without.shape[1] != len(tokens):
+            raise KVLensError(f"without: expected True at deleted tokens, [row, {len(tokens)}], got {brief(without)}")
+        kept = ~without.to(rows.device)
+    else:
+        kept = torch.ones_like(rows, dtype=torch.bool)
+        for row, spans in enumerate(without):
+            for start, stop in checked_spans("without", spans, len(tokens)):
+                kept[row, start:stop] = False
+    for row, each in enumerate(replacements or ()):
+        deleted = [] if isinstance(without, Tensor) else list(without[row])
+        checked_spans("without and replace", [*deleted, *each], len(tokens))
+        for (start, stop), new in each.items():
+            rows[row, start:stop] = _replacement(model, new, stop - start).to(rows.device)
+    return Counterfactuals(tokens, rows, kept, positions)
+
+
+def _replacement(model: KVModel, new: Replacement, n_tokens: int) -> Int[Tensor, " pos"]:
+    if isinstance(new, str):
+        if model.tokenizer is None:
+            raise KVLensError("replace: this model has no tokenizer, so it cannot read strings; give token ids")
+        new = model.to_tokens(new, prepend_bos=False, truncate=False)[0]
+    found = torch.as_tensor(new)
+    if found.dim() != 1 or len(found) != n_tokens:
+        came = brief(found) if found.dim() != 1 else len(found)
+        raise KVLensError(f"replace: expected {n_tokens} tokens, as many as they replace, got {came}")
+    model.check_tokens(found)
+    return found

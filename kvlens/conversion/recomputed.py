@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.conversion.carry import carry_bias
 from kvlens.conversion.convert import convert_prompt
-from kvlens.conversion.counterfactual import Counterfactuals
+from kvlens.conversion.linear import carry_bias
+from kvlens.conversion.prompt import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import KVModel

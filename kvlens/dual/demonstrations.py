@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.dual.queries import check_demonstrations, kernel_between_keys, kernel_with_bias, query_weights
 from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops
 

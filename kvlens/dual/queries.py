@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.dual.reading import LayerReading, TextTokens, read_layers
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import HookedKVTransformer
 from kvlens.ops import dual as ops

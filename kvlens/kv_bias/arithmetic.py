@@ -1,21 +1,27 @@
-"""Adding biases. b_KV and b_D are sums over tokens, so they add; a shift state is not a sum, so one must be chosen.
+"""Sums, parts and batches of biases, as the fields in which the result differs.
+
+b_KV and b_D are sums over tokens, so they add; a shift state is not a sum, so one must be chosen. Batches are of exact biases:
+these have no fit, so that a batch is its tensors and counts alone.
 
 These functions do not import :class:`kvlens.KVBias`, which depends on this module.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.features import same_features
+from kvlens.kv_bias.features import VirtualKeys, same_features
+from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, combined
 from kvlens.kv_bias.fit import of_sum, since
-from kvlens.kv_bias.ragged import padded
-from kvlens.kv_bias.recurrent import combined
+from kvlens.kv_bias.storage import padded
 
 SHIFT_STATE = ("last_k", "last_v", "last_q")
 
@@ -173,3 +179,105 @@ def _check_equal_offsets(first: Any, other: Any, weights: Sequence[float | int])
         f"adding KV biases: {differ}; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read one prompt "
         "after another, use convert_prompt(model, b, initial=bias_of_a)"
     )
+
+
+def fields_of_layer(bias: Any, layer: int) -> dict[str, Any]:
+    """The fields of one layer, without what fills it up to the size of larger ones."""
+    f, tensors = bias.fingerprint.of_layer(layer), dict[str, Any]()
+    by_query_head = bias.b_KV.shape[-3] == bias.n_heads
+    heads, d_phi = f.n_heads if by_query_head else f.n_kv_heads, f.d_phi or bias.d_phi
+    tensors["b_KV"], tensors["b_D"] = bias.b_KV[..., :heads, :d_phi, : f.d_head], bias.b_D[..., :heads, :d_phi]
+    tensors["last_q"] = bias.last_q[..., : f.n_heads, : f.d_head]
+    tensors |= {name: getattr(bias, name)[..., : f.n_kv_heads, : f.d_head] for name in ("last_k", "last_v")}
+    if bias.features is not None:
+        tensors["log_scale"] = bias.log_scale[..., : f.n_kv_heads]
+    fields = {name: tensor[layer : layer + 1] for name, tensor in tensors.items()}
+    if isinstance(bias.features, VirtualKeys):
+        keys = bias.features.keys[layer : layer + 1, ..., : f.n_kv_heads, :, : f.d_key or f.d_head]
+        fields["features"] = VirtualKeys(keys, bias.features.distance[layer : layer + 1, ..., : f.n_kv_heads, :])
+    elif bias.features is not None:
+        fields["features"] = bias.features.map(lambda x: x[layer : layer + 1])
+    return {**fields, "fingerprint": f, "recurrent": NO_STATES}
+
+
+def fields_of_selection(bias: Any, layers: Sequence[int], heads: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The fields with b_KV and b_D of the union of layers and (layer, head) pairs, by query head; zeros elsewhere.
+
+    Raises:
+        KVLensError: a layer or head that does not exist.
+    """
+    n_heads = [bias.n_heads_of(layer) for layer in range(bias.n_layers)]
+    whole = bias.padded().per_query_head()
+    kept = whole.b_KV.new_zeros(bias.n_layers, max(n_heads))
+    for layer in layers:
+        layer = _index("layer", layer, bias.n_layers)
+        kept[layer, : n_heads[layer]] = 1
+    for layer, head in heads:
+        layer = _index("layer", layer, bias.n_layers)
+        kept[layer, _index("head", head, n_heads[layer])] = 1
+    n_kept, n_all, n_states = int(kept.count_nonzero()), sum(n_heads), bias.recurrent.n_heads
+    of_states = [kept[layer, (first := bias.first_state_head(layer)) : first + n_states] for layer in bias.recurrent.layers]
+    keep = kept[list(bias.attention_layers), : bias.n_heads]
+    keep = keep if bias.batch_size is None else keep[:, None]
+    return {
+        "fit": bias.fit if n_kept == n_all else since(bias.fit, f"{n_kept} of {n_all} heads selected"),
+        "features": whole.features,
+        "b_KV": whole.b_KV * keep[..., None, None],
+        "b_D": whole.b_D * keep[..., None],
+        "recurrent": bias.recurrent.select(of_states),
+    }
+
+
+def _index(what: str, index: int, n: int) -> int:
+    if not -n <= index < n:
+        raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
+    return index
+
+
+OF_KEYS = {"b_KV": -2, "b_D": -1, "features.keys": -2, "features.distance": -1}
+"""Tensors with an axis of virtual keys, and which it is."""
+
+
+def fields_of_batch(biases: Sequence[Any]) -> dict[str, Any]:
+    """The fields of several batches joined; those with fewer keys get keys of weight 0."""
+    most = max(bias.d_phi for bias in biases)
+    tensors = [_with_keys(bias, most) for bias in biases]
+    counts = {
+        name: torch.cat([torch.as_tensor(getattr(b, name), device=b.b_KV.device).expand(b.batch_size) for b in biases])
+        for name in COUNTS
+    }
+    return counts | _fields(biases[0], {name: torch.cat([x[name] for x in tensors], dim=1) for name in tensors[0]})
+
+
+def fields_of_exchange(own: Any, other: Any, layers: Bool[Tensor, "row layer"]) -> dict[str, Any]:
+    """The fields of a batch whose row i has the layers from ``other`` for which ``layers[i]`` is True."""
+    theirs, mixed = other.tensors(), {}
+    for name, x in own.tensors().items():
+        which = own.recurrent.layers if name.startswith("recurrent.") else own.attention_layers
+        chosen = layers[:, list(which)].T.reshape(len(which), len(layers), *[1] * (x.dim() - 1))
+        mixed[name] = torch.where(chosen.to(x.device), theirs[name][:, None], x[:, None])
+    return _fields(own, mixed)
+
+
+def _fields(bias: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors by their names in a file, as fields like those of a bias."""
+    fields: dict[str, Any] = {name: tensors[name] for name in (*TENSORS, "log_scale") if name in tensors}
+    for part in ("features", "recurrent"):
+        own = {name.removeprefix(f"{part}."): x for name, x in tensors.items() if name.startswith(f"{part}.")}
+        if own:
+            fields[part] = replace(getattr(bias, part), **own)
+    return fields
+
+
+def _with_keys(bias: Any, n: int) -> dict[str, Tensor]:
+    """The tensors of a batch with ``n`` keys per head: those that are added have weight 0."""
+    tensors: dict[str, Tensor] = bias.tensors()
+    more = n - bias.d_phi
+    if not isinstance(bias.features, VirtualKeys) or not more:
+        return tensors
+    for name, axis in OF_KEYS.items():
+        x = tensors[name]
+        shape = list(x.shape)
+        shape[axis] = more
+        tensors[name] = torch.cat([x, x.new_ones(shape) if name == "features.distance" else x.new_zeros(shape)], dim=axis)
+    return tensors

@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask
 
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.features import VirtualKeys
-from kvlens.kv_bias.ragged import used_keys
+from kvlens.kv_bias.storage import used_keys
 from kvlens.ops.softmax_attention import ExtraKeys
 
 ATTENTION = "kvlens"

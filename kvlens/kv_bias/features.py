@@ -43,7 +43,7 @@ LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxFeatures(ABC):
-    """One family of features, for every layer and key-value head; :meth:`of_layer` gives those of a layer, which are read."""
+    """One kind of features, for every layer and key-value head; :meth:`of_layer` gives those of a layer, which are read."""
 
     kind: ClassVar[str]
     per_prompt: ClassVar[bool] = False
@@ -110,7 +110,7 @@ class SoftmaxFeatures(ABC):
 
 
 class PositiveFeatures(SoftmaxFeatures):
-    """A family whose features are exponentials, given by their logarithms."""
+    """A kind of features that are exponentials, given by their logarithms."""
 
     @abstractmethod
     def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
@@ -227,21 +227,21 @@ class TaylorFeatures(SoftmaxFeatures):
         return taylor_features(q, rule.scale)
 
 
-FAMILIES = {family.kind: family for family in (VirtualKeys, RandomFeatures, TaylorFeatures, EluFeatures, LearnedFeatures)}
+KINDS = {each.kind: each for each in (VirtualKeys, RandomFeatures, TaylorFeatures, EluFeatures, LearnedFeatures)}
 
 
 def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxFeatures:
     """The features that a file describes.
 
     Raises:
-        KVLensError: a family unknown to this version.
+        KVLensError: features of a kind unknown to this version.
     """
-    if kind not in FAMILIES:
-        raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(FAMILIES)}: upgrade kvlens")
-    family = FAMILIES[kind]
-    if family in (TaylorFeatures, EluFeatures):
-        return family(d_key)  # type: ignore[call-arg]
-    return family(**tensors)  # type: ignore[arg-type]
+    if kind not in KINDS:
+        raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(KINDS)}: upgrade kvlens")
+    made = KINDS[kind]
+    if made in (TaylorFeatures, EluFeatures):
+        return made(d_key)  # type: ignore[call-arg]
+    return made(**tensors)  # type: ignore[arg-type]
 
 
 def same_features(a: SoftmaxFeatures, b: SoftmaxFeatures) -> bool:

@@ -5,20 +5,211 @@ line to ``history``. The original fits with their measured errors stay in ``part
 
 The record of an exact bias is None; sums, multiples and selections of exact biases are exact too. Rounding a bias, or replacing
 its numbers, makes it approximate with an unknown error.
+
+**Answers.** On texts not used for fitting, with logits p (with the prompt), c (converted) and w (without) at each position:
+
+    logits_error = mean over positions of ||c - p|| / ||p||
+    lost_share   = sqrt(sum over positions of ||c - p||^2  /  sum over positions of ||p - w||^2)
+    KL           = sum over tokens of softmax(p) (log softmax(p) - log softmax(c)), in nats
+
+``lost_share`` is the fraction of the prompt's effect that is lost: 0 if nothing is lost, 1 if the converted model is as far
+from the prompted one as a model that has not read the prompt.
+
+**Recall.** Each sentence of the prompt is read alone, as if the model had said it: with the whole prompt before it, under the
+bias, and with neither. A word counts if the prompt matters to it, by more than :data:`MATTERS` nats:
+
+    effect = log p(word | prompt) - log p(word)          loss = log p(word | prompt) - log p(word | bias)
+
+An error on the model's own text says little about facts that this text does not touch; a lost word is such a fact.
+
+How much to make of it, measured on six documents with questions (``tests/benchmarks/results/fewer_keys.md``): an answer whose
+words are lost is lost itself in five of six cases, but three quarters of the lost answers have no lost word, and conversions at
+one ratio are not ordered by their recall at all, presumably since the fit has read the same sentences, repeated, and a question
+about them is other text. A low recall asks for more keys; a high one is no reason to trust an answer.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.kv_bias.answers import AnswerErrors
-from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.recall import Recall
+from kvlens.kv_bias.fields import Fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerErrors:
+    """The errors of a conversion, for one prompt or each prompt of a batch.
+
+    Attributes:
+        logits_error: relative error of the logits, mean over positions.
+        lost_share: error of the logits relative to the prompt's effect on them.
+        kl_median, kl_95, kl_worst: KL divergence of the next-token distribution, in nats: median, 95th percentile and maximum
+            over positions.
+        n_texts: number of held-out texts per prompt.
+        text_length: number of tokens in each.
+        without: what comes before the text "without the prompt": "the prompt's BOS", "what was converted before", or
+            "nothing".
+    """
+
+    logits_error: Float[Tensor, "*batch"]
+    lost_share: Float[Tensor, "*batch"]
+    kl_median: Float[Tensor, "*batch"]
+    kl_95: Float[Tensor, "*batch"]
+    kl_worst: Float[Tensor, "*batch"]
+    n_texts: int
+    text_length: int
+    without: str
+
+    @classmethod
+    def of_positions(
+        cls,
+        error: Float[Tensor, "batch text pos"],
+        size: Float[Tensor, "batch text pos"],
+        effect: Float[Tensor, "batch text pos"],
+        kl: Float[Tensor, "batch text pos"],
+        without: str,
+    ) -> "AnswerErrors":
+        """From ||c - p||, ||p||, ||p - w|| and KL at each position."""
+        error, size, effect, kl = (x.double() for x in (error, size, effect, kl))
+        tiny = torch.finfo(torch.float64).tiny
+        sizes = torch.tensor([0.5, 0.95, 1.0], dtype=torch.float64, device=kl.device)
+        median, most, worst = kl.flatten(1).quantile(sizes, dim=1)
+        return cls(
+            logits_error=(error / size.clamp(min=tiny)).mean(dim=(1, 2)),
+            lost_share=(error.square().sum(dim=(1, 2)) / effect.square().sum(dim=(1, 2)).clamp(min=tiny)).sqrt(),
+            kl_median=median,
+            kl_95=most,
+            kl_worst=worst,
+            n_texts=kl.shape[1],
+            text_length=kl.shape[2],
+            without=without,
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "AnswerErrors":
+        """The same with ``change`` applied to every measured value."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.to_tensors().items()}
+        return replace(self, **changed)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The measured values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that describe the texts."""
+        return {name: getattr(self, name) for name in ("n_texts", "text_length", "without")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; measured values as numbers for one prompt, as lists for a batch."""
+        return {**{name: tensor.tolist() for name, tensor in self.to_tensors().items()}, **self.to_json()}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "AnswerErrors":
+        """Rebuild from the results of :meth:`to_json` and :meth:`to_tensors`."""
+        known = {**plain, **tensors}
+        return cls(**{f.name: known[f.name] for f in fields(cls)})
+
+    def summary(self) -> str:
+        """A short description of the error of the logits and the share lost; means for a batch."""
+        error, lost = float(self.logits_error.mean()), float(self.lost_share.mean())
+        prompts = f", mean of {self.logits_error.numel()} prompts" if self.logits_error.dim() else ""
+        return f"logits off by {error:.2%}, {lost:.3g} of the prompt's effect lost{prompts}, held out"
+
+
+MATTERS = 1.0
+"""Nats, of an effect that counts, and of a loss that is one."""
+N_WORST = 5
+
+
+class RecalledWord(NamedTuple):
+    """A word to which the prompt matters.
+
+    Attributes:
+        sentence: its sentence's number, from 0.
+        word: as it stands there.
+        effect, loss: nats, as defined in the module.
+        was_first, is_first: whether each of its tokens is the model's first choice with the prompt, and under the bias.
+    """
+
+    sentence: int
+    word: str
+    effect: float
+    loss: float
+    was_first: bool
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What a bias still knows of its prompt.
+
+    Attributes:
+        sentences: the prompt's sentences.
+        words: those that count, in order.
+    """
+
+    sentences: tuple[str, ...]
+    words: tuple[RecalledWord, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of words that lose less than :data:`MATTERS` nats; NaN if no word counts."""
+        return sum(word.loss < MATTERS for word in self.words) / len(self.words) if self.words else float("nan")
+
+    @property
+    def worst(self) -> list[RecalledWord]:
+        """The words that lose most, largest loss first; those alone that lose :data:`MATTERS` nats or more."""
+        lost = [word for word in self.words if word.loss >= MATTERS]
+        return sorted(lost, key=lambda word: -word.loss)[:N_WORST]
+
+    def table(self) -> Any:
+        """One row per sentence: number, text, words that count, the share of those first with the prompt that stay first, the
+        largest loss and its word; a DataFrame."""
+        import pandas as pd
+
+        rows = []
+        for number, text in enumerate(self.sentences):
+            words = [word for word in self.words if word.sentence == number]
+            first = [word.is_first for word in words if word.was_first]
+            worst = max(words, key=lambda word: word.loss, default=None)
+            rows.append(
+                {
+                    "sentence": number,
+                    "text": text,
+                    "n_words": len(words),
+                    "first_share": sum(first) / len(first) if first else float("nan"),
+                    "largest_loss": float("nan") if worst is None else worst.loss,
+                    "worst_word": "" if worst is None else worst.word,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def table_of_words(self) -> Any:
+        """One row per word that counts; a DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.words, columns=RecalledWord._fields)
+
+    def summary(self) -> str:
+        """A short description: the share that is kept, and the worst words by name."""
+        if not self.words:
+            return "recall not known: the prompt matters to no word of it"
+        worst = ", ".join(f"{word.word!r} ({word.loss:.1f} nats)" for word in self.worst)
+        lost = f"; lost most: {worst}" if worst else ""
+        return f"recall {self.share:.0%} of {len(self.words)} words of the prompt{lost}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> "Recall":
+        """Rebuild from :meth:`to_json`."""
+        return cls(tuple(plain["sentences"]), tuple(RecalledWord(*word) for word in plain["words"]))
+
 
 SEVERAL, UNKNOWN = "several", "unknown"
 """The method of a record with several fits, and of one without any."""

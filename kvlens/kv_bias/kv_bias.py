@@ -25,17 +25,18 @@ from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.arithmetic import fields_of_sum, scaled_fields
-from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, features_from
-from kvlens.kv_bias.fingerprint import Fingerprint
-from kvlens.kv_bias.fit import BiasFit, below, replaced, rounded, since
-from kvlens.kv_bias.groups import KeyGroups, fields_of_groups
-from kvlens.kv_bias.layers import fields_of_layer, fields_of_selection
-from kvlens.kv_bias.ragged import packed, padded, used_keys
-from kvlens.kv_bias.recurrent import NO_STATES, RecurrentStates, recurrent_from
-from kvlens.kv_bias.rows import fields_of_batch, fields_of_exchange, fields_of_rows
-from kvlens.kv_bias.storage import read_bias_file, write_bias_file
-from kvlens.kv_bias.validation import COUNTS, TENSORS, check_fields, check_numbers
+from kvlens.kv_bias.arithmetic import (
+    fields_of_batch,
+    fields_of_exchange,
+    fields_of_layer,
+    fields_of_selection,
+    fields_of_sum,
+    scaled_fields,
+)
+from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
+from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
+from kvlens.kv_bias.fit import BiasFit, replaced, rounded, since
+from kvlens.kv_bias.storage import KeyGroups, as_numbers, fields_of_groups, padded, read_bias_file, used_keys, write_bias_file
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """The fields on which the model's output depends."""
@@ -68,7 +69,7 @@ class KVBias:
     Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.
 
     A fitted bias, converted or loaded, is *compact* where heads have different numbers of keys: it holds, and models read,
-    groups of heads (:mod:`kvlens.kv_bias.groups`). ``b_KV``, ``b_D`` and ``features`` are then made when one of them is first
+    groups of heads (:mod:`kvlens.kv_bias.storage`). ``b_KV``, ``b_D`` and ``features`` are then made when one of them is first
     asked for, and kept instead, so that they can be written to and trained as those of any other; :meth:`compact` undoes it.
 
     Attributes:
@@ -273,7 +274,7 @@ class KVBias:
     def __repr__(self) -> str:
         f = self.fingerprint
         features = VirtualKeys if self._groups is not None else self.features
-        family = "" if features is None or not self.attention_layers else f"{features.kind}, "
+        kind = "" if features is None or not self.attention_layers else f"{features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
@@ -289,7 +290,7 @@ class KVBias:
             d_k, d_v = self.recurrent.b_KV.shape[-2:]
             sizes += [f"{len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"]
         return (
-            f"KVBias({family}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
+            f"KVBias({kind}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
         )
 
@@ -358,10 +359,11 @@ class KVBias:
 
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
-        """Some prompts of a batch of exact biases, as a batch."""
+        """Some prompts of a batch, repetitions allowed, as a batch. It has no record of a fit."""
         if self.batch_size is None:
             raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
-        return self._made(None, **fields_of_rows(self.padded(), rows))
+        counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+        return self._made(None, **self._changed(lambda x: x[:, rows.to(x.device)], per_prompt_only=True), **counts)
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
@@ -565,18 +567,7 @@ class KVBias:
         Raises:
             KVLensError: the folder does not exist or cannot be written.
         """
-        meta: dict[str, Any] = {name: as_numbers(getattr(self, name)) for name in COUNTS}
-        whole = self.padded()
-        tensors = whole.tensors()
-        if isinstance(whole.features, VirtualKeys) and not self.fingerprint.layers_differ:
-            tensors = packed(tensors, self.fingerprint.n_kv_heads)
-        if whole.features is not None:
-            meta |= {"features": whole.features.kind, "fit": None if self.fit is None else self.fit.to_json()}
-        if self.fit is not None:
-            tensors |= {f"fit.{name}": tensor for name, tensor in self.fit.to_tensors().items()}
-        if self.recurrent.layers:
-            meta["recurrent_layers"] = list(self.recurrent.layers)
-        write_bias_file(path, tensors, {**meta, "fingerprint": self.fingerprint.to_json()})
+        write_bias_file(path, self)
 
     @classmethod
     @checked
@@ -586,35 +577,12 @@ class KVBias:
         Raises:
             KVLensError: no such file, not a kvlens bias, damaged, or of another format version.
         """
-        tensors, meta = read_bias_file(path, TENSORS)
-        try:
-            bias = cls._read(tensors, meta)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
+        bias = read_bias_file(path, cls)
         bias.check_finite(f"KVBias.load: {path}")
         return bias if bias.fit is None else bias.compact()
-
-    @classmethod
-    def _read(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVBias":
-        known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {name: meta[name] for name in COUNTS}
-        known["fingerprint"] = fingerprint = Fingerprint.from_json(meta["fingerprint"])
-        if "features" in meta:
-            known["features"] = features_from(
-                meta["features"], below("features.", tensors), fingerprint.d_key or fingerprint.d_head
-            )
-            known["log_scale"] = tensors.get("log_scale")
-        if meta.get("fit") is not None:
-            known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
-        known["recurrent"] = recurrent_from(meta.get("recurrent_layers", []), below("recurrent.", tensors))
-        return cls(**known)
 
 
 def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, **options: bool) -> KVBias:
     """The weighted sum; compact where one of its terms is."""
     total = biases[0]._made(**fields_of_sum(biases, weights, shift_state, **options))
     return total if all(bias._groups is None for bias in biases) else total.compact()
-
-
-def as_numbers(value: int | Tensor) -> int | list[int]:
-    """A count as Python types: an int, or a list with one int per prompt."""
-    return value.tolist() if isinstance(value, Tensor) else value

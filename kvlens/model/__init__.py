@@ -23,8 +23,7 @@ Face model; a folder in the format of Baichuan-M1-14B, the public model with KV 
 
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.parts import Ends, HeadMatrices, Layer, LinearNorm, Part
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import Ends, HeadMatrices, KVModel, Layer, LinearNorm, Part, ReadsPrompts
 from kvlens.model.reading import (
     HeadsRead,
     StreamReading,

@@ -1,5 +1,5 @@
 """Making a HookedKVTransformer from a Hugging Face folder, a loaded Hugging Face model, a name, a file of llama2.c, a folder of
-kvlens or another model; saving it; and putting the KV shift of a public checkpoint into it."""
+kvlens or another model; processing its weights; saving it; and putting the KV shift of a public checkpoint into it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +16,8 @@ from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.fingerprint import is_weight
 from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
-from kvlens.model.weights import check_weight_processing
+from kvlens.model.weights import changes_values, check_weight_processing, is_weight, pieces, refuse_wrong_folding, take_weights
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
 from kvlens.zoo import folder_of, is_hugging_face
@@ -28,7 +27,10 @@ DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
 
 
 class LoadsAndSaves(HookedTransformer):
-    """A HookedTransformer that can be loaded from several kinds of checkpoints and saved to a kvlens folder."""
+    """A HookedTransformer that is loaded from several kinds of checkpoints and saved to a kvlens folder, and whose weight
+    processing raises an error if it would change the model's output."""
+
+    cfg: HookedKVTransformerConfig
 
     @classmethod
     @checked
@@ -207,6 +209,78 @@ class LoadsAndSaves(HookedTransformer):
                 f"...conv_k, got {sorted(tensors)[:3] if isinstance(source, Mapping) else str(source)}"
             )
         place_shift_coefficients(self, coefficients)
+
+    def load_and_process_state_dict(  # type: ignore[override]
+        self,
+        state_dict: dict[str, Tensor],
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As in TransformerLens. ``fold_value_biases=None`` folds if that preserves the output; True may raise an error.
+
+        Raises:
+            KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
+        """
+        steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+        self.take_state_dict(dict(state_dict), fold_value_biases, refactor_factored_attn_matrices, **steps)
+
+    def take_state_dict(
+        self, weights: dict[str, Tensor], fold_value_biases: bool | None, refactor_factored_attn_matrices: bool, **steps: bool
+    ) -> None:
+        """:meth:`load_and_process_state_dict` of weights that nobody else needs: the dict is emptied, layer by layer.
+
+        What has been read is freed before the next layer is processed, so that two copies of a layer are in memory, not two of
+        the model.
+        """
+        fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
+        refuse_wrong_folding(
+            self.cfg, weights, fold_ln=steps["fold_ln"], center_writing_weights=steps["center_writing_weights"]
+        )
+        if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
+            weights["pos_embed.W_pos"] = torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)
+        filled = self.fill_missing_keys(weights)
+        weights.clear()
+        steps |= {"fold_value_biases": fold_value_biases, "refactor_factored_attn_matrices": refactor_factored_attn_matrices}
+        steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
+        self.cfg.value_biases_folded |= changes_values(filled, steps)
+        if steps["fold_ln"]:
+            self.forget_norm_weights()
+        for names, process in pieces(self.cfg, filled):
+            piece = {name: filled.pop(name) for name in names}
+            given = {weight.untyped_storage().data_ptr() for weight in piece.values()}
+            take_weights(self, process(piece, steps) if any(steps.values()) else piece, given)
+
+    @checked
+    def process_weights_(  # type: ignore[override]
+        self,
+        fold_ln: bool = True,
+        center_writing_weights: bool = True,
+        center_unembed: bool = True,
+        fold_value_biases: bool | None = None,
+        refactor_factored_attn_matrices: bool = False,
+    ) -> None:
+        """As in TransformerLens, with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
+        self.load_and_process_state_dict(
+            self.state_dict(),
+            fold_ln,
+            center_writing_weights,
+            center_unembed,
+            fold_value_biases,
+            refactor_factored_attn_matrices,
+        )
+
+    def fold_value_biases(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, True, False)
+        return super().fold_value_biases(state_dict)
+
+    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]):
+        """As TransformerLens', refused where it would change the output."""
+        check_weight_processing(self.cfg, False, True)
+        return super().refactor_factored_attn_matrices(state_dict)
 
 
 def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:

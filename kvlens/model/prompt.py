@@ -8,125 +8,69 @@ prompt, or text after one, is read in segments, each through all layers before t
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens.components import (
-    Normalizers,
-    OffsetPosEmbed,
     ShiftedCacheEntry,
-    SinusoidalPosEmbed,
     hidden_tokens_keep_positions,
-    layer_bias_of,
     runs_fused,
 )
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
-from kvlens.kv_bias.ragged import padded
+from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.model.streaming import has_hooks, wants_gradients
 
 
-@contextmanager
-def seeded(seed: int | None, *, on_cpu: bool = True) -> Iterator[None]:
-    """Seed torch with ``seed`` inside the block (unless None), then restore its state; includes GPUs unless ``on_cpu``."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices, enabled=seed is not None):
-        if seed is not None:
-            (torch.default_generator if on_cpu else torch).manual_seed(seed)
-        yield
+def read_prompt(model: Any, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
+    tokens, mask, _, keeps_positions = prompt
+    cache = model.empty_cache(len(tokens))
+    given = torch.ones_like(tokens) if mask is None else mask.long()
+    residuals, queries = [], []
+    with hidden_tokens_keep_positions(keeps_positions):
+        changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
+        holds_no_scores = mask is None and _holds_no_scores(model)
+        whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
+        for some in _segments(model, tokens, whole):
+            options = dict(attention_mask=given[:, some], past_kv_cache=cache, stop_at_layer=model.cfg.n_layers)
+            with observed(model) as seen:
+                residuals.append(model(tokens[:, some], **options))
+            queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
+    keys, values = (padded([x[i].transpose(1, 2).to(tokens.device) for x in seen]) for i in (1, 2))
+    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry)]
+    shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
+    return PromptReading(
+        keys,
+        values,
+        torch.cat(residuals, dim=1),
+        [torch.cat(parts, dim=1) for parts in zip(*queries, strict=True)] if with_queries else None,
+        {x: padded([entry.shift_state[x].to(keys) for entry in entries if x in entry.shift_state]) for x in shifted},
+    )
 
 
-@torch.enable_grad()
-def spread_bias(model: Any, bias: KVBias | None) -> None:
-    """Give each layer its part of the attached bias, with gradients enabled even if it is attached under ``no_grad``.
-
-    The parts are views, which learn of what is written to the bias, but not that it is to have gradients since.
-    """
-    model._spread_with_gradients = [] if bias is None else bias.requiring_grad()
-    model._normalizers = None if bias is None else Normalizers()
-    for layer, block in enumerate(model.blocks):
-        block.attn.layer_bias = None if bias is None else layer_bias_of(bias, layer, block.attn.W_O.device)
-        block.attn.normalizers = model._normalizers
-    if isinstance(getattr(model, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
-        model.pos_embed.position_offset = 0 if bias is None else bias.position_offset
-
-
-class SoftmaxPrompts:
-    """The part of a HookedKVTransformer that conversion of softmax prompts uses."""
-
-    _attached: KVBias | None
-
-    def read_prompt(self: Any, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
-        tokens, mask, _, keeps_positions = prompt
-        cache = self.empty_cache(len(tokens))
-        given = torch.ones_like(tokens) if mask is None else mask.long()
-        residuals, queries = [], []
-        with hidden_tokens_keep_positions(keeps_positions):
-            changes_with_length = self.cfg.use_dynamic_ntk_rope or keeps_positions
-            holds_no_scores = mask is None and _holds_no_scores(self)
-            whole = changes_with_length or holds_no_scores or has_hooks(self) or wants_gradients(self)
-            for some in _segments(self, tokens, whole):
-                options = dict(attention_mask=given[:, some], past_kv_cache=cache, stop_at_layer=self.cfg.n_layers)
-                with observed(self) as seen:
-                    residuals.append(self(tokens[:, some], **options))
-                queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
-        keys, values = (padded([x[i].transpose(1, 2).to(tokens.device) for x in seen]) for i in (1, 2))
-        entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry)]
-        shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
-        return PromptReading(
-            keys,
-            values,
-            torch.cat(residuals, dim=1),
-            [torch.cat(parts, dim=1) for parts in zip(*queries, strict=True)] if with_queries else None,
-            {x: padded([entry.shift_state[x].to(keys) for entry in entries if x in entry.shift_state]) for x in shifted},
-        )
-
-    @torch.no_grad()
-    def read_queries(self: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
-        layers = range(self.cfg.n_layers) if layers is None else layers
-        segments = list(_segments(self, tokens))
-        cache = self.empty_cache(len(tokens)) if len(segments) > 1 else None
-        read = []
-        for some in segments:
-            z, log_n = dict[int, Tensor](), dict[int, Tensor]()
-            hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
-            hooks += [
-                (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
-                for i in layers
-            ]
-            options = dict(attention_mask=torch.ones_like(tokens[:, some]), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
-            with observed(self) as seen, self.hooks(fwd_hooks=hooks):
-                self(tokens[:, some], **options)
-            read.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
-        return [QueriesRead(*map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*read, strict=True)]
-
-    def next_logits(self: Any, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
-        cache = self.empty_cache(len(tokens)) if cache is None else cache
-        return self(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=cache)[:, -1], cache
-
-    @contextlib.contextmanager
-    def holding(self: Any, bias: KVBias) -> Iterator[None]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.holding`.
-
-        Raises:
-            KVLensError: another thread is using this model.
-        """
-        with self._thread.changes("convert_prompt", self._has_bias):
-            before = self.attached_kv_bias
-            self._attached = bias
-            spread_bias(self, bias)
-            try:
-                yield
-            finally:
-                self._attached = before
-                spread_bias(self, before)
+@torch.no_grad()
+def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
+    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
+    layers = range(model.cfg.n_layers) if layers is None else layers
+    segments = list(_segments(model, tokens))
+    cache = model.empty_cache(len(tokens)) if len(segments) > 1 else None
+    read = []
+    for some in segments:
+        z, log_n = dict[int, Tensor](), dict[int, Tensor]()
+        hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
+        hooks += [
+            (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
+            for i in layers
+        ]
+        options = dict(attention_mask=torch.ones_like(tokens[:, some]), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
+        with observed(model) as seen, model.hooks(fwd_hooks=hooks):
+            model(tokens[:, some], **options)
+        read.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
+    return [QueriesRead(*map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*read, strict=True)]
 
 
 def every_key_kept(reading: PromptReading, prompt: PromptTokens, old: KVBias | None, fingerprint: Fingerprint) -> KVBias:

@@ -2,18 +2,135 @@
 
 Two classes implement it: :class:`kvlens.HookedKVTransformer`, and :class:`kvlens.KVTransformerBridge` for models that
 Transformers runs.
+
+What a model is made of, as :mod:`kvlens.model.reading` reads it, are layers and both ends. A layer has *parts*: its attention,
+a recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, its heads and its output weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens.checks.values import CALLED
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
-from kvlens.model.parts import Ends, Layer
+from kvlens.ops.softmax_features import ScoreRule
+
+Form = Callable[[Tensor], Tensor] | None
+"""What makes [batch, pos, head, d] of what passes a hook point; None where it has this form."""
+
+Point = tuple[nn.Module, Form]
+
+
+class HeadMatrices(NamedTuple):
+    """A layer's weights by query head, as linear maps from and to the residual stream.
+
+    Those of :func:`kvlens.model.head_matrices` have the linear part of the norms before and after the heads folded in
+    (:mod:`kvlens.analyses.heads.head_pairs`), and are in float32 or wider.
+    """
+
+    W_Q: Float[Tensor, "head d_model d_key"]
+    W_K: Float[Tensor, "head d_model d_key"]
+    W_V: Float[Tensor, "head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+
+
+class Part:
+    """What reads other tokens in a layer; of a layer that is an MLP or experts alone, a part without heads.
+
+    Attributes:
+        layer: the layer's number.
+        name: what stands before the names of its hook points, behind the block's.
+        component: what it adds to the residual stream comes out of here.
+        keeps_state: whether it keeps a state (:class:`kvlens.kv_bias.RecurrentStates`) instead of keys.
+    """
+
+    layer: int
+    name: str = "attn"
+    component: Any
+    keeps_state = False
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads, or value heads of a state."""
+        return 0
+
+    @property
+    def normed(self) -> nn.Module | None:
+        """The output projection, where a norm and a gate stand between it and the heads; otherwise None."""
+        return None
+
+    @property
+    def output_bias(self) -> Float[Tensor, " d_model"] | None:
+        """b_O."""
+        return None
+
+    def attention_points(self) -> dict[str, Point]:
+        """Where to look, and in which form: pattern, values (before a shift), z, z_context, z_bias and, where there is one,
+        gate."""
+        return {}
+
+    def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head."""
+        raise NotImplementedError
+
+    def matrices(self) -> HeadMatrices | None:
+        """The weights by query head; None where heads are not linear maps of the residual stream."""
+        return None
+
+
+class LinearNorm(NamedTuple):
+    """A norm up to its scale: x -> (x - mean(x)) * gain; ``gain`` is 1 if it has been folded."""
+
+    gain: Tensor | float
+    centers: bool
+
+
+class Layer(NamedTuple):
+    """One layer.
+
+    Attributes:
+        parts: what reads other tokens; where there are two, attention comes first.
+        mlp: what its MLP adds to the residual stream comes out of here; None without one.
+        after: shows the residual stream behind it.
+        norms: gives the norms that its heads read and write through; None where there is none.
+        scale: shows what the norm behind its heads divides by; None without one, or if it is not shown.
+    """
+
+    parts: Sequence[Part]
+    mlp: nn.Module | None
+    after: nn.Module
+    norms: Callable[[], tuple[LinearNorm | None, LinearNorm | None]]
+    scale: nn.Module | None = None
+
+
+class Ends(NamedTuple):
+    """How tokens enter the residual stream, and how the last x becomes logits:
+
+        ((x - mean(x)) / s * norm_weight + norm_bias) W_U + b_U
+
+    Attributes:
+        before: shows the residual stream before the first layer.
+        positions: shows the positional embedding that is added to the tokens'; None without one.
+        W_U, b_U: the unembedding.
+        norm_weight, norm_bias: of the final norm; None where there are none.
+        centers: whether the final norm takes the mean away.
+        scale: gives s of a residual stream in float64; 1 without a final norm.
+    """
+
+    before: nn.Module
+    positions: nn.Module | None
+    W_U: Float[Tensor, "d_model d_vocab"]
+    b_U: Float[Tensor, " d_vocab"]
+    norm_weight: Float[Tensor, " d_model"] | None
+    norm_bias: Float[Tensor, " d_model"] | None
+    centers: bool
+    scale: Callable[[Float[Tensor, "*batch d_model"]], Float[Tensor, "*batch 1"]]
+
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 """TransformerLens hooks: pairs of a hook point's name (or a filter of names) and the function to call."""
@@ -196,3 +313,85 @@ class ReadsPrompts(KVModel, Protocol):
 
     def holding(self, bias: KVBias) -> AbstractContextManager[Any]:
         """:meth:`kv_bias` for a bias that was made from this model: neither weights nor numbers are looked at."""
+
+
+class AttentionPart(Part):
+    """The attention of a HookedKVTransformer's layer.
+
+    Args:
+        block: the layer.
+        layer: its number.
+    """
+
+    def __init__(self, block: Any, layer: int):
+        self.layer, self.attn, self.component = layer, block.attn, block.hook_attn_out
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        return self.attn.cfg.n_heads
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """b_O."""
+        return self.attn.b_O
+
+    def attention_points(self) -> dict[str, Point]:
+        """See :meth:`Part.attention_points`."""
+        clip = self.attn.cfg.clip_qkv
+        values: Point = self.attn.hook_v, None if clip is None else lambda v: v.clamp(min=-clip, max=clip)
+        others = ("pattern", "z", "z_context", "z_bias")
+        return {"values": values, **{name: (getattr(self.attn, f"hook_{name}"), None) for name in others}}
+
+    def score_rule(self) -> ScoreRule:
+        """How softmax attention scores a key."""
+        return self.attn.score_rule()
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """The log-scores of attention sinks; None without."""
+        return self.attn.sinks.flatten() if self.attn.cfg.use_attention_sinks else None
+
+    def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
+        """W_O of each head."""
+        return self.attn.W_O
+
+    def matrices(self) -> HeadMatrices:
+        """The weights by query head."""
+        return HeadMatrices(self.attn.W_Q, self.attn.W_K, self.attn.W_V, self.attn.W_O)
+
+
+def layers_of(model: Any) -> list[Layer]:
+    """The layers of a HookedKVTransformer: attention alone."""
+    found = []
+    for number, block in enumerate(model.blocks):
+        mlp, behind = None if model.cfg.attn_only else block.hook_mlp_out, block.norm_behind("ln1")
+        scale = None if behind is None else behind.hook_scale
+        found.append(Layer([AttentionPart(block, number)], mlp, block.hook_resid_post, partial(_norms_around, block), scale))
+    return found
+
+
+def _norms_around(block: Any) -> tuple[LinearNorm | None, LinearNorm | None]:
+    norms = (None if block.norms_follow else getattr(block, "ln1", None), block.norm_behind("ln1"))
+    before, behind = (None if x is None else LinearNorm(getattr(x, "w", 1.0), getattr(x, "centers", False)) for x in norms)
+    return before, behind
+
+
+def ends_of(model: Any) -> Ends:
+    """Those of a HookedKVTransformer.
+
+    Whether the norm centers is asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded it
+    into a LayerNormPre.
+    """
+    norm = getattr(model, "ln_final", None)
+    centers = getattr(norm, "centers", False)
+
+    def scale(x: Tensor) -> Tensor:
+        if model.cfg.normalization_type is None:
+            return torch.ones_like(x[..., :1])
+        x = x - x.mean(dim=-1, keepdim=True) if centers else x
+        return (x.square().mean(dim=-1, keepdim=True) + model.ln_final.eps).sqrt()
+
+    positions = model.hook_pos_embed if model.cfg.positional_embedding_type in ("standard", "sinusoidal") else None
+    weights = model.W_U, model.b_U, getattr(norm, "w", None), getattr(norm, "b", None)
+    return Ends(model.blocks[0].hook_resid_pre, positions, *weights, centers, scale)

@@ -1,6 +1,6 @@
 """What the heads of a model read and write in a pass, layer by layer; a model only says where to look.
 
-A layer reads other tokens in its *parts* (:mod:`kvlens.model.parts`): attention, a recurrent state, or in Falcon-H1 both. A
+A layer reads other tokens in its *parts* (:mod:`kvlens.model.protocol`): attention, a recurrent state, or in Falcon-H1 both. A
 pass shows each layer as one record, in which the heads of its parts stand next to each other.
 """
 
@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlens.errors import IndirectHeads
-from kvlens.model.parts import Form, HeadMatrices, LinearNorm, Part
-from kvlens.model.protocol import KVModel
+from kvlens.model.protocol import Form, HeadMatrices, KVModel, LinearNorm, Part
 
 DIRECT = 1e-2
 """Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, beyond rounding."""

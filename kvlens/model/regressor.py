@@ -23,7 +23,6 @@ from transformer_lens import ActivationCache
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.model.prompt import seeded
 from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
 
@@ -56,7 +55,9 @@ class HookedKVRegressor(nn.Module):
         self.d_input = d_input
         self.transformer = HookedKVTransformer(cfg)
         self.cfg = self.transformer.cfg
-        with seeded(cfg.seed):
+        with torch.random.fork_rng([], enabled=cfg.seed is not None):
+            if cfg.seed is not None:
+                torch.default_generator.manual_seed(cfg.seed)
             self.read_in = nn.Linear(d_input, self.cfg.d_model, dtype=self.cfg.dtype)
             self.read_out = nn.Linear(self.cfg.d_model, 1, dtype=self.cfg.dtype)
         self.to(self.transformer.W_E.device)

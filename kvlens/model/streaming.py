@@ -7,6 +7,8 @@ row goes through the same products, the state through the same sums.
 
 The text runs as a whole if there are hooks, which expect the whole text, or if a backward pass needs all activations. Hooks
 that can handle segments, in order to process texts of any length, are passed to :func:`run_in_segments`.
+
+At the end are the logits of a text's last tokens, without the others, which would take the most memory.
 """
 
 import dataclasses
@@ -19,9 +21,9 @@ from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 
-from kvlens.base import Output
+from kvlens.base import HookedTransformer, Output
 from kvlens.checks import Count, checked
-from kvlens.components import LinearCacheEntry, is_hooked, upgrade_cache
+from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions, is_hooked, upgrade_cache
 from kvlens.errors import KVLensError
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -287,3 +289,77 @@ class _SegmentCache(TransformerLensKeyValueCache):
         """Leave in ``cache`` what one pass over all segments would have left."""
         cache.append_attention_mask(mask)
         cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, self.entries, strict=True)]
+
+
+LONG = 1024
+"""Texts of at least this many tokens are read without logits, which would take more memory than everything else."""
+
+
+def read_before_the_last(
+    model: HookedTransformer, new: Tensor, mask: Tensor | None, cache: TransformerLensKeyValueCache | None
+) -> tuple[Tensor, Tensor | None]:
+    """Read a long text into the state of linear attention without logits; returns what is still to be read, with its mask."""
+    n = new.shape[1] - 1
+    if cache is None or mask is None or new.is_floating_point() or model.cfg.attention != "linear":
+        return new, mask
+    if n < LONG or has_hooks(model):  # a hook expects the whole text
+        return new, mask
+    model(new[:, :n], attention_mask=mask[:, :n], past_kv_cache=cache, return_type=None)
+    return new[:, n:], mask[:, n:]
+
+
+def logits_on(
+    model: Any,
+    text: Int[Tensor, "batch pos"],
+    n_last: int,
+    before: Int[Tensor, "batch before_pos"] | None,
+    kept: Bool[Tensor, "batch before_pos"] | None,
+    keeps_positions: bool,
+    residuals: list[Tensor] | None,
+) -> Float[Tensor, "batch n_last d_vocab"]:
+    """See :meth:`kvlens.KVModel.logits_on`.
+
+    With linear attention ``before`` is read into a state, in segments: its length costs no memory.
+    """
+    last, options = model.cfg.n_layers - 1, {}
+
+    def keep(resid: Tensor, hook: Any) -> None:
+        residuals.append(resid[:, -n_last:].clone())  # type: ignore[union-attr]
+
+    def cut(resid: Tensor, hook: Any) -> Tensor:
+        return resid[:, -n_last:]
+
+    names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
+    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
+    hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
+    n_before = 0 if before is None else before.shape[1]
+    if before is not None and n_before and model.cfg.attention == "linear" and not model.cfg.attention_variant:
+        options["past_kv_cache"] = cache = model.empty_cache(len(text))
+        mask = torch.ones_like(before) if kept is None else kept.to(before)
+        with hidden_tokens_keep_positions(keeps_positions):
+            model(before, return_type=None, attention_mask=mask, past_kv_cache=cache)
+        kept = None
+    elif before is not None and n_before:
+        text = torch.cat([before, text], dim=1)
+    mask = torch.ones_like(text)
+    if kept is not None:
+        mask[:, :n_before] = kept
+    with hidden_tokens_keep_positions(keeps_positions):
+        logits: Tensor = model.run_with_hooks(text, attention_mask=mask, fwd_hooks=hooks, **options)
+    return logits
+
+
+def logits_of(
+    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None, n_last: int | None
+) -> Float[Tensor, "batch n_last d_vocab"]:
+    """See :meth:`kvlens.KVModel.logits_of`."""
+    n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
+    hooks: list[Any] = []
+    if layer is None or layer == n_layers:
+        residual = residual[:, -n_last:]
+    elif n_last < residual.shape[1]:
+        hooks = [(f"blocks.{n_layers - 1}.hook_resid_post", lambda resid, hook: resid[:, -n_last:])]
+    mask = torch.ones(residual.shape[:2], dtype=torch.long, device=residual.device)
+    start = n_layers if layer is None else layer
+    logits: Tensor = model.run_with_hooks(residual, start_at_layer=start, attention_mask=mask, fwd_hooks=hooks)
+    return logits

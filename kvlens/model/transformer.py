@@ -1,4 +1,9 @@
-"""HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt."""
+"""HookedKVTransformer: a HookedTransformer whose attention may be linear, shifted, and biased by a converted prompt.
+
+Its methods in their order: how it is built; a pass; tokens and generation; hooks and caches; what conversion and analyses read
+of it; the attached bias. How weights get in and out is :class:`kvlens.model.loading.LoadsAndSaves`. What takes more than a few
+lines is done by functions of the modules that are imported here.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,11 +11,12 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE
 
-from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.base import HookedTransformerConfig
 from kvlens.checks import Finite, Within, checked
 from kvlens.components import (
     KVBlock,
@@ -18,6 +24,7 @@ from kvlens.components import (
     OffsetPosEmbed,
     SinusoidalPosEmbed,
     counted_by,
+    layer_bias_of,
     norm,
     upgrade_cache,
 )
@@ -25,20 +32,33 @@ from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
-from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
-from kvlens.model.hooks import ChecksHookNames
-from kvlens.model.inputs import as_kv_config, check_input, check_room, check_text, check_tokens
+from kvlens.model.inputs import (
+    OneThread,
+    as_kv_config,
+    ask_for,
+    check_hook_names,
+    check_input,
+    check_left_padding,
+    check_room,
+    check_text,
+    check_tokens,
+    saves,
+    saving_hooks,
+    warn_of_silent_hooks,
+)
 from kvlens.model.loading import LoadsAndSaves
-from kvlens.model.logits import MOST_NEW, TEMPERATURE, LastLogits, check_left_padding, read_before_the_last
-from kvlens.model.parts import Ends, Layer, ends_of, layers_of
-from kvlens.model.prompt import SoftmaxPrompts, spread_bias
-from kvlens.model.streaming import forward_in_segments, streams
-from kvlens.model.threads import OneThread
-from kvlens.model.weights import ProcessesWeights
+from kvlens.model.prompt import read_prompt, read_queries
+from kvlens.model.protocol import Ends, Layer, PromptReading, PromptTokens, QueriesRead, ends_of, layers_of
+from kvlens.model.streaming import forward_in_segments, logits_of, logits_on, read_before_the_last, streams
+from kvlens.model.weights import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.tokenizer import warn_of_unknown_words
 
+MOST_NEW = Annotated[int, Within(1, 2**31 - 1)]
+TEMPERATURE = Annotated[float, Within(0, 1e20)]
+"""0 means the most probable token."""
 
-class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWeights, ChecksHookNames, HookedTransformer):
+
+class HookedKVTransformer(LoadsAndSaves):
     """A :class:`kvlens.base.HookedTransformer` in every respect, with KV shift, linear attention and KV bias.
 
     Args:
@@ -65,6 +85,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
         self._spread_with_gradients: list[str] = []
+        self._may_be_silent: tuple[tuple[str, Any], ...] = ()  # (hook point, function) asked for while no bias was attached
         self._thread = OneThread()
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         try:
@@ -127,7 +148,7 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         """
         check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
         if self._may_be_silent:
-            self.warn_of_silent_hooks()
+            warn_of_silent_hooks(self)
         with self._thread.turn, self._thread.passes(self._has_bias), self._warns_of_the_bias():
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
@@ -135,32 +156,12 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
                 if isinstance(input, (str, list)) and self.tokenizer is not None:
                     input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
                 if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
-                    how: dict[str, Any] = dict(
-                        return_type=return_type, loss_per_token=loss_per_token, stop_at_layer=stop_at_layer
-                    )
-                    how |= dict(prepend_bos=prepend_bos, padding_side=padding_side)
+                    how: dict[str, Any] = dict(return_type=return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos)
+                    how |= dict(padding_side=padding_side, stop_at_layer=stop_at_layer)
                     return forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
-            return super().forward(
-                input,
-                return_type,
-                loss_per_token,
-                prepend_bos,
-                padding_side,
-                start_at_layer,
-                tokens,
-                shortformer_pos_embed,
-                attention_mask,
-                stop_at_layer,
-                past_kv_cache,
-            )
-
-    def layers(self) -> list[Layer]:
-        """See :meth:`kvlens.KVModel.layers`."""
-        return layers_of(self)
-
-    def ends(self) -> Ends:
-        """See :meth:`kvlens.KVModel.ends`."""
-        return ends_of(self)
+            text = input, return_type, loss_per_token, prepend_bos, padding_side
+            rest: Any = start_at_layer, tokens, shortformer_pos_embed, attention_mask, stop_at_layer, past_kv_cache
+            return super().forward(*text, *rest)
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``, in which a pass stores what the following text needs.
@@ -272,23 +273,14 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             raise KVLensError(
                 f"generate: this model predicts {self.cfg.d_vocab_out} tokens but reads {self.cfg.d_vocab}: it cannot generate"
             )
-        sampling: dict[str, Any] = dict(top_k=top_k, top_p=top_p, temperature=temperature, freq_penalty=freq_penalty)
-        common: dict[str, Any] = dict(
-            max_new_tokens=max_new_tokens,
-            stop_at_eos=stop_at_eos,
-            eos_token_id=eos_token_id,
-            do_sample=do_sample,
-            prepend_bos=prepend_bos,
-            padding_side=padding_side,
-            return_type=return_type,
-            verbose=verbose,
-        )
+        how = max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty
+        text = use_past_kv_cache, prepend_bos, padding_side, return_type, verbose
         was_training = self.training
         if isinstance(input, Tensor) and input.dim() == 1:
             input = input[None]  # noqa: A001
         try:
             with self._thread.turn:
-                return super().generate(input, use_past_kv_cache=use_past_kv_cache, **common, **sampling, **generation_kwargs)
+                return super().generate(input, *how, *text, **generation_kwargs)
         except BaseException:
             self.train(was_training)
             raise
@@ -306,10 +298,88 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         new, mask = read_before_the_last(self, new, mask, cache)
         return super().read(new, mask, cache)
 
-    @property
-    def attached_kv_bias(self) -> KVBias | None:
-        """The bias that forward passes currently read, None without one."""
-        return self._attached
+    def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+        """As TransformerLens'."""
+        check_hook_names(name, self.hook_dict)
+        ask_for(self, name, hook)
+        return super().add_hook(name, hook, *args, **kwargs)
+
+    def _enable_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(name, str) and name not in self.hook_dict:  # tested first: caching everything calls this per name
+            check_hook_names(name, self.hook_dict)
+        if not saves(hook):  # cached names are checked in the methods below
+            ask_for(self, name, hook)
+        return super()._enable_hook(name, hook, *args, **kwargs)
+
+    def remove_all_hook_fns(self, direction: Any = "both", including_permanent: bool = False, level: int | None = None) -> None:
+        """As in TransformerLens, whose own method writes to all hook points, hooked or not, after every hooked pass."""
+        for point in self.hook_points():
+            if point.fwd_hooks or point.bwd_hooks:
+                point.remove_hooks(direction, including_permanent=including_permanent, level=level)
+
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        check_hook_names(names_filter, self.hook_dict)
+        ask_for(self, names_filter)
+        names_filter = list(names_filter) if isinstance(names_filter, tuple) else names_filter  # TransformerLens reads lists
+        cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
+        how = dict(device=device, remove_batch_dim=remove_batch_dim)
+        saving, saving_gradients = saving_hooks([name for name, _ in fwd], cache, pos_slice, **how)
+        return cache, saving, saving_gradients if bwd else []
+
+    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+        """As TransformerLens'; ``names_filter`` must name hook points that exist."""
+        check_hook_names(names_filter, self.hook_dict)
+        ask_for(self, names_filter)
+        return super().add_caching_hooks(names_filter, *args, **kwargs)
+
+    def layers(self) -> list[Layer]:
+        """See :meth:`kvlens.KVModel.layers`."""
+        return layers_of(self)
+
+    def ends(self) -> Ends:
+        """See :meth:`kvlens.KVModel.ends`."""
+        return ends_of(self)
+
+    def logits_on(
+        self,
+        text: Int[Tensor, "batch pos"],
+        n_last: int,
+        *,
+        before: Int[Tensor, "batch before_pos"] | None = None,
+        kept: Bool[Tensor, "batch before_pos"] | None = None,
+        keeps_positions: bool = True,
+        residuals: list[Tensor] | None = None,
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_on`."""
+        return logits_on(self, text, n_last, before, kept, keeps_positions, residuals)
+
+    def logits_of(
+        self, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
+    ) -> Float[Tensor, "batch n_last d_vocab"]:
+        """See :meth:`kvlens.KVModel.logits_of`."""
+        return logits_of(self, residual, layer, n_last)
+
+    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
+        return read_prompt(self, prompt, with_queries)
+
+    def read_queries(self, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
+        return read_queries(self, tokens, layers)
+
+    def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
+        cache = self.empty_cache(len(tokens)) if cache is None else cache
+        return self(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=cache)[:, -1], cache
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""
@@ -318,13 +388,18 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             return replace(fingerprint, weights=self.rounded_from[1])
         return fingerprint
 
+    @property
+    def attached_kv_bias(self) -> KVBias | None:
+        """The bias that forward passes currently read, None without one."""
+        return self._attached
+
     def attach_kv_bias(self, bias: KVBias) -> None:
         """Let every forward pass start from ``bias``, instead of the bias attached before or the trained one.
 
         While it is attached, strings get no BOS by default, since the prompt had one. It belongs to the thread that attached
         it: until it is detached, calls from other threads raise an error, also when that thread has ended (hooks are not
         protected in this way; give every thread a copy). A pass warns, once, if the weights are no longer those of the bias, as
-        far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers are below 0.
+        far as :class:`kvlens.model.weights.WeightsThen` sees it, and if normalizers are below 0.
 
         Raises:
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
@@ -337,17 +412,16 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         bias.check_finite("attach_kv_bias")
         check_room(self.cfg, bias)
         with self._thread.changes("attach_kv_bias", self._has_bias):
-            self._attached = bias
             self._weights_then = WeightsThen(self)
-            spread_bias(self, self._attached)
+            self._spread(bias)
 
     def detach_kv_bias(self) -> None:
         """Undo :meth:`attach_kv_bias`; does nothing if no bias is attached."""
         if self._attached is None:
             return
         with self._thread.changes("detach_kv_bias", self._has_bias):
-            self._attached = self._weights_then = None
-            spread_bias(self, self._attached)
+            self._weights_then = None
+            self._spread(None)
 
     @contextlib.contextmanager
     def kv_bias(self, bias: KVBias) -> Iterator["HookedKVTransformer"]:
@@ -359,19 +433,49 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
             yield self
         finally:
             with self._thread.changes("kv_bias", self._has_bias):
-                self._attached, self._weights_then = before, weights_then
-                spread_bias(self, self._attached)
+                self._weights_then = weights_then
+                self._spread(before)
+
+    @contextlib.contextmanager
+    def holding(self, bias: KVBias) -> Iterator[None]:
+        """See :meth:`kvlens.model.protocol.ReadsPrompts.holding`.
+
+        Raises:
+            KVLensError: another thread is using this model.
+        """
+        with self._thread.changes("convert_prompt", self._has_bias):
+            before = self._attached
+            self._spread(bias)
+            try:
+                yield
+            finally:
+                self._spread(before)
 
     @contextlib.contextmanager
     def _warns_of_the_bias(self) -> Iterator[None]:
         """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
         if self._attached is not None and self._attached.requiring_grad() != self._spread_with_gradients:
-            spread_bias(self, self._attached)
+            self._spread(self._attached)
         normalizers = self._normalizers
         self._weights_then = look_again(self, self._attached, self._weights_then)
         yield
         if normalizers is not None:
             normalizers.tell()
+
+    @torch.enable_grad()
+    def _spread(self, bias: KVBias | None) -> None:
+        """Attach ``bias``: give each layer its part, with gradients enabled even if it is attached under ``no_grad``.
+
+        The parts are views, which learn of what is written to the bias, but not that it is to have gradients since.
+        """
+        self._attached = bias
+        self._spread_with_gradients = [] if bias is None else bias.requiring_grad()
+        self._normalizers = None if bias is None else Normalizers()
+        for layer, block in enumerate(self.blocks):
+            block.attn.layer_bias = None if bias is None else layer_bias_of(bias, layer, block.attn.W_O.device)
+            block.attn.normalizers = self._normalizers
+        if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
+            self.pos_embed.position_offset = 0 if bias is None else bias.position_offset
 
     def _has_bias(self) -> bool:
         return self._attached is not None
@@ -387,5 +491,5 @@ class HookedKVTransformer(LastLogits, SoftmaxPrompts, LoadsAndSaves, ProcessesWe
         if before is not None:
             self.rounded_from = (weights_hash(self.state_dict()), before)
         if self._attached is not None:
-            spread_bias(self, self._attached)
+            self._spread(self._attached)
         return self

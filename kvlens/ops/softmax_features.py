@@ -5,7 +5,7 @@ First how a model scores a key, and the naive forms: one query, one key at a tim
 - **virtual keys**: phi_r(q) = exp(score of q and the virtual key c_r);
 - **random** (FAVOR+, Choromanski et al. 2021; ICLCA sec. 6.4): E[phi(q).phi(k)] = exp(q.k / scale) for w_r ~ N(0, I), with a
   variance that grows like exp(|q + k|^2 / scale) / m;
-- **learned** (:mod:`kvlens.conversion.softmax.learned`): phi_r(x) = exp(w_r.x + a_r), w and a trained;
+- **learned** (:mod:`kvlens.conversion.features`): phi_r(x) = exp(w_r.x + a_r), w and a trained;
 - **elu + 1** (Katharopoulos et al. 2020): phi(x) = elu(x') + 1, not an exponential, with x' = x / sqrt(scale);
 - **taylor**: the exponential's polynomial to second order, phi(q).phi(k) = 1 + s + s^2 / 2, s = q.k / scale.
 """

@@ -37,7 +37,7 @@ from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
-from kvlens.model.logits import TEMPERATURE
+from kvlens.model.transformer import TEMPERATURE
 from kvlens.report.inputs import FORMAT
 from kvlens.report.summary import (
     CONDITIONS,

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.conversion.prompt import length_note
 from kvlens.explanation import Explained, in_words
 from kvlens.kv_bias import BiasFit, KVBias
-from kvlens.kv_bias.recall import Recall
+from kvlens.kv_bias.fit import Recall
 from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.texts import stripped, token_texts
 from kvlens.viz._text import percent

@@ -30,15 +30,13 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import KVzip, Landmark, Teacher
-from kvlens.conversion.kept_words import lead_of, recall_of
+from kvlens.conversion.few_keys import assembled, fitted_keys, root_of
+from kvlens.conversion.gradients import logit_metrics
+from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax.answers import answer_errors
-from kvlens.conversion.softmax.few_keys import assembled
-from kvlens.conversion.softmax.landmark import fitted_keys, root_of
-from kvlens.conversion.softmax.logit_effects import logit_metrics
-from kvlens.conversion.softmax.prompt_pass import convert_exactly
+from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.explanation.runs import greedy, stop_tokens
-from kvlens.kv_bias.recall import MATTERS, Recall
+from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.landmarks import budgets_by_gain, choose_among
 from kvlens.units import layout_of_tokens, parts_of
 
@@ -77,7 +75,7 @@ class Prepared:
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
         n_layers, n_heads = self.teacher.n_layers, self.teacher.n_kv_heads
-        wanted = torch.tensor([Landmark(ratio=ratio).keys_kept(len(self.before))])
+        wanted = Landmark(ratio=ratio).wanted(self.teacher).cpu()
         if way == "kvzip fitted":
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)

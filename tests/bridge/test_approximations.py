@@ -20,11 +20,11 @@ from kvlens.conversion import (
     RandomProjections,
     SnapKV,
     StreamingLLM,
-    Taylor,
+    TaylorPolynomial,
 )
+from kvlens.conversion.gradients import effects_on_logits
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.softmax import logit_effects
-from kvlens.conversion.softmax.prompt_pass import attention_parts
+from kvlens.conversion.prompt_pass import attention_parts
 from kvlens.ops.softmax_features import virtual_key_scores
 
 PROMPT, TEXT = some_tokens(20), some_tokens(3, 10, seed=1)
@@ -39,7 +39,7 @@ METHODS = [
     SnapKV(n_keys=6, window=2, **FEW),
     KVzip(n_keys=6, n_sink=1, **FEW),
     RandomProjections(n_features=7, **FEW),
-    Taylor(**FEW),
+    TaylorPolynomial(**FEW),
     Learned(n_features=4, **FEW),
 ]
 FAMILIES = ["gpt2", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
@@ -65,7 +65,7 @@ def error(model, bias: KVBias) -> float:
     ids=lambda of: of if isinstance(of, str) else f"{of.name} {getattr(of, 'budget', '')}",
 )
 def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch):
-    monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 20)
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 20)
     theirs, ours = (convert_prompt(model, PROMPT, method=method, verbose=False) for model in both_of(family))
     assert theirs.fit.settings == ours.fit.settings and torch.equal(theirs.fit.n_keys, ours.fit.n_keys)
     pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in ("b_KV", "b_D", "log_scale")}
@@ -115,10 +115,10 @@ def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(mod
 @pytest.mark.parametrize("family", ["deepseek_v3", *slow(["qwen3_5"])], scope="module")
 def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeypatch):
     """In the dimension of keys, which in latent attention is not that of values."""
-    monkeypatch.setattr("kvlens.conversion.softmax.learned.STEPS", 60)
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 60)
     exact = convert_prompt(model, PROMPT)
     dropped = error(model, replace(exact, b_KV=0 * exact.b_KV, b_D=0 * exact.b_D))
-    for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), Taylor(**FEW)):
+    for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), TaylorPolynomial(**FEW)):
         bias = convert_prompt(model, PROMPT, method=method, verbose=False)
         assert error(model, bias) < 0.5 * dropped
         bias.save(tmp_path / f"{method.name}.safetensors")
@@ -129,7 +129,7 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(model):
     """In front of the gate where there is one."""
     bias, texts = convert_prompt(model, PROMPT), TEXT[:2]
-    found = logit_effects.effects_on_logits(model, bias, texts, [3, 4])
+    found = effects_on_logits(model, bias, texts, [3, 4])
     part = attention_parts(model)[0]
     with model.holding(bias), torch.no_grad():
         logits = model(texts)

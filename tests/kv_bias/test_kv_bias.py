@@ -10,15 +10,7 @@ import torch
 from precision import LAW
 from safetensors.torch import save_file
 
-from kvlens import (
-    HookedKVTransformer,
-    HookedKVTransformerConfig,
-    KVBias,
-    KVLensError,
-    KVShiftConfig,
-    combine,
-    convert_prompt,
-)
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
 from kvlens.kv_bias import Fingerprint
 
 SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, act_fn="gelu", device="cpu", seed=1)

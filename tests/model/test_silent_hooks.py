@@ -8,7 +8,7 @@ import torch
 from small_models import linear_model, small_model, tokens, warned_of
 
 from kvlens import convert_prompt
-from kvlens.model.hooks import ChecksHookNames
+from kvlens.model import inputs, transformer
 
 AT = "blocks.1.attn."
 TEXT = tokens(1, 5)
@@ -78,6 +78,6 @@ def test_a_pass_without_hooks_looks_at_nothing(monkeypatch):
     def looked(*args):
         raise AssertionError("an unhooked pass asked about hooks")
 
-    for name in ("warn_of_silent_hooks", "_is_silent"):
-        monkeypatch.setattr(ChecksHookNames, name, looked)
+    monkeypatch.setattr(transformer, "warn_of_silent_hooks", looked)
+    monkeypatch.setattr(inputs, "is_silent", looked)
     model(TEXT)

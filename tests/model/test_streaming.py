@@ -9,7 +9,7 @@ from small_models import LINEAR, linear_model, relative_error, small_model, toke
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
-from kvlens.model import logits, streaming
+from kvlens.model import streaming
 from kvlens.model.streaming import default_segment_length, segments
 
 POS = 23
@@ -259,7 +259,7 @@ def test_a_long_start_is_generated_from_without_its_logits(monkeypatch):
     model, start = linear_model().requires_grad_(False), tokens(2, 9)
     options = dict(max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False)
     whole = model.generate(start, **options)
-    monkeypatch.setattr(logits, "LONG", 8)
+    monkeypatch.setattr(streaming, "LONG", 8)
     unembed, seen = model.unembed.forward, []
     monkeypatch.setattr(model.unembed, "forward", lambda x: (seen.append(x.shape[1]), unembed(x))[1])
     assert torch.equal(model.generate(start, **options), whole)

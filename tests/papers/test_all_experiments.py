@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from paper_claims import unlisted
 
 from kvlens.cli import main, reproduce
-from kvlens.conversion.softmax import learned
+from kvlens.conversion import features
 from kvlens.files import check_folder
 from kvlens.papers import EXPERIMENTS, find_experiment
 from kvlens.papers.harness import run
@@ -80,7 +80,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
         return write(found[0], *args, **kwargs)
 
     monkeypatch.setattr(run, "write_experiment", kept)
-    monkeypatch.setattr(learned, "STEPS", 9)  # of learned features, which no setting of an experiment changes
+    monkeypatch.setattr(features, "STEPS", 9)  # of learned features, which no setting of an experiment changes
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", name, "--scale", "tiny"]) == 0
     out, told = capsys.readouterr()

@@ -12,7 +12,7 @@ from tiny_text_model import tiny_text_model
 from kvlens import KVLensError
 from kvlens.__main__ import main
 from kvlens.cli.report import _method
-from kvlens.conversion import METHODS, Exact, Landmark, Taylor
+from kvlens.conversion import METHODS, Exact, Landmark, TaylorPolynomial
 from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report
 
@@ -137,7 +137,7 @@ def test_the_flags_belong_to_every_registered_method_that_has_their_options(monk
 
 def test_a_report_takes_a_methods_object():
     model, few = tiny_text_model(attention="softmax"), dict(n_continuations=2, continuation_length=4)
-    for method, words in ((Landmark(n_keys=2, **few), "landmark, 2 features per head"), (Taylor(**few), "taylor, ")):
+    for method, words in ((Landmark(n_keys=2, **few), "landmark, 2 features per head"), (TaylorPolynomial(**few), "taylor, ")):
         made = build_report(model, "Lily", " Tim", new_tokens=1, method=method)
         assert made.summary["conversion"]["approximation"].startswith(words)
         assert made.bias.fit.settings == method.to_json()

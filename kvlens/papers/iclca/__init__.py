@@ -68,7 +68,7 @@ sec. 1 | "The converted extra bias term only amounts to about 1% of the total nu
     conversion-error --scale paper | holds | between 0.5 and 2 % at three of table 1's sizes: 1.4 % with six heads a layer, 0.7 and 0.5 % with 12 and 16. The share is one in 12 times the number of heads, at any size | the bias is about 1 %
     conversion-error --scale paper | does not hold | 2.1 % at 205,000 and at 2 million parameters, with four heads a layer (the paper names no heads) | the bias is about 1 %
 sec. 1 | "such extra weights can be combined freely to incorporate more in-context prompts or thrown away to recover the original model"
-    tests/model/test_laws.py::test_prompts_one_after_another_equal_their_concatenation | holds | prompts one after another, at 1e-11 in float64; that a bias without a prompt is the model without it: tests/conversion/test_convert_prompt.py |
+    tests/model/test_laws.py::test_prompts_one_after_another_equal_their_concatenation | holds | prompts one after another, at 1e-11 in float64; that a bias without a prompt is the model without it: tests/conversion/test_convert.py |
 sec. 4.1, app. A, slides | "ICL conversion cannot be achieved through modifying existing weights"
     direct-conversion | holds | what the best W_K and W_V leave of the prompt's term (of its norm, mean square over random texts): all of it at X = 0; 83 % on texts of 1 token, 36 % of 16, 19 % of 64, 53 % of 1 to 64. No linear map of X^T X, of which they are a special case, leaves less than 33, 8.8, 4.4 and 50 % | other weights W_K and W_V cannot
 th. 4.1, eq. 10-11 | the conversion of plain linear attention
@@ -113,7 +113,7 @@ app. C | a scaling term, or a change of the input or of the FFN, cannot convert 
 app. D | the term can stand in the FFN of a GPT-J block: FFN(q) + q sum R phi(k) v
     tests/model/test_term_in_the_ffn.py::test_side_by_side_it_is_the_prompt_and_one_after_the_other_it_is_not | holds | at 1e-11 in float64, with a normalizer of 1 and attention beside the FFN, as the paper says; one after the other it is off |
 app. D.1, algorithm 2 | the conversion of softmax attention by random features
-    tests/conversion/test_softmax_methods.py | holds | features come near where scores are small, and every key kept is exact; of the sum of scores, algorithm 2 is ``method="random"`` |
+    tests/conversion/test_fits.py | holds | features come near where scores are small, and every key kept is exact; of the sum of scores, algorithm 2 is ``method="random"`` |
 slides, naive conversion | fine-tuning on generated answers "cannot achieve exact conversion"
     softmax-conversion --scale paper | holds | a copy with its weights fine-tuned on 96 continuations ends at a divergence of 0.034 nats, eight keys per head at 0.0020 | a few fitted keys come closer
 slides | "Prompt tuning may have universal approximation capability": virtual keys as a change of the weights

@@ -5,7 +5,7 @@
 on texts not used for fitting: separately sampled continuations of the prompt. The methods of
 :func:`kvlens.convert_prompt` are compared with leaving the prompt out, the chosen keys without a fit, a sliding
 window with attention sinks (the first and the last keys), and a copy of the model that was fine-tuned on the prompt
-(:mod:`~kvlens.conversion.weights.distillation`, all parameters). Every method is measured on the same contexts and texts.
+(:mod:`~kvlens.conversion.distillation`, all parameters). Every method is measured on the same contexts and texts.
 
 An approximate bias may also be where fine-tuning starts from (sec. 8): the copy is fine-tuned once more with the bias attached,
 and the steps are counted until its loss is as low as without a bias at the last step.
@@ -24,8 +24,16 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvlens.conversion import ConversionMethod, Landmark, Learned, RandomProjections, Taylor, convert_prompt, distill_prompt
-from kvlens.conversion.weights.distillation import Objective
+from kvlens.conversion import (
+    ConversionMethod,
+    Landmark,
+    Learned,
+    RandomProjections,
+    TaylorPolynomial,
+    convert_prompt,
+    distill_prompt,
+)
+from kvlens.conversion.distillation import Objective
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
@@ -135,7 +143,7 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
     for (name, kind), m in itertools.product(kinds.items(), settings["random"]):
         yield Way(name, m, least, RandomProjections(n_features=m, random_feature_kind=kind, **few))
     if settings["taylor"]:
-        yield Way(TAYLOR, 0, least, Taylor(**few))
+        yield Way(TAYLOR, 0, least, TaylorPolynomial(**few))
     for m in settings["learned"]:
         yield Way(LEARNED, m, least, Learned(n_features=m, **few))
     for r in settings["keys"]:

@@ -4,7 +4,7 @@ The slides ask whether a change of the weights, delta-W, can be turned into a pr
 attention can be approximated by b_KV alone, and any change of an MLP by attention, with enough keys. This is measured on a
 real model.
 
-The changes come from context distillation (:mod:`~kvlens.conversion.weights.distillation`): the weights of attention
+The changes come from context distillation (:mod:`~kvlens.conversion.distillation`): the weights of attention
 (Q, K, V, O) or of the MLPs learn a prompt. If distillation were perfect, the prompt itself would be a solution. Two ways to
 find one are compared: *given keys*, chosen among keys of other texts, with values in closed form (`imitation`); and *free
 keys*, where gradient steps on the logits then change keys, weights and values.
@@ -46,10 +46,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.conversion import convert_prompt
-from kvlens.conversion.softmax.descent import descend
-from kvlens.conversion.softmax.polish import LEARNING_RATE, Polished
-from kvlens.conversion.softmax.prompt_pass import as_batch
-from kvlens.conversion.weights.distillation import TEXTS_PER_STEP, distill_prompt
+from kvlens.conversion.distillation import TEXTS_PER_STEP, distill_prompt
+from kvlens.conversion.gradients import LEARNING_RATE, Polished, descend
+from kvlens.conversion.prompt_pass import as_batch
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer

@@ -1,0 +1,286 @@
+"""A few keys of the prompt per head, with fitted weights and values: method="landmark" and "attention_matching".
+
+For each layer, on the queries of the reference text, "landmark" chooses keys, allots budgets, fits weights and values, with
+no forward passes beyond those over the prompt and that text; :mod:`kvlens.ops.landmarks` has the mathematics. :class:`FewKeys`
+is the base of these methods, and of those that keep keys as they are (:mod:`kvlens.conversion.kept_keys`).
+
+Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
+Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
+weights leave in the normalizer, so that it minimizes the error of the output itself; budgets of heads by the effect of that
+error on the logits; polishing through the whole model; and the result is a KV bias that can be added, subtracted and
+reduced. Fitted weights are never negative; those of a difference of biases have either sign.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvlens.checks import Within, checked
+from kvlens.conversion.gradients import Objective, logit_metrics, polish
+from kvlens.conversion.method import Approximation, Teacher
+from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
+from kvlens.conversion.reference import MOST_ASKED
+from kvlens.errors import KVLensError, warn
+from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
+from kvlens.ops.landmarks import Chosen, PromptKeys, Queries, budgets_by_gain, choose_among, fit_values, fit_weights, lazy_paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewKeys(Approximation):
+    """A method that keeps some of the prompt's keys.
+
+    Attributes:
+        n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
+        ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
+    """
+
+    shorthand: ClassVar[Mapping[str, str]] = {"n_features": "n_keys"}
+
+    n_keys: Annotated[int, Within(1, MOST_ASKED)] | None = None
+    ratio: Annotated[float, Within(above=0, most=1)] | None = None
+
+    def __post_init__(self):
+        if (self.n_keys is None) == (self.ratio is None):
+            problem = "needs n_keys (or n_features), the keys per key-value head, or ratio, a fraction of the prompt's keys"
+            both = "give n_keys or ratio, not both"
+            raise KVLensError(f"{type(self).__name__}: {problem if self.n_keys is None else both}")
+
+    def keeps_every_key(self, lengths: Sequence[int]) -> bool:
+        """Whether every prompt has at most as many keys as requested; warns if one has fewer."""
+        above = [n for n in lengths if self._wanted(n) > n]
+        if above:
+            warn(
+                f"convert_prompt: {self._wanted(above[0])} virtual keys for a prompt of {above[0]} tokens: all {above[0]} are "
+                "kept, which is exact"
+            )
+        return all(self._wanted(n) >= n for n in lengths)
+
+    def wanted(self, teacher: Teacher) -> Int[Tensor, " batch"]:
+        """How many keys each prompt keeps per key-value head, on average; at most one per token."""
+        each = [min(self._wanted(n), n) for n in teacher.lengths.tolist()]
+        return torch.tensor(each, device=teacher.exact.bias.b_D.device)
+
+    def _wanted(self, n_tokens: int) -> int:
+        return self.n_keys if self.n_keys is not None else math.ceil(self.ratio * n_tokens)  # type: ignore[operator]
+
+
+class LayerKeys(NamedTuple):
+    """The keys kept in one layer, by prompt and key-value head; ``values`` are weight times value. Weight 0 means no key."""
+
+    keys: Float[Tensor, "batch kv_head r d_key"]
+    distance: Int[Tensor, "batch kv_head r"]
+    weights: Float[Tensor, "batch kv_head r"]
+    values: Float[Tensor, "batch kv_head r d_head"]
+
+
+def with_own_values(prompt: PromptKeys, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]) -> LayerKeys:
+    """Keys of the prompt with weight 1 and their own value. A cell is one key-value head of one prompt."""
+    values = prompt.values.flatten(0, 1)
+    weights = active.to(values)
+    own = weights[..., None] * values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
+    return with_values(prompt, index, weights, own)
+
+
+def with_values(
+    prompt: PromptKeys, index: Int[Tensor, "cell r"], weights: Float[Tensor, "cell r"], values: Float[Tensor, "cell r d_head"]
+) -> LayerKeys:
+    """Keys of the prompt with fitted weights, and values that are already multiplied by them."""
+    keys, distance = prompt.keys.flatten(0, 1), prompt.distance.flatten(0, 1)
+    rows = index[..., None].expand(-1, -1, keys.shape[-1])
+    kept = (keys.gather(1, rows), distance.gather(1, index), weights.to(keys), values.to(keys))
+    return LayerKeys(*(t.unflatten(0, prompt.keys.shape[:2]) for t in kept))
+
+
+def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
+    """The bias made of the reduced layers; any layers above them keep all their keys."""
+    whole = exact.bias
+    assert isinstance(whole.features, VirtualKeys)
+    r = max([each.weights.shape[-1] for each in layers] + ([whole.d_phi] if len(layers) < len(whole.b_KV) else []))
+    keys, distance, weights, values = [], [], [], []
+    for layer in range(len(whole.b_KV)):
+        if layer < len(layers):
+            each = layers[layer]
+        else:
+            features = whole.features
+            each = LayerKeys(features.keys[layer], features.distance[layer], whole.b_D[layer], whole.b_KV[layer])
+        missing = r - each.weights.shape[-1]
+        keys.append(torch.cat([each.keys, each.keys[..., :1, :].expand(-1, -1, missing, -1)], dim=-2))
+        distance.append(torch.cat([each.distance, each.distance[..., :1].expand(-1, -1, missing)], dim=-1))
+        weights.append(torch.nn.functional.pad(each.weights, (0, missing)))
+        values.append(torch.nn.functional.pad(each.values, (0, 0, 0, missing)))
+    return replace(
+        whole,
+        b_KV=torch.stack(values),
+        b_D=torch.stack(weights),
+        features=VirtualKeys(torch.stack(keys), torch.stack(distance)),
+    )
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Landmark(FewKeys):
+    """A few of the prompt's keys per key-value head, with fitted weights and values.
+
+    >>> Landmark(n_keys=32, budget="equal").to_json()["budget"]
+    'equal'
+    >>> Landmark(n_kes=32)
+    Traceback (most recent call last):
+    TypeError: Landmark.__init__() got an unexpected keyword argument 'n_kes'
+
+    ``objective`` and ``fitted`` exist for comparisons; their defaults gave the best results.
+
+    Attributes:
+        n_keys: keys per key-value head, at most one per token of the prompt; ``n_features`` is accepted as shorthand.
+        ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
+        budget: "logits": that number on average, given to the heads where it removes most error, with errors (also those by
+            which keys are chosen) weighted by their effect on the logits (:mod:`~kvlens.conversion.gradients`; one
+            backward pass over about 512 tokens of reference text). A head may get every key, or none. "equal": the same
+            number for every head, with errors measured after W_O and no backward pass.
+        polish_steps: number of gradient steps after the fit. On docs-gpt2, 200 of them leave 0.63 times the error of
+            ``budget="logits"``.
+        texts_per_step: number of reference texts per gradient step.
+        objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
+            of the next-token distribution.
+        fitted: False keeps weight 1 and the key's own value (``fit=False`` as shorthand).
+        reference, n_continuations, continuation_length, n_held_out, seed: see :class:`TextOptions`; the fit reads the text.
+
+    Source: based on Attention Matching (Zweiger et al. 2026); see :mod:`kvlens.ops.landmarks` for what kvlens adds.
+    """
+
+    name: ClassVar[str] = "landmark"
+    fits_on_text: ClassVar[bool] = True
+    shorthand: ClassVar[Mapping[str, str]] = {**FewKeys.shorthand, "fit": "fitted"}
+
+    budget: Literal["logits", "equal"] = "logits"
+    polish_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
+    texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 16
+    objective: Objective = "logits"
+    fitted: bool = True
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        queries = teacher.read(teacher.whole, teacher.seen)
+        metrics = output_metrics(teacher) if self.budget == "equal" else logit_metrics(teacher)
+        with torch.no_grad():
+            with teacher.timed("keys"):
+                index, budgets = chosen_keys(teacher, queries, metrics, self.wanted(teacher), self.budget == "equal")
+            every = zip(map(teacher.keys, range(teacher.n_layers)), queries, index, budgets, strict=True)
+            bias = assembled(teacher.exact, [fitted_keys(*each, fitted=self.fitted) for each in every])
+        if not self.polish_steps:
+            return bias
+        with teacher.timed("polish"):
+            how = dict(steps=self.polish_steps, texts_per_step=self.texts_per_step)
+            return polish(teacher, bias, **how, objective=self.objective)
+
+
+def chosen_keys(
+    teacher: Teacher, queries: list[Queries], metrics: list[Tensor], wanted: Int[Tensor, " batch"], equal: bool
+) -> tuple[list[Int[Tensor, "cell r"]], Int[Tensor, "layer batch kv_head"]]:
+    """The path of every head, layer by layer, and how many of its keys it gets: ``wanted`` on average, or each."""
+
+    def path(layer: int, r: int, floor: Tensor | None = None) -> Chosen:
+        return choose_among(queries[layer], teacher.keys(layer), root_of(metrics[layer]), r, floor)
+
+    if equal:
+        paths = [path(layer, int(wanted.max())) for layer in range(len(queries))]
+        return [each.keys for each in paths], wanted[None, :, None].expand(len(paths), -1, teacher.n_kv_heads)
+    paths = lazy_paths(path, len(queries), teacher.exact.bias.d_phi, wanted, teacher.n_kv_heads)
+    total = wanted * len(paths) * teacher.n_kv_heads
+    return [each.keys for each in paths], budgets_by_gain([each.gain for each in paths], total)
+
+
+def fitted_keys(
+    prompt: PromptKeys,
+    queries: Queries,
+    index: Int[Tensor, "cell r"],
+    counts: Int[Tensor, "batch kv_head"],
+    fitted: bool = True,
+) -> LayerKeys:
+    """The first keys of each head's path, with fitted weights and values, or their own; a head that has them all keeps them
+    as they are.
+    """
+    index = index[:, : max(1, int(counts.max()))]
+    real = torch.ones_like(prompt.distance[:, 0], dtype=torch.bool) if prompt.real is None else prompt.real
+    real = real.repeat_interleave(prompt.keys.shape[1], dim=0)
+    active = (torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]) & real.gather(1, index)
+    own = with_own_values(prompt, index, active)
+    if not fitted:
+        return own
+    weights = fit_weights(queries, prompt, index, active)
+    found = with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
+    whole = (active.sum(dim=1) == real.sum(dim=1)).view(counts.shape)[..., None]
+    return found._replace(
+        weights=torch.where(whole, own.weights, found.weights),
+        values=torch.where(whole[..., None], own.values, found.values),
+    )
+
+
+def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
+    """W_O W_O^T of each layer, averaged over the heads of a group: output errors are measured after W_O."""
+    batch, kv_heads = len(teacher.lengths), teacher.n_kv_heads
+    of_layers = [part.output_weights().double() for part in attention_parts(teacher.model)]
+    return [(w @ w.mT).unflatten(0, (kv_heads, -1)).mean(dim=1).expand(batch, -1, -1, -1) for w in of_layers]
+
+
+def root_of(metric: Float[Tensor, "*of d d"]) -> Float[Tensor, "*of d d"]:
+    """R with R R^T = metric."""
+    size, axes = torch.linalg.eigh(metric)
+    return axes * size.clamp(min=0).sqrt()[..., None, :]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class AttentionMatching(FewKeys):
+    """A few of the prompt's keys, with weights that match the mass of all keys and values that match their output.
+
+    Only attention over the prompt is matched; :class:`Landmark` fits the output over prompt and text.
+
+    Attributes:
+        n_keys, ratio: how many keys per key-value head; see :class:`Landmark`.
+        keys: those with the highest root mean square "attention", or by matching "pursuit" on the mass.
+        budget: "equal": the same number for every head; "logits": that number on average, by kvlens' budgets
+            (:class:`Landmark`). The authors determine budgets once per model, from the loss as one head's budget changes.
+        on_policy: fit each layer on the queries that the layers below, already reduced, produce.
+        reference, n_continuations, continuation_length, n_held_out, seed: see :class:`TextOptions`; the fit reads the text
+            ("prompt" is the authors' repeat-prefill; the model's own continuations replace their self-study).
+
+    Source: Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284, and its authors' code; weights by exact non-negative least squares.
+    """
+
+    name: ClassVar[str] = "attention_matching"
+    fits_on_text: ClassVar[bool] = True
+
+    keys: MatchedBy = "pursuit"
+    budget: Literal["equal", "logits"] = "equal"
+    on_policy: bool = False
+
+    @torch.no_grad()
+    def fit(self, teacher: Teacher) -> KVBias:
+        queries = teacher.read(teacher.whole, teacher.seen)
+        budgets = self._budgets(teacher, queries)
+        layers: list[LayerKeys] = []
+        for layer in range(teacher.n_layers):
+            own = queries[layer]
+            if self.on_policy and layer:
+                so_far = continued(teacher.old, assembled(teacher.exact, layers))
+                own = teacher.read(so_far, teacher.seen, range(layer, layer + 1))[0]
+            layers.append(self._layer(teacher, layer, own, budgets[layer].flatten()))
+        return assembled(teacher.exact, layers)
+
+    def _layer(self, teacher: Teacher, layer: int, queries: Queries, counts: Int[Tensor, " cell"]) -> LayerKeys:
+        prompt = teacher.keys(layer)
+        matched = match_among(queries, prompt, max(1, int(counts.max())), self.keys)
+        index = matched.keys
+        active = torch.arange(index.shape[1], device=index.device) < counts[:, None]
+        weights = match_mass(matched, active)
+        return with_values(prompt, index, weights, weights[..., None] * match_output(queries, prompt, index, weights))
+
+    def _budgets(self, teacher: Teacher, queries: list[Queries]) -> Int[Tensor, "layer batch kv_head"]:
+        if self.budget == "equal":
+            return self.wanted(teacher)[None, :, None].expand(teacher.n_layers, -1, teacher.n_kv_heads)
+        return chosen_keys(teacher, queries, logit_metrics(teacher), self.wanted(teacher), equal=False)[1]

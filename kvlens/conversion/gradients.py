@@ -1,0 +1,228 @@
+"""What takes gradients through the model: the one loop of descent, the effects of heads on the logits, and polishing.
+
+**Effects.** How much an output matters for the logits is known from gradients of random projections of the relative logits. For
+a random direction v ~ N(0, I) at every position, g = d (sum_i v_i . y_i / |y_i|) / dz is the gradient at a head's output z;
+y_i are the logits, and the lengths |y_i| are held fixed. Averaged over v, g g^T is J^T J, where J is the derivative of all
+relative logits with respect to z: an error e of the output changes them by e^T J^T J e, squared, to first order.
+
+**Polishing** starts from the closed-form fit and trains keys, log-weights and values on the logits. Each step reads some of the
+reference texts. The objective is the squared relative error of the logits, or the divergence KL(prompted || converted) of the
+next token.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvlens.conversion.method import Teacher
+from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_once, rows_of
+from kvlens.conversion.reference import Texts
+from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.model.protocol import ReadsPrompts
+
+
+def descend(
+    free: Sequence[Tensor],
+    loss_on: Callable[[Int[Tensor, " row"]], Float[Tensor, ""]],
+    *,
+    n_rows: int,
+    rows_per_step: int,
+    steps: int,
+    learning_rate: float,
+    generator: torch.Generator,
+) -> Iterator[Float[Tensor, ""]]:
+    """Minimize the loss over ``free``, in place; yields the loss of each step after it is made.
+
+    Args:
+        free: leaf tensors that require gradients.
+        loss_on: the loss on some rows, given their indices.
+        n_rows: total number of rows.
+        rows_per_step: number of rows per step, drawn without replacement; all rows if there are fewer.
+        steps: number of steps.
+        learning_rate: learning rate of the first step.
+        generator: random generator for drawing the rows.
+    """
+    optimizer = torch.optim.Adam(free, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        loss = loss_on(torch.randperm(n_rows, generator=generator)[:rows_per_step])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        yield loss.detach()
+
+
+MOST_TOKENS = 512
+"""The most tokens on which the metric is measured, shared among the groups of texts by their numbers of tokens."""
+TOKENS_AT_ONCE = 256
+
+
+def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
+    """The mean of g g^T of each layer over reference texts after the prompt and the heads of a group, in float64."""
+    n_layers, batch, n_kv_heads, _, d_head = teacher.exact.bias.b_KV.shape
+    seed, device, texts = teacher.method.seed, teacher.seen[0].device, some_of(teacher.seen)
+    sums = torch.zeros(n_layers, batch, n_kv_heads, d_head, d_head, dtype=torch.float64, device=device)
+    with teacher.timed("effects on logits"):
+        for group in texts:
+            _, n_texts, n_pos = group.shape
+            most = max(1, TOKENS_AT_ONCE // n_pos)
+            for part in torch.arange(batch * n_texts).split(rows_at_once(teacher.model, teacher.whole, n_pos, most)):
+                prompts = part // n_texts
+                bias = rows_of(teacher.whole, prompts)
+                seeds = [(seed + i) % 2**63 for i in (part % n_texts).tolist()]
+                found = effects_on_logits(teacher.model, bias, group.flatten(0, 1)[part.to(device)], seeds)
+                for layer, g in enumerate(found):
+                    by_group = g.double().unflatten(2, (n_kv_heads, -1))
+                    products = torch.einsum("tpgsd,tpgse->tgde", by_group, by_group)
+                    sums[layer].index_add_(0, prompts.to(device), products.to(device))
+            seed += n_texts
+    teacher.count("with gradients", texts)
+    n_rows = sum(group[0].numel() for group in texts) * teacher.model.cfg.n_heads // n_kv_heads
+    return list(sums / n_rows)
+
+
+def some_of(texts: Texts) -> Texts:
+    """Whole texts, or the beginnings of long ones, of every group: about :data:`MOST_TOKENS` tokens of each prompt."""
+    share = MOST_TOKENS / max(MOST_TOKENS, sum(group[0].numel() for group in texts))
+    return [group[:, : math.ceil(share * group.shape[1]), :TOKENS_AT_ONCE] for group in texts]
+
+
+def effects_on_logits(
+    model: ReadsPrompts, bias: KVBias, texts: Int[Tensor, "text pos"], seeds: Sequence[int]
+) -> list[Float[Tensor, "text pos head d_head"]]:
+    """g of every layer, at the heads' outputs before a gate, with ``bias`` attached, for one random direction of each text,
+    drawn with its own seed, so that it does not depend on what is read at once.
+    """
+    parts, added, gates = attention_parts(model), [], {}
+
+    def with_leaf(module: Any, args: Any, z: Tensor) -> Tensor:
+        added.append(torch.zeros_like(z, requires_grad=True))
+        return z + added[-1]
+
+    def see_gate(layer: int, module: Any, args: Any, gate: Tensor) -> None:
+        gates[layer] = gate.detach()
+
+    with torch.inference_mode(False), torch.enable_grad(), model.holding(bias), ExitStack() as stack:
+        for layer, part in enumerate(parts):
+            points = part.attention_points()
+            stack.callback(points["z"][0].register_forward_hook(with_leaf).remove)
+            if "gate" in points:
+                stack.callback(points["gate"][0].register_forward_hook(partial(see_gate, layer)).remove)
+        logits = model(texts, attention_mask=torch.ones_like(texts))
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        each = [torch.randn(logits.shape[1:], generator=generator, dtype=torch.float32) for generator in generators]
+        direction = torch.stack(each).to(logits)
+        projected = (direction * logits / logits.detach().norm(dim=-1, keepdim=True)).sum()
+        gradients = torch.autograd.grad(projected, added)
+    found = []
+    for layer, (part, g) in enumerate(zip(parts, gradients, strict=True)):
+        forms = {name: form for name, (_, form) in part.attention_points().items()}
+        by_head = g if forms["z"] is None else forms["z"](g)
+        found.append(by_head * forms["gate"](gates[layer]) if layer in gates else by_head)
+    return found
+
+
+LEARNING_RATE = 2e-2
+Objective = Literal["logits", "kl"]
+
+
+@dataclass
+class Polished:
+    """The trained tensors: virtual keys, the logarithms of their weights, and their values. Absent keys stay absent."""
+
+    keys: Float[Tensor, "layer *batch kv_head r d_head"]
+    log_weights: Float[Tensor, "layer *batch head r"]
+    values: Float[Tensor, "layer *batch head r d_head"]
+    used: Tensor
+
+    @classmethod
+    def of(cls, bias: KVBias) -> "Polished":
+        assert isinstance(bias.features, VirtualKeys)
+        used = bias.b_D > 0
+        weights = torch.where(used, bias.b_D, 1.0)
+        keys, log_weights, values = bias.features.keys, weights.log(), bias.b_KV / weights[..., None]
+        return cls(_leaf(keys), _leaf(log_weights), _leaf(values), used)
+
+    def free(self) -> list[Tensor]:
+        return [self.keys, self.log_weights, self.values]
+
+    def bias(self, like: KVBias) -> KVBias:
+        """As a bias, differentiable in the trained tensors."""
+        assert isinstance(like.features, VirtualKeys)
+        weights = torch.where(self.used, self.log_weights.exp(), 0.0)
+        features = VirtualKeys(self.keys, like.features.distance)
+        return replace(like, b_D=weights, b_KV=weights[..., None] * self.values, features=features)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
+    """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting."""
+    model: Any = teacher.model
+    requires = [p.requires_grad for p in model.parameters()]
+    with torch.inference_mode(False), torch.enable_grad():
+        model.requires_grad_(False)
+        try:
+            texts = [group[:, i] for group in teacher.seen for i in range(group.shape[1])]
+            with torch.no_grad():
+                target = [_logits(teacher, teacher.whole, text) for text in texts]
+            state = Polished.of(bias)
+
+            def loss_on(rows: Tensor) -> Tensor:
+                return _loss(teacher, state.bias(bias), [(texts[i], target[i]) for i in rows.tolist()], objective)
+
+            losses = descend(
+                state.free(),
+                loss_on,
+                n_rows=len(texts),
+                rows_per_step=texts_per_step,
+                steps=steps,
+                learning_rate=LEARNING_RATE,
+                generator=torch.Generator().manual_seed(teacher.method.seed),
+            )
+            progress = tqdm(losses, desc="polishing", total=steps, disable=not teacher.verbose)
+            for loss in progress:
+                progress.set_postfix(loss=f"{float(loss):.3g}")
+        finally:
+            for p, wanted in zip(model.parameters(), requires, strict=True):
+                p.requires_grad_(wanted)
+    with torch.no_grad():
+        return state.bias(bias)
+
+
+def _logits(teacher: Teacher, bias: KVBias, *texts: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch text pos vocab"]:
+    """Logits of some reference texts of one length, of every prompt."""
+    tokens = torch.stack(texts, dim=1)
+    rows = torch.arange(tokens.shape[0]).repeat_interleave(tokens.shape[1])
+    flat = tokens.flatten(0, 1)
+    teacher.count("with gradients" if torch.is_grad_enabled() else "read", [tokens])
+    with teacher.model.holding(rows_of(bias, rows)):
+        return teacher.model(flat, attention_mask=torch.ones_like(flat)).unflatten(0, tokens.shape[:2])
+
+
+def _loss(teacher: Teacher, bias: KVBias, texts: list[tuple[Tensor, Tensor]], objective: Objective) -> Float[Tensor, ""]:
+    """The mean over the positions of all texts, given with their target logits; those of one length are read together."""
+    converted, by_position = continued(teacher.old, bias), []
+    for length in {text.shape[1] for text, _ in texts}:
+        some, target = zip(*(one for one in texts if one[0].shape[1] == length), strict=True)
+        old, new = torch.cat(target, dim=1), _logits(teacher, converted, *some)
+        by_position.append(_divergence(old, new, objective).flatten())
+    return torch.cat(by_position).mean()
+
+
+def _divergence(old: Tensor, new: Tensor, objective: Objective) -> Float[Tensor, "batch text pos"]:
+    if objective == "kl":
+        old, new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
+        return (old.exp() * (old - new)).sum(dim=-1)
+    return (new - old).square().sum(dim=-1) / old.square().sum(dim=-1)

@@ -1,0 +1,229 @@
+"""A method is one class, the same object from its name and options; prompts and sizes at its limits give finite numbers."""
+
+import inspect
+import re
+import warnings
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from precision import LAW, relative_error
+from small_models import small_model, tokens
+from tiny_text_model import tiny_text_model
+
+import kvlens
+from kvlens import KVBias, KVLensError, convert_prompt
+from kvlens.conversion import (
+    H2O,
+    METHODS,
+    Approximation,
+    AttentionMatching,
+    EluKernel,
+    Exact,
+    ExpectedAttention,
+    KVzip,
+    Landmark,
+    Learned,
+    RandomProjections,
+    SnapKV,
+    StreamingLLM,
+    TaylorPolynomial,
+    Teacher,
+    TextOptions,
+    features,
+    method_of,
+    option_names,
+)
+from kvlens.conversion.few_keys import FewKeys
+from kvlens.conversion_methods import CONVERSION_METHODS
+
+PROMPT = tokens(1, 12)[0]
+FEW = dict(n_continuations=2, continuation_length=4, n_held_out=1, seed=3)
+SHORTHAND = {
+    "exact": (Exact(), {}),
+    "landmark": (Landmark(n_keys=4, budget="equal", **FEW), dict(n_features=4, budget="equal")),
+    "attention_matching": (AttentionMatching(n_keys=4, keys="attention", **FEW), dict(n_features=4, keys="attention")),
+    "streaming_llm": (StreamingLLM(n_keys=4, n_sink=1, **FEW), dict(n_features=4, n_sink=1)),
+    "h2o": (H2O(n_keys=4, **FEW), dict(n_features=4)),
+    "snapkv": (SnapKV(n_keys=4, window=2, **FEW), dict(n_features=4, window=2)),
+    "expected_attention": (ExpectedAttention(ratio=0.5, **FEW), dict(ratio=0.5)),
+    "kvzip": (KVzip(n_keys=4, **FEW), dict(n_features=4)),
+    "random": (
+        RandomProjections(n_features=5, random_feature_kind="iid", **FEW),
+        dict(n_features=5, random_feature_kind="iid"),
+    ),
+    "taylor": (TaylorPolynomial(**FEW), {}),
+    "elu_plus_one": (EluKernel(**FEW), {}),
+    "learned": (Learned(n_features=4, kernel="hedgehog", **FEW), dict(n_features=4, kernel="hedgehog")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Approximation):
+    """Every key at half its weight.
+
+    Attributes:
+        factor: of the weights.
+    """
+
+    name: ClassVar[str] = "half"
+
+    factor: float = 0.5
+
+    def fit(self, teacher: Teacher) -> KVBias:
+        return self.factor * teacher.exact.bias
+
+
+def model():
+    return small_model(n_ctx=40, positional_embedding_type="rotary")
+
+
+def test_every_method_has_shorthand_here():
+    assert list(SHORTHAND) == list(METHODS) == list(CONVERSION_METHODS)
+    assert kvlens.Landmark is Landmark
+
+
+@pytest.mark.parametrize("name", SHORTHAND)
+def test_a_name_with_options_is_the_object(name, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 3)
+    method, options = SHORTHAND[name]
+    options = {**options, **({} if name == "exact" else FEW)}
+    assert method_of(name, options) == method and type(method) is METHODS[name]
+    by_name = convert_prompt(model(), PROMPT, method=name, verbose=False, **options)
+    by_object = convert_prompt(model(), PROMPT, method=method, verbose=False)
+    assert torch.equal(by_name.b_KV, by_object.b_KV) and torch.equal(by_name.b_D, by_object.b_D)
+    if name != "exact":
+        assert by_object.fit.method == name
+        assert by_name.fit.settings == by_object.fit.settings == method.to_json()
+        assert set(by_object.fit.settings) == {field.name for field in fields(method)}  # its own options alone
+        assert by_object.fit.settings["reference"] == "prompt and own continuations"
+
+
+@pytest.mark.parametrize("kind", [*METHODS.values(), TextOptions])
+def test_the_docstring_tells_every_option(kind):
+    for field in fields(kind):
+        assert re.search(rf"\b{field.name}\b.*:", inspect.getdoc(kind).partition("Attributes:")[2]), field.name
+
+
+def test_a_custom_method_works_as_an_object_and_by_name(monkeypatch):
+    exact = convert_prompt(model(), PROMPT)
+    bias = convert_prompt(model(), PROMPT, method=Half(**FEW))
+    assert torch.equal(bias.b_KV, 0.5 * exact.b_KV) and torch.equal(bias.b_D, 0.5 * exact.b_D)
+    assert (bias.fit.method, bias.fit.settings["factor"], bias.fit.n_reference_tokens) == ("half", 0.5, 0)
+    assert float(bias.fit.answers.logits_error) > 0.01 and bool((bias.fit.head_output_error > 0).all())
+    with pytest.raises(KVLensError, match="method must be one of exact, landmark"):
+        convert_prompt(model(), PROMPT, method="half")
+    monkeypatch.setitem(METHODS, "half", Half)
+    assert torch.equal(convert_prompt(model(), PROMPT, method="half", factor=1.0, **FEW).b_KV, exact.b_KV)
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda bias: bias.select_prompt(0), "a batch axis of 1 prompts, got none"),
+        (lambda bias: replace(bias, b_D=bias.b_D * torch.nan), "Half.fit: b_D of layer 0 is not finite"),
+    ],
+)
+def test_what_fit_returns_is_checked(monkeypatch, change, words):
+    monkeypatch.setattr(Half, "fit", lambda self, teacher: change(teacher.exact.bias))
+    with pytest.raises(KVLensError, match=words):
+        convert_prompt(model(), PROMPT, method=Half(**FEW))
+
+
+def test_an_approximation_without_a_fit_cannot_be_made():
+    with pytest.raises(TypeError, match="abstract"):
+        Approximation()
+
+
+def test_linear_models_take_the_exact_method_alone():
+    linear = small_model(attention="linear")
+    plain = convert_prompt(linear, PROMPT)
+    for method in ("exact", Exact()):
+        assert torch.equal(convert_prompt(linear, PROMPT, method=method).b_KV, plain.b_KV)
+    for method in ("taylor", TaylorPolynomial()):
+        with pytest.raises(KVLensError, match="method: with linear attention the conversion is always exact"):
+            convert_prompt(linear, PROMPT, method=method)
+
+
+QUICK = dict(n_continuations=4, continuation_length=6, n_held_out=2)
+PROMPTS = {"one token": tokens(1, 1)[0], "repeated token": torch.full((9,), 5), "plain": tokens(1, 9)[0]}
+SIZES = {"one key": dict(n_features=1), "some": dict(n_features=4), "as many as tokens": dict(n_features=9)}
+METHODS_AND_SIZES = [
+    pytest.param(name, options, id=f"{name}, {size}")
+    for name, kind in METHODS.items()
+    for size, options in SIZES.items()
+    if size == "some" or issubclass(kind, FewKeys)
+]
+TEXT = tokens(2, 5, seed=7)
+
+
+def sharp_model(dtype):
+    """Attention so sharp that a prompt gets all of it, up to rounding, at some queries and none at others."""
+    sizes = dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, n_ctx=64)
+    model = small_model(**sizes, dtype=dtype).requires_grad_(False)
+    for block in model.blocks:
+        block.attn.W_Q.data *= 60
+    return model
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    return sharp_model(torch.float32)
+
+
+def options_of(method, options):
+    return {name: value for name, value in options.items() if name in option_names(METHODS[method])}
+
+
+def finite(bias: KVBias) -> bool:
+    numbers = [bias.b_KV, bias.b_D]
+    if bias.fit is not None:
+        numbers += [bias.fit.head_output_error, bias.fit.mass_error, *bias.fit.answers.to_tensors().values()]
+    return all(bool(x.isfinite().all()) for x in numbers)
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS_AND_SIZES)
+def test_any_prompt_gives_finite_numbers_and_a_record(sharp, method, options, monkeypatch):
+    monkeypatch.setattr(features, "STEPS", 5)
+    for prompt in PROMPTS.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of more keys than tokens
+            bias = convert_prompt(sharp, prompt, method=method, **options_of(method, {**QUICK, **options}), verbose=False)
+        with sharp.kv_bias(bias):
+            logits = sharp(TEXT)
+        assert finite(bias) and bool(logits.isfinite().all())
+        if bias.fit is None:  # every key is kept
+            assert torch.equal(bias.b_KV, convert_prompt(sharp, prompt).b_KV)
+        else:
+            assert bias.fit.method == method
+
+
+def test_every_key_kept_is_any_prompt():
+    model = sharp_model(torch.float64)
+    for prompt in PROMPTS.values():
+        whole = model(torch.cat([prompt.expand(2, -1), TEXT], dim=1))[:, len(prompt) :]
+        with model.kv_bias(convert_prompt(model, prompt)):
+            assert relative_error(model(TEXT), whole) < LAW
+
+
+@pytest.mark.parametrize(("method", "options"), [each for each in METHODS_AND_SIZES if "some" in each.id])
+def test_padded_prompts_are_converted_like_single_ones(method, options, monkeypatch):
+    """On the same reference text; random continuations differ between a batch and a single prompt."""
+    monkeypatch.setattr(features, "STEPS", 5)
+    if method == "learned":
+        pytest.skip("its features are learned for all prompts of a batch together")
+    model = tiny_text_model(attention="softmax", kv_shift=None, gain=8, dtype=torch.float64)
+    prompts = ["The widget is purple and the gadget is green.", "widget", "Return the gadget. Frobnicate both of them."]
+    text = dict(reference=" the widget is green and the gadget is purple", n_held_out=0, continuation_length=2)
+    given = options_of(method, {**text, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batch = convert_prompt(model, prompts, method=method, verbose=False, **given)
+        singles = [convert_prompt(model, prompt, method=method, verbose=False, **given) for prompt in prompts]
+    for row, single in enumerate(singles):
+        with model.kv_bias(batch.select_prompt(row)):
+            one = model(" The widget", prepend_bos=False)
+        with model.kv_bias(single):
+            assert torch.allclose(one, model(" The widget", prepend_bos=False), atol=1e-8), row

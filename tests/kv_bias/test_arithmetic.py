@@ -1,0 +1,203 @@
+"""Sums are linear, and when they are *a, then b*; layers of one bias in another's place, batches and rows of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import GROUPED, model_of, relative_error, tokens
+
+from kvlens import (
+    HookedKVTransformer,
+    HookedKVTransformerConfig,
+    KVBias,
+    KVLensError,
+    KVShiftConfig,
+    carry_bias,
+    combine,
+    convert_prompt,
+    counterfactuals,
+)
+
+EXACT = 1e-11
+ONE_LAYER = {
+    "rope after": ("linear", "no shift", {}),
+    "rope after, shift": ("linear", "window 3 with queries", {}),
+    "rope before": ("linear", "rope before", dict(kv_shift=None)),
+    "hedgehog": ("linear", "hedgehog", {}),
+    "decay": ("linear", "gqa decay", dict(kv_shift=None)),
+    "learned positions": ("linear", "learned", {}),
+    "trained bias": ("linear", "trained bias", {}),
+    "no positions": ("linear", "no positions", dict(kv_shift=None)),
+    "softmax, learned positions": ("softmax", "learned", {}),
+    "softmax, rope": ("softmax", "rotary, grouped", {}),
+    "softmax, alibi": ("softmax", "alibi", {}),
+    "softmax, shift": ("softmax", "no positions", dict(kv_shift=KVShiftConfig(window=2, queries=True), **GROUPED)),
+    "softmax, no positions": ("softmax", "no positions", {}),
+}
+A_SUM_IS_ENOUGH = ("no positions", "softmax, no positions")
+FIRST, SECOND, TEXT = tokens(2, 9, seed=1), tokens(2, 7, seed=2), tokens(2, 6, seed=3)
+
+
+def logits(model, bias):
+    with model.kv_bias(bias):
+        return model(TEXT)
+
+
+def one_layer(name):
+    attention, of_table, changes = ONE_LAYER[name]
+    return model_of(attention, of_table, n_layers=1, **changes)
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_at_one_layer_the_carried_first_and_the_second_from_its_place_are_the_concatenation(name):
+    """ICLCA eq. 14's rotation is in ``carry_bias``; ``0.0 * a`` has a's position offset and shift state, and nothing else."""
+    model = one_layer(name)
+    a, whole = convert_prompt(model, FIRST), convert_prompt(model, torch.cat([FIRST, SECOND], dim=1))
+    apart = carry_bias(model, a, SECOND.shape[1]), convert_prompt(model, SECOND, initial=0.0 * a)
+    expected = logits(model, whole)
+    assert relative_error(logits(model, combine(*apart, shift_state="last")), expected) < EXACT
+    assert relative_error(logits(model, convert_prompt(model, SECOND, initial=a)), expected) < EXACT
+    sum_error = relative_error(logits(model, combine(a, convert_prompt(model, SECOND), shift_state="last")), expected)
+    assert sum_error < EXACT if name in A_SUM_IS_ENOUGH else sum_error > 0.01
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_toward_is_the_exchange_by_degrees_and_ends_at_the_other_prompt(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, FIRST[:, :7]), convert_prompt(model, SECOND)
+    for degree in (0, 0.25, 1, 1.5):
+        by_hand = combine(a, b, weights=[1 - degree, degree], shift_state="first" if degree < 0.5 else "last")
+        assert relative_error(logits(model, a.toward(b, degree)), logits(model, by_hand)) < EXACT
+    assert relative_error(logits(model, a.toward(b, 0)), logits(model, a)) < EXACT
+    assert relative_error(logits(model, a.toward(b, 1)), logits(model, b)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["softmax, rope", "softmax, learned positions"])
+def test_toward_a_prompt_of_another_length_begins_behind_the_longer_one(name):
+    """As behind tokens that are not read, which take positions all the same."""
+    model = one_layer(name)
+    longer, shorter = FIRST, SECOND
+    a, b = convert_prompt(model, shorter), convert_prompt(model, longer)
+    unread = torch.ones_like(longer, dtype=torch.bool)
+    unread[:, : shorter.shape[1]] = False
+    behind = torch.cat([shorter, longer[:, shorter.shape[1] :]], dim=1)
+    expected = [
+        logits(model, convert_prompt(model, counterfactuals(model, behind[row], unread[row : row + 1])))[row]
+        for row in range(len(longer))
+    ]
+    assert relative_error(logits(model, a.toward(b, 0)), torch.stack(expected)) < EXACT
+    assert relative_error(logits(model, b.toward(a, 0)), logits(model, b)) < EXACT
+    assert a.toward(b, 0.5).position_offset == b.toward(a, 0.5).position_offset == b.position_offset
+
+
+def test_toward_goes_behind_the_longer_prompt_row_by_row():
+    model = one_layer("softmax, rope")
+    unequal = KVBias.batch([convert_prompt(model, FIRST[0, :n]).repeat(1) for n in (5, 9)])
+    equal = convert_prompt(model, FIRST[:, :7])
+    for bias in (unequal.toward(equal, 0.5), equal.toward(unequal, 0.5)):
+        assert bias.position_offset.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("name", ["rope after", "softmax, alibi"])
+def test_where_positions_are_distances_both_prompts_end_where_the_text_begins(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, SECOND), convert_prompt(model, FIRST)
+    for start, end in ((a, b), (b, a)):
+        assert relative_error(logits(model, start.toward(end, 0)), logits(model, start)) < EXACT
+
+
+def read(model, bias):
+    """phi(q).b_KV and phi(q).b_D for the queries of a text, none of which depends on the bias: its shift state is left out."""
+    shift_state = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
+
+    def bias_part_and_normalizer(of):
+        with model.kv_bias(replace(of, **shift_state)):
+            cache = model.run_with_cache(TEXT)[1]
+        z, at = cache["blocks.0.attn.hook_z_bias"], "blocks.0.attn.hook_normalizer"
+        n = cache[at] if at in cache.cache_dict else torch.ones_like(z[..., 0])  # normalizer "none" divides by nothing
+        return z, n.exp() if model.cfg.attention == "softmax" else n
+
+    z, n = bias_part_and_normalizer(bias)
+    return z * n[..., None], n - bias_part_and_normalizer(0.0 * bias)[1]
+
+
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_sums_differences_and_multiples_are_linear_in_what_queries_read(name):
+    model = one_layer(name)
+    a, b = convert_prompt(model, FIRST), convert_prompt(model, tokens(2, 9, seed=4))
+    of_a, of_b = read(model, a), read(model, b)
+    assert of_a[0].norm() > 0.1 and relative_error(of_a[0], of_b[0]) > 0.1
+    for made, x, y in (
+        (a + b, 1, 1),
+        (b + a, 1, 1),
+        (sum([a, b, a]), 2, 1),
+        (0.5 * (a + b) + 0.5 * a, 1, 0.5),
+        (a + b - a, 0, 1),
+        (2 * a - 0.5 * a, 1.5, 0),
+        (a + 0.3 * (b - a), 0.7, 0.3),
+        (combine(a, b, weights=(2, 0.5), shift_state="last"), 2, 0.5),
+        (a.select(heads=[(0, 1)]) + a.select(heads=[(0, h) for h in range(model.cfg.n_heads) if h != 1]), 1, 0),
+    ):
+        for got, in_a, in_b in zip(read(model, made), of_a, of_b, strict=True):
+            assert (got - x * in_a - y * in_b).norm() <= EXACT * (1 + in_a.norm() + in_b.norm())
+
+
+SIZES = dict(n_layers=3, d_model=16, d_head=4, n_ctx=64, d_vocab=20, act_fn="gelu", seed=0, device="cpu", dtype=torch.float64)
+KINDS = {
+    "softmax": dict(n_key_value_heads=2),
+    "linear with a shift": dict(attention="linear", positional_embedding_type="rotary", rotary_dim=4, kv_shift=KVShiftConfig()),
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return HookedKVTransformer(HookedKVTransformerConfig(**SIZES, **KINDS[request.param]))
+
+
+def logits_of(model, bias, text):
+    with torch.no_grad(), model.kv_bias(bias):
+        rows = bias.batch_size or 1
+        return model(text.expand(rows, -1), attention_mask=torch.ones(rows, text.shape[-1], dtype=torch.long))
+
+
+def close(a, b):
+    assert (a - b).norm() <= 1e-11 * b.norm()
+
+
+def test_exchanged_layers(model):
+    prompt, text = torch.arange(9), torch.tensor([[3, 7, 1]])
+    own, other = convert_prompt(model, prompt), convert_prompt(model, prompt, without=[(2, 5)])
+    sets = torch.tensor([[False] * 3, [True] * 3, [True, False, False], [False, True, True]])
+    mixed = logits_of(model, own.exchange_layers(other, sets), text)
+    back = logits_of(model, other.exchange_layers(own, ~sets), text)
+    close(mixed[:1], logits_of(model, own, text))
+    close(mixed[1:2], logits_of(model, other, text))
+    close(mixed, back)  # exchanging a set is keeping its complement
+    halves = [own.select(layers=[1, 2]) + other.select(layers=[0]), own.select(layers=[0]) + other.select(layers=[1, 2])]
+    if own.last_k.shape[-3] == 0:  # without a shift state a sum of selections is the same mixture
+        for row, half in zip(mixed[2:], halves, strict=True):
+            close(row[None], logits_of(model, half, text))
+    assert (mixed[2] - mixed[3]).norm() > 1e-3 * mixed[2].norm()
+
+
+def test_batches_and_rows(model):
+    prompts = torch.arange(12).view(3, 4)
+    together = convert_prompt(model, prompts)
+    joined = KVBias.batch([convert_prompt(model, prompts[:1]), convert_prompt(model, prompts[1:])])
+    text = torch.tensor([[5, 2]])
+    close(logits_of(model, joined, text), logits_of(model, together, text))
+    short, long = convert_prompt(model, torch.arange(4)[None]), convert_prompt(model, torch.arange(7)[None])
+    padded = logits_of(model, KVBias.batch([short, long]), text)
+    close(padded, torch.cat([logits_of(model, short, text), logits_of(model, long, text)]))
+    close(logits_of(model, together.select_prompts(torch.tensor([2, 0])), text), logits_of(model, together, text)[[2, 0]])
+
+
+def test_what_does_not_fit_is_refused(model):
+    one, longer = convert_prompt(model, torch.arange(4)), convert_prompt(model, torch.arange(5))
+    with pytest.raises(KVLensError, match="select_prompts: this bias holds a single prompt"):
+        one.select_prompts(torch.tensor([0]))
+    with pytest.raises(KVLensError, match="KVBias.batch: expected batches"):
+        KVBias.batch([one, one])
+    if model.cfg.attention == "softmax":
+        with pytest.raises(KVLensError, match="exchange_layers: expected the biases of two single prompts"):
+            one.exchange_layers(longer, torch.ones(1, 3, dtype=torch.bool))
