@@ -188,6 +188,14 @@ def test_public_names_exist_and_unknown_ones_do_not():
     assert not hasattr(kvlens, "convert_promt")
 
 
+def test_no_two_classes_share_a_name():
+    """One word means one thing; a reader who searches for a class finds one."""
+    named = [
+        node.name for source, _ in sources().values() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)
+    ]
+    assert len(named) > 300 and not {name for name in named if named.count(name) > 1}
+
+
 def test_nothing_of_ours_goes_by_the_short_name():
     """``analyses`` may be a file or a package of somebody else's; ``kvlens.analyses`` is ours."""
     for module, (source, is_package) in sources().items():

@@ -163,7 +163,7 @@ class ReLU(FeatureMap):
         return ops.relu(x)
 
 
-class RandomFeatures(FeatureMap):
+class FavorPlus(FeatureMap):
     """phi(x) = exp(w.x' - |x'|^2 / 2) / sqrt(m), x' = x / sqrt(attn_scale), m fixed random w per key-value head (FAVOR+).
 
     phi(q).phi(k) approximates exp(q.k / attn_scale). ``cfg.n_random_features`` is m (None: 2 d_head) and
@@ -253,7 +253,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
         Identity,
         EluPlusOne,
         ReLU,
-        RandomFeatures,
+        FavorPlus,
         Taylor,
         Hedgehog,
     )

@@ -95,7 +95,7 @@ class Ridge:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenVariants:
     """The variants as passed by the user: dicts are converted to the settings classes."""
 
     regularised: Regularised | Mapping[str, Any] | None = None
@@ -118,7 +118,7 @@ class _Given:
             )
 
 
-class AttentionVariantConfig(_Given):
+class AttentionVariantConfig(_GivenVariants):
     """The variants of a model's attention; each may be given as a dict of its fields."""
 
     regularised: Regularised | None

@@ -26,7 +26,7 @@ from kvlens.tasks.stories import (
     LONGEST_QUESTION,
     LONGEST_STATEMENT,
     MOST_FACTS,
-    Question,
+    StoryQuestion,
     Story,
     draw_nested_story,
     draw_story,
@@ -107,7 +107,7 @@ def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
 def scoring_hops(stories: Sequence[Story], hops: int) -> list[Story]:
     """Return the same stories with only questions that need ``hops`` sentences scored; the others are marked as repeated."""
 
-    def marked(question: Question) -> Question:
+    def marked(question: StoryQuestion) -> StoryQuestion:
         return replace(question, repeated=question.repeated or len(question.origins) != hops)
 
     return [replace(story, questions=tuple(map(marked, story.questions))) for story in stories]

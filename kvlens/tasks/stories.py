@@ -229,7 +229,7 @@ class Sentence:
 
 
 @dataclass(frozen=True)
-class Question:
+class StoryQuestion:
     """A question and its answer, which follow the story.
 
     Attributes:
@@ -280,7 +280,7 @@ class Story:
     """
 
     sentences: tuple[Sentence, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[StoryQuestion, ...]
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -306,7 +306,7 @@ class Story:
     def tokens(self) -> list[int]:
         """BOS, story, questions and answers as token ids."""
         ids = token_ids(pronouns=True, hops=True)  # the full vocabulary; a word has the same id in the smaller ones
-        parts: tuple[Sentence | Question, ...] = (*self.sentences, *self.questions)
+        parts: tuple[Sentence | StoryQuestion, ...] = (*self.sentences, *self.questions)
         return [ids[BOS], *(ids[word] for part in parts for word in part.words)]
 
 
@@ -424,18 +424,18 @@ def asked_about(
 
     Args:
         sentences: of the story.
-        asked: `Question.fact`, `sentence` and `outer` of each question.
+        asked: `StoryQuestion.fact`, `sentence` and `outer` of each question.
         n_tokens: of story and questions.
         random: decides the order.
     """
-    questions: list[Question] = []
+    questions: list[StoryQuestion] = []
     end = sentences[-1].start + len(sentences[-1].words)
     while True:
         for fact, number, outer in random.sample(asked, len(asked)):
             words = filled(fact.kind.question, fact) + filled(fact.kind.answer, fact)
             if end + len(words) > n_tokens:
                 return Story(tuple(sentences), tuple(questions))
-            questions.append(Question(fact, number, words, end, repeated=len(questions) >= len(asked), outer=outer))
+            questions.append(StoryQuestion(fact, number, words, end, repeated=len(questions) >= len(asked), outer=outer))
             end += len(words)
 
 
