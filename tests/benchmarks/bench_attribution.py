@@ -27,8 +27,7 @@ from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import ContextCite, InteractionFit, LeaveOneOut, subset_scores
 
 from kvlens import HookedKVTransformer
-from kvlens.tasks.facts import FactsTask, Story, answers_after_story
-from kvlens.tasks.facts import Question as StoryQuestion
+from kvlens.tasks.facts import FactsTask, Story, StoryQuestion, answers_after_story
 from kvlens.units import Unit
 
 BUDGETS = (16, 32, 64)
