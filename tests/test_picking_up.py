@@ -61,9 +61,9 @@ def test_the_guide_and_the_recipes_name_paths_that_exist():
     assert all(f"**{title}" in GUIDE or f"## {title}" in GUIDE for title in CODE)
 
 
-def test_forty_files_and_the_walk_of_a_prompt():
+def test_the_files_and_the_walk_of_a_prompt():
     files = set(re.findall(r"`([\w/]+\.py)`", READING.partition("## The files")[2]))
-    assert len(files) == 40 and sum(len((ROOT / file).read_text().splitlines()) for file in files) < 12_000
+    assert len(files) == 32 and sum(len((ROOT / file).read_text().splitlines()) for file in files) < 10_000
     steps = re.findall(r"^\d+\. `([\w.]+)` \(`([\w/]+)\.py`\)", READING, re.M)
     assert len(steps) == 15
     for name, file in steps:
