@@ -1,8 +1,8 @@
 """What a batch is asked for, and the checks of it that are made before a model is loaded.
 
-`Work` is the part of the settings that determines every number of the table. It is sent to each worker, and recorded: a batch
-can be resumed only with the same work. `Resources` affect how long it takes, and may change when it is resumed. Nothing here
-needs torch, so that the command line can check it first.
+`Work` is the part of the settings that determines every number of the table. It is sent to each worker, and recorded but for
+the device and the folder: a batch can be resumed only with the same work. `Resources` affect how long it takes, and may change
+when it is resumed. Nothing here needs torch, so that the command line can check it first.
 """
 
 import importlib

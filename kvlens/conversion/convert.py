@@ -13,9 +13,9 @@
    :mod:`~kvlens.conversion.kept_keys` chooses keys, :mod:`~kvlens.conversion.features` sums or trains features;
    :mod:`~kvlens.conversion.gradients` has what takes gradients.
 9. Errors of heads and answers are measured on texts that no fit has read (:mod:`kvlens.conversion.measured`).
-10. The bias that this one continues comes before it, moved away by this prompt's positions.
+10. If another bias is continued, both are joined: the earlier one is moved back by as many positions as this prompt has.
 11. Every number must be finite; a single prompt loses its batch axis.
-12. Which of the prompt's words the model would still say is measured, and what heads need no room for is left out.
+12. Recall is measured: which of the prompt's words the model would still say. Then heads are stored as wide as they need to be.
 """
 
 import contextlib
@@ -146,9 +146,8 @@ def convert_prompt(
     with contextlib.ExitStack() as stack:
         if isinstance(model, HookedKVTransformer):
             stack.enter_context(model._thread.passes(model._has_bias))
-        continued = initial is not None or model.attached_kv_bias is not None
         if prepend_bos is None:
-            prepend_bos = model.prepends_bos and not continued
+            prepend_bos = model.prepends_bos and initial is None and model.attached_kv_bias is None
         tokens = _read_prompt(model, prompt, without, replace, positions, prepend_bos)
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:

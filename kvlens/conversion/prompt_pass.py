@@ -1,7 +1,7 @@
 """The prompt's own forward pass through a softmax model: its keys and values as scored, and the exact bias made of them.
 
-The exact bias keeps every key (r = M, weight 1), so attention over it is softmax attention over the prompt. All other methods
-approximate it, and it replaces the prompt while reference text is read.
+The exact bias keeps every key (r = M, weight 1; :func:`kvlens.model.prompt.every_key_kept`), so attention over it is softmax
+attention over the prompt. All other methods approximate it, and it replaces the prompt while reference text is read.
 """
 
 from collections.abc import Callable, Sequence

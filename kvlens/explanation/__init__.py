@@ -3,19 +3,20 @@
 1. The prompt is cut into units; what is always there (BOS, a template's marks, the question) is in none (`kvlens.units`).
 2. The model answers, up to the token that ends its response (:mod:`~kvlens.explanation.runs`, where every run is made, once).
 3. All units are removed, and the words that fall with them are the response's *claims* (:mod:`~kvlens.explanation.claims`).
-4. Each unit is removed, and what the model says then gives each claim its *verdict* (there, too). Of a prompt with many units,
-   whole documents or paragraphs come first, and then the units inside those that change something
+4. Each unit is removed, and what the model says then gives each claim its *verdict* (`Verdict`, beside claims). Of a prompt
+   with many units, whole documents or paragraphs come first, and then the units inside those that change something
    (:mod:`~kvlens.explanation.by_unit`).
 5. Units that lose a claim are removed again with what follows moved up: those that lose it both ways are *causes*. Where no
-   unit alone is one, several are removed together (there, too).
-6. Only the cause is kept (there, too).
-7. Layer by layer, what the prompt without the cause leaves there takes the place of what the whole prompt leaves: which layers,
-   alone or together, lose the claim when they read the other prompt, and which keep it when they alone read this one. Likewise,
-   where asked for, heads, and positions of the prompt in all layers (:mod:`~kvlens.explanation.exchanges`).
+   unit alone is one, several are removed together (also ``by_unit``).
+6. Only the cause is kept (also ``by_unit``).
+7. Layer by layer, what the whole prompt leaves there (keys and values, or a state) is exchanged for what the prompt without
+   the cause leaves. Layers lose a claim, alone or together, if it falls when only they read the shortened prompt; they keep it
+   if it stays when only they read the whole one. Likewise, where asked for, heads, and positions in all layers
+   (:mod:`~kvlens.explanation.exchanges`).
 8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
    (:mod:`~kvlens.explanation.sentences`; the tables and the page are in :mod:`~kvlens.explanation.explained`).
 
-Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading`), and whether an answer comes from the
+Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading_layers`), and whether an answer comes from the
 prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
 """
 

@@ -250,7 +250,7 @@ class Mixer(nn.Module, ABC):
             shared by a group of heads.
         conv_rows, conv_channels: sizes of the convolution's state; both 0 if there is none.
 
-    Source: DESIGN's recurrent mixers; Gated Delta Networks (Yang et al. 2412.06464), Kimi Linear (2510.26692), MiniMax-01
+    Source: Gated Delta Networks (Yang et al. 2412.06464), Kimi Linear (2510.26692), MiniMax-01
     (2501.08313).
     """
 

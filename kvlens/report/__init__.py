@@ -1,7 +1,7 @@
 """The report on one prompt: what its conversion into a bias keeps, what the prompt does, and which heads carry it.
 
-It sits on top of the analyses, and is, with the command line, the only part of kvlens that imports them. The names below are
-imported when they are first used, so that a bad output folder is found before torch is loaded.
+It sits on top of the analyses. The names below are imported when they are first used, so that a bad output
+folder is found before torch is loaded.
 """
 
 import importlib
