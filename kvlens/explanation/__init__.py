@@ -16,8 +16,8 @@
 8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
    (:mod:`~kvlens.explanation.sentences`; the tables and the page are in :mod:`~kvlens.explanation.explained`).
 
-Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading_layers`), and whether an answer comes from the
-prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
+Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading_layers`), and whether an answer comes from
+the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
 """
 
 from kvlens.explanation.explained import Explained, explanation_view
