@@ -1,6 +1,8 @@
 """Shared by all commands: parsing arguments, exit statuses after signals, and text that is safe to print."""
 
 import argparse
+import multiprocessing
+import os
 import re
 import shutil
 import signal
@@ -148,6 +150,13 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end_with_parent() -> None:
+    """In a process of a pool: leave Ctrl-C to the parent, and end when it ends, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def visible(text: str) -> str:

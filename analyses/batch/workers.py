@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections import deque
@@ -30,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from kvlens import KVLensError, KVModel, load
+from kvlens.terminal import end_with_parent
 
 from ..declaration import Analysis, Record
 from .storage import DIED, FAILED, REFUSED, PromptResult, schema_of, to_bytes
@@ -168,7 +168,7 @@ class Spawned:
 
     def __init__(self, work: Work, threads: int):
         self._given = work, threads
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
 
     def submit(self, job: Job) -> Future[list[PromptResult]]:
         self._job = self._pool.submit(_run, *self._given, job)
@@ -190,13 +190,6 @@ class Spawned:
 
 _WORKER: list[Worker] = []
 """That of a spawned process, once it has had a job."""
-
-
-def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when it ends, even if that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _run(work: Work, threads: int, job: Job) -> list[PromptResult]:

@@ -150,7 +150,7 @@ def effective_attention(
         q, k = without_padding(q, mask), without_padding(k, mask)
     steps = real_steps(mask, q)
     distance = (steps[:, :, None] - steps[:, None, :]).clamp(min=0)
-    weight = rearrange(_power(distance.flatten(1), log_decay, q), "b (i j) h -> b h i j", j=distance.shape[2])
+    weight = rearrange(_power(distance.flatten(1), log_decay, q), "b (i j) h -> b h i j", i=distance.shape[1], j=distance.shape[2])
     return (torch.einsum("bihk,bjhk->bhij", q, k) * weight).tril()
 
 

@@ -198,7 +198,7 @@ def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
 TEXTS = dict(reference=torch.arange(24).reshape(2, 12) % 17, n_held_out=0, continuation_length=2)
 FITTED = {
     "rotary": Landmark(n_keys=4, **TEXTS),
-    "fused": RandomProjections(n_features=16, **TEXTS),
+    "rotary, grouped": RandomProjections(n_features=16, **TEXTS),
     "learned": Landmark(n_keys=4, **TEXTS),
     "sinusoidal": RandomProjections(n_features=16, **TEXTS),
     "shifted, grouped": TaylorPolynomial(**TEXTS),

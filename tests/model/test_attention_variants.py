@@ -15,7 +15,7 @@ BUILD = ("softmax", "linear")
 
 
 def variant_model(kind, variant, **changes):
-    return model_of(kind, "grouped, shifted", attention_variant=variant, **changes)
+    return model_of(kind, "self-attention form", attention_variant=variant, **changes)
 
 
 @pytest.fixture(scope="module")

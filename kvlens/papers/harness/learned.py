@@ -48,6 +48,7 @@ from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import Task
 from kvlens.tasks.task import Model
+from kvlens.terminal import end_with_parent
 from kvlens.training import NotFiniteError, TrainResult, TrainSettings, build_model, train
 from kvlens.training.checkpoint import ARITHMETIC
 
@@ -158,6 +159,7 @@ def kept_table(run: Mapping[str, Any], make: Callable[[], pd.DataFrame]) -> pd.D
 
 
 def _start_worker(folder: Path, threads: int) -> None:
+    end_with_parent()
     torch.set_num_threads(threads)
     _KEPT.set((folder, 1))
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -23,6 +24,8 @@ from kvlens.analyses.batch.workers import MAX_DEATHS, Job, PromptResult, run_job
 from kvlens.analyses.declaration import Record
 
 from kvlens import KVLensError
+from kvlens.papers.harness.learned import _start_worker
+from kvlens.terminal import end_with_parent
 
 LETTERS = "batch_probes.letters:LETTERS"
 LETTERS_FILE = Path(__file__).parents[1] / "batch_probes" / "letters.py"
@@ -186,12 +189,13 @@ def test_a_ray_actor_that_is_killed(deadly, tmp_path):
     assert run.stderr.count("a worker died") == 1 and (tmp_path / "t.parquet").read_bytes() == table
 
 
-def test_a_worker_ends_when_its_batch_is_killed():
-    """By SIGKILL: a worker that stayed would hold its model's memory. Only the worker and the batch can write to the pipe."""
+@pytest.mark.parametrize("start", [end_with_parent, partial(_start_worker, Path(), 1)], ids=["batch", "trainings"])
+def test_a_worker_ends_when_its_parent_is_killed(start):
+    """By SIGKILL: a worker that stayed would hold its model's memory. Only the worker and the parent can write to the pipe."""
     read, write = os.pipe()
     batch = os.fork()
     if batch == 0:
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), workers._end_with_parent)
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), start)
         pool.submit(os.write, write, b"x").result()
         pool.submit(time.sleep, 60)
         time.sleep(60)

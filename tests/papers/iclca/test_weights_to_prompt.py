@@ -72,7 +72,7 @@ def test_the_model_under_the_bias_gives_what_the_shares_promise(texts):
     model, weights = small_model(), 0.3 * torch.arange(1, 1 + R).expand(KV_HEADS, R).double()
     seen = weights_to_prompt.see(model, 0, texts)
     keys, values = drawn(3, R, 4), drawn(3, R, 4)
-    layer = weights_to_prompt.LayerKeys(keys, weights, values)
+    layer = weights_to_prompt.WeightedKeys(keys, weights, values)
     bias = weights_to_prompt.as_bias(model, [layer], R)
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(texts, names_filter="blocks.0.hook_resid_mid")
