@@ -11,7 +11,6 @@ First the three forms, naive, chunked and recurrent, with flash-linear-attention
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -150,7 +149,7 @@ def effective_attention(
         q, k = without_padding(q, mask), without_padding(k, mask)
     steps = real_steps(mask, q)
     distance = (steps[:, :, None] - steps[:, None, :]).clamp(min=0)
-    weight = rearrange(_power(distance.flatten(1), log_decay, q), "b (i j) h -> b h i j", i=distance.shape[1], j=distance.shape[2])
+    weight = _power(distance.flatten(1), log_decay, q).unflatten(1, distance.shape[1:]).movedim(-1, 1)
     return (torch.einsum("bihk,bjhk->bhij", q, k) * weight).tril()
 
 
