@@ -16,7 +16,7 @@
 8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
    (:mod:`~kvlens.explanation.sentences`; the tables and the page are in :mod:`~kvlens.explanation.explained`).
 
-Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading_layers`), and whether an answer comes from
+Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading`), and whether an answer comes from
 the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
 """
 

@@ -21,7 +21,7 @@ import pandas as pd
 
 import kvlens
 from kvlens.explanation.context_or_memory import ORIGINS, StatedFact, context_or_memory
-from kvlens.explanation.reading_layers import wilson
+from kvlens.explanation.reading import wilson
 
 QUESTION = "Complete this sentence with the name or the word that is missing, in a few words: {} ..."
 LONGEST = 3

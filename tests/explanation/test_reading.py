@@ -15,7 +15,7 @@ from tiny_text_model import tiny_text_model
 import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers, reading_shares, reading_stability
-from kvlens.explanation.reading_layers import wilson
+from kvlens.explanation.reading import wilson
 
 PROMPT = "The widget is purple.\nThe gadget is green."
 TEXT, ANSWER, FACT = " Return the", " widget", "The widget is purple."
