@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import kvlens
 from kvlens.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "EXPLANATIONS.md").read_text(encoding="utf-8")
@@ -21,9 +22,11 @@ def block(language, text):
 
 
 @pytest.fixture(scope="module")
-def namespace(smollm2_file):
-    with contextlib.chdir(smollm2_file.parent):
-        found: dict = {}
+def namespace(smollm2):
+    """What the page's first lines make, with the model that the other tests have loaded, since a load takes half a minute."""
+    found: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvlens, "load", {"smollm2.gguf": smollm2}.__getitem__)
         exec(block("python", SETUP), found)
     return found
 
