@@ -39,11 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxschedchunk = 20
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first, so that the processes of a run end together."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """With ``--jaxtyping-packages`` a wrong type is refused before our own message is reached: not in tests of that message."""

@@ -234,7 +234,7 @@ def _index(what: str, index: int, n: int) -> int:
     return index
 
 
-OF_KEYS = {"b_KV": -2, "b_D": -1, "features.keys": -2, "features.distance": -1}
+KEY_AXES = {"b_KV": -2, "b_D": -1, "features.keys": -2, "features.distance": -1}
 """Tensors with an axis of virtual keys, and which it is."""
 
 
@@ -275,7 +275,7 @@ def _with_keys(bias: Any, n: int) -> dict[str, Tensor]:
     more = n - bias.d_phi
     if not isinstance(bias.features, VirtualKeys) or not more:
         return tensors
-    for name, axis in OF_KEYS.items():
+    for name, axis in KEY_AXES.items():
         x = tensors[name]
         shape = list(x.shape)
         shape[axis] = more
