@@ -43,6 +43,7 @@ import torch
 import kvlens
 from kvlens import Chat, convert_prompt
 from kvlens.analyses import attention_under_bias as attention_by_head
+from kvlens.analyses import reading_layers
 from kvlens.viz import attention_under_bias
 
 torch.set_grad_enabled(False)
@@ -166,8 +167,21 @@ on = {f"{name} sentence": last[:, spans[i]].sum(dim=-1) for name, i in sentences
 pd.DataFrame({"first token": last[:, 0], **on, "the answer itself": own}).rename_axis("head").round(3)
 
 # %% [markdown]
-# Most heads attend to the first token or to the sentence, and several to both; attention alone does not say which of them matter. (`kvlens.explain(...,
-# depth="heads")` exchanges them.)
+# Most heads attend to the first token or to the sentence, and several to both; attention alone does not say which of them matter. So each layer, each group
+# of heads that share their keys, and each head reads the prompt without the sentence in turn, while everything else reads the whole prompt.
+
+# %%
+removed_text = {"stating": "The new office will be in Rotterdam.", "rent": "The rent is 12,500 euros a month."}
+tables = {name: reading_layers(model, chat, "The new office will be in", answer=" Rotterdam", without=[text]) for name, text in removed_text.items()}
+parts = pd.concat(tables, names=["without"]).set_index(["part", "layer", "head"], append=True)["fall"].droplevel(1).unstack("without")
+most = parts.groupby("part", sort=False)["stating"].nlargest(2).droplevel(0).index
+heads = parts.loc["head", "stating"]
+assert heads.max() < parts.loc[("layer", reader, -1), "stating"] and parts["rent"].drop("all", level="part").max() < 0.05
+parts.loc[most].round(2)
+
+# %% [markdown]
+# Layer 23 takes 1.5 nats, and none of its nine heads a tenth of that: they read the sentence together. The largest effect of a single head is one of
+# layer 29, which is 0.4. Without the sentence about the rent nothing changes.
 
 # %% [markdown]
 # ## Thirty questions

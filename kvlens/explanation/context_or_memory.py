@@ -5,7 +5,8 @@ without the whole document, which is what the model says from memory. What is sa
 
 - *both agree*: the answer has the stated object, and it has it from memory as well.
 - *from the context*: it has the stated object, not without the sentence, and follows the replacement.
-- *from memory*: it has what the model says from memory and not the stated object, nor follows the replacement.
+- *from memory*: it says what the model says from memory, or the shorter of both what the longer one does; it has not the
+  stated object, nor follows the replacement.
 - *neither*: everything else, such as an answer that the sentence changes without being followed, or another sentence's.
 
 Names are compared by their content words, without case, accents and possessive endings.
@@ -126,7 +127,8 @@ def origin_of(fact: StatedFact, answer: Response, without: Response, replaced: R
     if stated <= says:
         follows = not stated <= left and other <= followed
         return AGREE if stated <= known else CONTEXT if follows else NEITHER
-    return MEMORY if known and known <= says and not other <= followed else NEITHER
+    alike = says and known and (known <= says or says <= known)  # either may go on where the other has ended
+    return MEMORY if alike and not other <= followed else NEITHER
 
 
 def _said(model: KVModel, prompts: list[Int[Tensor, " _"]]) -> list[Response]:

@@ -25,6 +25,7 @@ def said(text):
         ("It is Lyon.", "Paris", "It is Lyon.", "Paris", "neither"),  # the sentence matters, and is not what is followed
         ("It is Lyon.", "It is Lyon.", "It is Lyon.", "Paris", "neither"),  # another sentence says so
         ("The capital of France is Paris.", "Paris.", "Paris", "Paris.", "from memory"),
+        ("It is Paris.", "Paris", "Paris", "Paris, a city of two million people", "from memory"),
         ("Paris", "Paris", "Nice", "Paris", "neither"),
         ("Rome", "Rome", "Rome", "Paris", "neither"),  # another sentence is followed
         ("Lyon", "Paris", "Nice", "The capital is Lyon", "both agree"),
