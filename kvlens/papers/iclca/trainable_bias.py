@@ -50,7 +50,7 @@ def trainable_bias(settings: Settings, tell: Tell) -> Reproduction:
     if model.get("normalizer") == "none":
         words = "b_KV is trained, and b_D, which would have no effect, is not."
         differences.append(f"This model's attention has no normalizer: {words}")
-    why = Goal(1 / task.d_input, best=1.0, y="accuracy").why_untrained(of_heldout(curves), WITHOUT)
+    why = Goal(task.chance, best=1.0, y="accuracy").why_untrained(of_heldout(curves), WITHOUT)
     comparisons = [one.unless(why) for one in compare(by_seed)]
     return Reproduction({"curves": curves, "by_seed": by_seed}, lambda: draw(curves), comparisons, differences)
 

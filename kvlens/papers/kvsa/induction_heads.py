@@ -134,7 +134,7 @@ def answers_to_three(model: Any, n_texts: int) -> dict[str, float]:
 
 def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Any, str | None]:
     """Say by what they read and by model why the runs have not learned it; or None."""
-    goal = Goal(1 / settings["task"]["vocab_size"], best=1.0, share=0.9, y="accuracy")
+    goal = Goal(make_task("induction", **settings["task"]).chance, best=1.0, share=0.9, y="accuracy")
     by_model = of_heldout(curves).groupby(["reads", "model"])
     return {(reads, label): goal.why_not_learned(own, f"{label}, on {reads},") for (reads, label), own in by_model}
 

@@ -64,14 +64,14 @@ def ngram(settings: Settings, tell: Tell) -> Reproduction:
 def cells(settings: Settings) -> Iterator[Cell]:
     """A plain and a shifted model of every size, on the 3-grams that go with it."""
     for size in settings["sizes"]:
-        vocab_size = size["task"]["vocab_size"]
+        task = make_task("ngrams", **size["task"])
         yield Cell(
-            make_task("ngrams", **size["task"]),
+            task,
             {label: {**size["model"], **own} for label, own in MODELS.items()},
-            dict(size=size["label"], chance=1 / vocab_size),
+            dict(size=size["label"], chance=task.chance),
             training=size["training"],
             rates=size["rates"],
-            title=f"{size['label']}: {size['model']['n_layers']} layers, vocabulary {vocab_size}",
+            title=f"{size['label']}: {size['model']['n_layers']} layers, vocabulary {task.d_input}",
         )
 
 

@@ -258,10 +258,6 @@ def test_a_folder_names_a_model(tmp_path):
         conversion_accuracy.obtain_model(settings, make_task("bigrams"), lambda text: None)
 
 
-def test_chance_is_uniform_over_letters_that_are_no_triggers():
-    assert conversion_accuracy.chance(make_task("bigrams")) == 1 / 47
-
-
 # --- trainable-bias ---
 
 
