@@ -190,9 +190,9 @@ class _Reading:
         n_layers = self.whole.n_layers
         starts = [f"blocks.{layer}.hook_resid_pre" for layer in range(n_layers)]
         points = [list(head_hooks(self.model, layer, "hook_z")) for layer in range(n_layers)]
-        asks = [(name, lambda x, hook: x[:1].expand_as(x).clone()) for name in starts]
+        shares_first = [(name, lambda x, hook: x[:1].expand_as(x).clone()) for name in starts]
         both = self.whole.exchange_layers(self.other, torch.tensor([[False], [True]]).expand(2, n_layers))
-        with self.model.kv_bias(both), self.model.hooks(fwd_hooks=asks):
+        with self.model.kv_bias(both), self.model.hooks(fwd_hooks=shares_first):
             seen = cached(self.model, self.text.expand(2, -1), [*starts, *(name for of_layer in points for name in of_layer)])
         return [seen[name][:1] for name in starts], [{name: seen[name][1:] for name in of_layer} for of_layer in points]
 
@@ -297,8 +297,8 @@ def _by_case(tables: pd.DataFrame, case: str) -> tuple[pd.DataFrame, pd.DataFram
         raise KVLensError(
             f"reading_shares: the tables lack the columns {', '.join(missing)}; a batch of reading_layers has them"
         )
-    whole = tables[tables["part"] == "all"]
-    chosen = tables[tables[case].isin(whole.loc[whole["lost"], case])]
+    together = tables[tables["part"] == "all"]
+    chosen = tables[tables[case].isin(together.loc[together["lost"], case])]
     if chosen.empty:
         raise KVLensError("reading_shares: no case loses its answer with all layers exchanged, so that nothing is read there")
     order = pd.MultiIndex.from_frame(chosen[PART].drop_duplicates())

@@ -12,7 +12,7 @@ from kvlens import convert_prompt, counterfactuals
 from kvlens.explanation import explanation_view, steps
 from kvlens.explanation.by_unit import UnitGroup, groups_of
 from kvlens.explanation.exchanges import places_of, position_groups
-from kvlens.explanation.explained import _data
+from kvlens.explanation.presentation import _data
 from kvlens.explanation.runs import ExplanationProgress
 from kvlens.units import Layout, Passage, cut, layout_of_tokens
 
