@@ -22,8 +22,16 @@ from torch import Tensor
 
 from kvlens import KVBias, counterfactuals
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
-from kvlens.analyses.bias.exchange import Exchange, HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
+from kvlens.analyses.bias.exchange import (
+    HEAD_PART,
+    SHIFT_STATE_PART,
+    Exchange,
+    ExchangedPart,
+    HeadExchange,
+    LayerExchange,
+    heads_with,
+    in_one_space,
+)
 from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import Outcome
 from kvlens.texts import token_texts

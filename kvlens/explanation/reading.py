@@ -23,8 +23,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
-from kvlens.analyses.bias.exchange import LayerExchange
-from kvlens.analyses.bias.parts import HEAD
+from kvlens.analyses.bias.exchange import HEAD, LayerExchange
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
 from kvlens.analyses.segments import Progress, bar_unless

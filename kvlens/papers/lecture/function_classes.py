@@ -9,7 +9,7 @@ memorized distribution does not.
 Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
 
 The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.papers.lecture.equivariance`), and how models with
-learned and with sinusoidal positions, and with plain numbers for them (:mod:`~kvlens.papers.lecture.numbered_positions`),
+learned and with sinusoidal positions, and with plain numbers for them (:mod:`~kvlens.papers.lecture.equivariance`),
 perform on prompts longer than in training.
 """
 
@@ -30,8 +30,7 @@ from kvlens.papers.harness.learned import Goal, TrainingRun
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.lecture.equivariance import equivariance_table
-from kvlens.papers.lecture.numbered_positions import NUMBERS, NumberedRegression, numbered, numbers_of
+from kvlens.papers.lecture.equivariance import NUMBERS, NumberedRegression, equivariance_table, numbered, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
