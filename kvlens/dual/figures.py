@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
+from kvlens.dual.head_inputs import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE

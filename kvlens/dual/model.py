@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
-from kvlens.dual.reading import (
+from kvlens.dual.head_inputs import (
     BiasRole,
     HeadTokens,
     Kernel,

@@ -215,7 +215,7 @@ class UnitSearch:
         return None
 
     def _only(self, number: int, parts: Set) -> None:
-        """Only the set is left of the units."""
+        """Add the statement on the run in which only this set of units is left."""
         others = self.everything - set(parts)
         if others:
             self.add(number, self.runs.without([others])[0], "only", parts, others=True)

@@ -108,7 +108,7 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
 
 
 def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor: KVBias, layers: Sequence[int]) -> None:
-    """Each key-value group and each head of some layers exchanged."""
+    """Exchange each key-value group and each head of some layers."""
     bias = explaining.runs.bias
     exchange = HeadExchange(*in_one_space(bias, donor))
     members = {part.code: [i] for part, i in exchange.number.items() if part.layer in layers}
@@ -188,7 +188,7 @@ class _Search:
     def run(
         self, role: str, sets: Sequence[tuple[Any, ...]], wants_text: Callable[[Outcome], bool], others: bool = False
     ) -> list[Outcome]:
-        """Each set exchanged, or everything but it, as statements."""
+        """Exchange each set, or everything but it, and add the statements."""
         found = self.read([self.all_but(each) if others else each for each in sets], wants_text)
         self.add(role, sets, found, others)
         return found
@@ -200,7 +200,7 @@ class _Search:
     def smallest(
         self, first: str, later: str, last: str, is_found: Callable[[int, Outcome], bool], *, others: bool = False
     ) -> None:
-        """Sets of one, then of more, as statements of two roles; the first that are found get a third."""
+        """Try sets of one, then of more, as statements of two roles; the first that are found get a third."""
         for size in range(1, len(self.members)):
             sets = list(itertools.combinations(self.members, size))
             outcomes = self.run(first if size == 1 else later, sets, lambda now: others or self.may_be_lost(now), others)
@@ -218,7 +218,7 @@ class _Layers(_Search):
     """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
     def begin(self) -> None:
-        """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""
+        """Exchange each layer, and the set that keeps the claim as far as falls tell it, with all texts in one batch."""
         with self.explaining.runs.texts_together():
             falls = [self.fall(now) for now in self.read([(layer,) for layer in self.members], self.may_be_lost)]
             self.order = sorted(self.members, key=lambda layer: -falls[layer])

@@ -145,7 +145,7 @@ class Explained:
         return {name: getattr(self, name) for name in TABLES}
 
     def to_json(self) -> str:
-        """Everything, as JSON."""
+        """Return everything as JSON."""
         plain = {
             name: getattr(self, name)
             for name in ("asked", "response", "cut_after", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")

@@ -83,7 +83,7 @@ def percent(p: float) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """One, one and another, or several with commas."""
+    """Join names with commas, and the last two with "and"."""
     *most, last = map(str, names)
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -94,7 +94,7 @@ def _ended(sentence: str) -> str:
 
 
 def _some(words: list[str], most: int = 6) -> str:
-    """Words in quotation marks, each once, at most so many of them."""
+    """List words in quotation marks, each once, at most so many of them."""
     words = list(dict.fromkeys(words))
     n = len(words) - most
     more = [f"{n} other{'s' if n > 1 else ''}"] if n > 0 else []

@@ -155,14 +155,14 @@ class _Reading:
         return logits.double().log_softmax(dim=-1).cpu()
 
     def layers(self) -> list[_Found]:
-        """All layers together, and each."""
+        """Exchange all layers together, and each."""
         exchange = LayerExchange(self.whole, self.other)
         rows = exchange.rows([exchange.parts, *([layer] for layer in exchange.parts)])
         log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
         return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
     def heads(self, tell: Progress) -> list[_Found]:
-        """Each group, then each head."""
+        """Exchange each group, then each head."""
         starts, writes = self._both()
         of_groups, of_heads = list[_Found](), list[_Found]()
         for layer, n_heads in enumerate(heads_per_layer(self.model)):

@@ -156,7 +156,7 @@ class ExplanationProgress:
         self.tell(what, self._from)
 
     def count(self, n_tokens: int) -> None:
-        """A pass read so many tokens."""
+        """Count a pass that read so many tokens."""
         self._done += n_tokens + PASS
         if self._what:
             self.tell(self._what, self._now())
@@ -231,7 +231,7 @@ class Runs:
         return self.without_these([(units, gap) for units in sets])
 
     def without_these(self, sets: Iterable[tuple[Iterable[int], Positions]]) -> list[Outcome]:
-        """The same for sets whose gaps are kept or closed; texts of all are generated together."""
+        """Do the same for sets whose gaps are kept or closed; the texts of all are generated together."""
         keys = [(gap, frozenset(units)) for units, gap in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._under(self._without(new))
@@ -239,7 +239,7 @@ class Runs:
 
     @contextlib.contextmanager
     def texts_together(self) -> Iterator[None]:
-        """Outcomes within have no text yet; the texts of all are generated together at the end, and have to be asked for again.
+        """Give outcomes inside no text yet; the texts of all are generated together at the end, and have to be asked for again.
 
         A pass for one token takes about as long for eight texts as for one.
         """

@@ -240,7 +240,7 @@ class _Explaining:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def find_claims(self, nothing: Outcome) -> None:
-        """The words of the response that fall without all units; the whole response where none does."""
+        """Find the words of the response that fall without all units; the whole response where none does."""
         falls = self.of_words(nothing.falls)
         self.question = frozenset(self._question_words())
         self.claims = claims_of(self.response, falls, self.question)

@@ -163,7 +163,7 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
 def head_heatmap(
     table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None, ax: Any = None
 ) -> Piece | Any:
-    """A map of layers (down) and heads (across).
+    """Draw a map of layers (down) and heads (across).
 
     Args:
         table: one row per head, with columns ``layer`` and ``head`` and numbers, as ``bias_by_head`` returns it (missing heads
@@ -257,7 +257,7 @@ def dual_view(
     title: str = "steps of the dual models",
     ax: Any = None,
 ) -> Piece | Any:
-    """A map of the heads' steps; choosing a head shows the contribution of each demonstration to its step and its output.
+    """Draw a map of the heads' steps; choosing a head shows the contribution of each demonstration to its step and its output.
 
     Args:
         losses: the table of ``dual_losses``, for one prompt; each head's numbers are means over its queries.

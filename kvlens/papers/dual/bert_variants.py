@@ -207,7 +207,7 @@ def bert(source: str, n_outputs: int, seed: int) -> tuple[Any, Any]:
 
 
 def compare(curves: pd.DataFrame, task: str) -> list[Comparison]:
-    """Every variant against plain fine-tuning on one task, after the last epoch."""
+    """Compare every variant with plain fine-tuning on one task, after the last epoch."""
     metric = METRICS[task]
     course = curves.rename(columns={"epoch": "step"})
     last, goal = course[course["step"] == course["step"].max()], Goal(CHANCE[task], best=1.0, share=0.25, y=metric)

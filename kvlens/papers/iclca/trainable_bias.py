@@ -62,7 +62,7 @@ def measure(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(by_seed: pd.DataFrame) -> Iterator[Comparison]:
-    """The course of training and its end."""
+    """Compare the course of training and its end."""
     what = "held-out loss averaged over the course of training, in nats: without minus with bias terms "
     what, claim = what + "(without {of:.3f}, with {minus:.3f})", "the model with bias terms trains slightly faster"
     yield lead(by_seed, WITHOUT, WITH, "mean_loss", what, claim)

@@ -81,7 +81,7 @@ def arithmetic(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models for every row of the paper's table."""
+    """Yield both models for every row of the paper's table."""
     for row in settings["rows"]:
         task = ArithmeticTask(max_ops=row["max_ops"], test_ops=row["test_ops"], **settings["task"])
         name = f"Tr{row['max_ops']}-Te{row['test_ops']}"

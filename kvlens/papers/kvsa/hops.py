@@ -72,7 +72,7 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every depth, on every number of hops, or on all of them at once."""
+    """Yield both models at every depth, on every number of hops, or on all of them at once."""
     for n_layers in settings["depths"]:
         models = {label: {**settings["model"], "n_layers": n_layers, **own} for label, own in MODELS.items()}
         if settings["mixed"]:

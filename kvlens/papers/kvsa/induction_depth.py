@@ -97,7 +97,7 @@ def untrained(curves: pd.DataFrame, chance: float) -> str | None:
 
 
 def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: str | None) -> list[Comparison]:
-    """The figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
+    """Compare the figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
     last = last_heldout(curves[curves["compared"] == FEW]).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
     what = "smallest held-out accuracy that one layer with KV shift reaches, over seeds"

@@ -62,7 +62,7 @@ def ngram(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """A plain and a shifted model of every size, on the 3-grams that go with it."""
+    """Yield a plain and a shifted model of every size, on the 3-grams that go with it."""
     for size in settings["sizes"]:
         task = make_task("ngrams", **size["task"])
         yield Cell(
@@ -84,7 +84,7 @@ def untrained(heldout: pd.DataFrame) -> dict[Any, str | None]:
 
 
 def compare(heldout: pd.DataFrame, why: Mapping[Any, str | None]) -> Iterator[Comparison]:
-    """The paper says "neither": two equal models give no verdict, and the numbers show how far apart they may be."""
+    """Compare both models at each size; equal ones give no verdict, and the numbers show how far apart they may be."""
     pair = (SHIFTED, PLAIN, "accuracy")
     for size, rows in heldout.groupby("size", sort=False):
         what = f"{size}: accuracy with KV shift minus without, after training (plain: {{minus:.3f}})"

@@ -303,7 +303,7 @@ SHIFT_CLAIMS = {
 
 
 def compare(tables: Mapping[str, pd.DataFrame], settings: Settings) -> list[Comparison]:
-    """Every claim with its number."""
+    """Compare every claim with its number."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     why = still_learning(tables["training"])
     return [
@@ -459,7 +459,7 @@ def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Itera
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
-    """Which models are equivariant under permutations of their positions."""
+    """Compare which models are equivariant under permutations of their positions."""
     exact = table[table["dtype"] == "float64"]
 
     def of(attention_dir: str, positions: str) -> pd.DataFrame:
