@@ -16,9 +16,8 @@ fire both at prefill and at every decoded token.
 | ``hook_conv_state`` | [batch or 1, rows, channel] | the convolution's inputs before the first token, as read |
 | ``hook_pattern`` | [batch, head, pos, pos] | the exact effective attention; once hooked, z is computed from it |
 
-**A recurrent rule.** Its op comes first: the recurrence, and what a state carries through it (`carried_queries`, `carried_keys`,
-`state_map`, `effective_attention`), as in `kvlens/ops/lightning.py`. A `Rule` in `kvlens/mixers/mixer.py` calls these on a
-layer's inputs:
+**A recurrent rule.** Its op comes first: the recurrence, and what it carries (`carried_queries`, `carried_keys`, `state_map`,
+`effective_attention`), as in `kvlens/ops/lightning.py`. A `Rule` in `kvlens/mixers/mixer.py` calls these on a layer's inputs:
 
 ```python
 import torch
