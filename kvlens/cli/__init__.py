@@ -39,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         _discard_output()
         return 0
     except (MemoryError, RuntimeError) as error:  # torch has an error of its own on a GPU alone
-        if not isinstance(error, MemoryError) and not any(
-            words in str(error) for words in ("allocate memory", "out of memory")
-        ):
+        if isinstance(error, RuntimeError) and not any(f"{words} memory" in str(error) for words in ("allocate", "out of")):
             raise
         print("kvlens: error: memory has run out; give a smaller model, a shorter prompt or fewer texts", file=sys.stderr)
         return BAD_INPUT
