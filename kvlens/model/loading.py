@@ -286,13 +286,13 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     if fold_value_biases and reason:
         raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
     between = "the shift acts" if cfg.kv_shift is not None else "an attention variant may act"
-    if refactor:
-        check_factors(cfg)
     if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
             f"{reason or f'{between} between the two factors'}. Pass refactor_factored_attn_matrices=False."
         )
+    if refactor:
+        check_factors(cfg)
     return reason is None if fold_value_biases is None else fold_value_biases
 
 
