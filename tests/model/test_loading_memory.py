@@ -11,7 +11,7 @@ from tiny_hf import tiny_hf_model
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
-from kvlens.model.weights import pieces, processed_end
+from kvlens.base.weights import pieces, processed_end
 from kvlens.pretrained import load_pretrained_parts
 
 STEPS = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices")
