@@ -18,7 +18,7 @@ SHAPES = ("gpt2", "qwen3")
 """One key-value head per query head, and several query heads."""
 STEPS = (True, False)
 GROUPED = dict(n_heads=6, n_key_value_heads=3)
-KINDS = ["rotary", "alibi", "local", "sinks"]
+KINDS = {"rotary, grouped": {}, "alibi, grouped": {}, "local": GROUPED, "sinks": GROUPED}
 ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 FEW = dict(n_continuations=2, continuation_length=4, verbose=False)
 
@@ -107,7 +107,7 @@ def blind_to_the_prompt(model, *heads):
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_query_head_is_ablated_and_no_other(kind, steps):
-    model = model_of("softmax", kind, **GROUPED)
+    model = model_of("softmax", kind, **KINDS[kind])
     bias = convert_prompt(model, ONE)
     with by_steps(model, steps):
         whole = logits(model, bias)
@@ -221,7 +221,7 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
 @pytest.mark.parametrize("method", ["exact", "landmark"])
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
-    model = model_of("softmax", kind, **GROUPED)
+    model = model_of("softmax", kind, **KINDS[kind])
     options = dict(method=method, n_features=3, budget="equal", **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
