@@ -1,4 +1,4 @@
-"""``kvlens report`` on softmax models, exact by default and approximate on request, and on a family that only the bridge runs."""
+"""``kvlens report`` on softmax models, exact by default and approximate on request, and on one that only the bridge runs."""
 
 import json
 from argparse import Namespace
