@@ -3,6 +3,7 @@
 No two axes are alike. A test of a law names the rows that concern it, and what it alone needs as ``changes`` of a row.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,10 @@ def model_of(attention: str, row: str, /, *, gain: float = 1, peak: float = 1, *
 def sharp(name: str = "rope after", /, gain: float = 5, **changes: Any) -> HookedKVTransformer:
     """A model of one row, named as in :func:`row_of`, whose attention matters: TransformerLens draws its weights small."""
     return model_of(*_attention_and_row(name), gain=gain, **changes)
+
+
+shared = functools.cache(sharp)
+"""One for all tests that leave it as it is."""
 
 
 def peaked(name: str, /, **changes: Any) -> HookedKVTransformer:

@@ -1,7 +1,6 @@
 """Tokens as text: a character is shown at the token that completes it, for any tokenizer."""
 
 import copy
-import functools
 import re
 import warnings
 from pathlib import Path
@@ -13,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_hf import tiny_tokenizer
-from tiny_text_model import PROMPT, tiny_text_model
+from tiny_text_model import PROMPT, linear, softmax, tiny_text_model
 from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -165,20 +164,18 @@ def test_tables_hold_whole_characters():
 
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
-text_model = functools.cache(tiny_text_model)
-softmax_model = functools.cache(lambda: tiny_text_model(attention="softmax"))
 HALF = "a\ud800b"
 READERS = {
-    "convert_prompt": lambda text: convert_prompt(text_model(), text),
-    "a list": lambda text: convert_prompt(text_model(), ["a", text]),
-    "reference": lambda text: convert_prompt(softmax_model(), PROMPT, method="landmark", n_features=1, reference=text),
-    "forward": lambda text: text_model()(text),
-    "generate": lambda text: text_model().generate(text, max_new_tokens=1, verbose=False),
-    "to_tokens": lambda text: text_model().to_tokens(text),
-    "to_str_tokens": lambda text: text_model().to_str_tokens(text),
-    "prompt": lambda text: analyses.bias_by_head(text_model(), text, "a"),
-    "text": lambda text: analyses.bias_by_head(text_model(), "a", text),
-    "answer": lambda text: analyses.bias_decomposition(text_model(), "a", "b", answer=text),
+    "convert_prompt": lambda text: convert_prompt(linear(), text),
+    "a list": lambda text: convert_prompt(linear(), ["a", text]),
+    "reference": lambda text: convert_prompt(softmax(), PROMPT, method="landmark", n_features=1, reference=text),
+    "forward": lambda text: linear()(text),
+    "generate": lambda text: linear().generate(text, max_new_tokens=1, verbose=False),
+    "to_tokens": lambda text: linear().to_tokens(text),
+    "to_str_tokens": lambda text: linear().to_str_tokens(text),
+    "prompt": lambda text: analyses.bias_by_head(linear(), text, "a"),
+    "text": lambda text: analyses.bias_by_head(linear(), "a", text),
+    "answer": lambda text: analyses.bias_decomposition(linear(), "a", "b", answer=text),
 }
 NO_TEXTS = (b"bytes", Path("a"), None, {}, ("a", "b"), 3, np.array(["a", "b"]))
 
@@ -199,7 +196,7 @@ def test_a_value_that_is_not_text_is_refused(reader):
 def test_odd_characters_are_text():
     """NUL, control characters, numpy strings and a very long one are passed to the tokenizer unchanged."""
     for text in ("a\0b", "\x1b[31m\u202e", np.str_("a b"), "\U0001f600", "ab " * 100_000):
-        tokens = text_model().to_tokens(text)
+        tokens = linear().to_tokens(text)
         assert tokens.shape[1] > 0 and tokens.dtype == torch.long
 
 

@@ -1,7 +1,7 @@
 """Layers that differ in heads: what holds for equal heads holds for them, and every analysis reads them right.
 
-The reference is the same function with equal heads, some of them empty (:func:`with_empty_heads`). Baichuan-M1, the public model of
-this kind, is held against the published architecture in ``tests/pretrained/test_baichuan.py``.
+The reference is the same function with equal heads, some of them empty (:func:`with_empty_heads`). Baichuan-M1, the public
+model of this kind, is held against the published architecture in ``tests/pretrained/test_baichuan.py``.
 """
 
 import copy
