@@ -300,7 +300,7 @@ def test_the_shipped_hybrid_takes_it():
 
 
 def test_asking_where_nothing_can_be_compared_is_refused(tmp_path):
-    small_model().save(tmp_path / "m")
+    small_model(dtype=torch.float64).save(tmp_path / "m")
     (tmp_path / "model.bin").write_bytes(b"x")
     for source, what in ((tmp_path / "m", "a folder of kvlens"), (tmp_path / "model.bin", "a llama2.c checkpoint")):
         with pytest.raises(KVLensError, match=f"verify=True: Transformers does not read {what}"):

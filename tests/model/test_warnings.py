@@ -59,8 +59,8 @@ def load(model):
     model.load_state_dict({name: x * 1.1 if x.is_floating_point() else x for name, x in model.state_dict().items()})
 
 
-def bridge(**changes):
-    return KVTransformerBridge.boot_transformers(tiny_hf_model("llama"), verify=False, **changes)
+def bridge(dtype=torch.float32):
+    return KVTransformerBridge.boot_transformers(tiny_hf_model("llama").to(dtype), verify=False)
 
 
 @torch.no_grad()
