@@ -26,6 +26,7 @@ GUIDE, READING = ((ROOT / name).read_text(encoding="utf-8") for name in ("CONTRI
 RECIPES = {
     "An op": "kvlens.ops",
     "A feature map": "kvlens.components.feature_maps",
+    "A recurrent rule": "kvlens.mixers",
     "A conversion method": "kvlens.conversion.method",
     "A task": "kvlens.tasks",
     "An experiment": "kvlens.papers.harness",

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlens.bridge.parts import text_config
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
-from kvlens.model.weights import hashed_once
+from kvlens.model.fingerprint import hashed_once
 
 FRONT_END = "TransformerBridge"
 """Distinguishes a bias of a bridge from one of a HookedKVTransformer."""

@@ -43,6 +43,10 @@ def test_every_head_of_a_hybrid_is_scored(model, scored):
 
 @pytest.fixture(scope="module")
 def scored(model):
+    return scored_of(model)
+
+
+def scored_of(model, analysis=an.induction_heads):
     """The table of a hybrid's heads, and the two texts that the analysis draws: the repeated one, and the one that ablations
     resample from."""
     from kvlens.analyses.heads import induction
@@ -51,7 +55,7 @@ def scored(model):
     original = induction.repeat_tokens
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(induction, "repeat_tokens", lambda *args: made.append(original(*args)) or made[-1])
-        table = an.induction_heads(model, ablations=True, **REPEATED)
+        table = analysis(model, ablations=True, **REPEATED)
     return table, [each.tokens for each in made]
 
 
@@ -173,6 +177,21 @@ def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
         assert relative_error(found.W_V, values * (1 + block.input_layernorm.weight)[:, None]) < LAW  # Gemma's gains
         output = attn.o_proj.weight.mT.unflatten(0, (6, 10))
         assert relative_error(found.W_O, output * (1 + block.post_attention_layernorm.weight)) < LAW
+
+
+def test_an_ablation_of_heads_that_lie_in_one_axis(bridge_of):
+    """In Nemotron-H's attention; by a whole pass in which one head's part of the axis comes from the donor's."""
+    model, at, n = bridge_of("nemotron_h"), "blocks.1.attn.hook_z", REPEATED["n_repeated"] - 1
+    table, (tokens, donors) = scored_of(model, an.induction_verdicts)
+    seen, losses = {}, []
+    model.run_with_hooks(donors, fwd_hooks=[(at, lambda z, hook: seen.update(z=z))])
+    width = seen["z"].shape[-1] // heads_per_layer(model)[1]
+    other = torch.cat([seen["z"][..., :width], torch.full_like(seen["z"][..., width:], torch.nan)], dim=-1)
+    for hooks in ([], [(at, lambda z, hook: other.where(other.isfinite(), z))]):
+        log_p = model.run_with_hooks(tokens, fwd_hooks=hooks)[:, -n - 1 : -1].log_softmax(dim=-1)
+        losses.append(-log_p.gather(-1, tokens[:, -n:, None]).mean())
+    found = table.set_index(["layer", "head"])["ablation_loss_change"][1, 0]
+    assert seen["z"].dim() == 3 and found != 0 and abs(found - float(losses[1] - losses[0])) < LAW
 
 
 def test_verdicts_on_hybrids_and_behind_norms(model, bridge_of):

@@ -298,7 +298,7 @@ def test_the_first_token_of_a_continuation_is_drawn_from_the_models_own_logits()
     """Soft-capped at 1e-3 they are all alike; without the cap they differ by hundreds, and one token would win every draw."""
     from kvlens.conversion.prompt import PromptTokens
     from kvlens.conversion.prompt_pass import convert_exactly
-    from kvlens.conversion.reference import sample_continuations
+    from kvlens.conversion.reference_queries import sample_continuations
 
     model = peaked("softmax, learned", output_logits_soft_cap=1e-3)
     model.W_U.data.mul_(1e3)

@@ -10,7 +10,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt, counterfactuals
 from kvlens.conversion import H2O, AttentionMatching, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM
-from kvlens.model import prompt as reading
+from kvlens.model import streaming
 
 
 def with_and_without(model, prompt, text, bias) -> float:
@@ -189,15 +189,15 @@ KINDS = {"softmax, learned": {}, "softmax, shifted": {}, "softmax, alibi": LOCAL
 
 def in_little_memory(monkeypatch) -> list[int]:
     """Few scores and one head at a time; the result lists the lengths of the prompt's segments."""
-    lengths, whole = [], reading.tokens_at_once
+    lengths, whole = [], streaming.tokens_at_once
 
     def observed(*of):
         lengths.append(whole(*of))
         return lengths[-1]
 
-    monkeypatch.setattr(reading, "NUMBERS_AT_ONCE", 3000)
+    monkeypatch.setattr(streaming, "NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr("kvlens.conversion.prompt_pass.NUMBERS_AT_ONCE", 3000)
-    monkeypatch.setattr(reading, "tokens_at_once", observed)
+    monkeypatch.setattr(streaming, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.NUMBERS_AT_ONCE", 1)
     return lengths
 

@@ -18,8 +18,8 @@ from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.base import HookedTransformer
+from kvlens.base.weights import pieces, processed_end
 from kvlens.files import checksum_of_json
-from kvlens.model.weights import pieces, processed_end
 from kvlens.pretrained import load_pretrained_parts
 
 KINDS = ["gpt2", "gpt_neox", "qwen3"]

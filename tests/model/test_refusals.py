@@ -69,6 +69,7 @@ def processed(model, **options):
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+FACTORS = dict(refactor_factored_attn_matrices=True)
 FIELDS = [field.name for field in fields(HookedKVTransformerConfig) if field.name != "n_params"]
 DTYPES = "must be one of float16, bfloat16, float32, float64"
 EXPECTED_TEXT = "expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got"
@@ -210,6 +211,8 @@ REFUSED = [
         for of in ({}, dict(kv_shift=None), dict(normalizer="none"))
         for option in ("fold_value_biases", "refactor_factored_attn_matrices")
     ),
+    ("turn with their positions", lambda: processed(plain_model(positional_embedding_type="rotary"), **FACTORS)),
+    ("turn with their positions", lambda: processed(small_model(positional_embedding_type="rotary"), **FACTORS)),
     # a KV bias
     ("would start at position 64, but the model has positions 0 to 63 (n_ctx=64)", bias_of_all_positions),
     # files and names

@@ -14,8 +14,8 @@ from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.components import Normalizers
-from kvlens.model import inputs, transformer, weights
-from kvlens.model.weights import WeightsThen
+from kvlens.model import fingerprint, inputs, transformer
+from kvlens.model.fingerprint import WeightsThen
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 
@@ -153,8 +153,8 @@ def test_nobody_looks_without_a_bias(monkeypatch):
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_weights_are_hashed_once_for_each_change(change, monkeypatch):
     model, hashed = small_model(), []
-    read = weights.weights_hash
-    monkeypatch.setattr(weights, "weights_hash", lambda state: (hashed.append(1), read(state))[1])
+    read = fingerprint.weights_hash
+    monkeypatch.setattr(fingerprint, "weights_hash", lambda state: (hashed.append(1), read(state))[1])
     bias = convert_prompt(model, PROMPT)
     for _ in range(3):
         with model.kv_bias(bias):
