@@ -72,5 +72,5 @@ def test_running_mean():
 ```
 
 The file's last line has its calls checked where they come from outside kvlens. Ops import torch, einops, jaxtyping and a few
-modules of the standard library (`tests/test_imports.py`). If a paper defines it, add it to that paper's page in `kvlens/papers`.
+modules of the standard library (`tests/test_imports.py`). What a paper defines belongs on its page in `kvlens/papers` too.
 """
