@@ -258,7 +258,7 @@ class HookedKVTransformerConfig(_Given):
         return cls(**{**plain, **overrides})
 
     @classmethod
-    def unwrap(cls, config: Any) -> Any:
+    def unwrap(cls, config: Any) -> "HookedKVTransformerConfig":
         """``config`` itself, or made from a TransformerLens configuration or a dict of fields."""
         config = super().unwrap(config)
         return config if isinstance(config, cls) else cls.from_tl(config)
