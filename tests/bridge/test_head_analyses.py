@@ -213,3 +213,32 @@ def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(model, s
         expected.append(parts[parts["position"].between(n, 2 * n - 2)]["logit"].mean())
     found = table[table["layer"] == 2]["logit_attribution"].sum()
     assert abs(found - sum(expected) / len(expected)) < LAW * max(1.0, abs(found))
+
+
+def test_heads_of_two_kinds_in_one_layer_are_read_one_by_one(bridge_of):
+    """Each writes, in a pass under the whole prompt, what it writes where its layer reads the prompt without a part."""
+    model, gone, answer = bridge_of("falcon_h1"), [(3, 6)], some_tokens(2, seed=7)
+    table = an.reading_layers(model, PROMPT, TEXT, answer=answer, without=gone)
+    falls = table[table["part"] == "head"].set_index(["layer", "head"])["fall"]
+    own, other = convert_prompt(model, PROMPT[:-1]), convert_prompt(model, PROMPT[:-1], without=gone)
+    text = torch.cat([PROMPT[-1:], TEXT, answer[:-1]])[None]
+
+    def log_p(hooks=()):
+        with model.kv_bias(own):
+            logits = model.run_with_hooks(text, fwd_hooks=list(hooks))
+        return float(logits[0, -2:].log_softmax(dim=-1).gather(-1, answer[:, None]).sum())
+
+    whole, n_layers = log_p(), len(heads_per_layer(model))
+    for layer in range(n_layers):
+        with model.kv_bias(own.exchange_layers(other, torch.arange(n_layers)[None] == layer)):
+            written = model.run_with_cache(text)[1]
+        for head in range(heads_per_layer(model)[layer]):
+            place, number = place_of(model, layer, head)
+            n_heads = head_hooks(model, layer, "hook_z")[f"{place}hook_z"]
+
+            def put(z, hook, number=number, n_heads=n_heads, written=written):
+                z, others = (x.reshape(*x.shape[:2], n_heads, -1) for x in (z.clone(), written[hook.name]))
+                z[:, :, number] = others[:, :, number]
+                return z.reshape(written[hook.name].shape)
+
+            assert abs(falls[layer, head] - (whole - log_p([(f"{place}hook_z", put)]))) < LAW * abs(whole)

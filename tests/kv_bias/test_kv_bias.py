@@ -9,12 +9,11 @@ import pytest
 import torch
 from precision import LAW
 from safetensors.torch import save_file
+from small_models import linear_model, tokens
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
 from kvlens.kv_bias import Fingerprint
 
-SIZES = dict(n_layers=2, d_model=30, d_head=6, n_heads=5, n_ctx=43, d_vocab=17, act_fn="gelu", device="cpu", seed=1)
-LINEAR = dict(attention="linear", positional_embedding_type="rotary", feature_map="hedgehog", dtype=torch.float64)
 SHIFT = KVShiftConfig(window=3, queries=True)
 TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 SHIFT_STATE = TENSORS[2:]
@@ -22,7 +21,7 @@ SHIFT_STATE = TENSORS[2:]
 
 @functools.cache
 def model_of(**changes):
-    return HookedKVTransformer(HookedKVTransformerConfig(**{**SIZES, **LINEAR, "kv_shift": SHIFT, **changes}))
+    return linear_model(**{"feature_map": "hedgehog", "kv_shift": SHIFT, **changes})
 
 
 def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
@@ -39,10 +38,6 @@ def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
     }
     rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=model_of().fingerprint())
     return KVBias(**{**drawn, **rest, **changes})
-
-
-def tokens(*shape, seed=0):
-    return torch.randint(0, SIZES["d_vocab"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_identical(got, expected):
