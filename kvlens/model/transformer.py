@@ -35,7 +35,6 @@ from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.model.inputs import (
     OneThread,
-    as_kv_config,
     ask_for,
     check_hook_names,
     check_input,
@@ -78,7 +77,7 @@ class HookedKVTransformer(LoadsAndSaves):
         move_to_device: bool = True,
         default_padding_side: Any = None,
     ):
-        cfg = as_kv_config(cfg)
+        cfg = HookedKVTransformerConfig.unwrap(cfg)
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
