@@ -3,6 +3,7 @@
 No two axes are alike. A test of a law names the rows that concern it, and what it alone needs as ``changes`` of a row.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -126,8 +127,11 @@ def _attention_and_row(name: str) -> tuple[str, str]:
     return ("softmax", name.removeprefix("softmax, ")) if name.startswith("softmax, ") else ("linear", name)
 
 
-def model_of(attention: str, row: str, /, *, gain: float = 1, **changes: Any) -> HookedKVTransformer:
-    """A model of one row in float64, without gradients; what starts at 0, which hides mistakes, is drawn."""
+def model_of(attention: str, row: str, /, *, gain: float = 1, peak: float = 1, **changes: Any) -> HookedKVTransformer:
+    """A model of one row in float64, without gradients; what starts at 0, which hides mistakes, is drawn.
+
+    Attention's weights are multiplied by ``gain``, and its queries by ``peak`` besides.
+    """
     build = {"linear": linear_model, "softmax": small_model}[attention]
     name = row if attention == "linear" else f"softmax, {row}"
     model = build(**{"dtype": torch.float64, **row_of(name), **changes}).requires_grad_(False)
@@ -141,13 +145,22 @@ def model_of(attention: str, row: str, /, *, gain: float = 1, **changes: Any) ->
         elif ".augment_" in path:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * parameter.shape[1] ** -0.5)
         elif ".attn.W_" in path:
-            parameter.mul_(gain)
+            parameter.mul_(gain * peak if path.endswith("attn.W_Q") else gain)
     return model
 
 
 def sharp(name: str = "rope after", /, gain: float = 5, **changes: Any) -> HookedKVTransformer:
     """A model of one row, named as in :func:`row_of`, whose attention matters: TransformerLens draws its weights small."""
     return model_of(*_attention_and_row(name), gain=gain, **changes)
+
+
+shared = functools.cache(sharp)
+"""One for all tests that leave it as it is."""
+
+
+def peaked(name: str, /, **changes: Any) -> HookedKVTransformer:
+    """A model of one row whose attention is anything but uniform: keys must matter, or every choice of them is as good."""
+    return sharp(name, gain=1, **{"peak": 12, "n_ctx": 120, **changes})
 
 
 def plain_model(**changes: Any) -> HookedTransformer:

@@ -220,6 +220,17 @@ def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
     assert report(folder) == 0 and os.listdir(".") == ["report"]
 
 
+def test_memory_that_runs_out_is_one_line_and_other_errors_are_not(capsys, monkeypatch):
+    monkeypatch.setattr("kvlens.cli._run", lambda argv: torch.empty(2**50))
+    assert main([]) == 2
+    assert capsys.readouterr().err == (
+        "kvlens: error: memory has run out; give a smaller model, a shorter prompt or fewer texts\n"
+    )
+    monkeypatch.setattr("kvlens.cli._run", lambda argv: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        main([])
+
+
 def test_a_reader_that_leaves_early_is_no_error(folder):
     """Neither of a command that works, here in a fork, nor when the interpreter ends."""
     reader, writer = os.pipe()

@@ -1,13 +1,50 @@
 """Atomic writes: many writers at once, leftovers of dead ones, and deliberate obstacles."""
 
+import io
+import json
 import os
+import random
+import shutil
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
+from kvlens.analyses.batch.storage import Journal, read_facts, read_parquet, to_bytes, write_parquet
+from kvlens.analyses.batch.workers import REFUSED, PromptResult
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_models import linear_model, small_model
+from tiny_hf import tiny_hf_model, tiny_tokenizer
+from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
+from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from kvlens import KVLensError
-from kvlens.files import check_writable, clear_leftovers, lock, write_atomically, write_folder
+import kvlens
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, load
+from kvlens.files import (
+    check_writable,
+    checksum_of_json,
+    clear_leftovers,
+    file_in,
+    lock,
+    read_listed,
+    write_atomically,
+    write_folder,
+)
+from kvlens.files.tables import MARK, table_bytes
+from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
+from kvlens.kv_bias.fields import TENSORS
+from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
+from kvlens.pretrained import read_tensors
+from kvlens.tokenizer import read_tokenizer
+from kvlens.training import TrainSettings
+from kvlens.training.checkpoint import CheckpointFolder
+from kvlens.training.run import Run, loss_of
+from kvlens.zoo import folder_of
 
 
 def test_concurrent_writers_of_one_file_and_folder_leave_one_complete_result(tmp_path):
@@ -84,3 +121,358 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     finally:
         os.umask(before)
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("file", "folder")] == [0o640, 0o750]
+
+
+DAMAGES = 300  # of each kind of file
+
+
+def damage(path, whole, seed):
+    """Write ``whole`` to ``path`` with one bit turned over, or (one time in five) the end cut off."""
+    draw, data = random.Random(seed), bytearray(whole)
+    if draw.random() < 0.2:
+        del data[draw.randrange(len(data)) :]
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.unlink()  # a file that is written over is flushed to the disk when it is closed
+    path.write_bytes(bytes(data))
+
+
+def n_refused(read, *paths):
+    """How many damages, of each file in turn, make reading an error of ours; what is read must be what the whole files hold."""
+    original, refused = read(), 0
+    for seed in range(DAMAGES):
+        path = paths[seed % len(paths)]
+        whole = path.read_bytes()
+        damage(path, whole, seed)
+        try:
+            assert read() == original
+        except KVLensError:
+            refused += 1
+        path.unlink()
+        path.write_bytes(whole)
+    return refused
+
+
+def of_bias(bias):
+    raw = [getattr(bias, name).contiguous().view(torch.uint8).flatten().tolist() for name in TENSORS]
+    return raw, bias.n_prompt_tokens, bias.position_offset, bias.fingerprint
+
+
+def test_a_bias(tmp_path):
+    path = tmp_path / "bias.safetensors"
+    convert_prompt(tiny_text_model(), PROMPT).save(path)
+    assert n_refused(lambda: of_bias(KVBias.load(path)), path) >= DAMAGES - 1  # white space of the header may change
+
+
+def of_model(model):
+    tokens = model.to_tokens(TEXT)
+    return weights(model).tolist(), model.cfg.to_json(), tokens.tolist(), model.fingerprint()
+
+
+def test_every_file_of_a_model_folder(tmp_path):
+    folder = tmp_path / "m"
+    tiny_text_model().save(folder)
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    refused = n_refused(lambda: of_model(HookedKVTransformer.load(folder)), *files)
+    assert refused >= DAMAGES - 5  # white space of config.json may change
+
+
+def test_a_checkpoint(tmp_path):
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    run(folder=path.parent)
+    task = tiny_task()
+    taken_up = Run(tiny_model(), task, loss_of(task), TrainSettings.of(SETTINGS))
+    store = CheckpointFolder(path.parent, taken_up)
+
+    def resumed():
+        assert store.resume()
+        best, optimizer = (sorted(x.items()) for x in (taken_up.best, dict(enumerate(taken_up.optimizer.state.values()))))
+        held = [weights(taken_up.model).tolist(), [(name, value.tolist()) for name, value in best]]
+        return *held, [{key: x.tolist() for key, x in state.items()} for _, state in optimizer], repr(taken_up.progress)
+
+    assert n_refused(resumed, path) >= DAMAGES - 1
+    whole = path.read_bytes()
+    path.write_bytes(damaged := whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(KVLensError, match="train: the checkpoint.*is damaged"):
+        run(folder=path.parent)  # which reads it in the same way
+    assert path.read_bytes() == damaged
+
+
+def test_files_read_next_to_a_trained_model(tmp_path):
+    for file in ("config.json", "training.json", "watched.parquet"):
+        shutil.copy(folder_of("docs-shift") / file, tmp_path / file)
+    for name in ("training.json", "watched.parquet"):
+        n_refused(lambda name=name: read_listed(tmp_path, name), tmp_path / "config.json", *[tmp_path / name] * 2)
+    with pytest.raises(KVLensError, match=r"training.json is damaged: it does not match its checksum"):
+        shutil.copy(folder_of("docs-linear") / "training.json", tmp_path / "training.json")
+        read_listed(tmp_path, "training.json")
+
+
+def outcomes():
+    draw = random.Random(0)
+    done = [PromptResult(0, i, f"prompt {i}", n_rows=i, rows=draw.randbytes(900)) for i in range(40)]
+    return [*done, PromptResult(0, 40, "bad", kind=REFUSED, error="too long")]
+
+
+def test_a_journal(tmp_path):
+    path = tmp_path / "out.partial"
+    with Journal(path, {"seed": 1}) as journal:
+        journal.add(outcomes())
+
+    def held():
+        with Journal(path, {"seed": 1}) as journal:
+            return list(journal.tables()), list(journal.failures()), journal.progress()
+
+    whole, original = path.read_bytes(), held()
+    for seed in range(DAMAGES):
+        damage(path, whole, seed)
+        try:
+            rows, failures, progress = held()
+        except KVLensError:
+            continue
+        assert len(path.read_bytes()) <= len(whole) and progress.n_done < 41, "the end is cut off, as by a kill"
+        assert rows == original[0][: len(rows)] and not failures
+    path.write_bytes(whole)
+    assert held() == original and original[2].n_done == 41
+
+
+def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
+    tiny_text_model().save(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    stored = json.loads(config.read_text())
+    for gone in ("checksum", "files"):
+        config.write_text(json.dumps({name: value for name, value in stored.items() if name != gone}))
+        with pytest.raises(KVLensError, match="config.json is damaged"):
+            HookedKVTransformer.load(tmp_path / "model")
+    bias, path = convert_prompt(tiny_text_model(), PROMPT), tmp_path / "bias.safetensors"
+    bias.save(path)
+    with safe_open(path, framework="pt") as file:
+        header = {name: value for name, value in file.metadata().items() if name != "checksum"}
+    save_file(load_file(path), path, header)
+    with pytest.raises(KVLensError, match="bias.safetensors is damaged"):
+        KVBias.load(path)
+
+
+def test_the_table_of_a_batch(tmp_path):
+    """`--retry-failed` takes the rows of a finished table over."""
+    path = tmp_path / "t.parquet"
+    frames = [
+        pd.DataFrame({"model": "m", "prompt_id": f"p{i}", "head": range(40), "kl": np.random.default_rng(i).normal(size=40)})
+        for i in range(3)
+    ]
+    schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
+    write_parquet(path, schema, (to_bytes(frame, schema) for frame in frames), {"a": 1})
+    assert [rows for *_, rows in read_parquet(path, schema)] == [to_bytes(frame, schema) for frame in frames]
+    assert n_refused(lambda: list(read_parquet(path, schema)), path) > DAMAGES / 2
+
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = '{"a": ' + "9" * (sys.get_int_max_str_digits() + 700) + "}"
+
+
+def hugging_face(folder):
+    tiny_hf_model("gpt2").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def sharded(folder):
+    tiny_hf_model("gpt2").save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def ours(folder):
+    HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("gpt2"), tokenizer=tiny_tokenizer()).save(folder)
+    return folder
+
+
+FOLDERS = {"hugging_face": hugging_face, "sharded": sharded, "ours": ours}
+SPECIAL = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_pipe_or_a_device_instead_of_a_file_is_refused_by_name(kind, special, tmp_path):
+    folder = FOLDERS[kind](tmp_path / "whole")
+    its_own = HookedKVTransformer.load if kind == "ours" else HookedKVTransformer.from_pretrained
+    for name in sorted(path.name for path in folder.iterdir()):
+        copy = tmp_path / name / "m"
+        shutil.copytree(folder, copy)
+        (copy / name).unlink()
+        SPECIAL[special](copy / name)
+        with pytest.raises(KVLensError, match=rf"{name} is a (pipe|device), not a file"):
+            its_own(copy)
+        with pytest.raises(KVLensError):
+            load(copy)
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_single_files_are_held_to_the_same(special, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    SPECIAL[special](path)
+    for read in (KVBias.load, read_tensors, HookedKVTransformer.from_llama2c, lambda path: read_tokenizer(path.parent)):
+        with pytest.raises(KVLensError, match="not a file; nothing is read from it"):
+            read(path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KVLensError, match="not a file"):
+        read_listed(tmp_path, "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../secret.safetensors", "deep/pipe", "", "a\0b", 5, None])
+def test_an_index_names_files_inside_its_folder(name, tmp_path):
+    folder = sharded(tmp_path / "m")
+    shutil.copy(folder / "config.json", tmp_path / "secret.safetensors")
+    (folder / "deep").mkdir()
+    os.mkfifo(folder / "deep" / "pipe")
+    index = folder / "model.safetensors.index.json"
+    stored = json.loads(index.read_text())
+    stored["weight_map"]["transformer.wte.weight"] = name
+    index.write_text(json.dumps(stored))
+    for read in (HookedKVTransformer.from_pretrained, read_tensors):
+        with pytest.raises(KVLensError, match=r"inside the folder|not a file|is damaged"):
+            read(folder)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../config.json", "\0"])
+def test_the_files_of_a_model_of_ours_are_inside_its_folder(name, tmp_path):
+    folder = ours(tmp_path / "m")
+    stored = json.loads((folder / "config.json").read_text())
+    stored["files"][name] = ""
+    stored["checksum"] = checksum_of_json(stored)
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(KVLensError, match="expected one inside the folder"):
+        HookedKVTransformer.load(folder)
+
+
+def test_a_link_to_a_file_is_a_file(tmp_path):
+    """transformers' own cache holds links from a folder's names to files that stand elsewhere."""
+    folder = hugging_face(tmp_path / "m")
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    HookedKVTransformer.from_pretrained(folder)
+    assert file_in("x", folder, "model.safetensors") == folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("text", [DEEP, LONG, f'{{"weight_map": {DEEP}}}'], ids=["deep", "long", "deeper"])
+def test_json_beyond_what_python_reads_is_damage(text, tmp_path):
+    for make, its_own in ((hugging_face, HookedKVTransformer.from_pretrained), (ours, HookedKVTransformer.load)):
+        folder = make(tmp_path / make.__name__)
+        for name in sorted(path.name for path in folder.glob("*.json")):
+            whole = (folder / name).read_text()
+            (folder / name).write_text(text)
+            for read in (its_own, load):
+                with pytest.raises(KVLensError):
+                    read(folder)
+            (folder / name).write_text(whole)
+        its_own(folder)
+    folder = sharded(tmp_path / "sharded")
+    (folder / "model.safetensors.index.json").write_text(text)
+    for read in (HookedKVTransformer.from_pretrained, read_tensors):
+        with pytest.raises(KVLensError):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(format_version="9" * 5000),
+        dict(format_version="\N{SUPERSCRIPT TWO}"),
+        dict(kv_bias=DEEP),
+        dict(kv_bias=LONG),
+        dict(kv_bias="[]"),
+        dict(kv_bias="null"),
+        *(dict(features=value) for value in (5, [], {})),
+        *(dict(fit=value) for value in (5, [1], "x")),
+        *(dict(n_prompt_tokens=value) for value in (None, "x", [10**30], 10**4000, [[1]], {})),
+        *(dict(fingerprint=value) for value in (None, 5, [], [[1]], {})),
+    ],
+    ids=lambda change: f"{next(iter(change))}={str(next(iter(change.values())))[:12]}",
+)
+def test_a_forged_bias_with_a_right_checksum_is_damage(change, tmp_path):
+    path = tmp_path / "bias.safetensors"
+    convert_prompt(linear_model(), torch.arange(4)[None]).save(path)
+    tensors, metadata = read_checked_tensors(path, "test", FORMAT, FORMAT_VERSION)
+    if next(iter(change)) in metadata:
+        metadata |= change
+    else:
+        metadata["kv_bias"] = json.dumps({**json.loads(metadata["kv_bias"]), **change})
+    path.write_bytes(checked_tensor_bytes(tensors, metadata))
+    with pytest.raises(KVLensError):
+        KVBias.load(path)
+
+
+def test_saving_where_a_pipe_stands_for_the_configuration_waits_for_nothing(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(KVLensError, match="not empty"):
+        small_model().save(tmp_path)
+
+
+N_DAMAGES = 400
+FRAME = pd.DataFrame(
+    {
+        "prompt_id": [f"p{i // 40}" for i in range(120)],
+        "kl": np.where(np.arange(120) % 7, np.random.default_rng(0).normal(size=120), np.nan),
+        "head": np.arange(120),
+        "small": np.arange(120, dtype=np.float32) / 3,
+        "kind": pd.Categorical(["a", "b", MARK.decode()] * 40),
+        "right": np.arange(120) % 3 == 0,
+    }
+)
+
+
+def batch(path):
+    schema = pa.Schema.from_pandas(FRAME, preserve_index=False)
+    parts = (to_bytes(FRAME[i : i + 40], schema) for i in range(0, 120, 40))
+    write_parquet(path, schema, parts, {"a": MARK.decode()})
+
+
+NO_ROWS = FRAME[["prompt_id", "kl"]][:0]
+WRITERS = {
+    "batch": batch,
+    "table": lambda path: path.write_bytes(table_bytes(FRAME)),
+    "no rows": lambda path: path.write_bytes(table_bytes(NO_ROWS)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_damage_is_refused_and_whole_files_are_what_was_written(kind, tmp_path):
+    """One bit turned over, or the end cut off. pandas reads about a quarter of such tables as other numbers."""
+    WRITERS[kind](path := tmp_path / "t.parquet")
+    whole, draw = path.read_bytes(), random.Random(0)
+    expected = NO_ROWS if kind == "no rows" else FRAME
+    pd.testing.assert_frame_equal(kvlens.read_table(str(path)), expected, check_exact=True)
+    pd.testing.assert_frame_equal(pd.read_parquet(path), expected, check_exact=True)
+    for number in range(N_DAMAGES):
+        damaged = bytearray(whole)
+        if number % 5:
+            damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        else:
+            del damaged[draw.randrange(len(whole)) :]
+        path.unlink()  # a file that is written over is flushed to the disk when it is closed
+        path.write_bytes(damaged)
+        with pytest.raises(KVLensError, match="is damaged"):
+            kvlens.read_table(path)
+
+
+def test_a_batch_keeps_its_facts_and_equal_tables_are_equal_bytes(tmp_path):
+    for name in "ab":
+        batch(tmp_path / name)
+    assert read_facts(tmp_path / "a") == {"a": MARK.decode()}
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert table_bytes(FRAME) == table_bytes(FRAME.copy())
+
+
+def test_tables_of_others_and_what_is_no_table(tmp_path):
+    FRAME[["head", "kl"]].to_parquet(tmp_path / "own.parquet")
+    with pytest.raises(KVLensError, match=r"own.parquet is damaged, or no table of this version.*pandas.read_parquet"):
+        kvlens.read_table(tmp_path / "own.parquet")
+    with pytest.raises(KVLensError, match="gone.parquet cannot be read"):
+        kvlens.read_table(tmp_path / "gone.parquet")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(KVLensError, match="is a pipe"):
+        kvlens.read_table(tmp_path / "pipe.parquet")
+    with pytest.raises(KVLensError, match="read_table: path"):
+        kvlens.read_table(io.BytesIO())

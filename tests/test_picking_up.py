@@ -6,6 +6,9 @@ import importlib
 import inspect
 import os
 import re
+import shlex
+import shutil
+import subprocess
 import tomllib
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 import yaml
 
 import kvlens
+from kvlens.cli import main
 from kvlens.components import FEATURE_MAPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +26,7 @@ GUIDE, READING = ((ROOT / name).read_text(encoding="utf-8") for name in ("CONTRI
 RECIPES = {
     "An op": "kvlens.ops",
     "A feature map": "kvlens.components.feature_maps",
+    "A recurrent rule": "kvlens.mixers",
     "A conversion method": "kvlens.conversion.method",
     "A task": "kvlens.tasks",
     "An experiment": "kvlens.papers.harness",
@@ -63,9 +68,9 @@ def test_the_guide_and_the_recipes_name_paths_that_exist():
 
 def test_the_files_and_the_walk_of_a_prompt():
     files = set(re.findall(r"`([\w/]+\.py)`", READING.partition("## The files")[2]))
-    assert len(files) == 32 and sum(len((ROOT / file).read_text().splitlines()) for file in files) < 10_000
+    assert len(files) == 31 and sum(len((ROOT / file).read_text().splitlines()) for file in files) < 10_000
     steps = re.findall(r"^\d+\. `([\w.]+)` \(`([\w/]+)\.py`\)", READING, re.M)
-    assert len(steps) == 15
+    assert len(steps) == 16
     for name, file in steps:
         module = importlib.import_module(file.replace("/", "."))
         found = functools.reduce(getattr, name.split("."), module)
@@ -95,3 +100,62 @@ def test_examples_in_docstrings_are_true(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0 and results.failed == 0
+
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_examples_run(number, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = blocks("python")[number]
+    namespace: dict = {"__name__": "readme"}
+    exec(compile(code, f"README.md, example {number + 1}", "exec"), namespace)
+    if "relative error" in code:
+        printed = capsys.readouterr().out
+        # float32 rounding through the layers: some 1e-6 of ten times as much allowed
+        assert float(re.search(r"relative error: (\S+)", printed).group(1)) < 1e-5
+        assert "answer:  parrot\n" in printed
+
+
+def test_the_readme_has_examples():
+    assert len(blocks("python")) >= 2
+    assert len(blocks("bash")) >= 3
+
+
+def test_the_readme_is_short():
+    assert len(README.read_bytes()) <= 10_000
+
+
+def test_what_the_readme_links_to_is_there():
+    paths = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
+    assert ".github/explanation.png" in paths
+    assert not [path for path in paths if not (README.parent / path).exists()]
+
+
+IN_SECONDS = {"train": ["--steps", "2"], "reproduce": ["--scale", "tiny"], "analyse": ["--workers", "1"]}
+"""What is added to a command so that it takes seconds and starts no processes (``test_engines.py`` does)."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the README's commands are a shell's: needs bash")
+def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands = [command for block in blocks("bash") for line in block.splitlines() for command in line.split(" && ")]
+    assert sum(command.startswith("kvlens ") for command in commands) >= 6
+    for command in commands:
+        program, *words = shlex.split(command)
+        if "--download" in words:
+            continue  # of a real model: tests/real/test_readme_command.py
+        if program == "kvlens":
+            assert main([*words, *IN_SECONDS.get(words[0], [])]) == 0, capsys.readouterr().err
+        elif program == "pip":
+            assert words[0] == "install"
+        else:
+            subprocess.run(["bash", "-c", command], check=True)
+    assert {"report", "my-report", "prompts.jsonl", "table.parquet", "run"} <= {path.name for path in tmp_path.iterdir()}
+    assert "2 prompts" in capsys.readouterr().out

@@ -27,8 +27,7 @@ from kvlens.checks import checked
 from kvlens.texts import joined, token_texts
 from kvlens.units import Unit, positions_of
 
-from ..bias.exchange import Exchange, HeadExchange
-from ..bias.parts import HEAD, exchangeable, in_one_space
+from ..bias.exchange import HEAD, Exchange, HeadExchange, exchangeable, in_one_space
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..segments import Progress

@@ -22,8 +22,18 @@ from kvlens.bridge import read_memory
 from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
-from ..bias.exchange import ALL, Exchange, rows_at_once
-from ..bias.parts import OF_SHIFT_STATE, RECURRENT, has_shift_state, in_one_space, kv_heads_read, tensors_of, with_tensors
+from ..bias.exchange import (
+    ALL,
+    OF_SHIFT_STATE,
+    RECURRENT,
+    Exchange,
+    has_shift_state,
+    in_one_space,
+    kv_heads_read,
+    rows_at_once,
+    tensors_of,
+    with_tensors,
+)
 from ..segments import stack_layers
 
 SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")

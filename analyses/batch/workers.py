@@ -154,7 +154,7 @@ class Remote(Protocol):
         """Give it a job."""
 
     def death(self, error: BaseException) -> str | None:
-        """How it died, if an error of its job means that it did, else None; may raise the error in fewer words."""
+        """Say how it died, if an error of its job means that it did, else None; may raise the error in fewer words."""
 
     def stop(self) -> None:
         """End it, busy or not, dead or alive."""

@@ -49,7 +49,7 @@ from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
 from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
 from .effects import baseline_ablation, bias_ablation
-from .parts import HEAD, heads_of, in_layers
+from .exchange import HEAD, heads_of, in_layers
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),

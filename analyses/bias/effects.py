@@ -44,12 +44,16 @@ from ..predictions import (
 )
 from ..segments import bar_unless
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
-from .exchange import ALL, KINDS, HeadExchange, baseline_of, has_baseline
-from .parts import (
+from .exchange import (
+    ALL,
     HEAD_PART,
+    KINDS,
     OF_SHIFT_STATE,
     SHIFT_STATE_PART,
     ExchangedPart,
+    HeadExchange,
+    baseline_of,
+    has_baseline,
     has_shift_state,
     heads_of,
     heads_with,

@@ -10,8 +10,9 @@ can be patched. ``prompt`` in all layers gives the clean run, and so does ``bias
 need not, since the normalizer of ``hook_z_context`` still includes the corrupted b_D. Swap the two prompts to ask the opposite
 question: which part is enough to break the clean run ("noising")?
 
-In a softmax model each prompt has its own keys. Both prompts' keys are then used together, the corrupted one's with their
-weights and the clean one's with 0, or the other way round in a patched head (:func:`kvlens.analyses.bias.parts.in_one_space`):
+In a softmax model each prompt has its own keys. Both prompts' keys are then used together
+(:func:`~kvlens.analyses.bias.exchange.in_one_space`), the corrupted one's with their weights and the clean one's with 0, or the
+other way round in a patched head:
 
     z_i = (sum_j exp(s_ij) v_j + sum_r exp(q_i.c_r) w_r u_r) / (sum_j exp(s_ij) + sum_r exp(q_i.c_r) w_r)
 
@@ -49,8 +50,7 @@ from ..logit_attribution import Token, logit_target
 from ..registry import on_its_front_ends
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
-from .exchange import ALL, KINDS, HeadExchange
-from .parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
+from .exchange import ALL, HEAD_PART, KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """Maps the logits on the text, one row per patch, to one number per row."""

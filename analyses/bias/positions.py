@@ -48,7 +48,7 @@ from ..readings import CONDITIONS, Readings, check_readings, read_text
 from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
-from .parts import HEAD
+from .exchange import HEAD
 from .reads import VIEWS, LayerwiseReading, OnePassReading, Stretch, TextReads, View
 
 NONE = -1

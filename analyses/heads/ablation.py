@@ -76,7 +76,7 @@ def resampling_ablation(
     done = 0
     for layer in (layer for layer in range(n_layers) if n_heads[layer]):
         heads, texts = torch.cartesian_prod(torch.arange(n_heads[layer]), torch.arange(n_texts)).T
-        other = joined_heads([seen[name] for name in names[layer]])[texts, :, heads]
+        other = joined_heads([_by_head(seen[name], n) for name, n in names[layer].items()])[texts, :, heads]
         for rows, effect in replaced(model, repeated, starts[layer], layer, heads, texts, other, batch_size):
             change[:, layer, heads[rows], texts[rows]] = effect - whole[:, texts[rows]]
             done += len(rows)
@@ -149,14 +149,19 @@ def replace_heads(model: KVModel, layer: int, heads: Tensor, other: Tensor) -> l
     for name, n_heads in head_hooks(model, layer, "hook_z").items():
         rows = ((heads >= first) & (heads < first + n_heads)).nonzero()[:, 0]
 
-        def replace(z: Tensor, hook: Any, rows: Tensor = rows, first: int = first) -> Tensor:
-            z = z.clone()
-            z[rows, :, heads[rows] - first] = other[rows, :, : z.shape[-1]]
-            return z
+        def replace(z: Tensor, hook: Any, rows: Tensor = rows, first: int = first, n_heads: int = n_heads) -> Tensor:
+            replaced = _by_head(z, n_heads).clone()
+            replaced[rows, :, heads[rows] - first] = other[rows, :, : replaced.shape[-1]]
+            return replaced.reshape(z.shape)
 
         hooks.append((name, replace))
         first += n_heads
     return hooks
+
+
+def _by_head(z: Tensor, n_heads: int) -> Float[Tensor, "batch pos head d_head"]:
+    """What passes ``hook_z``, of which Nemotron-H's attention shows all heads in one axis."""
+    return z.reshape(*z.shape[:2], n_heads, -1)
 
 
 def losses_and_logits(

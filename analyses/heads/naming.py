@@ -26,7 +26,7 @@ from kvlens import KVModel
 from kvlens.checks import Count, Seed, Within, checked
 from kvlens.model import head_matrices
 
-from ..bias.parts import HEAD
+from ..bias.exchange import HEAD
 from ..declaration import Columns, Option, analysis
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
 from ..segments import heads_of_model

@@ -57,21 +57,21 @@ class TransformerBlock(nn.Module):
         shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
         past_kv_cache_entry: Any = None,
         attention_mask: Tensor | None = None,
-    ) -> Float[Tensor, "batch new_pos d_model"]:
+    ) -> Float[Tensor, "batch kept_pos d_model"]:
         """The stream after this layer; the other arguments are those of attention."""
         resid_pre = self.hook_resid_pre(resid_pre)
         query, key, value = self.attention_inputs(resid_pre, shortformer_pos_embed)
         attn_out = self.attn(query, key, value, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
         attn_out = self.hook_attn_out(self._after(attn_out, "ln1"))
+        if attn_out.shape[1] != resid_pre.shape[1]:  # a hook on the heads' outputs keeps only the last positions
+            resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous()
         resid_pre = resid_pre.to(attn_out.device)
         if self.cfg.attn_only:
             return self.hook_resid_post(resid_pre + attn_out)
         if self.cfg.parallel_attn_mlp:
-            mlp_out = self.apply_mlp(self.ln2(self._mlp_in(resid_pre)))
-            return self.hook_resid_post(resid_pre + attn_out + mlp_out)
+            return self.hook_resid_post(resid_pre + attn_out + self.apply_mlp(self.mlp_input(resid_pre)))
         resid_mid = self.hook_resid_mid(resid_pre + attn_out)
-        mlp_in = self._mlp_in(resid_mid)
-        return self.hook_resid_post(resid_mid + self.apply_mlp(mlp_in if self.norms_follow else self.ln2(mlp_in)))
+        return self.hook_resid_post(resid_mid + self.apply_mlp(self.mlp_input(resid_mid)))
 
     def attention_inputs(self, resid_pre: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """What queries, keys and values are projected from: the normalized stream, once or once per head.
@@ -117,5 +117,11 @@ class TransformerBlock(nn.Module):
         behind = self.norm_behind(norm)
         return out if behind is None else behind(out)
 
-    def _mlp_in(self, resid: Tensor) -> Tensor:
-        return self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
+    def mlp_input(self, resid: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What the MLP reads: the normalized stream."""
+        resid = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
+        return resid if self.norms_follow else self.normed(self.ln2, resid)
+
+    def normed(self, module: nn.Module, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """``x`` after the norm ``module``."""
+        return module(x)

@@ -1,8 +1,11 @@
 """The weights of a model: drawing them, loading and processing them, reading them for all layers at once."""
 
+import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -173,27 +176,34 @@ class HasWeights(HookedRootModule):
             fold_value_biases: move b_V, which every pattern passes on whole, into b_O.
             refactor_factored_attn_matrices: replace W_Q, W_K, W_V, W_O by factors with orthogonal columns.
         """
-        state_dict = self.fill_missing_keys(state_dict)
-        if (fold_value_biases or refactor_factored_attn_matrices) and groups_differ(self.cfg):
-            raise KVLensError(
-                "fold_value_biases and refactor_factored_attn_matrices know one number of query heads per key-value head, and "
-                "the layers of this model differ in it: pass False for both"
-            )
-        fold_ln = fold_ln and self.has_norms_to_fold(state_dict)
-        if fold_ln:
-            self.forget_norm_weights()
-        self.load_state_dict(
-            ProcessWeights.process_weights(
-                state_dict,
-                self.cfg,
-                fold_ln=fold_ln,
-                center_writing_weights=center_writing_weights,
-                center_unembed=center_unembed,
-                fold_value_biases=fold_value_biases,
-                refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-            ),
-            strict=False,
+        self.take_state_dict(
+            dict(state_dict),
+            fold_ln=fold_ln,
+            center_writing_weights=center_writing_weights,
+            center_unembed=center_unembed,
+            fold_value_biases=fold_value_biases,
+            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
         )
+
+    def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
+        """:meth:`load_and_process_state_dict` of weights that nobody else needs: the dict is emptied, layer by layer.
+
+        What has been read is freed before the next layer is processed, so that two copies of a layer are in memory, not two of
+        the model.
+        """
+        if steps["refactor_factored_attn_matrices"]:
+            check_factors(self.cfg)
+        if steps["fold_value_biases"] and groups_differ(self.cfg):
+            raise KVLensError(f"fold_value_biases: {GROUPS_DIFFER}. Pass fold_value_biases=False.")
+        filled = self.fill_missing_keys(weights)
+        weights.clear()
+        steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
+        if steps["fold_ln"]:
+            self.forget_norm_weights()
+        for names, process in pieces(self.cfg, filled):
+            piece = {name: filled.pop(name) for name in names}
+            given = {weight.untyped_storage().data_ptr() for weight in piece.values()}
+            take_weights(self, process(piece, steps) if any(steps.values()) else piece, given)
 
     def has_norms_to_fold(self, state_dict: Mapping[str, Tensor]) -> bool:
         """Whether these weights hold norms; if not, and if folding loses precision, this is logged."""
@@ -269,6 +279,104 @@ class HasWeights(HookedRootModule):
     def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> Any:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.refactor_factored_attn_matrices(state_dict, self.cfg)
+
+
+Process = Callable[[dict[str, Tensor], Mapping[str, bool]], dict[str, Tensor]]
+
+
+def pieces(cfg: HookedTransformerConfig, names: Iterable[str]) -> list[tuple[list[str], Process]]:
+    """The weights in pieces that can be processed one by one: the names of each piece, and what processes it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        parts = name.split(".")
+        found[parts[1] if parts[0] == "blocks" else "end" if parts[0] in ("unembed", "ln_final") else ""].append(name)
+    every: dict[str, Process] = {str(layer): partial(processed_layer, cfg, layer) for layer in range(cfg.n_layers)}
+    every |= {"end": partial(processed_end, cfg), "": partial(processed_embedding, cfg)}
+    return [(found.get(piece, []), process) for piece, process in every.items()]
+
+
+def processed_layer(
+    cfg: HookedTransformerConfig, layer: int, weights: dict[str, Tensor], steps: Mapping[str, bool]
+) -> dict[str, Tensor]:
+    """The weights of a layer as TransformerLens' ``process_weights`` makes them, which gets it as the only one of a model."""
+    own, alone = f"blocks.{layer}.", "blocks.0."
+    one = copy.copy(cfg)
+    one.n_layers = 1
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    renamed = {name.replace(own, alone): weight for name, weight in weights.items()}
+    renamed = {name: weight.float() if weight.is_floating_point() else weight for name, weight in renamed.items()}
+    nothing = torch.zeros(1, 1)  # of the ends, which TransformerLens asks for
+    ends = {"embed.W_E": nothing, "pos_embed.W_pos": nothing}
+    processed = ProcessWeights.process_weights({**renamed, **ends}, one, **{**steps, "center_unembed": False})
+    processed = {name.replace(alone, own): weight for name, weight in processed.items() if name not in ends}
+    return {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in processed.items()}
+
+
+def processed_end(cfg: HookedTransformerConfig, weights: dict[str, Tensor], steps: Mapping[str, bool]) -> dict[str, Tensor]:
+    """The final norm and the unembedding with the norm folded in and the mean of each row taken out, in one copy.
+
+    TransformerLens' steps make four of what may be most of a model.
+    """
+    dtype = weights["unembed.W_U"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    w_u = weights.pop("unembed.W_U").to(wide, copy=True, memory_format=torch.contiguous_format)
+    b_u = weights["unembed.b_U"].to(wide)
+    is_layer_norm = cfg.normalization_type in ("LN", "LNPre")
+    if steps["fold_ln"] and "ln_final.w" in weights:
+        if is_layer_norm and not cfg.final_rms:
+            b_u = b_u + weights.pop("ln_final.b").to(wide) @ w_u
+        w_u *= weights.pop("ln_final.w").to(wide)[:, None]
+        if is_layer_norm and not cfg.final_rms:
+            w_u -= w_u.mean(0, keepdim=True)
+    if steps["center_unembed"]:
+        w_u -= w_u.mean(-1, keepdim=True)
+        b_u = b_u - b_u.mean()
+    return {**weights, "unembed.W_U": w_u.to(dtype), "unembed.b_U": b_u.to(dtype)}
+
+
+def processed_embedding(
+    cfg: HookedTransformerConfig, weights: dict[str, Tensor], steps: Mapping[str, bool]
+) -> dict[str, Tensor]:
+    """The embeddings as TransformerLens' ``process_weights`` makes them, which gets them as a model without layers."""
+    none = copy.copy(cfg)
+    none.n_layers = 0
+    only = dict.fromkeys(steps, False) | {"center_writing_weights": steps["center_writing_weights"]}
+    return ProcessWeights.process_weights(weights, none, **only)
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, weights: dict[str, Tensor], given: Set[int]) -> None:
+    """Move weights from the dict into ``model`` one by one, copying those whose storage is shared.
+
+    Args:
+        model: the model whose parameters are replaced in place.
+        weights: the weights by name.
+        given: addresses of storage that belongs to other owners.
+    """
+    parameters = dict(model.named_parameters())
+    rest: dict[str, Tensor] = {}
+    for name in list(weights):
+        weight, own = weights.pop(name), parameters.get(name)
+        is_ours = weight.untyped_storage().data_ptr() not in given
+        if own is not None and is_ours and (own.shape, own.dtype, own.device) == (weight.shape, weight.dtype, weight.device):
+            own.data = weight.contiguous()
+        elif own is not None and own.shape == weight.shape:
+            own.copy_(weight)
+        else:  # buffers, and weights that do not match
+            rest[name] = weight
+    if rest:
+        model.load_state_dict(rest, strict=False)
+
+
+GROUPS_DIFFER = "its layers differ in the number of query heads per key-value head, of which TransformerLens' folding knows one"
+
+
+def check_factors(cfg: Any) -> None:
+    """Raise KVLensError where one pair of factors of W_Q W_K^T and W_V W_O for each head does not compute the same."""
+    turned = "between the two factors keys and queries turn with their positions"
+    reason = turned if cfg.positional_embedding_type == "rotary" else GROUPS_DIFFER if groups_differ(cfg) else None
+    if reason is not None:
+        raise KVLensError(f"refactor_factored_attn_matrices: {reason}. Pass refactor_factored_attn_matrices=False.")
 
 
 def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:

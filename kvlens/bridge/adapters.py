@@ -26,7 +26,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from kvlens.bridge.cache import cache_of
+from kvlens.bridge.keywords import cache_of
 from kvlens.mixers import has_mixer
 
 ATTENTION_INPUTS = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input")

@@ -21,25 +21,24 @@ from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
 from kvlens.base.text import without_own_bos
-from kvlens.bridge.cache import EARLIER, cache_of, take_earlier_names, with_cache
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
+from kvlens.bridge.keywords import EARLIER, cache_of, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
+from kvlens.bridge.norms import ends_of
 from kvlens.bridge.parts import layers_of, parts_of
-from kvlens.bridge.positions import hidden, text_positions
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.bridge.weights import ends_of
 from kvlens.checks import ensure
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
+from kvlens.model.activations import recurrent_layers
+from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
-from kvlens.model.protocol import Ends, Layer, PromptReading, PromptTokens, QueriesRead
-from kvlens.model.reading import recurrent_layers
-from kvlens.model.weights import WeightsThen, look_again
+from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
 
@@ -165,7 +164,7 @@ class KVTransformerBridge(TransformerBridge):
         """Let every forward pass, including generation, start from ``bias``, replacing any attached bias.
 
         While it is attached, strings get no BOS by default, since the prompt had one. A pass warns, once, if the weights are
-        no longer those of the bias, as far as :class:`kvlens.model.weights.WeightsThen` sees it, and if normalizers of
+        no longer those of the bias, as far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers of
         softmax attention are below 0.
 
         Raises:
@@ -419,13 +418,7 @@ class KVTransformerBridge(TransformerBridge):
         with self.hooks(fwd_hooks=[(name, lambda x, hook: residual.to(x))]):
             return self.logits_on(anything, residual.shape[1] if n_last is None else n_last)
 
-    def layers(self) -> list[Layer]:
-        """See :meth:`kvlens.KVModel.layers`."""
-        return layers_of(self)
-
-    def ends(self) -> Ends:
-        """See :meth:`kvlens.KVModel.ends`."""
-        return ends_of(self)
+    layers, ends = layers_of, ends_of
 
     @contextlib.contextmanager
     def _by_mixers(self, wanted: bool) -> Iterator[None]:

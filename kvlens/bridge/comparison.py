@@ -18,8 +18,7 @@ from kvlens.bridge.parts import text_config
 from kvlens.bridge.table import NAMES
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import KVBias
-from kvlens.model.prompt import every_key_kept
-from kvlens.model.protocol import PromptTokens
+from kvlens.kv_bias.exact import PromptTokens, exact_bias
 
 SHORTEST, LONGEST, BEYOND = 16, 128, 8
 """Tokens of a text: at least, at most, and more than the window has."""
@@ -112,7 +111,7 @@ def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
 def _converted(model: Any, prompt: Int[Tensor, "text pos"]) -> KVBias:
     """The exact bias of a prompt; the fingerprint leaves out the weights, which take time to read."""
     read = PromptTokens(prompt, None, has_batch=True)
-    return every_key_kept(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
+    return exact_bias(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
 
 
 def _check(model: Any, what: str, found: Tensor, expected: Tensor) -> None:

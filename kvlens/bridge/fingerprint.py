@@ -10,54 +10,19 @@ from torch import Tensor
 from kvlens.bridge.parts import text_config
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.kv_bias import Fingerprint
-from kvlens.model.weights import hashed_once
+from kvlens.model.fingerprint import hashed_once
 
 FRONT_END = "TransformerBridge"
 """Distinguishes a bias of a bridge from one of a HookedKVTransformer."""
 WITHOUT_EFFECT = {
-    "_name_or_path",
-    "name_or_path",
-    "architectures",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "id2label",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "tie_word_embeddings",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "problem_type",
-    "task_specific_params",
-    "chunk_size_feed_forward",
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "attn_pdrop",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attention_dropout",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "summary_type",
-    "summary_use_proj",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "pretraining_tp",
-    "is_encoder_decoder",
-    "_attn_implementation",
-    "beside",
-    "checksum",
-    "use_attn_in",
-    "use_attn_result",
-    "use_hook_mlp_in",
-    "use_split_qkv_input",
+    *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings"),
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "problem_type", "task_specific_params"),
+    *("chunk_size_feed_forward", "max_position_embeddings", "n_positions", "n_ctx", "attn_pdrop", "resid_pdrop"),
+    *("embd_pdrop", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "summary_type"),
+    *("summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "pretraining_tp"),
+    *("is_encoder_decoder", "_attn_implementation", "beside", "checksum", "use_attn_in", "use_attn_result"),
+    *("use_hook_mlp_in", "use_split_qkv_input"),
 }
 """Fields of a Transformers configuration that change no activation of a text model. All others count."""
 

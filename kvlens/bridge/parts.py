@@ -22,10 +22,10 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from kvlens.bridge.native import add_hook_points
+from kvlens.bridge.norms import norms_around
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import NAMES
-from kvlens.bridge.weights import norms_around
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import has_mixer

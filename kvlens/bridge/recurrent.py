@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
-from kvlens.bridge.cache import cache_of
+from kvlens.bridge.keywords import cache_of
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import MLAAttentionBridge
 
-from kvlens.bridge.cache import cache_of, with_cache
+from kvlens.bridge.keywords import cache_of, with_cache
 from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
 from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
 from kvlens.kv_bias import KVBias, VirtualKeys

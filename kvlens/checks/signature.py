@@ -49,8 +49,8 @@ def checked(function: Checked) -> Checked:
 def doors(name: str) -> None:
     """Check the calls of a module's public functions that come from outside; kvlens' own calls are not checked again."""
     module = sys.modules[name]
-    for public in module.__all__:
-        if inspect.isfunction(function := getattr(module, public)):
+    for public, function in list(vars(module).items()):
+        if inspect.isfunction(function) and function.__module__ == name and not public.startswith("_"):
             setattr(module, public, _held(function, from_outside=True))
 
 

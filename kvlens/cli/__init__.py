@@ -38,6 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, closed the pipe
         _discard_output()
         return 0
+    except (MemoryError, RuntimeError) as error:  # torch has an error of its own on a GPU alone
+        if isinstance(error, RuntimeError) and not any(f"{words} memory" in str(error) for words in ("allocate", "out of")):
+            raise
+        print("kvlens: error: memory has run out; give a smaller model, a shorter prompt or fewer texts", file=sys.stderr)
+        return BAD_INPUT
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"kvlens: error: {visible(where + (error.strerror or str(error)))}", file=sys.stderr)

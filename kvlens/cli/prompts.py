@@ -101,7 +101,7 @@ def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str]":
 
 
 def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str] | None":
-    """Both, or None if neither was given.
+    """Read both, or None if neither was given.
 
     Raises:
         KVLensError: only one of them, an empty one, one given both as argument and as file, a file that cannot be read.

@@ -2,7 +2,7 @@
 
 The base normalizes the residual stream three times, for queries, keys and values separately. The result here is the same up to
 rounding, but the norm's hooks fire once. Blocks of a different kind (inputs split by head, norms after the layer, shortformer)
-run the base's own pass.
+do as the base's.
 
 Absolute positions follow an attached prompt: the text after a converted prompt of M tokens starts at position M.
 """
@@ -26,30 +26,15 @@ class KVBlock(TransformerBlock):
         """The attention of layer ``layer``."""
         return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)
 
-    def forward(
-        self,
-        resid_pre: Float[Tensor, "batch pos d_model"],
-        shortformer_pos_embed: Tensor | None = None,
-        past_kv_cache_entry: Any = None,
-        attention_mask: Tensor | None = None,
-    ) -> Float[Tensor, "batch kept_pos d_model"]:
-        """As ``kvlens.base.TransformerBlock.forward``; a hook at :meth:`cut_point` may keep only the last positions."""
+    def attention_inputs(self, resid_pre: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As in the base; the usual stream is normalized once, not for queries, keys and values each."""
         if not self._is_usual():
-            return super().forward(resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask)
-        resid_pre = self.hook_resid_pre(resid_pre)
-        normed = norm(self.ln1, resid_pre)
-        attn_out = self.attn(normed, normed, normed, past_kv_cache_entry=past_kv_cache_entry, attention_mask=attention_mask)
-        attn_out = self.hook_attn_out(attn_out)
-        if attn_out.shape[1] != resid_pre.shape[1]:
-            resid_pre = resid_pre[:, -attn_out.shape[1] :].contiguous()
-        resid_pre = resid_pre.to(attn_out.device)
-        if self.cfg.attn_only:
-            return self.hook_resid_post(resid_pre + attn_out)
-        if self.cfg.parallel_attn_mlp:
-            mlp_out = self.apply_mlp(norm(self.ln2, self._mlp_in(resid_pre)))
-            return self.hook_resid_post(resid_pre + attn_out + mlp_out)
-        resid_mid = self.hook_resid_mid(resid_pre + attn_out)
-        return self.hook_resid_post(resid_mid + self.apply_mlp(norm(self.ln2, self._mlp_in(resid_mid))))
+            return super().attention_inputs(resid_pre, positions)
+        return (norm(self.ln1, resid_pre),) * 3
+
+    def normed(self, module: nn.Module, x: Tensor) -> Tensor:
+        """As in the base, fused in usual blocks."""
+        return norm(module, x) if self._is_usual() else module(x)
 
     def cut_point(self) -> str:
         """The hook point at which a hook may keep only the last positions: behind it no position reads another. That is where

@@ -12,8 +12,8 @@ from kvlens.conversion.linear import carry_bias
 from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
 from kvlens.conversion.prompt import Counterfactuals, counterfactuals
 from kvlens.conversion.recomputed import converted_rows, logits_after
-from kvlens.conversion.reference import TextOptions
-from kvlens.conversion.weights import (
+from kvlens.conversion.reference_queries import TextOptions
+from kvlens.conversion.weight_patches import (
     ThoughtPatches,
     TokenPatches,
     WeightChange,

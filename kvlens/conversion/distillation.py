@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from kvlens.checks import Count, Seed, Within, checked
 from kvlens.conversion.gradients import descend
-from kvlens.conversion.weights import WeightChange, check_changeable
+from kvlens.conversion.weight_patches import WeightChange, check_changeable
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer

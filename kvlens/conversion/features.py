@@ -39,7 +39,7 @@ from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import descend
 from kvlens.conversion.method import Approximation, Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import ConvertedExactly
-from kvlens.conversion.reference import MOST_ASKED
+from kvlens.conversion.reference_queries import MOST_ASKED
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
 from kvlens.model.protocol import ReadsPrompts

@@ -78,7 +78,7 @@ from kvlens.components import LayerBias
 from kvlens.conversion.measured import answer_errors, without_prompt
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
-from kvlens.conversion.reference import TextOptions, Texts, read_queries, reference_text
+from kvlens.conversion.reference_queries import TextOptions, Texts, read_queries, reference_text
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts

@@ -1,7 +1,6 @@
-"""The prompt's own forward pass through a softmax model: its keys and values as scored, and the exact bias made of them.
+"""The prompt's own forward pass through a softmax model, and the exact bias of it (:func:`kvlens.kv_bias.exact.exact_bias`).
 
-The exact bias keeps every key (r = M, weight 1; :func:`kvlens.model.prompt.every_key_kept`), so attention over it is softmax
-attention over the prompt. All other methods approximate it, and it replaces the prompt while reference text is read.
+All other methods approximate it, and it replaces the prompt while reference text is read.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ from torch import Tensor
 from kvlens.components import LayerBias
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
+from kvlens.kv_bias.exact import exact_bias
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
-from kvlens.model.prompt import every_key_kept
 from kvlens.model.protocol import KVModel, PromptTokens, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
 
@@ -62,7 +61,7 @@ def convert_exactly(
     positions, device = torch.arange(tokens.shape[1], device=tokens.device), reading.residual.device
     last = positions.expand(tokens.shape) if prompt.mask is None else positions.where(prompt.mask, 0)
     residual = reading.residual[torch.arange(len(tokens), device=device), last.amax(dim=1).to(device)][:, None]
-    bias = every_key_kept(reading, prompt, old, fingerprint)
+    bias = exact_bias(reading, prompt, old, fingerprint)
     return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read), reading.queries)
 
 

@@ -6,8 +6,7 @@ windows = TokenWindows.from_texts([document.text for document in corpus.train], 
 """
 
 from kvlens.corpus.docs import DocsCorpus, Document, build_docs_corpus
-from kvlens.corpus.tokenizer import encode_texts, train_bpe_tokenizer
-from kvlens.corpus.windows import TokenWindows
+from kvlens.corpus.tokenized import TokenWindows, encode_texts, train_bpe_tokenizer
 
 __all__ = [
     "DocsCorpus",

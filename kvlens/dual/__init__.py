@@ -1,10 +1,9 @@
 """The dual model: attention heads of a real model as one step of gradient descent on a representation-learning loss (DUAL)."""
 
-from kvlens.dual.demonstrations import DemonstrationFigures, demonstration_figures
+from kvlens.dual.figures import DemonstrationFigures, QueryFigures, demonstration_figures, dual_figures
+from kvlens.dual.head_inputs import LayerReading, check_attention, read_layers
 from kvlens.dual.layer import DualLayer, dual_logits
 from kvlens.dual.model import DualModel
-from kvlens.dual.queries import QueryFigures, dual_figures
-from kvlens.dual.reading import LayerReading, check_attention, read_layers
 
 __all__ = [
     "DemonstrationFigures",

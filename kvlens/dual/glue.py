@@ -26,6 +26,8 @@ from kvlens.errors import KVLensError, nearest
 
 METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
 """The metric by which fine-tuned models are compared, by task."""
+CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
+"""That metric of the more frequent label alone."""
 TASKS = (*METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
 Numbers = Float[np.ndarray, " example"]

@@ -20,9 +20,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
+from kvlens.dual.figures import predicted_outputs
+from kvlens.dual.head_inputs import TextTokens, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.dual.model import DualModel
-from kvlens.dual.queries import predicted_outputs
-from kvlens.dual.reading import TextTokens, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
 

@@ -22,16 +22,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
-from kvlens.dual.head_tokens import (
+from kvlens.dual.head_inputs import (
     BiasRole,
     HeadTokens,
     Kernel,
+    LayerReading,
+    TextTokens,
     approximate_tokens,
+    check_index,
     demonstrations_first,
     exact_tokens,
     one_head,
+    read_layers,
 )
-from kvlens.dual.reading import LayerReading, TextTokens, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
 from kvlens.ops import dual as ops

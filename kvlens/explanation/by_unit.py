@@ -160,7 +160,7 @@ class UnitSearch:
         """Whether a set that loses the claim with its gap kept does so with its gap closed."""
         now = self.runs.without([parts], "closed")[0]
         lost = bool(self.explaining.lost(number, now))
-        self.add(number, now, "breaking" if lost else "each", parts, positions="closed")
+        self.add(number, now, "breaking" if lost else "each", parts, gap="closed")
         if lost:
             self.add(number, kept, "breaking", parts)
         return lost
@@ -215,7 +215,7 @@ class UnitSearch:
         return None
 
     def _only(self, number: int, parts: Set) -> None:
-        """Only the set is left of the units."""
+        """Add the statement on the run in which only this set of units is left."""
         others = self.everything - set(parts)
         if others:
             self.add(number, self.runs.without([others])[0], "only", parts, others=True)

@@ -83,29 +83,29 @@ def content_words(words: Iterable[Word]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in normals if word not in FUNCTION_WORDS))
 
 
-def claims_of(response: Response, falls: Sequence[float], asked: frozenset[str]) -> list[Claim]:
+def claims_of(response: Response, falls: Sequence[float], question: frozenset[str]) -> list[Claim]:
     """The claims of a response, in its order.
 
     Args:
         response: its words.
         falls: of each word, in nats.
-        asked: content words of the question.
+        question: its content words.
     """
     words = response.words
     spans = _merged(_extended(words, *span) for span in _runs(words, falls))
     claims = []
     for start, stop in spans:
         content = content_words(words[start:stop])
-        if content and not asked.issuperset(content):
-            claims.append(claim_of(response, start, stop, sum(falls[start:stop]), asked))
+        if content and not question.issuperset(content):
+            claims.append(claim_of(response, start, stop, sum(falls[start:stop]), question))
     return claims
 
 
-def claim_of(response: Response, start: int, stop: int, nats: float, asked: frozenset[str]) -> Claim:
+def claim_of(response: Response, start: int, stop: int, nats: float, question: frozenset[str]) -> Claim:
     """The words of a response from the start-th to before the stop-th as a claim."""
     chosen = response.words[start:stop]
     content = content_words(chosen)
-    words = tuple(word for word in content if word not in asked) or content or tuple(normal(word.text) for word in chosen)
+    words = tuple(word for word in content if word not in question) or content or tuple(normal(word.text) for word in chosen)
     return Claim(_text_of(response, start, stop), chosen[0].start, chosen[-1].stop, words, nats)
 
 
@@ -212,18 +212,18 @@ class Walk(NamedTuple):
     firm: Int[Tensor, " row"]
 
 
-def walk(whole: Float[Tensor, "pos d_vocab"], now: Float[Tensor, "row pos d_vocab"], tokens: Int[Tensor, " pos"]) -> Walk:
+def walk(before: Float[Tensor, "pos d_vocab"], now: Float[Tensor, "row pos d_vocab"], tokens: Int[Tensor, " pos"]) -> Walk:
     """Compare log-probabilities along a response with those under interventions.
 
     Args:
-        whole: log-probabilities with the whole prompt.
+        before: log-probabilities with the whole prompt.
         now: under each intervention.
         tokens: the response.
     """
-    of_old, old_now = (x.gather(-1, tokens[:, None].expand(*x.shape[:-1], 1)).squeeze(-1) for x in (whole, now))
+    of_old, old_now = (x.gather(-1, tokens[:, None].expand(*x.shape[:-1], 1)).squeeze(-1) for x in (before, now))
     said = now.argmax(dim=-1)
     new_now = now.gather(-1, said[..., None]).squeeze(-1)
-    of_new = whole.expand_as(now).gather(-1, said[..., None]).squeeze(-1)
+    of_new = before.expand_as(now).gather(-1, said[..., None]).squeeze(-1)
     moved = (of_old - of_new) - (old_now - new_now)
     differs = said != tokens
     is_firm = differs & (moved >= FIRM)

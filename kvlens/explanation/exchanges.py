@@ -22,8 +22,16 @@ from torch import Tensor
 
 from kvlens import KVBias, counterfactuals
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
-from kvlens.analyses.bias.exchange import Exchange, HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import HEAD_PART, SHIFT_STATE_PART, ExchangedPart, heads_with, in_one_space
+from kvlens.analyses.bias.exchange import (
+    HEAD_PART,
+    SHIFT_STATE_PART,
+    Exchange,
+    ExchangedPart,
+    HeadExchange,
+    LayerExchange,
+    heads_with,
+    in_one_space,
+)
 from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import Outcome
 from kvlens.texts import token_texts
@@ -35,7 +43,7 @@ AT_ONCE = 3
 Place = tuple[str, int] | None
 """What a position is a part of: a message or document, the question, or what follows it; None for marks in front."""
 QUESTION, BEHIND = ("question", -1), ("behind", -1)
-GROUPS = {
+POSITION_GROUPS = {
     "cause": "the cause's own words",
     "document": "the rest of its document or message",
     "between": "what stands between that and the question",
@@ -67,7 +75,7 @@ def position_groups(own: Bool[Tensor, " pos"], places: Sequence[Place]) -> dict[
     of_cause = own.nonzero().flatten().tolist()
     documents = {places[i] for i in of_cause}
     inside = [i for i, place in enumerate(places[: len(own)]) if place in documents]
-    found: dict[str, list[int]] = {name: [] for name in GROUPS}
+    found: dict[str, list[int]] = {name: [] for name in POSITION_GROUPS}
     for i in range(of_cause[0], len(own)):
         place = places[i]
         if bool(own[i]):
@@ -100,18 +108,18 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
 
 
 def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor: KVBias, layers: Sequence[int]) -> None:
-    """Each key-value group and each head of some layers exchanged."""
+    """Exchange each key-value group and each head of some layers."""
     bias = explaining.runs.bias
     exchange = HeadExchange(*in_one_space(bias, donor))
     members = {part.code: [i] for part, i in exchange.number.items() if part.layer in layers}
     shared = [(layer, i) for layer in layers if layer in bias.attention_layers for i in range(bias.n_kv_heads_of(layer))]
     heads = [(layer, heads_with(bias, ExchangedPart(layer, i, SHIFT_STATE_PART))) for layer, i in shared]
-    groups = [tuple(ExchangedPart(layer, head, HEAD_PART).code for head in each) for layer, each in heads if len(each) > 1]
+    shared_keys = [tuple(ExchangedPart(layer, head, HEAD_PART).code for head in each) for layer, each in heads if len(each) > 1]
     search = _Search(explaining, number, "groups", exchange, members, cause)
-    found = search.read([*groups, *((code,) for code in members)], search.may_be_lost)
-    search.add("each", groups, found[: len(groups)])
-    search.about = "heads"
-    search.add("each", [(code,) for code in members], found[len(groups) :])
+    found = search.read([*shared_keys, *((code,) for code in members)], search.may_be_lost)
+    search.add("each", shared_keys, found[: len(shared_keys)])
+    search.kind = "heads"
+    search.add("each", [(code,) for code in members], found[len(shared_keys) :])
 
 
 def exchange_positions(explaining: Any, number: int, cause: tuple[int, ...], places: Sequence[Place]) -> pd.DataFrame:
@@ -144,7 +152,7 @@ class _Search:
     Args:
         explaining: the explanation.
         number: of the claim.
-        about: what the sets consist of, as `STATEMENTS` has it.
+        kind: what the sets consist of, the column ``about`` of `STATEMENTS`.
         exchange: of the whole prompt's bias for that without the cause.
         members: name of each layer, head or group -> its parts of the exchange.
         cause: units that the other prompt lacks.
@@ -154,12 +162,12 @@ class _Search:
         self,
         explaining: Any,
         number: int,
-        about: str,
+        kind: str,
         exchange: Exchange,
         members: Mapping[Any, Sequence[int]],
         cause: tuple[int, ...],
     ) -> None:
-        self.explaining, self.number, self.about, self.exchange, self.members = explaining, number, about, exchange, members
+        self.explaining, self.number, self.kind, self.exchange, self.members = explaining, number, kind, exchange, members
         self.claim, self.removed = explaining.claims[number], "+".join(map(str, cause))
 
     def fall(self, now: Outcome) -> float:
@@ -171,32 +179,32 @@ class _Search:
     def all_but(self, names: Iterable[Any]) -> set[Any]:
         return set(self.members) - set(names)
 
-    def read(self, sets: Iterable[Iterable[Any]], asks: Callable[[Outcome], bool] = lambda now: True) -> list[Outcome]:
-        """What the model says with each set exchanged; texts only where ``asks`` says that they are worth it."""
+    def read(self, sets: Iterable[Iterable[Any]], wants_text: Callable[[Outcome], bool] = lambda now: True) -> list[Outcome]:
+        """What the model says with each set exchanged; texts only where ``wants_text`` says that they are worth it."""
         parts = [[part for name in names for part in self.members[name]] for names in sets]
-        found: list[Outcome] = self.explaining.runs.exchanged(self.exchange, parts, asks)
+        found: list[Outcome] = self.explaining.runs.exchanged(self.exchange, parts, wants_text)
         return found
 
     def run(
-        self, role: str, sets: Sequence[tuple[Any, ...]], asks: Callable[[Outcome], bool], others: bool = False
+        self, role: str, sets: Sequence[tuple[Any, ...]], wants_text: Callable[[Outcome], bool], others: bool = False
     ) -> list[Outcome]:
-        """Each set exchanged, or everything but it, as statements."""
-        found = self.read([self.all_but(each) if others else each for each in sets], asks)
+        """Exchange each set, or everything but it, and add the statements."""
+        found = self.read([self.all_but(each) if others else each for each in sets], wants_text)
         self.add(role, sets, found, others)
         return found
 
     def add(self, role: str, sets: Iterable[Iterable[Any]], found: Sequence[Outcome], others: bool = False) -> None:
         for each, now in zip(sets, found, strict=True):
-            self.explaining.add(self.number, now, self.about, role, each, others=others, removed=self.removed)
+            self.explaining.add(self.number, now, self.kind, role, each, others=others, removed=self.removed)
 
     def smallest(
-        self, first: str, later: str, last: str, asked: Callable[[int, Outcome], bool], *, others: bool = False
+        self, first: str, later: str, last: str, is_found: Callable[[int, Outcome], bool], *, others: bool = False
     ) -> None:
-        """Sets of one, then of more, as statements of two roles; the first that are what is asked for get a third."""
+        """Try sets of one, then of more, as statements of two roles; the first that are found get a third."""
         for size in range(1, len(self.members)):
             sets = list(itertools.combinations(self.members, size))
             outcomes = self.run(first if size == 1 else later, sets, lambda now: others or self.may_be_lost(now), others)
-            found = [pair for pair in zip(sets, outcomes, strict=True) if asked(self.number, pair[1])]
+            found = [pair for pair in zip(sets, outcomes, strict=True) if is_found(self.number, pair[1])]
             if found:
                 names, now = zip(*found, strict=True)
                 self.add(last, names, now, others)
@@ -210,7 +218,7 @@ class _Layers(_Search):
     """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
     def begin(self) -> None:
-        """Each layer exchanged, and the set that keeps the claim, as far as falls say which: their texts in one batch."""
+        """Exchange each layer, and the set that keeps the claim as far as falls tell it, with all texts in one batch."""
         with self.explaining.runs.texts_together():
             falls = [self.fall(now) for now in self.read([(layer,) for layer in self.members], self.may_be_lost)]
             self.order = sorted(self.members, key=lambda layer: -falls[layer])

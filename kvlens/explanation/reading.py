@@ -23,8 +23,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
-from kvlens.analyses.bias.exchange import LayerExchange
-from kvlens.analyses.bias.parts import HEAD
+from kvlens.analyses.bias.exchange import HEAD, LayerExchange
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
 from kvlens.analyses.segments import Progress, bar_unless
@@ -156,14 +155,14 @@ class _Reading:
         return logits.double().log_softmax(dim=-1).cpu()
 
     def layers(self) -> list[_Found]:
-        """All layers together, and each."""
+        """Exchange all layers together, and each."""
         exchange = LayerExchange(self.whole, self.other)
         rows = exchange.rows([exchange.parts, *([layer] for layer in exchange.parts)])
         log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
         return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
     def heads(self, tell: Progress) -> list[_Found]:
-        """Each group, then each head."""
+        """Exchange each group, then each head."""
         starts, writes = self._both()
         of_groups, of_heads = list[_Found](), list[_Found]()
         for layer, n_heads in enumerate(heads_per_layer(self.model)):
@@ -190,9 +189,9 @@ class _Reading:
         n_layers = self.whole.n_layers
         starts = [f"blocks.{layer}.hook_resid_pre" for layer in range(n_layers)]
         points = [list(head_hooks(self.model, layer, "hook_z")) for layer in range(n_layers)]
-        asks = [(name, lambda x, hook: x[:1].expand_as(x).clone()) for name in starts]
+        shares_first = [(name, lambda x, hook: x[:1].expand_as(x).clone()) for name in starts]
         both = self.whole.exchange_layers(self.other, torch.tensor([[False], [True]]).expand(2, n_layers))
-        with self.model.kv_bias(both), self.model.hooks(fwd_hooks=asks):
+        with self.model.kv_bias(both), self.model.hooks(fwd_hooks=shares_first):
             seen = cached(self.model, self.text.expand(2, -1), [*starts, *(name for of_layer in points for name in of_layer)])
         return [seen[name][:1] for name in starts], [{name: seen[name][1:] for name in of_layer} for of_layer in points]
 
@@ -297,8 +296,8 @@ def _by_case(tables: pd.DataFrame, case: str) -> tuple[pd.DataFrame, pd.DataFram
         raise KVLensError(
             f"reading_shares: the tables lack the columns {', '.join(missing)}; a batch of reading_layers has them"
         )
-    whole = tables[tables["part"] == "all"]
-    chosen = tables[tables[case].isin(whole.loc[whole["lost"], case])]
+    together = tables[tables["part"] == "all"]
+    chosen = tables[tables[case].isin(together.loc[together["lost"], case])]
     if chosen.empty:
         raise KVLensError("reading_shares: no case loses its answer with all layers exchanged, so that nothing is read there")
     order = pd.MultiIndex.from_frame(chosen[PART].drop_duplicates())

@@ -156,7 +156,7 @@ class ExplanationProgress:
         self.tell(what, self._from)
 
     def count(self, n_tokens: int) -> None:
-        """A pass read so many tokens."""
+        """Count a pass that read so many tokens."""
         self._done += n_tokens + PASS
         if self._what:
             self.tell(self._what, self._now())
@@ -223,23 +223,23 @@ class Runs:
         """Choose the response that all runs are about; returns its tokens' log-probabilities with the whole prompt."""
         self.response = response
         self._reading = torch.cat([self.last, response.tokens[:-1]])
-        self.whole = self._log_p(self.bias.repeat(1))[0]
-        return self.whole.gather(-1, response.tokens.cpu()[:, None])[:, 0]
+        self.log_p = self._log_p(self.bias.repeat(1))[0]
+        return self.log_p.gather(-1, response.tokens.cpu()[:, None])[:, 0]
 
-    def without(self, sets: Iterable[Iterable[int]], positions: Positions = "kept") -> list[Outcome]:
+    def without(self, sets: Iterable[Iterable[int]], gap: Positions = "kept") -> list[Outcome]:
         """What the model says without each set of units, with what it says in their place."""
-        return self.without_these([(units, positions) for units in sets])
+        return self.without_these([(units, gap) for units in sets])
 
     def without_these(self, sets: Iterable[tuple[Iterable[int], Positions]]) -> list[Outcome]:
-        """The same for sets whose gaps are kept or closed; texts of all are generated together."""
-        keys = [(positions, frozenset(units)) for units, positions in sets]
+        """Do the same for sets whose gaps are kept or closed; the texts of all are generated together."""
+        keys = [(gap, frozenset(units)) for units, gap in sets]
         new = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._under(self._without(new))
         return [self._found[key] for key in keys]
 
     @contextlib.contextmanager
     def texts_together(self) -> Iterator[None]:
-        """Outcomes within have no text yet; the texts of all are generated together at the end, and have to be asked for again.
+        """Give outcomes inside no text yet; the texts of all are generated together at the end, and have to be asked for again.
 
         A pass for one token takes about as long for eight texts as for one.
         """
@@ -251,11 +251,11 @@ class Runs:
         self._say()
 
     def _without(self, keys: list[tuple[Positions, frozenset[int]]]) -> Iterator[tuple[list[Key], KVBias]]:
-        for positions in ("kept", "closed"):
-            some = [key for key in keys if key[0] == positions]
+        for gap in ("kept", "closed"):
+            some = [key for key in keys if key[0] == gap]
             if some:
                 gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, units in some])
-                rows = counterfactuals(self.model, self.prompt, gone, positions=positions)
+                rows = counterfactuals(self.model, self.prompt, gone, positions=gap)
                 for which, biases in converted_rows(self.model, rows, on_tokens=self.count):
                     yield [some[i] for i in which.tolist()], biases
 
@@ -266,24 +266,24 @@ class Runs:
         return convert_prompt(self.model, rows).select_prompt(0)
 
     def exchanged(
-        self, exchange: Exchange, sets: Iterable[Iterable[int]], asks: Callable[[Outcome], bool] = lambda now: True
+        self, exchange: Exchange, sets: Iterable[Iterable[int]], wants_text: Callable[[Outcome], bool] = lambda now: True
     ) -> list[Outcome]:
         """What the model says with each set of parts exchanged for the other prompt's.
 
         Args:
             exchange: of the whole prompt's bias.
             sets: of its parts, by number.
-            asks: whether the text that is said instead is worth generating.
+            wants_text: whether the text that is said instead is worth generating.
         """
         keys = [(exchange, frozenset(parts)) for parts in sets]
-        new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], asks)]
+        new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], wants_text)]
         chosen, at_once = exchange.rows([parts for _, parts in new]), min(exchange.at_once, self._rows_at_once())
         passes = (slice(start, start + at_once) for start in range(0, len(new), at_once))
-        self._under(((list[Key](new[some]), exchange.biases(chosen[some])) for some in passes), asks)
+        self._under(((list[Key](new[some]), exchange.biases(chosen[some])) for some in passes), wants_text)
         return [self._found[key] for key in keys]
 
-    def _lacks_text(self, now: Outcome, asks: Callable[[Outcome], bool]) -> bool:
-        return now.firm is not None and now.text is None and asks(now)
+    def _lacks_text(self, now: Outcome, wants_text: Callable[[Outcome], bool]) -> bool:
+        return now.firm is not None and now.text is None and wants_text(now)
 
     def _rows_at_once(self) -> int:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
@@ -299,7 +299,9 @@ class Runs:
             logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
         return logits.double().log_softmax(dim=-1).cpu()
 
-    def _under(self, readings: Iterable[tuple[list[Key], KVBias]], asks: Callable[[Outcome], bool] = lambda now: True) -> None:
+    def _under(
+        self, readings: Iterable[tuple[list[Key], KVBias]], wants_text: Callable[[Outcome], bool] = lambda now: True
+    ) -> None:
         """Find what the model says under each bias; texts are generated together, as many as there is room for."""
         for keys, biases in readings:
             here = self._walked(biases)
@@ -307,7 +309,7 @@ class Runs:
             for key, now in zip(keys, here, strict=True):
                 if key[0] == "kept":
                     self.on_without(key[1], now)  # type: ignore[arg-type]
-            said = [i for i, now in enumerate(here) if now.firm is not None and asks(now)]
+            said = [i for i, now in enumerate(here) if now.firm is not None and wants_text(now)]
             if said:
                 of_these = biases if len(said) == len(here) else biases.select_prompts(torch.tensor(said))
                 if sum(len(keys) for keys, _ in self._waiting) + len(said) > 2 * self._rows_at_once():
@@ -317,7 +319,7 @@ class Runs:
             self._say()
 
     def _walked(self, biases: KVBias) -> list[Outcome]:
-        walked, n = walk(self.whole, self._log_p(biases), self.response.tokens.cpu()), len(self.response.tokens)
+        walked, n = walk(self.log_p, self._log_p(biases), self.response.tokens.cpu()), len(self.response.tokens)
         return [
             Outcome(falls, int(differs), int(firm) if firm < n else None)
             for falls, differs, firm in zip(walked.falls, walked.differs, walked.firm, strict=True)
@@ -329,7 +331,7 @@ class Runs:
             return
         keys, n = [key for some, _ in self._waiting for key in some], len(self.response.tokens)
         enough = n if self.one_sentence else n + MORE_TOKENS
-        whole = torch.cat([self.prompt, self.last])
+        prompt = torch.cat([self.prompt, self.last])
 
         def ends(text: list[int]) -> bool:
             return self._stops(text) or (len(text) >= enough and self._ends_sentence(text))
@@ -341,5 +343,5 @@ class Runs:
         most = min(n + MOST_TOKENS, self._room)
         texts = greedy(self.model, biases, self.last, forced, firm, most, ends, self.count)
         for key, text in zip(keys, texts, strict=True):
-            said = Response.of(self.model, whole, torch.tensor(text, device=whole.device))
+            said = Response.of(self.model, prompt, torch.tensor(text, device=prompt.device))
             self._found[key] = replace(self._found[key], text=said.text, words=said.words)

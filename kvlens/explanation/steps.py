@@ -22,8 +22,8 @@ from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found_by
+from kvlens.explanation.presentation import answered, listed
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
-from kvlens.explanation.sentences import answered, listed
 from kvlens.texts import Response
 from kvlens.units import By, Unit, cut, positions_of
 
@@ -240,15 +240,15 @@ class _Explaining:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def find_claims(self, nothing: Outcome) -> None:
-        """The words of the response that fall without all units; the whole response where none does."""
+        """Find the words of the response that fall without all units; the whole response where none does."""
         falls = self.of_words(nothing.falls)
-        self.asked = frozenset(self._asked())
-        self.claims = claims_of(self.response, falls, self.asked)
+        self.question = frozenset(self._question_words())
+        self.claims = claims_of(self.response, falls, self.question)
         self.is_whole = not self.claims
         if self.is_whole:
-            self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.asked)]
+            self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.question)]
 
-    def _asked(self) -> tuple[str, ...]:
+    def _question_words(self) -> tuple[str, ...]:
         """Content words of what is in no unit."""
         text = Response.of(self.model, self.prompt[:0], self.prompt)
         in_unit = self.own.any(dim=0)
@@ -264,9 +264,9 @@ class _Explaining:
         for number, claim in enumerate(self.claims):
             if wanted in claim.text.casefold():
                 return number
-        return self._asked_about(about)
+        return self._named(about)
 
-    def _asked_about(self, about: str) -> int:
+    def _named(self, about: str) -> int:
         """A claim that the user names, of words of the response."""
         names = [word.text.casefold() for word in self.response.words]
         wanted = [word.casefold() for word in about.split()]
@@ -275,7 +275,7 @@ class _Explaining:
             if names[start:stop] == wanted:
                 words = self.response.words[start:stop]
                 nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                self.claims.append(claim_of(self.response, start, stop, nats, self.asked))
+                self.claims.append(claim_of(self.response, start, stop, nats, self.question))
                 self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
                 return len(self.claims) - 1
         said = [word.text for word in self.response.words if word.is_word]
@@ -295,17 +295,17 @@ class _Explaining:
     def of(self, claim: Claim, now: Outcome) -> Verdict:
         return verdict(claim, now.falls, now.differs, now.firm, now.words)
 
-    def add(self, number: int, now: Outcome, about: str, role: str, parts: Iterable[object], **named: Any) -> None:
+    def add(self, number: int, now: Outcome, kind: str, role: str, parts: Iterable[object], **named: Any) -> None:
         claim = self.claims[number]
         found, before = self.of(claim, now), float(self.log_p[claim.start : claim.stop].sum())
         self.rows.append(
             {
                 "claim": number,
-                "about": about,
+                "about": kind,
                 "role": role,
                 "parts": SEPARATOR.join(map(str, parts)),
                 "others": named.get("others", False),
-                "positions": named.get("positions", "kept"),
+                "positions": named.get("gap", "kept"),
                 "removed": named.get("removed", ""),
                 "verdict": found.name,
                 "kept_words": " ".join(found.kept),

@@ -1,7 +1,4 @@
-"""The families of recurrent layers: what each computes before the recurrence and after it, and for which Transformers modules.
-
-To add one, write a class here and list it in ``MIXERS``.
-"""
+"""The families of recurrent layers: what each computes before and after the recurrence, and for which Transformers modules."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple

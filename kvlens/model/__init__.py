@@ -21,10 +21,7 @@ True
 Face model; a folder in the format of Baichuan-M1-14B, the public model with KV shift, loads without running the code in it.
 """
 
-from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
-from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.protocol import Ends, HeadMatrices, KVModel, Layer, LinearNorm, Part, ReadsPrompts
-from kvlens.model.reading import (
+from kvlens.model.activations import (
     HeadsRead,
     StreamReading,
     direct_path,
@@ -38,6 +35,9 @@ from kvlens.model.reading import (
     recurrent_layers,
     visit_heads,
 )
+from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
+from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.protocol import Ends, HeadMatrices, KVModel, Layer, LinearNorm, Part, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer

@@ -258,6 +258,12 @@ class HookedKVTransformerConfig(_Given):
         return cls(**{**plain, **overrides})
 
     @classmethod
+    def unwrap(cls, config: Any) -> "HookedKVTransformerConfig":
+        """``config`` itself, or made from a TransformerLens configuration or a dict of fields."""
+        config = super().unwrap(config)
+        return config if isinstance(config, cls) else cls.from_tl(config)
+
+    @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
         _check_known(cls, changes)

@@ -1,4 +1,4 @@
-"""What is checked before a pass: configuration, tokens and their number, hook names, and the thread; and how a cache is filled.
+"""What is checked before a pass: tokens and their number, hook names, and the thread; and how a cache is filled.
 
 Errors say what was expected.
 
@@ -41,15 +41,6 @@ from kvlens.model.config import HookedKVTransformerConfig
 
 NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
-
-
-def as_kv_config(cfg: Any) -> HookedKVTransformerConfig:
-    """A HookedKVTransformerConfig from one, from a TransformerLens configuration, or from a dict of its fields."""
-    if isinstance(cfg, HookedKVTransformerConfig):
-        return cfg
-    if isinstance(cfg, dict):
-        return HookedKVTransformerConfig(**cfg)
-    return HookedKVTransformerConfig.from_tl(cfg)
 
 
 def check_input(model: Any, given: Any, attention_mask: Any, past: Any, *, is_stream: bool) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
-from kvlens.base.weights import allowed_steps
+from kvlens.base.weights import GROUPS_DIFFER, allowed_steps, check_factors, groups_differ
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
+from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
+from kvlens.model.fingerprint import is_weight
 from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
-from kvlens.model.weights import changes_values, check_weight_processing, is_weight, pieces, refuse_wrong_folding, take_weights
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
 from kvlens.zoo import folder_of, is_hugging_face
@@ -79,11 +80,13 @@ class LoadsAndSaves(HookedTransformer):
                 unsupported architecture, or a model whose results differ from those of transformers.
         """
         parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, verify=verify, **loader_kwargs)
-        steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
-        steps = allowed_steps(parts.cfg, steps)
+        steps: dict[str, Any] = allowed_steps(
+            parts.cfg, dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+        )
+        steps["refactor_factored_attn_matrices"] = refactor_factored_attn_matrices
         kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
         cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
-        fold_value_biases = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
+        steps["fold_value_biases"] = check_weight_processing(cfg, fold_value_biases, refactor_factored_attn_matrices)
         check_weights_have_these_sizes(cfg, parts.state_dict, f"from_pretrained: the weights of {cfg.model_name}")
         if parts.trial is not None:  # the comparison is made without the shift
             cfg.kv_shift = None
@@ -91,7 +94,7 @@ class LoadsAndSaves(HookedTransformer):
         if parts.tokenizer is not None:
             model.set_tokenizer(parts.tokenizer, default_padding_side=default_padding_side)
         model.init_kv_parameters()
-        model.take_state_dict(parts.state_dict, fold_value_biases, refactor_factored_attn_matrices, **steps)
+        model.take_state_dict(parts.state_dict, **steps)
         if move_to_device:
             model.move_model_modules_to_device()
         if parts.trial is not None:
@@ -224,34 +227,19 @@ class LoadsAndSaves(HookedTransformer):
         Raises:
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
-        steps = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
-        self.take_state_dict(dict(state_dict), fold_value_biases, refactor_factored_attn_matrices, **steps)
+        steps = fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices
+        super().load_and_process_state_dict(state_dict, *steps)  # type: ignore[arg-type]
 
-    def take_state_dict(
-        self, weights: dict[str, Tensor], fold_value_biases: bool | None, refactor_factored_attn_matrices: bool, **steps: bool
-    ) -> None:
-        """:meth:`load_and_process_state_dict` of weights that nobody else needs: the dict is emptied, layer by layer.
-
-        What has been read is freed before the next layer is processed, so that two copies of a layer are in memory, not two of
-        the model.
-        """
-        fold_value_biases = check_weight_processing(self.cfg, fold_value_biases, refactor_factored_attn_matrices)
-        refuse_wrong_folding(
-            self.cfg, weights, fold_ln=steps["fold_ln"], center_writing_weights=steps["center_writing_weights"]
-        )
+    def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
+        """As the base's, refused where it would change the output."""
+        refactor, folds = (steps[name] for name in ("refactor_factored_attn_matrices", "fold_value_biases"))
+        steps["fold_value_biases"] = check_weight_processing(self.cfg, folds, refactor)
+        refuse_wrong_folding(self.cfg, weights, steps["fold_ln"], steps["center_writing_weights"])
         if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
             weights["pos_embed.W_pos"] = torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)
-        filled = self.fill_missing_keys(weights)
-        weights.clear()
-        steps |= {"fold_value_biases": fold_value_biases, "refactor_factored_attn_matrices": refactor_factored_attn_matrices}
-        steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
-        self.cfg.value_biases_folded |= changes_values(filled, steps)
-        if steps["fold_ln"]:
-            self.forget_norm_weights()
-        for names, process in pieces(self.cfg, filled):
-            piece = {name: filled.pop(name) for name in names}
-            given = {weight.untyped_storage().data_ptr() for weight in piece.values()}
-            take_weights(self, process(piece, steps) if any(steps.values()) else piece, given)
+        weights.update(self.fill_missing_keys(weights))
+        self.cfg.value_biases_folded |= changes_values(weights, steps)
+        super().take_state_dict(weights, **steps)
 
     @checked
     def process_weights_(  # type: ignore[override]
@@ -263,14 +251,8 @@ class LoadsAndSaves(HookedTransformer):
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
         """As in TransformerLens, with ``fold_value_biases`` as in :meth:`load_and_process_state_dict`."""
-        self.load_and_process_state_dict(
-            self.state_dict(),
-            fold_ln,
-            center_writing_weights,
-            center_unembed,
-            fold_value_biases,
-            refactor_factored_attn_matrices,
-        )
+        steps = fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices
+        self.load_and_process_state_dict(self.state_dict(), *steps)
 
     def fold_value_biases(self, state_dict: dict[str, Tensor]):
         """As TransformerLens', refused where it would change the output."""
@@ -281,6 +263,105 @@ class LoadsAndSaves(HookedTransformer):
         """As TransformerLens', refused where it would change the output."""
         check_weight_processing(self.cfg, False, True)
         return super().refactor_factored_attn_matrices(state_dict)
+
+
+def changes_values(weights: Mapping[str, Tensor], steps: Mapping[str, bool]) -> bool:
+    """Whether processing makes other values than the weights do now: without b_V, part of which comes from a folded norm."""
+    names = ("attn.b_V", "attn._b_V", "ln1.b") if steps["fold_ln"] else ("attn.b_V", "attn._b_V")
+    biases = (weight for name, weight in weights.items() if name.endswith(names))
+    return steps["refactor_factored_attn_matrices"] or (steps["fold_value_biases"] and any(bool(b.any()) for b in biases))
+
+
+def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: bool | None, refactor: bool) -> bool:
+    """Whether to fold value biases; None means "if that preserves the output".
+
+    Folding b_V into b_O assumes that each row of the pattern sums to 1 and that every value contains b_V exactly once. Linear
+    attention need not satisfy the first (with RoPE after the map, or normalizer "none"), nor does a value shift satisfy the
+    second, since the first token lacks a predecessor.
+
+    Raises:
+        KVLensError: the requested processing would change the output.
+    """
+    reason = _why_not_fold(cfg)
+    if fold_value_biases and reason:
+        raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
+    between = "the shift acts" if cfg.kv_shift is not None else "an attention variant may act"
+    if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
+        raise KVLensError(
+            "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
+            f"{reason or f'{between} between the two factors'}. Pass refactor_factored_attn_matrices=False."
+        )
+    if refactor:
+        check_factors(cfg)
+    return reason is None if fold_value_biases is None else fold_value_biases
+
+
+def refuse_wrong_folding(
+    cfg: HookedKVTransformerConfig, state_dict: Mapping[str, Tensor], fold_ln: bool, center_writing_weights: bool
+) -> None:
+    """Raise KVLensError if folding norms or centering writing weights would change the output or is not supported.
+
+    TransformerLens does not check these cases and would return a different model.
+    """
+    kind = cfg.normalization_type
+    if cfg.positional_embedding_type == "shortformer" and (fold_ln or center_writing_weights) and kind is not None:
+        _refuse("shortformer adds positions to keys and queries after the norm", fold_ln, center_writing_weights)
+    layer_norm = kind in ("LN", "LNPre")
+    if center_writing_weights and layer_norm and cfg.num_experts:
+        _refuse("TransformerLens centers the experts' router too", False, True)
+    if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
+        _refuse("the final RMS norm, unlike a LayerNorm, depends on the mean of the stream", fold_ln, center_writing_weights)
+    if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):
+        _refuse("the gate has no bias that could absorb the norm's", True, False)
+    if fold_ln and any(bool(weight.any()) for weight in _beside_projections(cfg, state_dict)):
+        _refuse("the MLP beside a projection has no bias that could absorb the norm's", True, False)
+    if (
+        fold_ln
+        and kind is not None
+        and cfg.act_fn is not None
+        and cfg.act_fn.endswith("_ln")
+        and (cfg.attn_only or kind != "LN")
+    ):
+        _refuse(f"TransformerLens folds the norm of act_fn={cfg.act_fn!r} into MLPs only with LayerNorm", True, False)
+
+
+def _beside_projections(cfg: HookedKVTransformerConfig, state_dict: Mapping[str, Tensor]) -> list[Tensor]:
+    """The last layers of all MLPs that read what the norms of ``state_dict`` give."""
+    augmented = None if cfg.attention_variant is None else cfg.attention_variant.augmented
+    if augmented is None or augmented.parallel is None or not any(name.endswith("ln1.w") for name in state_dict):
+        return []
+    return [w for name, w in state_dict.items() if ".augment_" in name and name.endswith(f".weights.{augmented.depth - 1}")]
+
+
+def _refuse(reason: str, fold_ln: bool, center_writing_weights: bool) -> None:
+    wrong = [n for n, asked in (("fold_ln", fold_ln), ("center_writing_weights", center_writing_weights)) if asked]
+    remedy = ", ".join(f"{name}=False" for name in wrong)
+    raise KVLensError(f"{' and '.join(wrong)} would change this model's output: {reason}. Pass {remedy}.")
+
+
+def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
+    if cfg.attention == "linear":
+        return "rows of linear attention need not sum to 1"
+    if cfg.kv_shift is not None and cfg.kv_shift.values:
+        return "with a value shift the first token lacks a predecessor, so its value contains b_V beta_1 times, not once"
+    if groups_differ(cfg):
+        return GROUPS_DIFFER
+    if cfg.use_attention_sinks:
+        return "with attention sinks the rows of the pattern sum to less than 1"
+    return None if cfg.attention_variant is None else _why_not_fold_under(cfg.attention_variant)
+
+
+def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
+    """Why an attention variant prevents folding b_V into b_O; "normalised" regularization and augmented keys do not."""
+    if variant.ridge is not None:
+        return "the weights of ridge attention need not sum to 1"
+    if variant.negative is not None:
+        return "negative samples subtract beta from each row's sum"
+    if variant.augmented is not None and variant.augmented.values and variant.augmented.parallel is None:
+        return "values pass through an MLP after b_V is added"
+    if variant.regularised is not None and variant.regularised.form != "normalised":
+        return "regularised attention subtracts alpha times a token's own value"
+    return None
 
 
 def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:

@@ -3,11 +3,11 @@
 Two classes implement it: :class:`kvlens.HookedKVTransformer`, and :class:`kvlens.KVTransformerBridge` for models that
 Transformers runs.
 
-What a model is made of, as :mod:`kvlens.model.reading` reads it, are layers and both ends. A layer has *parts*: its attention,
-a recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, its heads and its output weights.
+What :mod:`kvlens.model.activations` reads of a model are its layers and both ends. A layer has *parts*: its attention, a
+recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, its heads and its output weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvlens.checks.values import CALLED
-from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
+from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias.exact import PromptReading, PromptTokens
 from kvlens.ops.softmax_features import ScoreRule
 
 Form = Callable[[Tensor], Tensor] | None
@@ -233,7 +234,7 @@ class KVModel(Protocol):
         """
 
     def layers(self) -> Sequence[Layer]:
-        """The layers: their parts, hook points and norms, which :mod:`kvlens.model.reading` reads."""
+        """The layers: their parts, hook points and norms, which :mod:`kvlens.model.activations` reads."""
 
     def ends(self) -> Ends:
         """How tokens enter the residual stream, and how it becomes logits."""
@@ -243,52 +244,6 @@ CALLED[KVModel] = (
     "a HookedKVTransformer (HookedKVTransformer.from_hooked_transformer makes one) or a KVTransformerBridge "
     "(KVTransformerBridge.of makes one)"
 )
-
-
-class PromptTokens(NamedTuple):
-    """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
-
-    Attributes:
-        mask: True at tokens that are read; None if all are. The others are padding, or deleted in a counterfactual prompt.
-        has_batch: whether the bias gets a batch axis.
-        keeps_positions: whether tokens that are not read still take up positions.
-    """
-
-    tokens: Int[Tensor, "batch pos"]
-    mask: Bool[Tensor, "batch pos"] | None
-    has_batch: bool
-    keeps_positions: bool = False
-
-    def lengths(self) -> int | Int[Tensor, " batch"]:
-        """The number of tokens that are read: an int, or one per row if rows differ."""
-        if self.mask is None:
-            return self.tokens.shape[1]
-        lengths = self.mask.sum(dim=1)
-        return int(lengths[0]) if bool((lengths == lengths[0]).all()) else lengths
-
-    def n_positions(self) -> int | Int[Tensor, " batch"]:
-        """The number of positions that the prompt takes up: one for each token that is read, or for every token."""
-        return self.tokens.shape[1] if self.keeps_positions else self.lengths()
-
-
-class PromptReading(NamedTuple):
-    """What one pass over a prompt leaves for conversion; the layers are those with attention.
-
-    Attributes:
-        keys: as scored.
-        values: at the same positions.
-        residual: the residual stream after the last layer.
-        queries: as scored, of each layer; None unless they were asked for.
-        shift_state: raw last rows of the projections that are shifted, by "k", "v" and "q".
-        recurrent: the states of recurrent layers, including the effect of the bias that the prompt continues.
-    """
-
-    keys: Float[Tensor, "layer batch kv_head pos d_key"]
-    values: Float[Tensor, "layer batch kv_head pos d_head"]
-    residual: Float[Tensor, "batch pos d_model"]
-    queries: list[Float[Tensor, "batch pos head d_key"]] | None = None
-    shift_state: Mapping[str, Float[Tensor, "layer batch window head d_head"]] = {}
-    recurrent: RecurrentStates = NO_STATES
 
 
 class QueriesRead(NamedTuple):

@@ -34,7 +34,7 @@ from kvlens.files import (
     write_folder,
 )
 from kvlens.model.config import HookedKVTransformerConfig
-from kvlens.model.weights import forget_hash, is_weight, weights_hash
+from kvlens.model.fingerprint import forget_hash, is_weight, weights_hash
 from kvlens.tokenizer import read_tokenizer
 
 M = TypeVar("M", bound=HookedTransformer)

@@ -1,16 +1,21 @@
-"""A pass over a long text in segments: memory beyond the tokens and the output does not grow with the text.
+"""A pass over a long text in segments, through all layers before the next one starts, so that memory hardly grows with it.
 
 Of the tokens before a segment, linear attention needs only a state of fixed size, the shift state and the number of tokens.
-A segment therefore goes through all layers before the next one starts, as a decoded token does, and its activations stay in
-the processor's cache, which on a CPU saves a fifth of the time. The output equals that of a whole pass up to rounding: each
+A segment runs as a decoded token does, and its activations stay in the processor's cache, which on a CPU saves a fifth of the
+time. The output equals that of a whole pass up to rounding: each
 row goes through the same products, the state through the same sums.
 
 The text runs as a whole if there are hooks, which expect the whole text, or if a backward pass needs all activations. Hooks
 that can handle segments, in order to process texts of any length, are passed to :func:`run_in_segments`.
 
-At the end are the logits of a text's last tokens, without the others, which would take the most memory.
+Softmax attention needs all keys. Where torch's kernel does not compute a layer, or needs a mask, a pass over N tokens holds
+heads x N x N scores; there a long prompt, or text after one, is read in segments that hold at most
+:data:`kvlens.memory.NUMBERS_AT_ONCE` scores.
+
+The logits of a text's last tokens are computed without the others, which would take the most memory.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,10 +28,19 @@ from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 
 from kvlens.base import HookedTransformer, Output
 from kvlens.checks import Count, checked
-from kvlens.components import LinearCacheEntry, hidden_tokens_keep_positions, is_hooked, upgrade_cache
+from kvlens.components import (
+    LinearCacheEntry,
+    ShiftedCacheEntry,
+    hidden_tokens_keep_positions,
+    is_hooked,
+    runs_fused,
+    upgrade_cache,
+)
 from kvlens.errors import KVLensError
-from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU
+from kvlens.kv_bias.storage import padded
+from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
+from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
 
 MULTIPLE = 64
 """Segments consist of whole chunks of the chunked form."""
@@ -312,10 +326,11 @@ def logits_on(
     model: Any,
     text: Int[Tensor, "batch pos"],
     n_last: int,
-    before: Int[Tensor, "batch before_pos"] | None,
-    kept: Bool[Tensor, "batch before_pos"] | None,
-    keeps_positions: bool,
-    residuals: list[Tensor] | None,
+    *,
+    before: Int[Tensor, "batch before_pos"] | None = None,
+    kept: Bool[Tensor, "batch before_pos"] | None = None,
+    keeps_positions: bool = True,
+    residuals: list[Tensor] | None = None,
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_on`.
 
@@ -350,7 +365,7 @@ def logits_on(
 
 
 def logits_of(
-    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None, n_last: int | None
+    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_of`."""
     n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
@@ -363,3 +378,92 @@ def logits_of(
     start = n_layers if layer is None else layer
     logits: Tensor = model.run_with_hooks(residual, start_at_layer=start, attention_mask=mask, fwd_hooks=hooks)
     return logits
+
+
+def read_prompt(model: Any, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
+    tokens, mask, _, keeps_positions = prompt
+    cache = model.empty_cache(len(tokens))
+    given = torch.ones_like(tokens) if mask is None else mask.long()
+    residuals, queries = [], []
+    with hidden_tokens_keep_positions(keeps_positions):
+        changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
+        holds_no_scores = mask is None and _holds_no_scores(model)
+        whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
+        for some in _segments(model, tokens, whole):
+            options = dict(attention_mask=given[:, some], past_kv_cache=cache, stop_at_layer=model.cfg.n_layers)
+            with observed(model) as seen:
+                residuals.append(model(tokens[:, some], **options))
+            queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
+    keys, values = (padded([x[i].transpose(1, 2).to(tokens.device) for x in seen]) for i in (1, 2))
+    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry)]
+    shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
+    return PromptReading(
+        keys,
+        values,
+        torch.cat(residuals, dim=1),
+        [torch.cat(parts, dim=1) for parts in zip(*queries, strict=True)] if with_queries else None,
+        {x: padded([entry.shift_state[x].to(keys) for entry in entries if x in entry.shift_state]) for x in shifted},
+    )
+
+
+@torch.no_grad()
+def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
+    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
+    layers = range(model.cfg.n_layers) if layers is None else layers
+    segments = list(_segments(model, tokens))
+    cache = model.empty_cache(len(tokens)) if len(segments) > 1 else None
+    read = []
+    for some in segments:
+        z, log_n = dict[int, Tensor](), dict[int, Tensor]()
+        hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
+        hooks += [
+            (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
+            for i in layers
+        ]
+        options = dict(attention_mask=torch.ones_like(tokens[:, some]), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
+        with observed(model) as seen, model.hooks(fwd_hooks=hooks):
+            model(tokens[:, some], **options)
+        read.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
+    return [QueriesRead(*map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*read, strict=True)]
+
+
+def _holds_no_scores(model: Any) -> bool:
+    """Whether torch's kernel computes every layer and sees by itself which keys are later."""
+    by_kernel = all(runs_fused(block.attn) and block.attn.attn_type == "global" for block in model.blocks)
+    return by_kernel and model.cfg.positional_embedding_type != "alibi"
+
+
+def _segments(model: Any, tokens: Tensor, whole: bool = False) -> Iterator[slice]:
+    """The positions of a text that are read at once after what is attached."""
+    batch, n_pos = tokens.shape
+    n_keys = 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi
+    length = n_pos if whole else tokens_at_once(model, batch, n_pos, n_keys)
+    return (slice(first, first + length) for first in range(0, n_pos, length))
+
+
+def tokens_at_once(model: Any, batch: int, n_pos: int, n_keys: int) -> int:
+    """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
+    return min(
+        n_pos,
+        max(1, by_device(NUMBERS_AT_ONCE, torch.device(model.cfg.device)) // (batch * model.cfg.n_heads * (n_keys + n_pos))),
+    )
+
+
+@contextlib.contextmanager
+def observed(model: Any) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Inside the block, (q, k, v) of every layer, as scored, are appended to the list in the order of the layers.
+
+    Raises:
+        KVLensError: another thread is using this model.
+    """
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    attentions = [block.attn for block in model.blocks]
+    with model._thread.changes("convert_prompt", model._has_bias):
+        for attn in attentions:
+            attn.observer = lambda q, k, v: seen.append((q, k, v))
+        try:
+            yield seen
+        finally:
+            for attn in attentions:
+                attn.observer = None

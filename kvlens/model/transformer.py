@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE
@@ -30,11 +29,12 @@ from kvlens.components import (
 )
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.model import streaming
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
+from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.model.inputs import (
     OneThread,
-    as_kv_config,
     ask_for,
     check_hook_names,
     check_input,
@@ -47,10 +47,7 @@ from kvlens.model.inputs import (
     warn_of_silent_hooks,
 )
 from kvlens.model.loading import LoadsAndSaves
-from kvlens.model.prompt import read_prompt, read_queries
-from kvlens.model.protocol import Ends, Layer, PromptReading, PromptTokens, QueriesRead, ends_of, layers_of
-from kvlens.model.streaming import forward_in_segments, logits_of, logits_on, read_before_the_last, streams
-from kvlens.model.weights import WeightsThen, fingerprint_of, look_again, weights_hash
+from kvlens.model.protocol import ends_of, layers_of
 from kvlens.tokenizer import warn_of_unknown_words
 
 MOST_NEW = Annotated[int, Within(1, 2**31 - 1)]
@@ -80,7 +77,7 @@ class HookedKVTransformer(LoadsAndSaves):
         move_to_device: bool = True,
         default_padding_side: Any = None,
     ):
-        cfg = as_kv_config(cfg)
+        cfg = HookedKVTransformerConfig.unwrap(cfg)
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
@@ -155,10 +152,10 @@ class HookedKVTransformer(LoadsAndSaves):
             if start_at_layer is None:
                 if isinstance(input, (str, list)) and self.tokenizer is not None:
                     input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
-                if streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
+                if streaming.streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
                     how: dict[str, Any] = dict(return_type=return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos)
                     how |= dict(padding_side=padding_side, stop_at_layer=stop_at_layer)
-                    return forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
+                    return streaming.forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
             text = input, return_type, loss_per_token, prepend_bos, padding_side
             rest: Any = start_at_layer, tokens, shortformer_pos_embed, attention_mask, stop_at_layer, past_kv_cache
             return super().forward(*text, *rest)
@@ -295,7 +292,7 @@ class HookedKVTransformer(LoadsAndSaves):
 
     def read(self, new: Tensor, mask: Tensor | None, cache: TransformerLensKeyValueCache | None) -> Tensor:
         """As in the base; of a long text that linear attention reads into a state, only the last token gets logits."""
-        new, mask = read_before_the_last(self, new, mask, cache)
+        new, mask = streaming.read_before_the_last(self, new, mask, cache)
         return super().read(new, mask, cache)
 
     def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
@@ -341,40 +338,10 @@ class HookedKVTransformer(LoadsAndSaves):
         ask_for(self, names_filter)
         return super().add_caching_hooks(names_filter, *args, **kwargs)
 
-    def layers(self) -> list[Layer]:
-        """See :meth:`kvlens.KVModel.layers`."""
-        return layers_of(self)
-
-    def ends(self) -> Ends:
-        """See :meth:`kvlens.KVModel.ends`."""
-        return ends_of(self)
-
-    def logits_on(
-        self,
-        text: Int[Tensor, "batch pos"],
-        n_last: int,
-        *,
-        before: Int[Tensor, "batch before_pos"] | None = None,
-        kept: Bool[Tensor, "batch before_pos"] | None = None,
-        keeps_positions: bool = True,
-        residuals: list[Tensor] | None = None,
-    ) -> Float[Tensor, "batch n_last d_vocab"]:
-        """See :meth:`kvlens.KVModel.logits_on`."""
-        return logits_on(self, text, n_last, before, kept, keeps_positions, residuals)
-
-    def logits_of(
-        self, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
-    ) -> Float[Tensor, "batch n_last d_vocab"]:
-        """See :meth:`kvlens.KVModel.logits_of`."""
-        return logits_of(self, residual, layer, n_last)
-
-    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
-        return read_prompt(self, prompt, with_queries)
-
-    def read_queries(self, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
-        return read_queries(self, tokens, layers)
+    # what conversion and analyses read of a model: functions of it, in modules of their own
+    layers, ends = layers_of, ends_of
+    logits_on, logits_of = streaming.logits_on, streaming.logits_of
+    read_prompt, read_queries = streaming.read_prompt, streaming.read_queries
 
     def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
@@ -399,7 +366,7 @@ class HookedKVTransformer(LoadsAndSaves):
         While it is attached, strings get no BOS by default, since the prompt had one. It belongs to the thread that attached
         it: until it is detached, calls from other threads raise an error, also when that thread has ended (hooks are not
         protected in this way; give every thread a copy). A pass warns, once, if the weights are no longer those of the bias, as
-        far as :class:`kvlens.model.weights.WeightsThen` sees it, and if normalizers are below 0.
+        far as :class:`kvlens.model.fingerprint.WeightsThen` sees it, and if normalizers are below 0.
 
         Raises:
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not

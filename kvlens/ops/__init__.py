@@ -71,7 +71,6 @@ def test_running_mean():
     assert torch.equal(running_mean(later_changed)[:, :7], running_mean(x)[:, :7])  # causal
 ```
 
-Name it in the file's `__all__`; the file's last line has its calls checked where they come from outside kvlens. Ops import
-torch, einops, jaxtyping and a few modules of the standard library (`tests/test_imports.py`). If a paper defines it, add it to
-that paper's page in `kvlens/papers`.
+The file's last line has its calls checked where they come from outside kvlens. Ops import torch, einops, jaxtyping and a few
+modules of the standard library (`tests/test_imports.py`). What a paper defines belongs on its page in `kvlens/papers` too.
 """

@@ -22,23 +22,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "Negatives",
-    "RidgeState",
-    "augment",
-    "full_rank_limit",
-    "lowest_scored",
-    "mean_of_negatives",
-    "naive_negative",
-    "naive_regularised",
-    "naive_ridge",
-    "ridge_attention",
-    "ridge_state",
-    "ridge_step",
-    "ridge_steps",
-]
-
-
 # One head, in loops over queries and tokens, one line per equation: the reference for the fast forms.
 
 

@@ -35,24 +35,6 @@ from torch.nn.functional import pad
 from kvlens.checks import Count, doors, ensure
 from kvlens.ops.linear_attention import without_padding
 
-__all__ = [
-    "CarriedOutput",
-    "DeltaRuleOutput",
-    "carried_delta_rule",
-    "carried_keys",
-    "carried_queries",
-    "chunked_delta_rule",
-    "effective_attention",
-    "naive_carried",
-    "naive_carried_delta_rule",
-    "naive_delta_rule",
-    "naive_token_maps",
-    "recurrent_carried_delta_rule",
-    "recurrent_delta_rule",
-    "state_map",
-]
-
-
 LOWEST_LOG_DECAY = -100.0
 """A factor e^-100 = 4e-44 erases a state in any precision, while sums of such steps keep their digits and avoid -inf."""
 

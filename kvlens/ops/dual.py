@@ -25,32 +25,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "LogKernel",
-    "NaiveDual",
-    "PairSums",
-    "cosine",
-    "dual_loss",
-    "feature_kernel",
-    "kernel_values",
-    "landmark_features",
-    "log_loss_drops",
-    "loss_gradient",
-    "loss_of_predictions",
-    "losses",
-    "mean_cosines",
-    "mean_outer",
-    "naive_dual",
-    "pair_sums",
-    "predict",
-    "predictions_at_demonstrations",
-    "random_log_features",
-    "softmax_kernel",
-    "step_outputs",
-    "weight_after",
-]
-
-
 # The obvious form: loops over tokens, in float64. Everything is expressed through the kernel, so that it serves finite features
 # and the exact softmax kernel alike: W = sum_t c_t phi(k_t)^T is represented by its coefficients c_t, and W phi(z) = sum_t c_t
 # kappa(k_t, z).

@@ -29,20 +29,6 @@ from kvlens.checks import doors
 from kvlens.errors import KVLensError
 from kvlens.ops.dual import LogKernel, kernel_values, softmax_kernel
 
-__all__ = [
-    "AttentionWeights",
-    "BoundTerms",
-    "FoldedMLP",
-    "bound_terms",
-    "dual_of_prefix_lm",
-    "fold_mlp",
-    "log_effective_trace",
-    "log_trace",
-    "prefix_lm_attention",
-    "rank_bound",
-    "through_layers",
-]
-
 
 class FoldedMLP(NamedTuple):
     """An MLP as one linear map at one query.

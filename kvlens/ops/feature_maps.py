@@ -18,15 +18,6 @@ from torch import Tensor
 
 from kvlens.checks import Count, doors
 
-__all__ = [
-    "draw_projections",
-    "elu_plus_one",
-    "hedgehog",
-    "random_features",
-    "relu",
-    "taylor",
-]
-
 
 def elu_plus_one(x: Float[Tensor, "*lead d"]) -> Float[Tensor, "*lead d"]:
     """phi(x) = elu(x) + 1 = exp(min(x, 0)) + max(x, 0), positive everywhere.

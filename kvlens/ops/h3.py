@@ -23,15 +23,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.ops.short_convolution import short_convolution
 
-__all__ = [
-    "DiagonalSSM",
-    "H3Output",
-    "H3State",
-    "effective_attention",
-    "h3_attention",
-    "read_state",
-]
-
 
 class DiagonalSSM(NamedTuple):
     """The diagonal SSM of each head: A, B, C by state, and D, which skips it."""

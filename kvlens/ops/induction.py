@@ -21,13 +21,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "induction_head",
-    "landscape_loss",
-    "naive_induction_head",
-    "naive_landscape_loss",
-]
-
 
 def naive_induction_head(
     x: Float[Tensor, "batch pos d_model"], sigma: float, slope: float

@@ -37,19 +37,6 @@ from kvlens.ops.landmarks import (
 )
 from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
 
-__all__ = [
-    "Masses",
-    "Matched",
-    "MatchedBy",
-    "attention_received",
-    "expected_log_attention",
-    "masses",
-    "match_among",
-    "match_keys",
-    "match_mass",
-    "match_output",
-]
-
 
 def naive_attention_received(
     q: Float[Tensor, "query d"], keys: Float[Tensor, "key d"], weight: Float[Tensor, " key"], scale: float, sink: float | None

@@ -21,14 +21,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "coefficients_from_parameter",
-    "effective_pattern",
-    "initial_shift_parameter",
-    "kv_shift",
-    "naive_kv_shift",
-]
-
 
 def naive_kv_shift(
     x: Float[Tensor, "batch pos head d"],

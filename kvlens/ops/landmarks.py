@@ -27,33 +27,6 @@ from kvlens.memory import BLOCK_NUMBERS, NUMBERS_AT_ONCE, by_device
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores, naive_score
 
-__all__ = [
-    "Chosen",
-    "Errors",
-    "Gram",
-    "Products",
-    "PromptKeys",
-    "Queries",
-    "Rows",
-    "Shares",
-    "Statistics",
-    "blocks_of",
-    "budgets_by_gain",
-    "choose_among",
-    "choose_keys",
-    "fit_values",
-    "fit_weights",
-    "joined",
-    "key_shares",
-    "lazy_paths",
-    "levels",
-    "output_errors",
-    "shares",
-    "statistics",
-    "waterline",
-]
-
-
 # The references: one head, one query, one key at a time, every fit solved from scratch from its rows. For small problems.
 
 

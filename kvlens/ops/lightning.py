@@ -25,17 +25,6 @@ from kvlens.ops.linear_attention import (
     without_padding,
 )
 
-__all__ = [
-    "LightningOutput",
-    "carried_keys",
-    "carried_queries",
-    "chunked_lightning",
-    "effective_attention",
-    "naive_lightning",
-    "recurrent_lightning",
-    "state_map",
-]
-
 
 class LightningOutput(NamedTuple):
     """z per token, and the state after the last real token if it was requested."""

@@ -32,27 +32,6 @@ from kvlens.checks import Count, doors
 from kvlens.errors import KVLensError
 from kvlens.ops.rotary import naive_rotate, rotate
 
-__all__ = [
-    "LinearAttentionOutput",
-    "LinearAttentionState",
-    "carry_state",
-    "causal_scores",
-    "chunked_linear_attention",
-    "ffn_with_state",
-    "final_state",
-    "naive_carry_state",
-    "naive_linear_attention",
-    "parallel_linear_attention",
-    "read_state",
-    "real_steps",
-    "rebase_state",
-    "recurrent_linear_attention",
-    "retnet_decay",
-    "running_normalizer",
-    "unmasked_linear_attention",
-    "without_padding",
-]
-
 
 class LinearAttentionState(NamedTuple):
     """The state of linear attention: A and D after the last real token. The rows of a batch may share an initial state."""

@@ -17,13 +17,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "ROWS_KEPT",
-    "RotaryTable",
-    "naive_rotate",
-    "rotate",
-]
-
 
 def naive_rotate(
     x: Float[Tensor, "*lead d"], position: int, frequencies: Float[Tensor, " pairs"], adjacent_pairs: bool

@@ -22,15 +22,6 @@ from kvlens.checks import doors
 from kvlens.ops.delta_rule import starting_state
 from kvlens.ops.ssd import SSDOutput, by_head, summed_decay
 
-__all__ = [
-    "carried_keys",
-    "carried_queries",
-    "effective_attention",
-    "selective_scan",
-    "state_map",
-]
-
-
 Keys = Float[Tensor, "batch pos key_head d_k"]
 Values = Float[Tensor, "batch pos head d_v"]
 LogDecay = Float[Tensor, "batch pos head d_k"]

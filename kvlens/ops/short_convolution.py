@@ -16,12 +16,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "ShortConvolutionOutput",
-    "naive_short_convolution",
-    "short_convolution",
-]
-
 
 class ShortConvolutionOutput(NamedTuple):
     """The convolved rows, and the last K - 1 raw rows of [initial state; real tokens] if they were requested."""

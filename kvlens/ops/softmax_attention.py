@@ -32,22 +32,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-__all__ = [
-    "ExtraKeys",
-    "JoinedBias",
-    "ScaledFeatures",
-    "ScaledMass",
-    "SoftmaxAttentionOutput",
-    "attend_with_extra_keys",
-    "by_kv_head",
-    "fused_softmax_attention",
-    "join_bias",
-    "merge_extra_keys",
-    "naive_join_bias",
-    "naive_softmax_attention",
-    "visible_keys",
-]
-
 
 class SoftmaxAttentionOutput(NamedTuple):
     """z, and log n if it was requested (in float32 or better)."""

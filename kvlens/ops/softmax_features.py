@@ -22,18 +22,6 @@ from kvlens.checks import doors
 from kvlens.ops.feature_maps import taylor
 from kvlens.ops.softmax_attention import ScaledFeatures, by_kv_head
 
-__all__ = [
-    "ScoreRule",
-    "distance_scores",
-    "elu_log_features",
-    "grouped_key_scores",
-    "learned_log_features",
-    "random_log_features",
-    "scaled_exp",
-    "taylor_features",
-    "virtual_key_scores",
-]
-
 
 class ScoreRule(NamedTuple):
     """How a softmax model turns a query, a key and the distance between them into a log-score.

@@ -20,18 +20,6 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.ops.delta_rule import LOWEST_LOG_DECAY, starting_state
 
-__all__ = [
-    "SSDOutput",
-    "carried_keys",
-    "carried_queries",
-    "chunked_ssd",
-    "effective_attention",
-    "naive_ssd",
-    "recurrent_ssd",
-    "state_map",
-]
-
-
 CHUNK_SIZE = 64
 
 

@@ -19,7 +19,7 @@ Methods of other papers, by the names that code and tables use:
   weights and values, fitted on the prompt repeated and the model's own text. ``method="landmark"`` builds on it. New in kvlens: values that make up for the
   error of the weights, fitted to the head's output over prompt and text; budgets that give keys to the heads where they remove most error of the
   logits, to first order; and the result as one object that can be saved, added, subtracted (only then do weights have either sign), and attributed to heads;
-- prompts as changes of the weights (`kvlens.conversion.weights`): rank-1 patches of the MLPs for every token (Dherin et al. 2025, arXiv 2507.16003;
+- prompts as changes of the weights (`kvlens.conversion.weight_patches`): rank-1 patches of the MLPs for every token (Dherin et al. 2025, arXiv 2507.16003;
   Goldwaser et al. 2025, arXiv 2511.17864), thought vectors and matrices (Mazzawi et al. 2025, arXiv 2510.08734), context distillation (Askell et al.
   2021, arXiv 2112.00861; Snell et al. 2022, arXiv 2209.15189), also with low rank (Hu et al. 2021, arXiv 2106.09685).
 

@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
     @property
     def command(self) -> str:
-        """How to repeat it, as Markdown."""
+        """Say how to repeat it, as Markdown."""
         if self.by == UNTESTED:
             return ""
         return f"`kvlens reproduce {self.by}`" if self.experiment else f"`pytest {self.by}`"

@@ -2,7 +2,7 @@
 
 The result is a configuration of :mod:`kvlens.base` with weights under its names, from which :mod:`kvlens.model` builds a model.
 
-- :mod:`~kvlens.pretrained.parts`: the entry point; config, weights, tokenizer and shift of a name, a folder or a loaded model;
+- :mod:`~kvlens.pretrained.hugging_face`: the entry point; all parts of a name, a folder or a loaded model;
 - :mod:`~kvlens.pretrained.names`: public names, and where their files are;
 - :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: files, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.families`, ``rope_parameters``: Transformers' model as ours;
@@ -14,9 +14,9 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 from kvlens.pretrained.checkpoint_files import read_tensors
 from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
 from kvlens.pretrained.gguf import is_gguf, read_gguf
+from kvlens.pretrained.hugging_face import PretrainedParts, load_pretrained_parts
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import cached_folder, is_local_folder, official_name, official_names
-from kvlens.pretrained.parts import PretrainedParts, load_pretrained_parts
 from kvlens.pretrained.shift_import import import_shift_coefficients
 from kvlens.pretrained.trial import check_trial
 

@@ -46,7 +46,7 @@ from kvlens.arguments import path_of
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular, reason
-from kvlens.pretrained.parts import PretrainedParts
+from kvlens.pretrained.hugging_face import PretrainedParts
 from kvlens.tokenizer import with_bos
 
 HEADER = struct.Struct("<7i")

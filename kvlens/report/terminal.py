@@ -12,8 +12,8 @@ from rich.text import Text
 
 from kvlens.checks import checked
 from kvlens.explanation import Explained, paragraphs
-from kvlens.explanation.exchanges import GROUPS
-from kvlens.explanation.sentences import MEANINGS, answered
+from kvlens.explanation.exchanges import POSITION_GROUPS
+from kvlens.explanation.presentation import MEANINGS, answered
 from kvlens.report.build import ABLATION, MEASURES, Report, ranked_heads
 from kvlens.report.summary import CONDITIONS, continuation_in_a_sentence, heads_in_words
 from kvlens.terminal import WIDTH, make_console, visible
@@ -276,7 +276,7 @@ def print_explanation(found: Explained) -> None:
     if len(positions):
         console.print(f"\nnats that {visible(found.named)} loses when these are read without the cause", style="bold")
         for row in positions.itertuples():
-            console.print(f"{GROUPS[row.parts]:<42}{row.nats:6.2f}  {row.verdict}")
+            console.print(f"{POSITION_GROUPS[row.parts]:<42}{row.nats:6.2f}  {row.verdict}")
     if found.left_out:
         console.print(f"\nLeft out, as the budget had no room for it: {', '.join(found.left_out)}.")
     console.print("\nWhat the words mean", style="bold")

@@ -108,6 +108,10 @@ class ArithmeticTask(Task):
     def d_input(self) -> int:
         return self._first_name + self.n_names
 
+    @property
+    def chance(self) -> float:
+        return 1 / self.modulus
+
     @checked
     def question_length(self, n_ops: int) -> int:
         """Return how many tokens come before the solution: the prompt for a model that writes the solution itself."""

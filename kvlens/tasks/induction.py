@@ -115,6 +115,10 @@ class InductionTask(Task):
     def d_input(self) -> int:
         return self.vocab_size
 
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - 1)  # no token follows itself
+
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         self.check_drawable(batch_size, generator, split)
         if self.law == FIRST:
@@ -198,6 +202,10 @@ class HopsTask(Task):
     @property
     def d_input(self) -> int:
         return self.vocab_size + self.k * self.mixed
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - (self.k == 1))  # one hop never leads to the token itself, several may
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         self.check_drawable(batch_size, generator, split)

@@ -92,6 +92,10 @@ class BigramTask(Task):
     def d_input(self) -> int:
         return self.n_letters
 
+    @property
+    def chance(self) -> float:
+        return 1 / (self.n_letters - self.n_triggers)  # followers are no triggers
+
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         self.check_drawable(batch_size, generator, split)
 

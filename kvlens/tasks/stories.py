@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.corpus.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
+from kvlens.corpus.tokenized import BOS, EOS, PAD, SPECIAL_TOKENS
 from kvlens.tokenizer import with_bos
 
 

@@ -94,6 +94,11 @@ class Task(ABC):
         ensure(f"task {self.name!r}: seed", Seed, seed)
         return self.sample(n_sequences, torch.Generator().manual_seed(1_000_003 + seed), "heldout")
 
+    @property
+    def chance(self) -> float:
+        """The accuracy of guessing: one over the number of tokens that may be the answer, by default all."""
+        return 1 / self.d_input
+
     def data_hash(self) -> str | None:
         """A hash of the data if the settings do not determine them (a text on disk); else None."""
         return None

@@ -2,7 +2,7 @@
 
 The held-out part is that of :class:`kvlens.corpus.DocsCorpus`, or the last twentieth of the characters of each file or topic.
 The tokenizer is given, or trained on the training part. Tokens and tokenizer are made on first use, and kept for later
-processes (:mod:`kvlens.corpus.kept`).
+processes (:mod:`kvlens.corpus.tokenized`).
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from kvlens.checks import Seed, Within, ensure
 from kvlens.conversion import convert_prompt
 from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe_tokenizer
 from kvlens.corpus.docs import docs_versions
-from kvlens.corpus.kept import Tokenized, kept_tokens
+from kvlens.corpus.tokenized import Tokenized, kept_tokens
 from kvlens.errors import KVLensError
 from kvlens.files import checksum_of_json, reason
 from kvlens.model import HookedKVTransformer

@@ -38,7 +38,7 @@ from kvlens.files import (
 )
 from kvlens.files.tables import table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
-from kvlens.model.weights import is_weight
+from kvlens.model.fingerprint import is_weight
 from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2

@@ -106,7 +106,7 @@ def _initialize(model: Qwen3_5ForCausalLM) -> None:
 
 @contextmanager
 def computed_by_mixers(model: nn.Module) -> Iterator[None]:
-    """Inside, recurrent layers without a cache are computed by :mod:`kvlens.mixers`."""
+    """Compute recurrent layers without a cache by :mod:`kvlens.mixers` inside this context."""
     held: list[Any] = [module for module in model.modules() if has_mixer(module)]
     for layer, module in enumerate(held):
         mixer: Any = mixer_for(module, layer)

@@ -165,7 +165,7 @@ class CrossEntropy(Loss):
 
     @staticmethod
     def of(logits: Tensor, wanted: Tensor) -> Score:
-        """Of logits [scored, d_vocab] and the target tokens."""
+        """Score logits [scored, d_vocab] by the target tokens."""
         logits = in_float(logits)
         right = (logits.detach().argmax(dim=-1) == wanted).sum()
         return Score(F.cross_entropy(logits, wanted, reduction="sum"), right, len(wanted))
@@ -175,7 +175,7 @@ class CrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-    """Of predicted numbers."""
+    """The squared error of predicted numbers."""
 
     def score(self, model: Any, batch: Batch) -> Score:
         """Score the numbers at the scored positions."""

@@ -13,8 +13,7 @@ also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and th
 """
 
 from kvlens.viz.attention import attention_under_bias, attention_view, induction_arcs, linked_view
-from kvlens.viz.dual import dual_view
-from kvlens.viz.heads import head_heatmap
+from kvlens.viz.heads import dual_view, head_heatmap
 from kvlens.viz.page import Page, Piece
 from kvlens.viz.tables import contribution_bars, error_table
 from kvlens.viz.tokens import colored_tokens, depth_map, generated_text

@@ -55,7 +55,7 @@ def attention_view(
     title: str = "attention patterns",
     axes: Any = None,
 ) -> Piece | Any:
-    """Attention patterns drawn by circuitsvis: a small map per head and one enlarged; hover to enlarge, click to keep.
+    """Draw attention patterns by circuitsvis: a small map per head and one enlarged; hover to enlarge, click to keep.
 
     Args:
         tokens: tokens of all keys, those of the prompt first.
@@ -129,7 +129,7 @@ def attention_under_bias(
     max_tokens: Annotated[int, Within(4)] | None = None,
     axes: Any = None,
 ) -> Piece | Any:
-    """The attention of one layer's heads under a bias, to the prompt's tokens and the text's, drawn by circuitsvis.
+    """Draw the attention of one layer's heads under a bias, to the prompt's tokens and the text's, by circuitsvis.
 
     ``hook_pattern`` under a bias lacks the columns of the bias, which are nearly all of it, so that circuitsvis draws it blank.
 
@@ -252,7 +252,7 @@ def induction_arcs(
     title: str = "induction arcs",
     ax: Any = None,
 ) -> Piece | Any:
-    """Arcs of all heads, filtered by a strip of induction scores; dashed if the head matches by its key shift.
+    """Draw arcs of all heads, filtered by a strip of induction scores; dashed if the head matches by its key shift.
 
     Args:
         tokens: tokens of prompt and text, in order.
@@ -372,7 +372,7 @@ MAX_LINKED_CELLS = 60_000
 
 @checked
 def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next token") -> Piece:
-    """The three panels and, below them, the most probable next tokens after a chosen text token.
+    """Draw the three panels and, below them, the most probable next tokens after a chosen text token.
 
     Works with the keyboard: arrow keys move within a panel, Enter chooses, Escape clears the choice.
     """

@@ -35,7 +35,7 @@ SCRIPTS = tuple(
 
 
 def document(body: str, *, title: str, circuitsvis: bool) -> str:
-    """One HTML file.
+    """Write one HTML file.
 
     Args:
         body: HTML, escaped already.
@@ -90,7 +90,7 @@ def circuitsvis_bundle() -> str:
 
 @functools.cache
 def packed_bundle() -> str:
-    """The same, compressed."""
+    """circuitsvis' JavaScript, compressed."""
     return packed(circuitsvis_bundle())
 
 

@@ -70,7 +70,7 @@ def contribution_bars(
     title: str = "contributions",
     ax: Any = None,
 ) -> Piece | Any:
-    """Horizontal bars from zero, blue to the right and red to the left.
+    """Draw horizontal bars from zero, blue to the right and red to the left.
 
     Args:
         table: tidy: one row per group and part.

@@ -39,7 +39,7 @@ def colored_tokens(
     top: Annotated[float, Within(0)] | None = None,
     ax: Any = None,
 ) -> Piece | Any:
-    """Tokens in reading order, blue where their value is positive and red where it is negative.
+    """Draw tokens in reading order, blue where their value is positive and red where it is negative.
 
     >>> colored_tokens(["a", " widget"], [0.5, -1.0], unit="nats").save_html("tokens.html")
 
@@ -144,7 +144,7 @@ MAX_POSITIONS = 512
 
 @checked
 def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any = None) -> Piece | Any:
-    """Depths down, text tokens across; blue where the prompt lowers the loss on the next token, red where it raises it.
+    """Draw depths down and text tokens across: blue where the prompt lowers the loss on the next token, red where it raises it.
 
     Args:
         table: one row per depth and text token, as :func:`kvlens.analyses.prompt_by_depth` returns it: ``layer`` (n_layers for
@@ -229,7 +229,7 @@ def _draw_depth(ax: Any, curve: Any, data: dict[str, Any], title: str) -> None:
 
 @checked
 def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str = "generated text") -> Piece:
-    """One card per condition; from the first character that differs from the first condition on, the text is marked.
+    """Draw one card per condition; from the first character that differs from the first condition on, the text is marked.
 
     Args:
         conditions: name -> generated text; the first one (usually ``with_prompt``) is the reference for the others.

@@ -88,6 +88,14 @@ def test_erasure_is_what_becomes_of_the_earlier_state(model):
     assert bool((table["left_by_decay"] <= 1).all())
 
 
+def test_tokens_that_are_not_read_leave_nothing(model):
+    tokens, kept = some_tokens(N_PROMPT), torch.arange(N_PROMPT) % 5 != 2
+    hidden, alone = read_memory(model, tokens, kept, keeps_positions=False), read_memory(model, tokens[kept])
+    for one, other in zip(hidden, alone, strict=True):
+        assert relative_error(one.carried_keys[kept], other.carried_keys) < LAW and not one.carried_keys[~kept].any()
+        assert relative_error(one.state_map, other.state_map) < LAW and relative_error(one.decay, other.decay) < LAW
+
+
 @pytest.mark.unhooked
 def test_bad_input_is_refused_with_a_message(bridge_of):
     model = bridge_of("qwen3_5")

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from analysis_models import tokens
-from small_models import sharp
+from small_models import shared, sharp
 
 from kvlens import analyses, convert_prompt
 from kvlens.model.streaming import run_in_segments
@@ -15,24 +15,10 @@ pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 PROMPT, OTHER, TEXT, SPAN = tokens(7), tokens(7, seed=5), tokens(5, seed=1), (2, 5)
 
 
-@functools.cache
-def linear():
-    return sharp()
-
-
-@functools.cache
-def softmax():
-    return sharp("softmax, learned")
-
-
-@functools.cache
-def absolute():
-    return sharp(positional_embedding_type="standard", kv_shift=None)
-
-
-@functools.cache
-def classifier():
-    return sharp(d_vocab_out=3)
+linear = functools.partial(shared)
+softmax = functools.partial(shared, "softmax, learned")
+absolute = functools.partial(shared, "learned", kv_shift=None)
+classifier = functools.partial(shared, d_vocab_out=3)
 
 
 @functools.cache

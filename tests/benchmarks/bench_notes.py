@@ -35,8 +35,7 @@ import torch
 from bench_attribution import asked, right_questions
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import LeaveOneOut
-from kvlens.analyses.bias.exchange import HeadExchange
-from kvlens.analyses.bias.parts import in_one_space
+from kvlens.analyses.bias.exchange import HeadExchange, in_one_space
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import attribution_by_position

@@ -17,7 +17,7 @@ import itertools
 import torch
 from bench_notes import lower_bound
 from kvlens.analyses.attribution.answers import Question
-from kvlens.analyses.attribution.null import SIGNIFICANT, Null, holm, p_values
+from kvlens.analyses.attribution.prompt import SIGNIFICANT, Null, holm, p_values
 
 from kvlens import HookedKVTransformer, load
 from kvlens.units import Unit

@@ -13,8 +13,8 @@ from kvlens import HookedKVTransformer, KVTransformerBridge
 
 @pytest.fixture(scope="module", autouse=True)
 def laws_in_float64(request):
-    """All tests here build and run their models in float64, but those of precision and of what is read from files as it is."""
-    if request.module.__name__.endswith(("test_exactness", "test_verify")):
+    """All tests here build and run their models in float64, but those of precision."""
+    if request.module.__name__.endswith("test_exactness"):
         yield
     else:
         with float64():

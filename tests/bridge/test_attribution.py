@@ -7,10 +7,9 @@ import torch
 from bridge_models import place_of, some_tokens
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.by_part import swaps
-from kvlens.analyses.attribution.null import Null
+from kvlens.analyses.attribution.prompt import Null
 from kvlens.analyses.attribution.terms import PositionExchange, Terms, hidden_from_text, state_terms
-from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import ExchangedPart, exchangeable, in_one_space
+from kvlens.analyses.bias.exchange import ExchangedPart, HeadExchange, LayerExchange, exchangeable, in_one_space
 from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
 

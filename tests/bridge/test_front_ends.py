@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from bridge_models import some_tokens
-from kvlens.analyses.attribution.null import Null
+from kvlens.analyses.attribution.prompt import Null
 from precision import LAW
 
 from kvlens import HookedKVTransformer, KVLensError, analyses, convert_prompt

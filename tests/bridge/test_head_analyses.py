@@ -43,6 +43,10 @@ def test_every_head_of_a_hybrid_is_scored(model, scored):
 
 @pytest.fixture(scope="module")
 def scored(model):
+    return scored_of(model)
+
+
+def scored_of(model, analysis=an.induction_heads):
     """The table of a hybrid's heads, and the two texts that the analysis draws: the repeated one, and the one that ablations
     resample from."""
     from kvlens.analyses.heads import induction
@@ -51,7 +55,7 @@ def scored(model):
     original = induction.repeat_tokens
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(induction, "repeat_tokens", lambda *args: made.append(original(*args)) or made[-1])
-        table = an.induction_heads(model, ablations=True, **REPEATED)
+        table = analysis(model, ablations=True, **REPEATED)
     return table, [each.tokens for each in made]
 
 
@@ -175,6 +179,21 @@ def test_norms_before_and_after_the_attention_are_folded_into_its_weights():
         assert relative_error(found.W_O, output * (1 + block.post_attention_layernorm.weight)) < LAW
 
 
+def test_an_ablation_of_heads_that_lie_in_one_axis(bridge_of):
+    """In Nemotron-H's attention; by a whole pass in which one head's part of the axis comes from the donor's."""
+    model, at, n = bridge_of("nemotron_h"), "blocks.1.attn.hook_z", REPEATED["n_repeated"] - 1
+    table, (tokens, donors) = scored_of(model, an.induction_verdicts)
+    seen, losses = {}, []
+    model.run_with_hooks(donors, fwd_hooks=[(at, lambda z, hook: seen.update(z=z))])
+    width = seen["z"].shape[-1] // heads_per_layer(model)[1]
+    other = torch.cat([seen["z"][..., :width], torch.full_like(seen["z"][..., width:], torch.nan)], dim=-1)
+    for hooks in ([], [(at, lambda z, hook: other.where(other.isfinite(), z))]):
+        log_p = model.run_with_hooks(tokens, fwd_hooks=hooks)[:, -n - 1 : -1].log_softmax(dim=-1)
+        losses.append(-log_p.gather(-1, tokens[:, -n:, None]).mean())
+    found = table.set_index(["layer", "head"])["ablation_loss_change"][1, 0]
+    assert seen["z"].dim() == 3 and found != 0 and abs(found - float(losses[1] - losses[0])) < LAW
+
+
 def test_verdicts_on_hybrids_and_behind_norms(model, bridge_of):
     table = an.induction_verdicts(model, **REPEATED)
     assert table.groupby("layer")["head"].count().tolist() == heads_per_layer(model)
@@ -194,3 +213,32 @@ def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(model, s
         expected.append(parts[parts["position"].between(n, 2 * n - 2)]["logit"].mean())
     found = table[table["layer"] == 2]["logit_attribution"].sum()
     assert abs(found - sum(expected) / len(expected)) < LAW * max(1.0, abs(found))
+
+
+def test_heads_of_two_kinds_in_one_layer_are_read_one_by_one(bridge_of):
+    """Each writes, in a pass under the whole prompt, what it writes where its layer reads the prompt without a part."""
+    model, gone, answer = bridge_of("falcon_h1"), [(3, 6)], some_tokens(2, seed=7)
+    table = an.reading_layers(model, PROMPT, TEXT, answer=answer, without=gone)
+    falls = table[table["part"] == "head"].set_index(["layer", "head"])["fall"]
+    own, other = convert_prompt(model, PROMPT[:-1]), convert_prompt(model, PROMPT[:-1], without=gone)
+    text = torch.cat([PROMPT[-1:], TEXT, answer[:-1]])[None]
+
+    def log_p(hooks=()):
+        with model.kv_bias(own):
+            logits = model.run_with_hooks(text, fwd_hooks=list(hooks))
+        return float(logits[0, -2:].log_softmax(dim=-1).gather(-1, answer[:, None]).sum())
+
+    whole, n_layers = log_p(), len(heads_per_layer(model))
+    for layer in range(n_layers):
+        with model.kv_bias(own.exchange_layers(other, torch.arange(n_layers)[None] == layer)):
+            written = model.run_with_cache(text)[1]
+        for head in range(heads_per_layer(model)[layer]):
+            place, number = place_of(model, layer, head)
+            n_heads = head_hooks(model, layer, "hook_z")[f"{place}hook_z"]
+
+            def put(z, hook, number=number, n_heads=n_heads, written=written):
+                z, others = (x.reshape(*x.shape[:2], n_heads, -1) for x in (z.clone(), written[hook.name]))
+                z[:, :, number] = others[:, :, number]
+                return z.reshape(written[hook.name].shape)
+
+            assert abs(falls[layer, head] - (whole - log_p([(f"{place}hook_z", put)]))) < LAW * abs(whole)

@@ -206,9 +206,6 @@ def test_bad_input_is_refused_with_a_message(model):
         replace(bias, recurrent=one)
 
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
-
-
 @pytest.mark.parametrize("family", PURELY_RECURRENT)
 def test_states_alone_replace_the_prompt(family, bridge_of):
     model, plain = bridge_of(family), tiny_hf_model(family)

@@ -1,5 +1,6 @@
 """What the bridge loads is the model in the files, computed as Transformers computes it; anything else is refused in words."""
 
+import copy
 import json
 
 import pytest
@@ -8,14 +9,17 @@ import transformers as tf
 from bridge_models import PROMPT, TEXT, error_of_conversion, some_tokens
 from precision import LAW, relative_error
 from safetensors.torch import load_file, save_file
-from tiny_hf import D_VOCAB, HALF_ROTATED, LATENT, N_CTX, ROWS, WINDOWED, tiny_hf_model
+from small_models import small_model
+from tiny_hf import D_VOCAB, HALF_ROTATED, LATENT, N_CTX, ROWS, WINDOWED, tiny_hf_model, tiny_tokenizer, with_drawn_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvlens import KVLensError, KVTransformerBridge, combine, convert_prompt
-from kvlens.bridge import load
+import kvlens
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, combine, convert_prompt
+from kvlens.bridge import bridge, comparison, load
 from kvlens.bridge.native import hooked_attention
-from kvlens.model import heads_per_layer
+from kvlens.model import heads_per_layer, loading
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "no_network")
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 
@@ -259,3 +263,132 @@ def test_the_hook_points_of_a_bias_are_all_of_it(family, bridge_of):
         without_keys = model.run_with_hooks(TEXT, fwd_hooks=[(name, patched) for name in names[:2]])
     assert relative_error(found, expected) < LAW
     assert relative_error(without_keys, found) > 1e-3  # it matters
+
+
+DOORS = {
+    "boot_transformers": ("granite", KVTransformerBridge.boot_transformers),
+    "load_on_the_bridge": ("granite", kvlens.load),
+    "from_pretrained": ("llama", HookedKVTransformer.from_pretrained),
+    "load": ("llama", kvlens.load),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_comparison_is_made_unless_it_is_declined(door, tmp_path, monkeypatch):
+    family, call = DOORS[door]
+    tiny_hf_model(family).save_pretrained(tmp_path)
+    made = []
+    monkeypatch.setattr(bridge, "compare", lambda *given: made.append("bridge"))
+    monkeypatch.setattr(loading, "check_trial", lambda *given: made.append("trial"))
+    counts = []
+    for verify in (False, None, True):
+        made.clear()
+        model = call(tmp_path, verify=verify)
+        counts.append(len(made))
+    assert counts == [0, 1, 1]
+    assert model(torch.arange(5)[None]).isfinite().all()
+
+
+def test_declined_transformers_runs_no_text(tmp_path, monkeypatch):
+    tiny_hf_model("granite").save_pretrained(tmp_path)
+    monkeypatch.setattr(comparison, "texts_of", lambda model: pytest.fail("a text was read"))
+    KVTransformerBridge.boot_transformers(tmp_path, verify=False)
+
+
+def test_the_shipped_hybrid_takes_it():
+    assert KVTransformerBridge.from_zoo("facts-hybrid", verify=False).cfg.attention == "hybrid"
+
+
+def test_asking_where_nothing_can_be_compared_is_refused(tmp_path):
+    small_model(dtype=torch.float64).save(tmp_path / "m")
+    (tmp_path / "model.bin").write_bytes(b"x")
+    for source, what in ((tmp_path / "m", "a folder of kvlens"), (tmp_path / "model.bin", "a llama2.c checkpoint")):
+        with pytest.raises(KVLensError, match=f"verify=True: Transformers does not read {what}"):
+            kvlens.load(source, verify=True)
+    assert kvlens.load(tmp_path / "m", verify=False).cfg.n_layers
+
+
+TRAINED_ON = "The state of a recurrent layer keeps the prompt; its keys decay. Où est la clé? 状态 keeps 12 keys."
+SENTENCE, QUESTION = "The keys of the prompt decay.", " What keeps the state?"
+END, PAD = "<|im_end|>", "<|endoftext|>"
+VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=24, patch_size=4)
+
+
+def write_tokenizer(folder):
+    """tokenizer.json and tokenizer_config.json with the fields of Qwen's; returns the plain tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=[PAD, END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TRAINED_ON] * 3, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    added = {str(tokenizer.token_to_id(x)): {"content": x, "special": True} for x in (PAD, END)}
+    settings = dict(tokenizer_class="Qwen2Tokenizer", add_bos_token=False, bos_token=None, eos_token=END, pad_token=PAD)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": added, "unk_token": None}))
+    return tokenizer
+
+
+def qwen3_5_of_images_and_text():
+    text = tiny_hf_model("qwen3_5").config.to_dict()
+    model = tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=text, vision_config=VISION))
+    return with_drawn_weights(model)
+
+
+@pytest.fixture(params=[qwen3_5_of_images_and_text, lambda: tiny_hf_model("qwen3")], ids=["qwen3_5", "qwen3"])
+def folder(request, tmp_path):
+    request.param().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@torch.no_grad()
+def test_strings_in_and_out(folder):
+    plain = write_tokenizer(folder)
+    model = KVTransformerBridge.boot_transformers(folder, dtype=torch.float64)
+    ids = plain.encode(SENTENCE + QUESTION).ids
+    assert model.to_tokens(SENTENCE + QUESTION)[0].tolist() == ids and len(ids) < len(SENTENCE + QUESTION)
+    assert model.to_string(torch.tensor(ids)) == SENTENCE + QUESTION
+    options = dict(max_new_tokens=16, do_sample=False, stop_at_eos=False, verbose=False)
+    whole = model.generate(SENTENCE + QUESTION, **options)
+    assert whole.startswith(SENTENCE + QUESTION)
+    bias = convert_prompt(model, SENTENCE)
+    assert bias.n_prompt_tokens == len(plain.encode(SENTENCE).ids)
+    with model.kv_bias(bias):
+        assert SENTENCE + model.generate(QUESTION, **options) == whole
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_images_and_text_gives_its_language_model(tmp_path):
+    """Weights that it has no place for, as published checkpoints have them, are left out: images, several tokens at once."""
+    both = qwen3_5_of_images_and_text()
+    both.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.language_model.layers.0.linear_attn.") for name in weights)
+    assert any(name.startswith("model.visual.") for name in weights)
+    in_memory = KVTransformerBridge.boot_transformers(copy.deepcopy(both))
+    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for dtype in (torch.float64, torch.bfloat16):
+        model = KVTransformerBridge.boot_transformers(tmp_path, dtype=dtype)
+        held = model.original_model.state_dict()
+        assert not any("visual" in name or "mtp" in name for name in held)
+        for name, stored in weights.items():
+            if name.startswith(("model.language_model.", "lm_head.")):
+                same_shape = (x for x in held.values() if x.shape == stored.shape)
+                assert any(torch.equal(x, stored.to(dtype)) for x in same_shape), name
+        if dtype == torch.float64:
+            text = model.to_tokens(TRAINED_ON)
+            assert model.fingerprint() == in_memory.fingerprint() and model.cfg.architecture == "Qwen3_5ForCausalLM"
+            assert torch.equal(model(text), in_memory(text))
+            assert relative_error(model(text), both(text).logits) < LAW
+
+
+def test_unknown_words_are_named():
+    hybrid = KVTransformerBridge.from_zoo("facts-hybrid", dtype=torch.float64)
+    with pytest.warns(UserWarning, match="lacks 'gorilla'"):
+        hybrid.to_tokens("Mira keeps a gorilla.")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(KVLensError, match="vocabulary of this GPT2LMHeadModel only 101"):
+        KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2", vocab_size=101), tokenizer=tiny_tokenizer())

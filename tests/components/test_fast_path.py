@@ -3,27 +3,18 @@
 import pytest
 import torch
 from precision import LAW
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import linear_model, relative_error, row_of, small_model, tokens
 
 from kvlens import KVShiftConfig, convert_prompt
 from kvlens.base import Attention, TransformerBlock
 from kvlens.components import KVAttention, KVBlock
 
 KINDS = {
-    "linear": {},
-    "folded norms": dict(normalization_type="LNPre"),
-    "rms": dict(normalization_type="RMS"),
-    "no norm": dict(normalization_type=None),
-    "attention only": dict(attn_only=True),
-    "parallel": dict(parallel_attn_mlp=True),
-    "parallel without norm": dict(parallel_attn_mlp=True, normalization_type=None),
-    "gated": dict(gated_mlp=True),
-    "gqa": dict(n_heads=6, d_model=36, n_key_value_heads=2),
+    **{row: row_of(row) for row in ("rope after", "folded LN", "RMS, gated", "no norm", "no norm, attention only", "gqa")},
+    **{row: row_of(row) for row in ("side by side", "split", "attn in")},
+    "side by side, no norm": dict(parallel_attn_mlp=True, normalization_type=None),
     "qk norm": dict(use_qk_norm=True),
-    "split inputs": dict(use_split_qkv_input=True),
-    "attention input": dict(use_attn_in=True),
     "mlp input": dict(use_hook_mlp_in=True),
-    "result": dict(use_attn_result=True),
 }
 
 

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from precision import LAW, relative_error
+from small_models import sharp
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, convert_prompt
+from kvlens import convert_prompt
 from kvlens.components import Remembered
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -19,8 +20,7 @@ def model(request, bridge_of):
         yield bridge_of("llama")
         bridge_of("llama").detach_kv_bias()
         return
-    sizes = dict(n_layers=2, d_model=16, d_head=8, n_ctx=32, d_vocab=20, act_fn="gelu", seed=0, device="cpu")
-    yield HookedKVTransformer(HookedKVTransformerConfig(**sizes, dtype=torch.float64))
+    yield sharp("softmax, learned", gain=1)
 
 
 @torch.no_grad()

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from small_models import ATTENTION_VARIANTS, SOFTMAX, by_steps, model_of, relative_error, small_model, tokens
+from precision import LAW
+from small_models import ATTENTION_VARIANTS, BLOCKS, SOFTMAX, by_steps, model_of, relative_error, small_model, tokens
 
 from kvlens import convert_prompt
 
 VARIANTS = {
     **{name: changes for name, changes in SOFTMAX.items() if name != "soft-capped"},
     "ungrouped": dict(n_heads=6, n_key_value_heads=2, ungroup_grouped_query_attention=True),
-    "shortformer": dict(positional_embedding_type="shortformer"),
+    "shortformer": BLOCKS["shortformer"],
     "shortformer, split": dict(positional_embedding_type="shortformer", use_split_qkv_input=True),
     "log-n": dict(use_logn_attn=True, train_seq_length=4),
     "bidirectional": dict(attention_dir="bidirectional"),
@@ -27,8 +28,7 @@ def build(name="learned", **changes):
 
 
 def assert_law(new, old):
-    """The same number by another way, in float64."""
-    assert (new - old).norm() <= 1e-11 * old.norm()
+    assert relative_error(new, old) < LAW
 
 
 @pytest.mark.parametrize("name", VARIANTS)

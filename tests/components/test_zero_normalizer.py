@@ -3,17 +3,14 @@
 import pytest
 import torch
 from precision import relative_error, share
+from small_models import linear_model, tokens
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 
 def build(**changes):
-    basic = dict(n_layers=2, d_model=12, n_heads=2, d_head=6, n_ctx=32, d_vocab=11, act_fn="gelu", seed=0, attention="linear")
-    return HookedKVTransformer(HookedKVTransformerConfig(**{**basic, **changes}))
-
-
-def tokens(pos, seed=0):
-    return torch.randint(0, 11, (2, pos), generator=torch.Generator().manual_seed(seed))
+    defaults = dict(kv_shift=None, dtype=torch.float32, n_ctx=32)
+    return linear_model(**{**defaults, "positional_embedding_type": "none", **changes})
 
 
 def as_induction_head(model):
@@ -28,12 +25,12 @@ def as_induction_head(model):
 def test_a_key_of_zeros_gives_an_output_of_zeros_and_finite_gradients(form):
     model = as_induction_head(build(feature_map="identity", kv_shift=KVShiftConfig(), linear_attention_form=form))
     with torch.no_grad():
-        z = model.run_with_cache(tokens(5), names_filter="blocks.0.attn.hook_z")[1]["blocks.0.attn.hook_z"]
+        z = model.run_with_cache(tokens(2, 5), names_filter="blocks.0.attn.hook_z")[1]["blocks.0.attn.hook_z"]
     assert bool((z[:, 0] == 0).all())
     if form == "parallel":
-        pattern = model.run_with_cache(tokens(5))[1]["pattern", 0]
+        pattern = model.run_with_cache(tokens(2, 5))[1]["pattern", 0]
         assert bool((pattern[:, :, 0] == 0).all() and pattern.isfinite().all())
-    loss = model(tokens(5), return_type="loss")
+    loss = model(tokens(2, 5), return_type="loss")
     loss.backward()
     assert bool(loss.isfinite())
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
@@ -49,12 +46,12 @@ def test_a_normalizer_that_is_zero_alone_names_layer_head_and_position():
         return phi_k
 
     with pytest.raises(KVLensError, match=r"layer 1, head 1, position 1: the normalizer .* 'identity' cancel"):
-        model.run_with_hooks(tokens(4), fwd_hooks=[("blocks.1.attn.hook_phi_k", cancel)])
+        model.run_with_hooks(tokens(2, 4), fwd_hooks=[("blocks.1.attn.hook_phi_k", cancel)])
 
 
 def scaled_to(model, score):
     """The model with queries and keys that meet at a largest |q.k / scale| of ``score`` in its first layer."""
-    _, cache = model.run_with_cache(tokens(9), names_filter=["blocks.0.attn.hook_q", "blocks.0.attn.hook_k"])
+    _, cache = model.run_with_cache(tokens(2, 9), names_filter=["blocks.0.attn.hook_q", "blocks.0.attn.hook_k"])
     q, k = (cache[f"blocks.0.attn.hook_{x}"] for x in "qk")
     largest = float(torch.einsum("bqhd,bkhd->bhqk", q, k).abs().max()) / model.blocks[0].attn.attn_scale
     with torch.no_grad():
@@ -69,10 +66,10 @@ def logits_and_gradients(model, seed=0, other=None):
     normalizers = []
     hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: normalizers.append(n.min().item()))]
     if other is not None:
-        _, given = other.run_with_cache(tokens(9, seed), names_filter=lambda name: name.endswith(("hook_q", "hook_k")))
+        _, given = other.run_with_cache(tokens(2, 9, seed), names_filter=lambda name: name.endswith(("hook_q", "hook_k")))
         hooks += [(name, lambda x, hook: x + (given[hook.name] - x).detach()) for name in given]
     model.zero_grad()
-    logits, loss = model.run_with_hooks(tokens(9, seed), return_type="both", fwd_hooks=hooks)
+    logits, loss = model.run_with_hooks(tokens(2, 9, seed), return_type="both", fwd_hooks=hooks)
     loss.backward()
     gradients = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
     return logits, gradients, min(normalizers)
@@ -90,7 +87,7 @@ def test_features_of_exponentials_hold_large_scores_in_a_float32_model(feature_m
         errors = [relative_error(a[of], b[of]) for a, b in zip(rounded, exact, strict=True)]
         assert share(relative_error(found[of], exact[0][of]), errors) < 1
     assert found[2] > 1e-290
-    bias = convert_prompt(model, tokens(9)[0])
+    bias = convert_prompt(model, tokens(2, 9)[0])
     assert bool(bias.b_KV.isfinite().all()) and bool((bias.b_D.sum(dim=-1) > 0).all())
 
 
@@ -105,14 +102,14 @@ def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(fe
     with pytest.raises(
         KVLensError, match=rf"layer \d, head \d, position \d: the normalizer .* underflows.*\n?.*{feature_map}.*{remedy}"
     ):
-        model.run_with_cache(tokens(30), names_filter=lambda name: any(name.endswith(hook) for hook in names))
+        model.run_with_cache(tokens(2, 30), names_filter=lambda name: any(name.endswith(hook) for hook in names))
     with pytest.raises(KVLensError, match=r"layer \d, head .* underflows"):
-        convert_prompt(model, tokens(30)[0])
+        convert_prompt(model, tokens(2, 30)[0])
 
 
 def test_keys_that_a_hook_takes_away_are_no_underflow():
     model = build(feature_map="random", n_random_features=16)
     hooks = [("blocks.0.attn.hook_phi_k", lambda phi, hook: phi * 0), ("blocks.0.attn.hook_z", lambda z, hook: seen.append(z))]
     seen = []
-    model.run_with_hooks(tokens(5), fwd_hooks=hooks)
+    model.run_with_hooks(tokens(2, 5), fwd_hooks=hooks)
     assert bool((seen[0] == 0).all())

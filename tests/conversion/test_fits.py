@@ -7,33 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from precision import LAW
-from small_models import relative_error, small_model, tokens
+from small_models import peaked, relative_error, small_model, tokens
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt
+from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.conversion import features, gradients
 from kvlens.ops.softmax_features import ScoreRule
 
-MORE = dict(n_ctx=120, dtype=torch.float64)
-KINDS = {
-    "learned positions": {},
-    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
-    "alibi": dict(positional_embedding_type="alibi"),
-    "shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=1)),
-    "soft-capped": dict(attn_scores_soft_cap=0.8),
-    "local": dict(use_local_attn=True, window_size=20, attn_types=["local", "global"]),
-}
+KINDS = [f"softmax, {row}" for row in ("learned", "rotary, grouped", "alibi", "shifted", "soft-capped", "local")]
 QUICK = dict(n_continuations=9, continuation_length=12, verbose=False)
 UNMEASURED = dict(n_held_out=0, continuation_length=2, verbose=False)
 PROMPT, TEXT = tokens(1, 24), tokens(1, 12, seed=1)
-
-
-def model_of(**changes):
-    """A small model whose attention is anything but uniform: keys must matter, or every choice is as good."""
-    model = small_model(**MORE, **changes)
-    for block in model.blocks:
-        block.attn.W_Q.data.mul_(12.0)
-    return model
 
 
 def error(model, bias, prompt=PROMPT, text=TEXT) -> float:
@@ -52,7 +36,7 @@ def dropped(model) -> float:
 @functools.cache
 def continuations(kind: str):
     """What the model of this kind may write after the prompt: [text, pos]."""
-    model, generator, text = model_of(**KINDS[kind]), torch.Generator().manual_seed(0), PROMPT.expand(9, -1)
+    model, generator, text = peaked(kind), torch.Generator().manual_seed(0), PROMPT.expand(9, -1)
     with torch.no_grad():
         for _ in range(12):
             text = torch.cat([text, torch.multinomial(model(text)[:, -1].softmax(-1), 1, generator=generator)], dim=1)
@@ -63,7 +47,7 @@ def continuations(kind: str):
 @pytest.mark.parametrize("budget", ["equal", "logits"])
 def test_more_keys_are_nearer_to_the_prompt(kind, budget):
     at = dict(method="landmark", budget=budget, reference=continuations(kind), **UNMEASURED)
-    model = model_of(**KINDS[kind])
+    model = peaked(kind)
     errors = [error(model, convert_prompt(model, PROMPT, n_features=r, **at)) for r in (3, 12, 23)]
     without = dropped(model)
     assert errors[2] < errors[1] < errors[0] < without
@@ -71,7 +55,7 @@ def test_more_keys_are_nearer_to_the_prompt(kind, budget):
 
 
 def test_the_record_is_what_was_done():
-    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    model = peaked("softmax, rotary, grouped")
     fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="logits", seed=5, **QUICK).fit
     assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "logits", 5)
     fitted, held_out = 24 + 9 * 12, 3 * 12  # the prompt repeated and nine continuations; three others
@@ -86,7 +70,7 @@ def test_the_record_is_what_was_done():
 
 def test_held_out_errors_are_those_of_the_heads_outputs(monkeypatch):
     """The record's errors, measured a second way: through the hooks of the model with either bias attached."""
-    model = small_model(**MORE, n_layers=1)  # no head has all of its attention on the prompt
+    model = peaked("softmax, learned", peak=1, n_layers=1)  # no head has all of its attention on the prompt
     exact, seen = convert_prompt(model, PROMPT), []
     monkeypatch.setattr("kvlens.conversion.method.answer_errors", lambda *of: seen.append(of[-1]))
     at = dict(n_features=5, budget="equal", reference=TEXT[0], verbose=False)
@@ -118,13 +102,13 @@ QUESTIONS = [TEXT[0], tokens(1, 9, seed=4)[0], tokens(2, 12, seed=5)]
     ids=["both", "own", "prompt", "text", "texts", "of several lengths", "function"],
 )
 def test_any_reference_serves(reference):
-    model = model_of(positional_embedding_type="rotary")
+    model = peaked("softmax, rotary")
     bias = convert_prompt(model, PROMPT, method="landmark", n_features=12, reference=reference, **QUICK)
     assert error(model, bias) < 0.5 * dropped(model)
 
 
 def test_a_batch_is_its_prompts():
-    model, prompts = model_of(positional_embedding_type="rotary"), tokens(2, 24)
+    model, prompts = peaked("softmax, rotary"), tokens(2, 24)
     at = dict(method="landmark", n_features=5, reference=TEXT[0], **UNMEASURED)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
@@ -137,7 +121,7 @@ def test_a_batch_is_its_prompts():
 
 def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
     """Of a model whose first head alone matters for the logits."""
-    model = small_model(**MORE, n_layers=1)
+    model = peaked("softmax, learned", peak=1, n_layers=1)
     model.blocks[0].attn.W_O.data[1:] *= 1e-9
     model.blocks[0].mlp.W_out.data.zero_()
     bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, **QUICK).select_prompt(0)
@@ -146,9 +130,9 @@ def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
     assert error(model, bias) < 1e-9
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_second_prompt_is_kept_next_to_the_first(kind):
-    model, second = model_of(**kind), tokens(1, 10, seed=7)
+    model, second = peaked(kind), tokens(1, 10, seed=7)
     at = dict(method="landmark", n_features=8, budget="equal", **QUICK)
     both = convert_prompt(model, second, initial=convert_prompt(model, PROMPT), **at)
     assert both.d_phi == 24 + 8
@@ -160,7 +144,7 @@ def test_a_second_prompt_is_kept_next_to_the_first(kind):
 
 def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
     """One sum over queries: of two texts of one length, whether they come as one group or, with another text, as two."""
-    model = model_of(positional_embedding_type="rotary")
+    model = peaked("softmax, rotary")
     at = dict(method="landmark", n_features=5, budget="equal", **UNMEASURED)
     together = convert_prompt(model, PROMPT, reference=QUESTIONS, **at)
     apart = convert_prompt(model, PROMPT, reference=[QUESTIONS[1], *QUESTIONS[2], TEXT[0]], **at)
@@ -172,7 +156,7 @@ def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
 
 @pytest.mark.parametrize("objective", ["logits", "kl"])
 def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
-    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    model = peaked("softmax, rotary, grouped").requires_grad_(True)
     model.blocks[0].attn.W_O.requires_grad_(False)
     at = dict(method="landmark", n_features=3, budget="equal", **{**QUICK, "n_continuations": 40})
     plain = convert_prompt(model, PROMPT, **at)
@@ -186,7 +170,7 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
 
 
 def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatch):
-    model = model_of(positional_embedding_type="rotary")
+    model = peaked("softmax, rotary")
     before_any_step = []
 
     def only_measured(free, loss_on, *, n_rows, **_):
@@ -223,7 +207,7 @@ def few_steps(monkeypatch):
     ],
 )
 def test_features_come_near_where_scores_are_small(method, options, key_scale, share, few_steps):
-    model = small_model(**MORE, positional_embedding_type="rotary")
+    model = peaked("softmax, rotary", peak=1)
     for block in model.blocks:
         block.attn.W_K.data.mul_(key_scale)
     bias = convert_prompt(model, PROMPT, method=method, **options, **QUICK)
@@ -240,7 +224,7 @@ def test_features_come_near_where_scores_are_small(method, options, key_scale, s
 )
 def test_one_map_for_queries_and_keys_sums_over_the_prompts_keys(options, few_steps):
     """b_D = sum_j phi(k_j) and b_KV = sum_j phi(k_j) v_j^T, with the map that the queries have; Hedgehog's comes in pairs."""
-    model = model_of(positional_embedding_type="rotary")
+    model = peaked("softmax, rotary")
     exact, bias = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, **options, **QUICK)
     for layer in range(model.cfg.n_layers):
         keys, values = exact.features.keys[layer].transpose(1, 2), exact.b_KV[layer]
@@ -256,7 +240,7 @@ def test_one_map_for_queries_and_keys_sums_over_the_prompts_keys(options, few_st
 
 def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_steps):
     """Scores of some 50: random features would be nowhere near. Off by 0.21 and 0.28, before training by 0.42 and 0.48."""
-    model = model_of(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    model = peaked("softmax, rotary, grouped")
     prompts = tokens(2, 24, seed=3)
     biases = convert_prompt(model, prompts, method="learned", n_features=40, **QUICK)
     for row in range(2):
@@ -266,11 +250,11 @@ def test_learned_features_follow_large_scores_of_every_prompt_of_a_batch(few_ste
 
 def test_hedgehogs_features_come_in_pairs():
     with pytest.raises(KVLensError, match="n_features must be even, got 3"):
-        convert_prompt(model_of(), PROMPT, method="learned", n_features=3, kernel="hedgehog")
+        convert_prompt(peaked("softmax, learned"), PROMPT, method="learned", n_features=3, kernel="hedgehog")
 
 
 def test_as_many_keys_as_tokens_is_exact_and_more_warns():
-    model = model_of()
+    model = peaked("softmax, learned")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert error(model, convert_prompt(model, PROMPT, method="landmark", n_features=24)) < 1e-12
@@ -281,7 +265,7 @@ def test_as_many_keys_as_tokens_is_exact_and_more_warns():
 
 
 def test_a_prompt_that_came_out_of_generate():
-    model = model_of()
+    model = peaked("softmax, learned")
     prompt = model.generate(PROMPT[:, :5], max_new_tokens=19, stop_at_eos=False, return_type="tokens", verbose=False)
     assert prompt.is_inference()
     for options in (dict(detach=False), dict(method="landmark", n_features=4, polish_steps=2, **QUICK)):
@@ -314,9 +298,9 @@ def test_the_first_token_of_a_continuation_is_drawn_from_the_models_own_logits()
     """Soft-capped at 1e-3 they are all alike; without the cap they differ by hundreds, and one token would win every draw."""
     from kvlens.conversion.prompt import PromptTokens
     from kvlens.conversion.prompt_pass import convert_exactly
-    from kvlens.conversion.reference import sample_continuations
+    from kvlens.conversion.reference_queries import sample_continuations
 
-    model = model_of(output_logits_soft_cap=1e-3)
+    model = peaked("softmax, learned", output_logits_soft_cap=1e-3)
     model.W_U.data.mul_(1e3)
     exact = convert_exactly(model, PromptTokens(PROMPT, None, True), (), None, model.fingerprint())
     drawn = sample_continuations(model, exact, exact.bias, n=64, length=2, seed=0)
@@ -324,7 +308,7 @@ def test_the_first_token_of_a_continuation_is_drawn_from_the_models_own_logits()
 
 
 def test_heads_that_never_look_at_the_prompt_and_singular_fits():
-    model = model_of()
+    model = peaked("softmax, learned")
     model.blocks[0].attn.W_K.data[0] = 0.0  # all keys of this head are one key
     model.blocks[0].attn.b_K.data[0] = 0.0
     model.blocks[1].attn.W_V.data[2] = 0.0
@@ -336,7 +320,7 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
 
 
 def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
-    model, state = model_of(), torch.random.get_rng_state()
+    model, state = peaked("softmax, learned"), torch.random.get_rng_state()
     at = dict(method="landmark", n_features=4, polish_steps=3, **QUICK)
     assert torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=1, **at).b_KV)
     assert not torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=2, **at).b_KV)
@@ -345,16 +329,16 @@ def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
 
 def test_progress_ends_at_one_and_segments_are_refused():
     told = []
-    convert_prompt(model_of(), PROMPT, on_progress=told.append)
+    convert_prompt(peaked("softmax, learned"), PROMPT, on_progress=told.append)
     assert told == [1.0]
     with pytest.raises(KVLensError, match="segment_length is for linear attention"):
-        convert_prompt(model_of(), PROMPT, segment_length=8)
+        convert_prompt(peaked("softmax, learned"), PROMPT, segment_length=8)
 
 
 def test_what_a_method_cannot_do_is_refused():
     with pytest.raises(KVLensError, match="scores also have ALiBi"):
-        convert_prompt(model_of(positional_embedding_type="alibi"), PROMPT, method="random", n_features=4)
-    model = model_of()
+        convert_prompt(peaked("softmax, alibi"), PROMPT, method="random", n_features=4)
+    model = peaked("softmax, learned")
     with pytest.raises(KVLensError, match="has virtual_keys features, this method has random"):
         convert_prompt(model, TEXT, initial=convert_prompt(model, PROMPT), method="random", n_features=4, **QUICK)
     full = small_model(n_ctx=24, dtype=torch.float64)
@@ -364,7 +348,7 @@ def test_what_a_method_cannot_do_is_refused():
 
 
 def test_sums_of_converted_prompts_read_both():
-    model = model_of(positional_embedding_type="none")
+    model = peaked("softmax, no positions")
     at = dict(method="landmark", n_features=6, **QUICK)
     a, b = convert_prompt(model, PROMPT, **at), convert_prompt(model, tokens(1, 24, seed=5), **at)
     both = KVBias.combine(a, replace(b, position_offset=24), shift_state="last")

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import small_model, tokens
+from small_models import peaked, sharp, tokens
 
 from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.conversion import Landmark, gradients
@@ -45,18 +45,14 @@ def test_rows_are_drawn_without_replacement_and_again_each_step():
     assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in read)
 
 
-KINDS = {
-    "rotary, grouped": dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3),
-    "alibi, soft-capped": dict(positional_embedding_type="alibi", attn_scores_soft_cap=0.8),
-}
-MORE = dict(n_ctx=120, dtype=torch.float64)
+KINDS = {"softmax, rotary, grouped": {}, "softmax, alibi": dict(attn_scores_soft_cap=0.8)}
 TEXTS = dict(reference="own", n_continuations=6, continuation_length=5, n_held_out=0)
 STEP = 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
-    model, texts = small_model(**MORE, **KINDS[kind]), tokens(3, 7, seed=1)
+    model, texts = sharp(kind, gain=1, **KINDS[kind]), tokens(3, 7, seed=1)
     bias = convert_prompt(model, tokens(1, 11)[0])
     found = effects_on_logits(model, bias, texts, [3, 4, 5])
     with model.kv_bias(bias), torch.no_grad():
@@ -79,7 +75,7 @@ def test_the_effect_of_an_output_is_what_a_small_change_of_it_does(kind):
 
 
 def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
-    model, prompts = small_model(**MORE, **KINDS["rotary, grouped"]), tokens(2, 11)
+    model, prompts = sharp("softmax, rotary, grouped", gain=1), tokens(2, 11)
     exact = convert_prompt(model, prompts)
     monkeypatch.setattr(gradients, "TOKENS_AT_ONCE", 4 * 5)
     teachers = []
@@ -102,9 +98,7 @@ def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
 
 
 def test_a_head_that_does_not_reach_the_logits_gets_no_keys():
-    model, prompt = small_model(**MORE, normalization_type=None), tokens(1, 24)[0]
-    for block in model.blocks:
-        block.attn.W_Q.data.mul_(6.0)
+    model, prompt = peaked("softmax, no norm", peak=6), tokens(1, 24)[0]
     last = model.blocks[-1]
     last.attn.W_O.data[0] = 0.0
     last.attn.W_O.data[0, :, 0] = 3.0  # head 0 of the last layer writes to one dimension only,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import small_model, tokens
+from small_models import sharp, tokens
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import H2O, ExpectedAttention, KVzip, SnapKV, StreamingLLM
@@ -17,12 +17,10 @@ METHODS = [
     KVzip(n_keys=KEPT, **FEW),
 ]
 NAMES = [method.name for method in METHODS]
-ROTARY = dict(positional_embedding_type="rotary", dtype=torch.float64, n_key_value_heads=1, n_heads=4, d_head=8, d_model=32)
-GROUPED = dict(ROTARY, n_key_value_heads=2)
 
 
 def model(**changes):
-    return small_model(**{**GROUPED, **changes})
+    return sharp("softmax, rotary, grouped", gain=1, n_heads=4, n_key_value_heads=2, d_head=8, d_model=32, **changes)
 
 
 def kept_positions(bias) -> list[list[set[int]]]:
@@ -128,4 +126,4 @@ def test_attention_to_what_came_before_counts():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(KVLensError, match="expected_attention.*exp.q.k.*ALiBi"):
-        convert_prompt(small_model(positional_embedding_type="alibi"), tokens(1, N)[0], method=METHODS[3])
+        convert_prompt(sharp("softmax, alibi"), tokens(1, N)[0], method=METHODS[3])

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from precision import LAW, relative_error
-from small_models import small_model, tokens
+from small_models import peaked, small_model, tokens
 from tiny_text_model import tiny_text_model
 
 import kvlens
@@ -159,18 +159,14 @@ METHODS_AND_SIZES = [
 TEXT = tokens(2, 5, seed=7)
 
 
-def sharp_model(dtype):
+def in_extremes(dtype=torch.float64):
     """Attention so sharp that a prompt gets all of it, up to rounding, at some queries and none at others."""
-    sizes = dict(positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3, n_ctx=64)
-    model = small_model(**sizes, dtype=dtype).requires_grad_(False)
-    for block in model.blocks:
-        block.attn.W_Q.data *= 60
-    return model
+    return peaked("softmax, rotary, grouped", peak=60, n_ctx=64, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
 def sharp():
-    return sharp_model(torch.float32)
+    return in_extremes(torch.float32)
 
 
 def options_of(method, options):
@@ -201,7 +197,7 @@ def test_any_prompt_gives_finite_numbers_and_a_record(sharp, method, options, mo
 
 
 def test_every_key_kept_is_any_prompt():
-    model = sharp_model(torch.float64)
+    model = in_extremes()
     for prompt in PROMPTS.values():
         whole = model(torch.cat([prompt.expand(2, -1), TEXT], dim=1))[:, len(prompt) :]
         with model.kv_bias(convert_prompt(model, prompt)):

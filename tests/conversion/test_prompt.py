@@ -8,7 +8,7 @@ from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
 from kvlens.conversion import Landmark, RandomProjections, TaylorPolynomial
-from kvlens.model.weights import weights_hash
+from kvlens.model.fingerprint import weights_hash
 
 KINDS = [
     *(("linear", x) for x in ("rope after", "rope before", "window 3 with queries", "gqa decay", "learned", "no positions")),
@@ -118,7 +118,7 @@ def test_weights_are_hashed_once_for_all_passes(monkeypatch):
         hashed.append(1)
         return weights_hash(weights)
 
-    monkeypatch.setattr("kvlens.model.weights.weights_hash", counted)
+    monkeypatch.setattr("kvlens.model.fingerprint.weights_hash", counted)
     monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
     rows = counterfactuals(model, PROMPT, [[(3, 6)], [(8, 9)]])
     before = logits_after(model, rows, TEXT)

@@ -4,15 +4,13 @@ import pytest
 import torch
 from precision import LAW, float64, relative_error
 from scaled_models import REAL, scaled_up
-from small_models import SOFTMAX, by_steps, model_of, small_model, tokens
+from small_models import SOFTMAX, by_steps, model_of, peaked, small_model, tokens
 from tiny_hf import tiny_hf_model
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt, counterfactuals
 from kvlens.conversion import H2O, AttentionMatching, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM
-from kvlens.model import prompt as reading
-
-DOUBLE = dict(dtype=torch.float64)
+from kvlens.model import streaming
 
 
 def with_and_without(model, prompt, text, bias) -> float:
@@ -134,7 +132,7 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
 
 
 def test_hooks_of_a_biased_softmax_model():
-    model = small_model(**DOUBLE, positional_embedding_type="rotary", n_heads=6, n_key_value_heads=3)
+    model = model_of("softmax", "rotary, grouped")
     prompt, text = tokens(1, 7), tokens(1, 4, seed=1)
     bias = convert_prompt(model, prompt)
     with torch.no_grad(), model.kv_bias(bias):
@@ -149,11 +147,11 @@ def test_hooks_of_a_biased_softmax_model():
     torch.testing.assert_close(cache["pattern", 1], pattern[..., 7:], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [{}, dict(n_heads=6, n_key_value_heads=3)], ids=["", "grouped"])
+@pytest.mark.parametrize("kind", ["rotary", "rotary, grouped"])
 @pytest.mark.parametrize("batch", [None, 2])
 def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind, batch):
     """Tested by continuing from a bias without that head, under which the prompt is read alike."""
-    model = small_model(**DOUBLE, positional_embedding_type="rotary", **kind)
+    model = model_of("softmax", kind)
     one, two = (tokens(batch or 1, n, seed=n) for n in (5, 4))
     one, two = (one, two) if batch else (one[0], two[0])
     old, text = convert_prompt(model, one), tokens(batch or 1, 6, seed=2)
@@ -185,27 +183,21 @@ METHODS = [
     ExpectedAttention(n_keys=6, **TEXTS),
     KVzip(n_keys=6, **TEXTS),
 ]
-MORE = dict(n_ctx=120, dtype=torch.float64)
-KINDS = {
-    "learned positions": {},
-    "rotary, shifted": dict(positional_embedding_type="rotary", kv_shift=KVShiftConfig(window=1)),
-    "alibi, local": dict(
-        positional_embedding_type="alibi", use_local_attn=True, window_size=20, attn_types=["local", "global"]
-    ),
-}
+LOCAL = dict(use_local_attn=True, window_size=20, attn_types=["local", "global"])
+KINDS = {"softmax, learned": {}, "softmax, shifted": {}, "softmax, alibi": LOCAL}
 
 
 def in_little_memory(monkeypatch) -> list[int]:
     """Few scores and one head at a time; the result lists the lengths of the prompt's segments."""
-    lengths, whole = [], reading.tokens_at_once
+    lengths, whole = [], streaming.tokens_at_once
 
     def observed(*of):
         lengths.append(whole(*of))
         return lengths[-1]
 
-    monkeypatch.setattr(reading, "NUMBERS_AT_ONCE", 3000)
+    monkeypatch.setattr(streaming, "NUMBERS_AT_ONCE", 3000)
     monkeypatch.setattr("kvlens.conversion.prompt_pass.NUMBERS_AT_ONCE", 3000)
-    monkeypatch.setattr(reading, "tokens_at_once", observed)
+    monkeypatch.setattr(streaming, "tokens_at_once", observed)
     monkeypatch.setattr("kvlens.ops.landmarks.NUMBERS_AT_ONCE", 1)
     return lengths
 
@@ -219,9 +211,7 @@ def assert_same(a: KVBias, b: KVBias) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_method_converts_a_long_prompt_as_it_would_in_one_piece(method, monkeypatch):
-    model, prompt = small_model(**MORE, positional_embedding_type="rotary"), tokens(2, 37)
-    for block in model.blocks:
-        block.attn.W_Q.data.mul_(12.0)  # with uniform attention every choice of keys is as good
+    model, prompt = peaked("softmax, rotary"), tokens(2, 37)
     whole = convert_prompt(model, prompt, method=method, verbose=False)
     lengths = in_little_memory(monkeypatch)
     assert_same(convert_prompt(model, prompt, method=method, verbose=False), whole)
@@ -231,7 +221,7 @@ def test_a_method_converts_a_long_prompt_as_it_would_in_one_piece(method, monkey
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_of_a_prompt_are_the_prompt(kind, monkeypatch):
     """A second prompt after a first one: the segments read the bias that they continue, too."""
-    model, prompt, more = small_model(**MORE, **KINDS[kind]), tokens(1, 37), tokens(1, 29, seed=1)
+    model, prompt, more = peaked(kind, peak=1, **KINDS[kind]), tokens(1, 37), tokens(1, 29, seed=1)
     first = convert_prompt(model, prompt)
     both, hooked = convert_prompt(model, more, initial=first), []
     in_little_memory(monkeypatch)

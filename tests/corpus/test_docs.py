@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 
 from kvlens.corpus import build_docs_corpus
-from kvlens.corpus.docs import MIN_REPEAT_CHARS, ParagraphFilter, is_heldout, normalize, split_paragraphs
-from kvlens.corpus.docstrings import find_modules, module_order, read_docstrings
+from kvlens.corpus.docs import (
+    MIN_REPEAT_CHARS,
+    ParagraphFilter,
+    find_modules,
+    is_heldout,
+    module_order,
+    normalize,
+    read_docstrings,
+    split_paragraphs,
+)
 
 SHARED = "This paragraph is printed word for word in every module of the package."
 

@@ -6,7 +6,7 @@ Tokens that are kept are those made anew: made once, and again when anything tha
 import pytest
 import torch
 
-from kvlens.corpus import TokenWindows, kept, train_bpe_tokenizer
+from kvlens.corpus import TokenWindows, tokenized, train_bpe_tokenizer
 from kvlens.tasks import TextTask, text
 
 BOS = 0
@@ -67,7 +67,7 @@ def test_a_window_may_be_as_long_as_the_text():
 
 @pytest.fixture
 def kept_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "cached_assets_path", lambda *args, **kwargs: tmp_path)
+    monkeypatch.setattr(tokenized, "cached_assets_path", lambda *args, **kwargs: tmp_path)
     return tmp_path
 
 
@@ -118,6 +118,6 @@ def test_a_damaged_file_is_reported_and_its_tokens_are_made_again(kept_here, fil
 
 
 def test_tokens_that_cannot_be_kept_are_made(file, monkeypatch, tmp_path):
-    monkeypatch.setattr(kept, "cached_assets_path", lambda *args, **kwargs: tmp_path / "nowhere")
+    monkeypatch.setattr(tokenized, "cached_assets_path", lambda *args, **kwargs: tmp_path / "nowhere")
     assert TextTask(str(file), vocab_size=270).windows
     assert not (tmp_path / "nowhere").exists()

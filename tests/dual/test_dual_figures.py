@@ -9,7 +9,7 @@ from small_models import small_model
 from kvlens import convert_prompt
 from kvlens.analyses import dual_demonstrations, dual_losses
 from kvlens.dual import DualModel
-from kvlens.dual import queries as queries_module
+from kvlens.dual import figures as figures_module
 
 CLOSE = dict(rel=1e-9, abs=1e-11)
 
@@ -112,7 +112,7 @@ def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
     model = model_of("softmax, shifted, grouped")
     tokens = text_for(model, 9)
     whole = dual_losses(model, tokens)
-    monkeypatch.setattr(queries_module, "NUMBERS_AT_ONCE", queries_module.N_MATRICES * 81)
+    monkeypatch.setattr(figures_module, "NUMBERS_AT_ONCE", figures_module.N_MATRICES * 81)
     pd.testing.assert_frame_equal(dual_losses(model, tokens), whole, rtol=1e-12, atol=1e-13)
 
 

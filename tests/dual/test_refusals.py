@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small_models import linear_model, small_model
+from small_models import shared, small_model
 from tiny_text_model import PROMPT, tiny_text_model
 
 from kvlens import convert_prompt
@@ -17,14 +17,8 @@ pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 TEXT = torch.randint(0, 17, (9,), generator=torch.Generator().manual_seed(0))
 
 
-@functools.cache
-def softmax():
-    return small_model(dtype=torch.float64)
-
-
-@functools.cache
-def linear():
-    return linear_model()
+softmax = functools.partial(shared, "softmax, learned", gain=1)
+linear = functools.partial(shared, gain=1)
 
 
 def dual(model=None, tokens=TEXT, layer=0, head=0, **given):

@@ -1,6 +1,7 @@
 """Documents before sentences, and positions exchanged in groups."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from precision import LAW, float64, relative_error
 import kvlens
 from kvlens import convert_prompt, counterfactuals
 from kvlens.explanation import explanation_view, steps
-from kvlens.explanation.by_unit import UnitGroup, groups_of
+from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.exchanges import places_of, position_groups
-from kvlens.explanation.explained import _data
+from kvlens.explanation.presentation import _data
 from kvlens.explanation.runs import ExplanationProgress
 from kvlens.units import Layout, Passage, cut, layout_of_tokens
 
@@ -167,3 +168,14 @@ def test_what_is_known_is_said_at_once(model):
     assert lines[0] == f'The model answers: "{found.response}"' and len(lines) == 2 + len(found.units)
     assert any(line.startswith("Without sentence 3, these words fall by so many nats: 'donkey' (") for line in lines)
     assert told == sorted(told) and told[-1] == 1.0 and len(told) > 10
+
+
+def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim_alone():
+    """Of four: the fact stands in the second and in the fourth, so that neither costs anything alone."""
+
+    def fall(claim, gone):
+        return 2.0 * ({1, 3} <= gone) + 0.5 * (0 in gone)
+
+    runs = SimpleNamespace(without=lambda sets: [frozenset(each) for each in sets])  # what is said is what was taken away
+    search = UnitSearch(SimpleNamespace(units=range(4), runs=runs, claims=[None], fall=fall), [])
+    assert search._by_strength(0, search.first) == [1, 3, 0, 2]

@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from kvlens.analyses.bias.exchange import HeadExchange
-from kvlens.analyses.bias.parts import in_one_space
+from kvlens.analyses.bias.exchange import HeadExchange, in_one_space
 from precision import LAW, relative_error
 from small_models import row_of
 from tiny_text_model import tiny_text_model

@@ -4,37 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import GROUPED, model_of, relative_error, tokens
+from precision import LAW
+from small_models import relative_error, sharp, tokens
 
-from kvlens import (
-    HookedKVTransformer,
-    HookedKVTransformerConfig,
-    KVBias,
-    KVLensError,
-    KVShiftConfig,
-    carry_bias,
-    combine,
-    convert_prompt,
-    counterfactuals,
-)
+from kvlens import KVBias, KVLensError, carry_bias, combine, convert_prompt, counterfactuals
 
-EXACT = 1e-11
-ONE_LAYER = {
-    "rope after": ("linear", "no shift", {}),
-    "rope after, shift": ("linear", "window 3 with queries", {}),
-    "rope before": ("linear", "rope before", dict(kv_shift=None)),
-    "hedgehog": ("linear", "hedgehog", {}),
-    "decay": ("linear", "gqa decay", dict(kv_shift=None)),
-    "learned positions": ("linear", "learned", {}),
-    "trained bias": ("linear", "trained bias", {}),
-    "no positions": ("linear", "no positions", dict(kv_shift=None)),
-    "softmax, learned positions": ("softmax", "learned", {}),
-    "softmax, rope": ("softmax", "rotary, grouped", {}),
-    "softmax, alibi": ("softmax", "alibi", {}),
-    "softmax, shift": ("softmax", "no positions", dict(kv_shift=KVShiftConfig(window=2, queries=True), **GROUPED)),
-    "softmax, no positions": ("softmax", "no positions", {}),
-}
-A_SUM_IS_ENOUGH = ("no positions", "softmax, no positions")
+ONE_LAYER = [
+    *("no shift", "window 3 with queries", "rope before, no shift", "hedgehog", "gqa decay", "learned", "trained bias"),
+    *("no positions", "softmax, learned", "softmax, rotary, grouped", "softmax, alibi", "softmax, shifted, grouped"),
+    "softmax, no positions",
+]
 FIRST, SECOND, TEXT = tokens(2, 9, seed=1), tokens(2, 7, seed=2), tokens(2, 6, seed=3)
 
 
@@ -44,8 +23,8 @@ def logits(model, bias):
 
 
 def one_layer(name):
-    attention, of_table, changes = ONE_LAYER[name]
-    return model_of(attention, of_table, n_layers=1, **changes)
+    unshifted = dict(kv_shift=None) if name == "no positions" else {}
+    return sharp(name, gain=1, n_layers=1, **unshifted)
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
@@ -55,10 +34,10 @@ def test_at_one_layer_the_carried_first_and_the_second_from_its_place_are_the_co
     a, whole = convert_prompt(model, FIRST), convert_prompt(model, torch.cat([FIRST, SECOND], dim=1))
     apart = carry_bias(model, a, SECOND.shape[1]), convert_prompt(model, SECOND, initial=0.0 * a)
     expected = logits(model, whole)
-    assert relative_error(logits(model, combine(*apart, shift_state="last")), expected) < EXACT
-    assert relative_error(logits(model, convert_prompt(model, SECOND, initial=a)), expected) < EXACT
+    assert relative_error(logits(model, combine(*apart, shift_state="last")), expected) < LAW
+    assert relative_error(logits(model, convert_prompt(model, SECOND, initial=a)), expected) < LAW
     sum_error = relative_error(logits(model, combine(a, convert_prompt(model, SECOND), shift_state="last")), expected)
-    assert sum_error < EXACT if name in A_SUM_IS_ENOUGH else sum_error > 0.01
+    assert sum_error < LAW if name.endswith("no positions") else sum_error > 0.01
 
 
 @pytest.mark.parametrize("name", ONE_LAYER)
@@ -67,12 +46,12 @@ def test_toward_is_the_exchange_by_degrees_and_ends_at_the_other_prompt(name):
     a, b = convert_prompt(model, FIRST[:, :7]), convert_prompt(model, SECOND)
     for degree in (0, 0.25, 1, 1.5):
         by_hand = combine(a, b, weights=[1 - degree, degree], shift_state="first" if degree < 0.5 else "last")
-        assert relative_error(logits(model, a.toward(b, degree)), logits(model, by_hand)) < EXACT
-    assert relative_error(logits(model, a.toward(b, 0)), logits(model, a)) < EXACT
-    assert relative_error(logits(model, a.toward(b, 1)), logits(model, b)) < EXACT
+        assert relative_error(logits(model, a.toward(b, degree)), logits(model, by_hand)) < LAW
+    assert relative_error(logits(model, a.toward(b, 0)), logits(model, a)) < LAW
+    assert relative_error(logits(model, a.toward(b, 1)), logits(model, b)) < LAW
 
 
-@pytest.mark.parametrize("name", ["softmax, rope", "softmax, learned positions"])
+@pytest.mark.parametrize("name", ["softmax, rotary, grouped", "softmax, learned"])
 def test_toward_a_prompt_of_another_length_begins_behind_the_longer_one(name):
     """As behind tokens that are not read, which take positions all the same."""
     model = one_layer(name)
@@ -85,25 +64,25 @@ def test_toward_a_prompt_of_another_length_begins_behind_the_longer_one(name):
         logits(model, convert_prompt(model, counterfactuals(model, behind[row], unread[row : row + 1])))[row]
         for row in range(len(longer))
     ]
-    assert relative_error(logits(model, a.toward(b, 0)), torch.stack(expected)) < EXACT
-    assert relative_error(logits(model, b.toward(a, 0)), logits(model, b)) < EXACT
+    assert relative_error(logits(model, a.toward(b, 0)), torch.stack(expected)) < LAW
+    assert relative_error(logits(model, b.toward(a, 0)), logits(model, b)) < LAW
     assert a.toward(b, 0.5).position_offset == b.toward(a, 0.5).position_offset == b.position_offset
 
 
 def test_toward_goes_behind_the_longer_prompt_row_by_row():
-    model = one_layer("softmax, rope")
+    model = one_layer("softmax, rotary, grouped")
     unequal = KVBias.batch([convert_prompt(model, FIRST[0, :n]).repeat(1) for n in (5, 9)])
     equal = convert_prompt(model, FIRST[:, :7])
     for bias in (unequal.toward(equal, 0.5), equal.toward(unequal, 0.5)):
         assert bias.position_offset.tolist() == [7, 9]
 
 
-@pytest.mark.parametrize("name", ["rope after", "softmax, alibi"])
+@pytest.mark.parametrize("name", ["no shift", "softmax, alibi"])
 def test_where_positions_are_distances_both_prompts_end_where_the_text_begins(name):
     model = one_layer(name)
     a, b = convert_prompt(model, SECOND), convert_prompt(model, FIRST)
     for start, end in ((a, b), (b, a)):
-        assert relative_error(logits(model, start.toward(end, 0)), logits(model, start)) < EXACT
+        assert relative_error(logits(model, start.toward(end, 0)), logits(model, start)) < LAW
 
 
 def read(model, bias):
@@ -139,29 +118,22 @@ def test_sums_differences_and_multiples_are_linear_in_what_queries_read(name):
         (a.select(heads=[(0, 1)]) + a.select(heads=[(0, h) for h in range(model.cfg.n_heads) if h != 1]), 1, 0),
     ):
         for got, in_a, in_b in zip(read(model, made), of_a, of_b, strict=True):
-            assert (got - x * in_a - y * in_b).norm() <= EXACT * (1 + in_a.norm() + in_b.norm())
+            assert (got - x * in_a - y * in_b).norm() <= LAW * (1 + in_a.norm() + in_b.norm())
 
 
-SIZES = dict(n_layers=3, d_model=16, d_head=4, n_ctx=64, d_vocab=20, act_fn="gelu", seed=0, device="cpu", dtype=torch.float64)
-KINDS = {
-    "softmax": dict(n_key_value_heads=2),
-    "linear with a shift": dict(attention="linear", positional_embedding_type="rotary", rotary_dim=4, kv_shift=KVShiftConfig()),
-}
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["rope after", "softmax, rotary, grouped"])
 def model(request):
-    return HookedKVTransformer(HookedKVTransformerConfig(**SIZES, **KINDS[request.param]))
+    return sharp(request.param, n_layers=3)
 
 
 def logits_of(model, bias, text):
-    with torch.no_grad(), model.kv_bias(bias):
+    with model.kv_bias(bias):
         rows = bias.batch_size or 1
         return model(text.expand(rows, -1), attention_mask=torch.ones(rows, text.shape[-1], dtype=torch.long))
 
 
 def close(a, b):
-    assert (a - b).norm() <= 1e-11 * b.norm()
+    assert relative_error(a, b) < LAW
 
 
 def test_exchanged_layers(model):

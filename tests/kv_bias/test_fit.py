@@ -6,28 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import relative_error, small_model, tokens
+from small_models import linear_model, peaked, relative_error, small_model, tokens
 
 from kvlens import HookedKVTransformer, KVBias, carry_bias, combine, convert_prompt
 from kvlens.conversion import TextOptions
 from kvlens.conversion.prompt import PromptTokens
 from kvlens.conversion.prompt_pass import convert_exactly
-from kvlens.conversion.reference import reference_text
+from kvlens.conversion.reference_queries import reference_text
 
 PROMPT, OTHER, TEXT = tokens(1, 24)[0], tokens(1, 10, seed=3)[0], tokens(1, 12, seed=1)
 FEW = dict(method="landmark", n_features=5, n_continuations=9, continuation_length=6, verbose=False)
 
 
-def model_of(**changes) -> HookedKVTransformer:
-    model = small_model(n_ctx=120, dtype=torch.float64, positional_embedding_type="rotary", **changes)
-    for block in model.blocks:
-        block.attn.W_Q.data.mul_(12.0)
-    return model
-
-
 @pytest.fixture(scope="module")
 def model() -> HookedKVTransformer:
-    return model_of(n_heads=6, n_key_value_heads=3)
+    return peaked("softmax, rotary, grouped")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +134,7 @@ def test_a_long_sum_has_a_short_record(few):
 
 
 def test_a_linear_bias_stays_exact_under_all_operations():
-    model = small_model(attention="linear")
+    model = linear_model()
     a, b = (convert_prompt(model, prompt) for prompt in (PROMPT, PROMPT.flip(0)))
     for bias in (a + b, a - b, 0.5 * a, a.select(layers=[0]), a.zero_like(), replace(a, b_KV=a.b_KV.clone())):
         assert bias.fit is None
@@ -172,7 +165,7 @@ def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> 
 @pytest.mark.parametrize("start", ["nothing", "the prompt's BOS", "what was converted before"])
 def test_the_recorded_answers_are_those_of_the_definition(start, model, exact):
     """Token by token, with the prompt really in front."""
-    model, old = model_of(n_heads=6, n_key_value_heads=3), None
+    model, old = peaked("softmax, rotary, grouped"), None
     if start == "the prompt's BOS":
         model.tokenizer = SimpleNamespace(bos_token_id=int(PROMPT[0]), padding_side="right")
     if start == "what was converted before":

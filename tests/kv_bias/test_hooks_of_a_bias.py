@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from precision import LAW
-from small_models import by_steps, linear_model, relative_error, small_model, tokens
+from small_models import by_steps, linear_model, model_of, relative_error, small_model, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
@@ -17,13 +17,8 @@ NAMES = ("b_kv", "b_d", "b_keys")
 SHAPES = ("gpt2", "qwen3")
 """One key-value head per query head, and several query heads."""
 STEPS = (True, False)
-GROUPED = dict(n_heads=6, n_key_value_heads=3, dtype=torch.float64)
-KINDS = {
-    "rotary": dict(positional_embedding_type="rotary"),
-    "alibi": dict(positional_embedding_type="alibi"),
-    "local": dict(use_local_attn=True, window_size=5, attn_types=["global", "local"]),
-    "sinks": dict(use_attention_sinks=True),
-}
+GROUPED = dict(n_heads=6, n_key_value_heads=3)
+KINDS = {"rotary, grouped": {}, "alibi, grouped": {}, "local": GROUPED, "sinks": GROUPED}
 ONE, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 FEW = dict(n_continuations=2, continuation_length=4, verbose=False)
 
@@ -112,7 +107,7 @@ def blind_to_the_prompt(model, *heads):
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_query_head_is_ablated_and_no_other(kind, steps):
-    model = small_model(**GROUPED, **KINDS[kind])
+    model = model_of("softmax", kind, **KINDS[kind])
     bias = convert_prompt(model, ONE)
     with by_steps(model, steps):
         whole = logits(model, bias)
@@ -127,7 +122,7 @@ def test_one_query_head_is_ablated_and_no_other(kind, steps):
 @pytest.mark.parametrize("weight", [0.5, -0.1])
 def test_one_head_is_ablated_of_a_sum_and_of_a_batch(steps, weight):
     """``select`` keeps a row per query head, and a sum of such sums rows."""
-    model = small_model(**GROUPED, **KINDS["rotary"])
+    model = model_of("softmax", "rotary, grouped")
     one, two = (convert_prompt(model, tokens(2, 7, seed=seed)) for seed in (2, 3))
     with by_steps(model, steps):
         expected = logits(model, without(one, 1, 3) + weight * without(two, 1, 3))
@@ -226,7 +221,7 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
 @pytest.mark.parametrize("method", ["exact", "landmark"])
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
-    model = small_model(**GROUPED, **KINDS[kind])
+    model = model_of("softmax", kind, **KINDS[kind])
     options = dict(method=method, n_features=3, budget="equal", **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
@@ -238,7 +233,7 @@ def test_where_scores_depend_on_more_than_the_key(kind, method):
 
 @pytest.mark.parametrize("method", ["random", "taylor"])
 def test_features_without_keys_are_exchanged_by_two_hooks(method):
-    model = small_model(dtype=torch.float64, positional_embedding_type="rotary")
+    model = model_of("softmax", "rotary")
     options = dict(n_features=9) if method == "random" else {}
     one, other = (convert_prompt(model, prompt, method=method, **FEW, **options) for prompt in (ONE, OTHER))
     assert not torch.allclose(one.log_scale, other.log_scale)
@@ -249,7 +244,7 @@ def test_features_without_keys_are_exchanged_by_two_hooks(method):
 
 
 def test_numbers_that_fit_no_dtype_are_refused_where_they_are_shown():
-    model = small_model(dtype=torch.float64)
+    model = model_of("softmax", "learned")
     bias = convert_prompt(model, ONE)
     for log_scale in (800.0, -800.0):
         scaled = replace(bias, log_scale=bias.log_scale + log_scale)

@@ -87,9 +87,9 @@ def test_virtual_keys_of_unlike_numbers_stand_side_by_side():
     assert total.num_parameters == a.num_parameters + b.num_parameters
 
 
-def test_a_log_scale_of_hundreds_adds_without_overflow():
+def test_a_log_scale_beyond_exp_adds_without_overflow():
     a, b = bias(), bias(seed=2)
-    a = replace(a, log_scale=a.log_scale + 900.0)
+    a = replace(a, log_scale=a.log_scale + 1500.0)
     total = a + b
     assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
     q = normal(1, 4, HEADS, D, seed=50)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from precision import LAW, relative_error
-from small_models import small_model
+from small_models import sharp, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVBias, KVTransformerBridge, combine, convert_prompt
@@ -13,21 +13,14 @@ from kvlens.conversion import Landmark
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 N_PROMPT = 20
+PROMPT = tokens(1, N_PROMPT)[0]
+WINDOWS = dict(use_local_attn=True, window_size=6, attn_types=["global", "local"])
 HOOKED = {
-    "rotary": dict(positional_embedding_type="rotary", rotary_dim=8, n_heads=6, n_key_value_heads=3),
-    "learned positions": dict(positional_embedding_type="standard", n_heads=3),
-    "alibi and windows": dict(
-        positional_embedding_type="alibi", n_heads=3, use_local_attn=True, window_size=6, attn_types=["global", "local"]
-    ),
-    "soft cap": dict(positional_embedding_type="standard", n_heads=3, attn_scores_soft_cap=2.0),
-    "sinks": dict(positional_embedding_type="rotary", rotary_dim=8, n_heads=3, use_attention_sinks=True),
+    **{f"softmax, {row}": {} for row in ("rotary, grouped", "learned", "soft-capped", "sinks")},
+    "softmax, alibi": WINDOWS,
 }
 BRIDGE = ["llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
 """Grouped heads; learned positions; a soft cap and windows; sinks; latent attention; states among and beside attention."""
-
-
-def tokens(*shape, seed=0):
-    return torch.randint(2, 16, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def thinned(exact: KVBias, seed: int = 0) -> KVBias:
@@ -52,12 +45,12 @@ def compact_of(padded: KVBias) -> KVBias:
 def model(request, bridge_of):
     if request.param in BRIDGE:
         return bridge_of(request.param)
-    return small_model(dtype=torch.float64, d_head=8, d_vocab=20, n_ctx=64, **HOOKED[request.param])
+    return sharp(request.param, gain=1, **HOOKED[request.param]).requires_grad_(True)
 
 
 @pytest.fixture
 def rotary():
-    return small_model(dtype=torch.float64, d_head=8, d_vocab=20, n_ctx=64, **HOOKED["rotary"])
+    return sharp("softmax, rotary, grouped", gain=1)
 
 
 def logits(model, bias, text):
@@ -66,9 +59,9 @@ def logits(model, bias, text):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("prompt", [(N_PROMPT,), (2, N_PROMPT)], ids=["one prompt", "a batch"])
+@pytest.mark.parametrize("prompt", [PROMPT, tokens(2, N_PROMPT)], ids=["one prompt", "a batch"])
 def test_a_model_reads_it_as_the_padded_one(model, prompt):
-    padded = thinned(convert_prompt(model, tokens(*prompt)))
+    padded = thinned(convert_prompt(model, prompt))
     compact, text = compact_of(padded), tokens(2, 9, seed=1)
     for some in (text, text[:, :1]):  # one query has a form of its own
         assert relative_error(logits(model, compact, some), logits(model, padded, some)) < LAW
@@ -76,7 +69,7 @@ def test_a_model_reads_it_as_the_padded_one(model, prompt):
 
 
 def test_gradients_of_the_text_are_the_same(model):
-    padded, text = thinned(convert_prompt(model, tokens(N_PROMPT))), tokens(1, 5, seed=1)
+    padded, text = thinned(convert_prompt(model, PROMPT)), tokens(1, 5, seed=1)
     weights = [p for p in model.parameters() if p.requires_grad]
     compact, found = compact_of(padded), []
     for bias in (compact, padded):
@@ -86,8 +79,7 @@ def test_gradients_of_the_text_are_the_same(model):
 
 
 def test_gradients_of_the_bias_pass_through_its_groups(rotary):
-    rotary.requires_grad_(False)
-    exact, text = convert_prompt(rotary, tokens(N_PROMPT)), tokens(1, 5, seed=1)
+    exact, text = convert_prompt(rotary, PROMPT), tokens(1, 5, seed=1)
     found = []
     for form in (KVBias.compact, KVBias.padded):
         padded = thinned(exact)
@@ -100,7 +92,7 @@ def test_gradients_of_the_bias_pass_through_its_groups(rotary):
 
 @torch.no_grad()
 def test_hooks_see_the_shapes_of_the_padded_one(rotary):
-    bias = compact_of(thinned(convert_prompt(rotary, tokens(N_PROMPT))))
+    bias = compact_of(thinned(convert_prompt(rotary, PROMPT)))
     padded, text = bias.padded(), tokens(1, 5, seed=1)
     caches = []
     for each in (bias, padded):
@@ -114,7 +106,7 @@ def test_hooks_see_the_shapes_of_the_padded_one(rotary):
 
 @torch.no_grad()
 def test_arithmetic_is_that_of_the_padded_one_and_stays_compact(rotary):
-    exact = convert_prompt(rotary, tokens(N_PROMPT))
+    exact = convert_prompt(rotary, PROMPT)
     a, b = (thinned(exact, seed) for seed in (1, 2))
     text = tokens(1, 5, seed=1)
     made = {
@@ -141,7 +133,7 @@ def test_arithmetic_is_that_of_the_padded_one_and_stays_compact(rotary):
 @torch.no_grad()
 def test_a_fit_is_compact_and_so_is_what_its_file_gives(rotary, tmp_path):
     way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
-    bias = convert_prompt(rotary, tokens(N_PROMPT), method=way, verbose=False)
+    bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
     assert repr(bias) == repr(bias.padded()) and bias.d_phi == bias.padded().d_phi
     assert bias._groups is not None
     bias.save(tmp_path / "a")
@@ -162,7 +154,7 @@ def test_a_fit_is_compact_and_so_is_what_its_file_gives(rotary, tmp_path):
 
 @torch.no_grad()
 def test_its_padded_tensors_can_be_written_to_while_it_is_attached(model):
-    bias = compact_of(thinned(convert_prompt(model, tokens(N_PROMPT))))
+    bias = compact_of(thinned(convert_prompt(model, PROMPT)))
     text = tokens(1, 5, seed=1)
     model.attach_kv_bias(bias)
     before = model(text)
@@ -175,7 +167,7 @@ def test_its_padded_tensors_can_be_written_to_while_it_is_attached(model):
 
 def test_a_replaced_field_is_recorded_as_that_of_any_other(rotary):
     way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
-    bias = convert_prompt(rotary, tokens(N_PROMPT), method=way, verbose=False)
+    bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
     assert replace(bias.compact(), n_prompt_tokens=N_PROMPT).fit is bias.fit
     b_kv = bias.padded().b_KV * 2
     assert "b_KV replaced" in replace(bias.compact(), b_KV=b_kv).fit.history[-1]
@@ -189,7 +181,7 @@ def test_a_replaced_field_is_recorded_as_that_of_any_other(rotary):
 def test_a_cache_of_transformers_is_no_wider_than_its_layers(family):
     hf, model = (tiny_hf_model(family) for _ in range(2))
     model = KVTransformerBridge.boot_transformers(model)
-    bias = compact_of(thinned(convert_prompt(model, tokens(N_PROMPT))))
+    bias = compact_of(thinned(convert_prompt(model, PROMPT)))
     caches = [each.to_cache() for each in (bias, bias.padded())]
     hf.set_attn_implementation("kvlens")
     text = tokens(1, 5, seed=1)

@@ -111,6 +111,16 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
 
 
 @each(CONVERTIBLE)
+def test_the_pattern_under_a_bias_has_the_texts_columns_of_the_whole_one_and_lacks_the_prompts(kind, name, shared):
+    model, both, point = shared(kind, name), tokens(2, 16), "blocks.1.attn.hook_pattern"
+    whole = model.run_with_cache(both, names_filter=point)[1][point]
+    with model.kv_bias(convert_prompt(model, both[:, :7])):
+        under = model.run_with_cache(both[:, 7:], names_filter=point)[1][point]
+    assert relative_error(under, whole[:, :, 7:, 7:]) < LAW
+    assert whole[:, :, 7:, :7].norm() > 0.1 * under.norm()  # it lacks something
+
+
+@each(CONVERTIBLE)
 def test_prompts_one_after_another_equal_their_concatenation(kind, name, shared):
     model, text, bias = shared(kind, name), tokens(1, 9), None
     pieces = [tokens(1, n, seed=n)[0] for n in (4, 1, 2, 3)]

@@ -9,7 +9,6 @@ import torch
 from small_models import linear_model, plain_model, small_model, tokens
 from tiny_hf import tiny_hf_model
 from tiny_text_model import TEXT, linear, softmax, tiny_text_model
-from unequal_heads import unequal
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.model import HookedKVRegressor
@@ -70,6 +69,7 @@ def processed(model, **options):
         assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+FACTORS = dict(refactor_factored_attn_matrices=True)
 FIELDS = [field.name for field in fields(HookedKVTransformerConfig) if field.name != "n_params"]
 DTYPES = "must be one of float16, bfloat16, float32, float64"
 EXPECTED_TEXT = "expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got"
@@ -121,6 +121,7 @@ VARIANTS = [
     ("never computes", {"negative": {"k": 1, "beta": 1.0}, "attention": "linear", "linear_attention_form": "chunked"}),
     ("do not hold", {"ridge": {"strength": 1.0}, "attention": "linear", "trainable_kv_bias": True}),
 ]
+LAYERS = dict(n_layers=3, n_heads_by_layer=[4, 2, 4], n_key_value_heads_by_layer=[2, 1, 2], d_head_by_layer=[4, 8, 4], d_head=8)
 UNEQUAL_HEADS = [
     ("n_heads_by_layer: expected a number for each of 3 layers", dict(n_heads_by_layer=[4, 2])),
     ("n_heads_by_layer: expected", dict(n_heads_by_layer=[4, 0, 4])),
@@ -161,7 +162,7 @@ WOULD_CHANGE = "would change this model's output"
 REFUSED = [
     *((words, functools.partial(config, **fields)) for words, fields in CONFIGURATIONS),
     *((words, functools.partial(variant, **fields)) for words, fields in VARIANTS),
-    *((words, functools.partial(unequal, **fields)) for words, fields in UNEQUAL_HEADS),
+    *((words, functools.partial(config, **{**LAYERS, **fields})) for words, fields in UNEQUAL_HEADS),
     *((words, functools.partial(generate, **given)) for words, given in GENERATE),
     *((words, functools.partial(pretrained, **given)) for words, given in PRETRAINED),
     # what a model is made of
@@ -210,6 +211,8 @@ REFUSED = [
         for of in ({}, dict(kv_shift=None), dict(normalizer="none"))
         for option in ("fold_value_biases", "refactor_factored_attn_matrices")
     ),
+    ("turn with their positions", lambda: processed(plain_model(positional_embedding_type="rotary"), **FACTORS)),
+    ("turn with their positions", lambda: processed(small_model(positional_embedding_type="rotary"), **FACTORS)),
     # a KV bias
     ("would start at position 64, but the model has positions 0 to 63 (n_ctx=64)", bias_of_all_positions),
     # files and names

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from precision import LAW
-from small_models import LINEAR, linear_model, relative_error, small_model, tokens
+from small_models import LINEAR, linear_model, relative_error, sharp, small_model, tokens
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
@@ -15,14 +15,9 @@ from kvlens.model.streaming import default_segment_length, segments
 POS = 23
 
 VARIANTS = {
-    **{name: changes for name, changes in LINEAR.items() if name not in ("split", "attn in", "trained bias")},
-    "identity": dict(feature_map="identity", normalizer="none"),
-    "relu": dict(feature_map="relu"),
+    **{row: {} for row in LINEAR if row not in ("split", "attn in", "trained bias")},
+    **{row: {} for row in ("side by side", "no norm, attention only", "self-attention form", "augmented in parallel")},
     "adjacent pairs": dict(rotary_adjacent_pairs=True, rotary_dim=4),
-    "attention only": dict(attn_only=True),
-    "parallel attention and mlp": dict(parallel_attn_mlp=True),
-    "regularised": dict(attention_variant=dict(regularised=dict(alpha=0.3))),
-    "augmented": dict(attention_variant=dict(augmented=dict(keys=True, values=True))),
     "recurrent": dict(linear_attention_form="recurrent"),
 }
 
@@ -38,8 +33,9 @@ def short_segments(monkeypatch):
     return of
 
 
-def model_of(name, **more):
-    return linear_model(**{**VARIANTS[name], **more}).requires_grad_(False)
+def model_of(name):
+    changes = VARIANTS[name]
+    return sharp("rope after" if changes else name, gain=1, **changes)
 
 
 def lengths_seen(model, monkeypatch):

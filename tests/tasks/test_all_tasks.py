@@ -40,6 +40,24 @@ def test_a_batch_has_the_promised_shapes(name, split):
         assert torch.equal(targets[:, :-1], inputs[:, 1:])
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("induction", dict(vocab_size=9, length=8)),
+        ("induction", dict(vocab_size=9, length=8, law="first_repeat")),
+        ("bigrams", dict(law="markov")),
+        ("ngrams", dict(order=4, vocab_size=3)),
+        *(("hops", dict(k=k, mixed=mixed)) for k in (1, 2, 3) for mixed in (False, True)),
+    ],
+)
+def test_a_guess_is_right_once_in_the_answers_that_the_last_token_allows(name, more):
+    """Counted: the answers after each token."""
+    task = make_task(name, **{**SMALL_TASKS[name], **more})
+    inputs, targets, scored = task.sample(2000, seeded(0))
+    found = {(token, answer) for token, answer in zip(inputs[scored].tolist(), targets[scored].tolist(), strict=True)}
+    assert task.chance == len({token for token, _ in found}) / len(found)
+
+
 @EACH_TASK
 def test_the_generator_alone_decides_a_batch(name):
     task = make_task(name, **SMALL_TASKS[name])

@@ -26,8 +26,7 @@ from kvlens.viz import (
 )
 from kvlens.viz._figures import FULL, block_means, block_size, strongest, strongest_positions
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
-from kvlens.viz.dual import MAX_CELLS
-from kvlens.viz.heads import details_json
+from kvlens.viz.heads import MAX_CELLS, details_json
 
 # --- heads and attention ---------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from kvlens.dual.bert import WEIGHTS, load_bert, swap_self_attention
-from kvlens.dual.glue import METRICS, TASKS, fine_tune
+from kvlens.dual.glue import CHANCE, METRICS, TASKS, fine_tune
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead
@@ -46,8 +46,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 RANDOM, TEMPLATES = "random", "templates"
 """A model and a source of examples that need no files."""
-CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
-"""The metric of the more frequent label alone."""
 
 
 class BertHypothesis(NamedTuple):
@@ -209,7 +207,7 @@ def bert(source: str, n_outputs: int, seed: int) -> tuple[Any, Any]:
 
 
 def compare(curves: pd.DataFrame, task: str) -> list[Comparison]:
-    """Every variant against plain fine-tuning on one task, after the last epoch."""
+    """Compare every variant with plain fine-tuning on one task, after the last epoch."""
     metric = METRICS[task]
     course = curves.rename(columns={"epoch": "step"})
     last, goal = course[course["step"] == course["step"].max()], Goal(CHANCE[task], best=1.0, share=0.25, y=metric)

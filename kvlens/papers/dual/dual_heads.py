@@ -188,7 +188,7 @@ def _orders(n: int) -> Int[np.ndarray, "order head"]:
 
 
 def compare(found: pd.DataFrame) -> Iterator[Comparison]:
-    """Each correlation, with its permutation test."""
+    """Test each correlation by permutations."""
     claim = "heads with a large step of their dual model are those responsible for in-context learning (our question)"
     for row in found.itertuples():
         what = f"{row.model}: rank correlation of {row.dual} with {row.other} over {row.n_heads} heads "

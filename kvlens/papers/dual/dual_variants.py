@@ -286,7 +286,7 @@ def why_unsettled(rows: pd.DataFrame) -> str | None:
 
 
 def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """Every variant on every task, with a verdict if the paper makes a claim about it, of `differences` and `untrained`."""
+    """Compare every variant on every task, with a verdict where the paper makes a claim; ``why`` is that of `untrained`."""
     found = []
     for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
         claim = CLAIMS.get((task, label))

@@ -81,7 +81,7 @@ def _one_task(settings: Settings, seed: int, eta: float) -> dict[str, float]:
 
 
 def compare(tasks: pd.DataFrame) -> Iterator[Comparison]:
-    """Both interpretations compared with the layer."""
+    """Compare both interpretations with the layer."""
     for column, name, claim in (
         ("descent_error", "gradient descent on the regression", "gradient descent on the squared error"),
         ("dual_error", "its dual model after one step", "its dual model (eq. 36, 37)"),

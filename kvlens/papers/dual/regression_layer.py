@@ -74,7 +74,7 @@ class RegressionLayer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All of them."""
+        """Return all parameters."""
         return [self.W_Q, self.W_K, self.W_V, *self.key_mlp, *self.value_mlp]
 
     def outputs(self, x: Float[Tensor, "seed batch token d"], last: int | None = None) -> Float[Tensor, "seed batch query d"]:

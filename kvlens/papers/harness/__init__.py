@@ -44,17 +44,17 @@ def cells(settings):
     size = dict(n_layers=1, d_model=32)
     for length in settings["lengths"]:
         yield Cell(
-            task=make_task("induction", vocab_size=16, length=length),
+            task := make_task("induction", vocab_size=16, length=length),
             models={"plain": size, "shift": {**size, "kv_shift": True}},
-            columns={"length": length},  # added to the rows of this cell
+            columns={"length": length, "chance": task.chance},  # added to the rows of this cell
         )
 
 
 def compare(final, curves):
-    '''At each length, unless the plain model has learned too little there; one guess in 16 is right.'''
-    goal = Goal(1 / 16, best=1.0, y="accuracy")
+    '''At each length, unless the plain model has learned too little there.'''
     for length, rows in final.groupby("length"):
         what = f"accuracy with the shift minus without, length {length}"
+        goal = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy")
         why = goal.why_untrained(curves[curves["length"] == length], "plain")
         yield lead(rows, "shift", "plain", "accuracy", what, "the shift helps").unless(why)
 

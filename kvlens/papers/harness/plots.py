@@ -86,7 +86,7 @@ def draw_panels(
     ticks: bool = False,
     dots: bool = False,
 ) -> Figure:
-    """``y`` against ``x`` as `draw_curves` draws it, with one legend, and a line for guessing (column ``chance``).
+    """``y`` against ``x`` as `draw_curves` draws it, with one legend, and the largest ``chance`` as a line.
 
     Args:
         table: one row for each line, seed and ``x`` of a panel.
@@ -112,7 +112,7 @@ def draw_panels(
     for axes, (name, rows) in zip(panels, groups, strict=False):
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
         draw_curves(axes, rows, x, y, by=by, colors=colors, dots=dots)
-        marked = {**(lines or {}), **({"chance": rows["chance"].iloc[0]} if "chance" in rows else {})}
+        marked = {**(lines or {}), **({"chance": rows["chance"].max()} if "chance" in rows else {})}
         for dash, (label, value) in zip(("--", ":"), marked.items(), strict=False):
             axes.axhline(value, color="#64748b", linestyle=dash, linewidth=1, label=label)
         if ticks:

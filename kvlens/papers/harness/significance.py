@@ -331,12 +331,12 @@ class Comparison:
         return cls(what, claim, right / of, None if side is None else side is not below)
 
     @classmethod
-    def at_most(cls, what: str, claim: str, ours: float, bound: float, *, paper: Number = None) -> "Comparison":
+    def at_most(cls, what: str, claim: str, ours: float, bound: float | int, *, paper: Number = None) -> "Comparison":
         """A claim about a number without noise: that it is at most ``bound``."""
         return cls(what, claim, ours, ours <= bound, paper)
 
     @classmethod
-    def at_least(cls, what: str, claim: str, ours: float, bound: float, *, paper: Number = None) -> "Comparison":
+    def at_least(cls, what: str, claim: str, ours: float, bound: float | int, *, paper: Number = None) -> "Comparison":
         """A claim about a number without noise: that it is at least ``bound``."""
         return cls(what, claim, ours, ours >= bound, paper)
 

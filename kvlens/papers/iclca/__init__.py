@@ -111,7 +111,7 @@ app. C | starting tokens in the key-value matrix "would just give the same resul
 app. C | a scaling term, or a change of the input or of the FFN, cannot convert exactly
     - | not tested | considerations, without a number; X = 0 excludes a scaling term as it excludes other weights (sec. 4.1) |
 app. D | the term can stand in the FFN of a GPT-J block: FFN(q) + q sum R phi(k) v
-    tests/model/test_term_in_the_ffn.py::test_side_by_side_it_is_the_prompt_and_one_after_the_other_it_is_not | holds | at 1e-11 in float64, with a normalizer of 1 and attention beside the FFN, as the paper says; one after the other it is off |
+    tests/model/test_linear_model.py::test_side_by_side_it_is_the_prompt_and_one_after_the_other_it_is_not | holds | at 1e-11 in float64, with a normalizer of 1 and attention beside the FFN, as the paper says; one after the other it is off |
 app. D.1, algorithm 2 | the conversion of softmax attention by random features
     tests/conversion/test_fits.py | holds | features come near where scores are small, and every key kept is exact; of the sum of scores, algorithm 2 is ``method="random"`` |
 slides, naive conversion | fine-tuning on generated answers "cannot achieve exact conversion"

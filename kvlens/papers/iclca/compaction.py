@@ -1,9 +1,9 @@
 """``compaction``: ways to store a softmax prompt, compared by the numbers they store and by their effect on the model.
 
 The methods of :data:`kvlens.conversion.METHODS` that keep keys, and the changes of the weights of
-:mod:`kvlens.conversion.weights`, are compared on the same contexts, texts and lengths of prompts. Prompts, and the texts that
-follow them, are sampled from the model; only token patches, which cannot do without, have read the texts they are measured on.
-The logits at every token of the texts are compared with the prompt in context (old), stored (new) and omitted except BOS
+:mod:`kvlens.conversion.weight_patches`, are compared on the same contexts, texts and lengths of prompts. Prompts, and the texts
+that follow them, are sampled from the model; only token patches, which cannot do without, have read the texts they are measured
+on. The logits at every token of the texts are compared with the prompt in context (old), stored (new) and omitted except BOS
 (without):
 
     relative error = mean of |new - old| / |old|         effect lost = rms |new - old| / rms |without - old|

@@ -97,7 +97,7 @@ def conversion_accuracy(settings: Settings, tell: Tell) -> Reproduction:
     for sequences, reader in ((task, model), (on_paper, further)):
         predictions, errors = measure(reader.requires_grad_(False), sequences, settings, tell)
         by_law[sequences.law] = dict(accuracy=accuracy_by_use(predictions), predictions=predictions, errors=errors)
-    own, paper, guess = by_law[task.law], by_law[on_paper.law], chance(task)
+    own, paper, guess = by_law[task.law], by_law[on_paper.law], task.chance
     tables = {name: pd.concat([t[name].assign(law=law) for law, t in by_law.items()], ignore_index=True) for name in own}
     enough, where = PRINTED[PROMPTED] - NEAR_PRINTED, ", the paper's sequences"
     return Reproduction(
@@ -127,11 +127,6 @@ def obtain_model(settings: Settings, task: BigramTask, tell: Tell) -> HookedKVTr
     task.check_fit(model)
     assert isinstance(model, HookedKVTransformer)
     return model.eval().requires_grad_(False)
-
-
-def chance(task: BigramTask) -> float:
-    """The accuracy of guessing a trigger's follower: followers are uniform over the other letters."""
-    return 1 / (task.n_letters - task.n_triggers)
 
 
 # --- measuring ---

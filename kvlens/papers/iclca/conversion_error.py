@@ -171,7 +171,7 @@ def _describe(summary: pd.DataFrame) -> str:
 
 
 def compare(summary: pd.DataFrame) -> Iterator[Comparison]:
-    """Each size against table 1, all sizes against the forward pass's own error, and float64 sums against float32 ones."""
+    """Compare each size with table 1, all sizes with the forward pass's own error, and float64 sums against float32 ones."""
     table, printed = _table(summary), summary.dropna(subset="printed").sort_values("n_parameters")
     for _, row in printed.iterrows():
         own = float(table.loc[row["n_parameters"], (FORWARD, "float32")])

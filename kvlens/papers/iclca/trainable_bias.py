@@ -50,7 +50,7 @@ def trainable_bias(settings: Settings, tell: Tell) -> Reproduction:
     if model.get("normalizer") == "none":
         words = "b_KV is trained, and b_D, which would have no effect, is not."
         differences.append(f"This model's attention has no normalizer: {words}")
-    why = Goal(1 / task.d_input, best=1.0, y="accuracy").why_untrained(of_heldout(curves), WITHOUT)
+    why = Goal(task.chance, best=1.0, y="accuracy").why_untrained(of_heldout(curves), WITHOUT)
     comparisons = [one.unless(why) for one in compare(by_seed)]
     return Reproduction({"curves": curves, "by_seed": by_seed}, lambda: draw(curves), comparisons, differences)
 
@@ -62,7 +62,7 @@ def measure(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(by_seed: pd.DataFrame) -> Iterator[Comparison]:
-    """The course of training and its end."""
+    """Compare the course of training and its end."""
     what = "held-out loss averaged over the course of training, in nats: without minus with bias terms "
     what, claim = what + "(without {of:.3f}, with {minus:.3f})", "the model with bias terms trains slightly faster"
     yield lead(by_seed, WITHOUT, WITH, "mean_loss", what, claim)

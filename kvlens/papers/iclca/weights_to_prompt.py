@@ -52,7 +52,7 @@ from kvlens.conversion.prompt_pass import as_batch
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
-from kvlens.model.prompt import observed
+from kvlens.model.streaming import observed
 from kvlens.ops.landmarks import Products, Statistics, choose_keys
 from kvlens.ops.softmax_features import virtual_key_scores
 from kvlens.papers.harness.plots import draw_panels

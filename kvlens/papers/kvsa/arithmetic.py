@@ -81,7 +81,7 @@ def arithmetic(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models for every row of the paper's table."""
+    """Yield both models for every row of the paper's table."""
     for row in settings["rows"]:
         task = ArithmeticTask(max_ops=row["max_ops"], test_ops=row["test_ops"], **settings["task"])
         name = f"Tr{row['max_ops']}-Te{row['test_ops']}"
@@ -97,7 +97,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model: Any) -> list[dict[str, Any]]:
     """One row for each number of operations and way of scoring."""
-    fixed = dict(max_ops=task.max_ops, test_ops=task.test_ops, chance=1 / task.modulus)
+    fixed = dict(max_ops=task.max_ops, test_ops=task.test_ops, chance=task.chance)
     return [
         dict(model=label, seed=seed, n_ops=n_ops, way=way, accuracy=share, **fixed)
         for n_ops in range(1, task.test_ops + 1)

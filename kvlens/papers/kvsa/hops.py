@@ -57,8 +57,8 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
         curves = curves.assign(k=max(settings["hops"]))  # the curve of all of them
     else:
         final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
-    chance = 1 / settings["task"]["vocab_size"]
-    final = final.assign(chance=chance)
+    chances = {k: HopsTask(k=k, **settings["task"]).chance for k in settings["hops"]}
+    final = final.assign(chance=final["k"].map(chances))
     figure = partial(draw_panels, final, "k", panel="n_layers", xlabel="hops k", colors=COLORS, ticks=True)
     differences = [
         f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
@@ -67,12 +67,12 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
         f"Each model is trained on {'all numbers of hops' if settings['mixed'] else 'one k'}; positions at which a hop does "
         "not exist are not scored.",
     ]
-    comparisons = [*compare(final, untrained(curves, chance))]
+    comparisons = [*compare(final, untrained(curves, chances))]
     return Reproduction({"curves": curves, "final": final}, figure, comparisons, differences)
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every depth, on every number of hops, or on all of them at once."""
+    """Yield both models at every depth, on every number of hops, or on all of them at once."""
     for n_layers in settings["depths"]:
         models = {label: {**settings["model"], "n_layers": n_layers, **own} for label, own in MODELS.items()}
         if settings["mixed"]:
@@ -127,20 +127,20 @@ def hops_made(final: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(hops=steps * part.groupby(by_run).cummin()).groupby(keys, as_index=False)["hops"].sum()
 
 
-def untrained(curves: pd.DataFrame, chance: float) -> dict[Any, str | None]:
+def untrained(curves: pd.DataFrame, chances: Mapping[int, float]) -> dict[Any, str | None]:
     """Say by depth why plain layers that do not learn a number of hops may be too little trained, not too few; or None.
 
     They must have learned the smallest number of hops (or half of all, where one model learns all). At the others, their curve
     must be flat, and so must that of a model that is behind them.
     """
-    goal = Goal(chance, best=1.0, y="accuracy")
+    goals = {k: Goal(chance, best=1.0, y="accuracy") for k, chance in chances.items()}
     found: dict[Any, str | None] = {}
     for depth, rows in of_heldout(curves).groupby("n_layers"):
         runs, easiest = dict(list(rows.groupby(["k", "model"]))), rows["k"].min()
-        found[depth] = goal.why_not_learned(runs[easiest, PLAIN], f"{PLAIN}, {layers(depth)}, k = {easiest},")
+        found[depth] = goals[easiest].why_not_learned(runs[easiest, PLAIN], f"{PLAIN}, {layers(depth)}, k = {easiest},")
         for (k, model), own in runs.items():
             rival = None if model == PLAIN else runs[k, PLAIN]
-            found[depth] = found[depth] or goal.why_not_flat(own, f"{model}, {layers(depth)}, k = {k},", rival=rival)
+            found[depth] = found[depth] or goals[k].why_not_flat(own, f"{model}, {layers(depth)}, k = {k},", rival=rival)
     return found
 
 

@@ -70,7 +70,7 @@ def induction_depth(settings: Settings, tell: Tell) -> Reproduction:
     return Reproduction(
         tables={"curves": curves, "steps": steps},
         figure=lambda: draw(curves),
-        comparisons=compare(curves, steps, limit, untrained(curves, task["vocab_size"])),
+        comparisons=compare(curves, steps, limit, untrained(curves, cells[0].task.chance)),
         differences=[
             f"Vocabulary {task['vocab_size']} and length {task['length']}; the paper's are 8,000 and 512. A sequence draws its "
             "tokens from a pool of as many as it is long, as the paper's script does.",
@@ -84,20 +84,20 @@ def induction_depth(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def untrained(curves: pd.DataFrame, vocab_size: int) -> str | None:
+def untrained(curves: pd.DataFrame, chance: float) -> str | None:
     """Why nothing can be said about one plain layer, which may fail to learn; or None.
 
     Its curve must be flat, and one shifted layer must have learned in the same number of steps. Claims about numbers of steps
     need no flat curves (see `compare`).
     """
-    goal = Goal(1 / vocab_size, best=1.0, y="accuracy")
+    goal = Goal(chance, best=1.0, y="accuracy")
     heldout = of_heldout(curves)
     by_model = dict(list(heldout[heldout["compared"] == FEW].groupby("model")))
     return goal.why_not_learned(by_model[SHIFT_1], SHIFT_1) or goal.why_not_flat(by_model[PLAIN_1], PLAIN_1)
 
 
 def compare(curves: pd.DataFrame, steps: pd.DataFrame, limit: int, why: str | None) -> list[Comparison]:
-    """The figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
+    """Compare the figure's statements, tested seed by seed; ``why`` is that of `untrained`."""
     last = last_heldout(curves[curves["compared"] == FEW]).set_index("model")["accuracy"]
     shifted, one = (last[[label]].tolist() for label in (SHIFT_1, PLAIN_1))
     what = "smallest held-out accuracy that one layer with KV shift reaches, over seeds"

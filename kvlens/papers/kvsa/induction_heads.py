@@ -82,7 +82,7 @@ def induction_heads(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings, answers: list[dict[str, Any]]) -> Iterator[Cell]:
-    """One layer and two on repeated blocks, one layer on A B A; what they answer to A B C A goes to ``answers``."""
+    """Yield one layer and two on repeated blocks, one layer on A B A; what they answer to A B C A goes to ``answers``."""
     task, n_texts = settings["task"], settings["n_texts"]
     # rotary positions have no weights, so that a model that is trained on short texts reads longer ones
     models = {label: {**settings["model"], **own, "n_ctx": task["length"]} for label, own in MODELS.items()}
@@ -134,13 +134,13 @@ def answers_to_three(model: Any, n_texts: int) -> dict[str, float]:
 
 def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Any, str | None]:
     """Say by what they read and by model why the runs have not learned it; or None."""
-    goal = Goal(1 / settings["task"]["vocab_size"], best=1.0, share=0.9, y="accuracy")
+    goal = Goal(make_task("induction", **settings["task"]).chance, best=1.0, share=0.9, y="accuracy")
     by_model = of_heldout(curves).groupby(["reads", "model"])
     return {(reads, label): goal.why_not_learned(own, f"{label}, on {reads},") for (reads, label), own in by_model}
 
 
 def compare(heads: pd.DataFrame, answers: pd.DataFrame, why: dict[Any, str | None]) -> Iterator[Comparison]:
-    """The three statements, tested seed by seed; ``why`` is that of `untrained`."""
+    """Compare the three statements, tested seed by seed; ``why`` is that of `untrained`."""
     blocks = heads[heads["reads"] == BLOCKS]
     yield compare_starts(blocks[blocks["model"] == SHIFT_1]).unless(why[BLOCKS, SHIFT_1])
     for label in (SHIFT_1, SHIFT_2):
@@ -160,7 +160,7 @@ def compare_starts(heads: pd.DataFrame) -> Comparison:
 
 
 def compare_gaps(heads: pd.DataFrame, label: str) -> Comparison:
-    """How far induction heads stand out: the largest gap between scores of a model that are next to each other."""
+    """Compare how far induction heads stand out: the largest gap between scores of a model that are next to each other."""
     run, ordered = ["model", "seed"], heads.sort_values("score")
     gaps = ordered.assign(score=ordered.groupby(run)["score"].diff()).groupby(run, as_index=False)["score"].max()
     means = gaps.groupby("model")["score"].mean()

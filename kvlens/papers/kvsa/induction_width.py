@@ -68,7 +68,7 @@ def induction_width(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every width."""
+    """Yield both models at every width."""
     task, n_heads = make_task("induction", **settings["task"]), settings["n_heads"]
     for width in settings["widths"]:
         if width % (2 * n_heads):  # rotary positions rotate pairs of a head's dimensions
@@ -80,7 +80,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 
 def compare(steps: pd.DataFrame, limit: int) -> list[Comparison]:
-    """How many steps the two models need at each width.
+    """Compare how many steps the two models need at each width.
 
     Args:
         steps: columns d_model, model, seed, steps; infinite for a run that has not learned.

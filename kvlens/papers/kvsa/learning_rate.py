@@ -71,7 +71,7 @@ def learning_rate(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every learning rate."""
+    """Yield both models at every learning rate."""
     task = TextTask(**settings["task"])
     models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
     for rate in settings["rates"]:
@@ -98,7 +98,7 @@ def untrained(curves: pd.DataFrame, measured: pd.DataFrame, goal: Goal) -> tuple
 
 
 def compare(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
-    """The losses at each learning rate."""
+    """Compare the losses at each learning rate."""
     what = "held-out loss of the plain model above the shifted one's at learning rate {:g}, nats"
     claim = (
         "KV shift lowers the loss under every learning rate and seed (a run that diverged counts with the loss of the token "
@@ -109,7 +109,7 @@ def compare(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
 
 
 def compare_rates(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
-    """The rates at which each of the two models diverges.
+    """Compare the rates at which each of the two models diverges.
 
     Where nothing diverged at the paper's rate, what its plain model did is refuted by Fisher's exact test: none of n runs here
     against all of the paper's have the chance 1 / (n + 5 over 5). No other claim is tested then.

@@ -62,16 +62,16 @@ def ngram(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """A plain and a shifted model of every size, on the 3-grams that go with it."""
+    """Yield a plain and a shifted model of every size, on the 3-grams that go with it."""
     for size in settings["sizes"]:
-        vocab_size = size["task"]["vocab_size"]
+        task = make_task("ngrams", **size["task"])
         yield Cell(
-            make_task("ngrams", **size["task"]),
+            task,
             {label: {**size["model"], **own} for label, own in MODELS.items()},
-            dict(size=size["label"], chance=1 / vocab_size),
+            dict(size=size["label"], chance=task.chance),
             training=size["training"],
             rates=size["rates"],
-            title=f"{size['label']}: {size['model']['n_layers']} layers, vocabulary {vocab_size}",
+            title=f"{size['label']}: {size['model']['n_layers']} layers, vocabulary {task.d_input}",
         )
 
 
@@ -84,7 +84,7 @@ def untrained(heldout: pd.DataFrame) -> dict[Any, str | None]:
 
 
 def compare(heldout: pd.DataFrame, why: Mapping[Any, str | None]) -> Iterator[Comparison]:
-    """The paper says "neither": two equal models give no verdict, and the numbers show how far apart they may be."""
+    """Compare both models at each size; equal ones give no verdict, and the numbers show how far apart they may be."""
     pair = (SHIFTED, PLAIN, "accuracy")
     for size, rows in heldout.groupby("size", sort=False):
         what = f"{size}: accuracy with KV shift minus without, after training (plain: {{minus:.3f}})"

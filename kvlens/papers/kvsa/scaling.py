@@ -84,7 +84,7 @@ def scaling(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def cells(settings: Settings) -> Iterator[Cell]:
-    """Both models at every size, at the best of its own ``rates`` or of those of the settings."""
+    """Yield both models at every size, at the best of its own ``rates`` or of those of the settings."""
     task = TextTask(**settings["task"])
     for (size, fields), (label, own) in itertools.product(settings["sizes"].items(), MODELS.items()):
         rates = fields.get("rates", settings["rates"])

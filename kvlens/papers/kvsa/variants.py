@@ -134,7 +134,7 @@ def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
 
 
 def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
-    """Every variant's held-out loss against the free form's: significantly higher, as every claim has it, lower, or neither."""
+    """Compare every variant's held-out loss with the free form's, above which every claim has it."""
     what = "held-out loss of {!r} above that of {!r}, nats"
     return [
         lead(finals, label, FREE, "heldout_loss", what.format(label, FREE), claim).unless(why.get(label))

@@ -18,7 +18,7 @@ but should predict $T(P) \approx f(x')$. Then it has learned an algorithm rather
 | sec. 2.2: heads, $W^{(o)}$ | ``n_heads``, ``W_O`` |
 | sec. 2.3: the layer, $\mathrm{MLP}(Y(X) + X)$ | ``normalization_type=None`` and ``attention_dir="bidirectional"`` in `kvlens.HookedKVTransformerConfig` |
 | sec. 3: the layer is equivariant under permutations of its input | `kvlens.papers.lecture.equivariance` |
-| sec. 3: positions as an index or as a share of the length | `kvlens.papers.lecture.numbered_positions` |
+| sec. 3: positions as an index or as a share of the length | `kvlens.papers.lecture.equivariance` |
 | sec. 3: learned and sinusoidal positions | ``positional_embedding_type="standard"`` or ``"sinusoidal"``; none at all is ``"none"`` |
 
 # Differences between the notes and kvlens

@@ -9,7 +9,7 @@ memorized distribution does not.
 Errors are relative to the error of always predicting 0, so 1 means no better than that, on every distribution.
 
 The second part is about order: whether T(pi X) = pi T(X) (:mod:`~kvlens.papers.lecture.equivariance`), and how models with
-learned and with sinusoidal positions, and with plain numbers for them (:mod:`~kvlens.papers.lecture.numbered_positions`),
+learned and with sinusoidal positions, and with plain numbers for them (:mod:`~kvlens.papers.lecture.equivariance`),
 perform on prompts longer than in training.
 """
 
@@ -30,8 +30,7 @@ from kvlens.papers.harness.learned import Goal, TrainingRun
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.lecture.equivariance import equivariance_table
-from kvlens.papers.lecture.numbered_positions import NUMBERS, NumberedRegression, numbered, numbers_of
+from kvlens.papers.lecture.equivariance import NUMBERS, NumberedRegression, equivariance_table, numbered, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
@@ -304,7 +303,7 @@ SHIFT_CLAIMS = {
 
 
 def compare(tables: Mapping[str, pd.DataFrame], settings: Settings) -> list[Comparison]:
-    """Every claim with its number."""
+    """Compare every claim with its number."""
     error, dimensions = tables["error"], settings["task"]["dimensions"]
     why = still_learning(tables["training"])
     return [
@@ -460,7 +459,7 @@ def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Itera
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
-    """Which models are equivariant under permutations of their positions."""
+    """Compare which models are equivariant under permutations of their positions."""
     exact = table[table["dtype"] == "float64"]
 
     def of(attention_dir: str, positions: str) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from kvlens.analyses.attribution.methods import (
     over_pairs,
     subset_scores,
 )
-from kvlens.analyses.attribution.null import Null, enough_for, holm, p_values
+from kvlens.analyses.attribution.prompt import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
 from small_models import sharp
 from torch.nn.functional import logsigmoid

@@ -9,8 +9,7 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, VARIANTS, bernoulli_kl, centered, pencil_model, tokens
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
-from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange
-from kvlens.analyses.bias.parts import in_one_space
+from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange, in_one_space
 from precision import LAW, relative_error
 from small_models import sharp
 

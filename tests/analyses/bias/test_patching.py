@@ -303,6 +303,19 @@ def test_every_head_against_a_softmax_by_hand(name, point):
             assert frame[layer, head] == pytest.approx(metric(logits), rel=1e-9)
 
 
+def test_keys_come_with_their_weights_and_values_without():
+    """Of multiples of the prompts' biases, where values are patched in every row, and where all keys are."""
+    model = sharp("softmax, learned")
+    clean, corrupted = (convert_prompt(model, prompt) for prompt in (CLEAN, CORRUPTED))
+
+    def metrics(point, a, b):
+        return patching(model, prompt=a * clean, corrupted=b * corrupted, points=point)["metric"].to_numpy()
+
+    np.testing.assert_allclose(metrics("values", 2, 3), metrics("values", 5, 3), rtol=1e-9)
+    np.testing.assert_allclose(metrics("keys", 2, 3)[-1], metrics("keys", 2, 7)[-1], rtol=1e-9)
+    assert abs(metrics("keys", 2, 3)[-1] - metrics("keys", 5, 3)[-1]) > 1e-3
+
+
 def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
     model = sharp("softmax, learned")
     for options in (

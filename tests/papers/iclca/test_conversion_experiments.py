@@ -1,15 +1,29 @@
 """``conversion-accuracy``, ``conversion-error``, ``trainable-bias``: measurements against references, and claims that fail."""
 
 import itertools
+import math
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from precision import LAW, relative_error
 
-from kvlens import KVLensError
+from kvlens import KVLensError, convert_prompt
+from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import keeping_runs, trained_further
-from kvlens.papers.iclca import conversion_accuracy, conversion_error, trainable_bias
+from kvlens.papers.iclca import (
+    compaction,
+    conversion_accuracy,
+    conversion_error,
+    direct_conversion,
+    softmax_conversion,
+    trainable_bias,
+)
 from kvlens.papers.iclca.conversion_accuracy import ALONE, CONVERTED, PROMPTED
+from kvlens.papers.iclca.direct_conversion import Moments, best_pair, left_over
+from kvlens.papers.iclca.logits import context_of, prompted_logits, writing_model
+from kvlens.papers.iclca.softmax_conversion import DISTILLED, ways
 from kvlens.tasks import Batch, make_task
 
 LETTERS = "abcdefghijk"
@@ -258,10 +272,6 @@ def test_a_folder_names_a_model(tmp_path):
         conversion_accuracy.obtain_model(settings, make_task("bigrams"), lambda text: None)
 
 
-def test_chance_is_uniform_over_letters_that_are_no_triggers():
-    assert conversion_accuracy.chance(make_task("bigrams")) == 1 / 47
-
-
 # --- trainable-bias ---
 
 
@@ -304,3 +314,232 @@ def test_with_and_without_bias_a_seed_starts_from_the_same_function():
     extra = model["n_layers"] * n_heads * model["d_head"] * (model["d_head"] + 1)
     sizes = curves.groupby("model")["n_parameters"].first()
     assert sizes[trainable_bias.WITH] - sizes[trainable_bias.WITHOUT] == extra
+
+
+TINY = dict(direct_conversion.direct_conversion.scales["tiny"])
+(W_K, W_V), TERM, STARTS = direct_conversion._draw(TINY, seed=3)
+D = TINY["d_model"]
+
+
+def products(least, most, n=10_000):
+    """S = X^T X of drawn texts, whose numbers of tokens are uniform."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(least, most + 1, (n, 1), generator=generator)
+    x = torch.randn(n, most, D, generator=generator, dtype=torch.float64) * (torch.arange(most) < lengths)[..., None]
+    return x.mT @ x
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 5)])
+def test_errors_are_those_of_drawn_texts(lengths):
+    s, moments = products(*lengths), Moments.of(*lengths)
+    w_1, w_2 = STARTS[1]
+    error = (w_1.T @ s @ w_2 - W_K.T @ s @ W_V - TERM).square().sum((1, 2)) / TERM.square().sum()
+    margin = 5 * float(error.std()) / math.sqrt(len(error))
+    assert left_over(moments, (W_K, W_V), TERM, (w_1, w_2)) ** 2 == pytest.approx(float(error.mean()), abs=margin)
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 5)])
+def test_the_floor_is_that_of_least_squares_on_all_entries(lengths):
+    """By the moments of S: of all linear maps of its entries, the one nearest to 1."""
+    moments = Moments.of(*lengths)
+    units = torch.eye(D * D, dtype=torch.float64).unflatten(1, (D, D))
+    gram = torch.stack([  # E S_ij S_kl, by E S G S with G = e_j e_k^T
+        torch.stack([moments.around(torch.outer(j.sum(0), k.sum(1)))[j.sum(1).argmax(), k.sum(0).argmax()] for k in units])
+        for j in units
+    ])  # fmt: skip
+    mean = moments.mean * torch.eye(D, dtype=torch.float64).flatten()
+    left = 1 - mean @ torch.linalg.pinv(gram, hermitian=True) @ mean
+    assert float(left) == pytest.approx(moments.floor(D) ** 2, rel=LAW)
+
+
+def test_each_step_comes_nearer_and_none_below_the_floor():
+    moments, errors = Moments.of(1, 5), []
+    for n_steps in range(5):
+        pair = best_pair(moments, (W_K, W_V), TERM, STARTS[1], {"n_steps": n_steps})
+        errors.append(left_over(moments, (W_K, W_V), TERM, pair))
+    assert errors == sorted(errors, reverse=True) and errors[-1] > moments.floor(D)
+
+
+def test_what_needs_no_change_or_allows_none():
+    """Without a prompt the weights themselves are right; on empty texts every pair leaves everything."""
+    same = best_pair(Moments.of(1, 5), (W_K, W_V), torch.zeros_like(TERM), (W_K, W_V), TINY)
+    assert max(relative_error(found, own) for found, own in zip(same, (W_K, W_V), strict=True)) < LAW
+    empty = Moments.of(0, 0)
+    assert [left_over(empty, (W_K, W_V), TERM, best_pair(empty, (W_K, W_V), TERM, pair, TINY)) for pair in STARTS] == [1.0, 1.0]
+    assert empty.floor(D) == 1.0
+
+
+def test_claims_can_hold_and_fail():
+    table = pd.DataFrame(dict(tokens=["1", "9"], left=[0.8, 0.02], floor=[0.3, 0.009]))
+    assert [c.holds for c in direct_conversion.compare(table)] == [True, False]
+
+
+TINY_SOFTMAX = softmax_conversion.softmax_conversion.scales["tiny"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return writing_model(TINY_SOFTMAX).to(torch.float64, print_details=False)
+
+
+def test_contexts_are_the_models_own_and_one_draw_by_seed(model):
+    settings = {**TINY_SOFTMAX, "n_prompt": 12, "n_text": 7, "n_texts": 3}
+    prompt, texts = context_of(model, settings, seed=5)
+    assert prompt.shape == (12,) and texts.shape == (3, 7) and prompt[0] == model.tokenizer.bos_token_id
+    again, other = (context_of(model, settings, seed=seed)[0] for seed in (5, 6))
+    assert torch.equal(prompt, again) and not torch.equal(prompt, other)
+
+
+def test_every_key_has_no_error_and_no_key_has_the_prompts_whole_effect(model):
+    prompt, texts = context_of(model, TINY_SOFTMAX, seed=0)
+    exact = convert_prompt(model, prompt)
+    measured = softmax_conversion._measure(model, prompt, texts, exact)
+    assert measured["relative_error"] < 1e-11 and abs(measured["kl"]) < 1e-11 and measured["argmax_agrees"] == 1
+    dropped = softmax_conversion._measure(model, prompt, texts, exact.zero_like())
+    assert dropped["relative_error"] > 0.05 and dropped["kl"] > 0.01
+    old = model(torch.cat([prompt, texts[0]])[None])[0, len(prompt) :].double()
+    new = softmax_conversion._measure(model, prompt, texts[:1], exact.select(layers=[0]))
+    with model.kv_bias(exact.select(layers=[0])):
+        by_hand = model(texts[:1])[0].double()
+    assert new["relative_error"] == pytest.approx(float(((by_hand - old).norm(dim=1) / old.norm(dim=1)).mean()), rel=1e-11)
+
+
+def test_a_window_keeps_the_first_keys_and_the_last_ones(model):
+    exact = convert_prompt(model, torch.arange(3, 19))
+    window = softmax_conversion._window(exact, 6)
+    kept = [0, 1, 2, 3, 14, 15]
+    assert torch.equal(window.features.keys, exact.features.keys[..., kept, :])
+    assert torch.equal(window.b_KV, exact.b_KV[..., kept, :])
+    assert softmax_conversion._window(exact, 3).d_phi == 3
+
+
+def test_no_two_rows_have_one_name():
+    for settings in softmax_conversion.softmax_conversion.scales.values():
+        names = [(way.method, way.size, way.n_continuations) for way in ways(settings, seed=0)]
+        assert len(set(names)) == len(names)
+
+
+def test_models_that_cannot_write_their_own_prompts_are_refused():
+    with pytest.raises(KVLensError, match="must have softmax attention.* docs-linear has linear attention"):
+        writing_model({**TINY_SOFTMAX, "model": "docs-linear"})
+
+
+def test_checkpoints_of_llama2c_are_read(outside_data):
+    source = {"model": str(outside_data / "stories260K.bin"), "tokenizer": str(outside_data / "tok512.bin")}
+    model = writing_model({**TINY_SOFTMAX, **source})
+    assert isinstance(model, HookedKVTransformer) and model.cfg.n_layers == 5
+    prompt, _ = context_of(model, TINY_SOFTMAX, seed=0)
+    assert prompt[0] == 1
+
+
+def test_distillation_is_measured_on_the_same_texts_at_its_whole_price():
+    model = writing_model(TINY_SOFTMAX)
+    prompt, texts = context_of(model, TINY_SOFTMAX, seed=0)
+    rows = list(softmax_conversion._distilled(model, prompt, texts, TINY_SOFTMAX, 0, {}))
+    assert [row["method"] for row in rows] == list(DISTILLED.values())
+    n_weights = sum(p.numel() for p in model.parameters())
+    assert all(row["stored_numbers"] == n_weights and row["fit_steps"] == 2 for row in rows)
+    old = prompted_logits(model, prompt, texts)
+    assert softmax_conversion.logit_errors(old, old) == {"relative_error": 0.0, "kl": 0.0, "argmax_agrees": 1.0}
+    assert list(softmax_conversion._distilled(model, prompt, texts, {**TINY_SOFTMAX, "distil_steps": 0}, 0, {})) == []
+
+
+def test_steps_are_counted_to_the_loss_at_the_end():
+    """Twenty steps, means over two: 0.35 is first reached by the mean of steps 3 and 4."""
+    losses = torch.tensor([1.0, 0.8, 0.4, 0.2, *[0.1] * 16])
+    assert softmax_conversion.smoothed(losses)[:3].tolist() == pytest.approx([0.9, 0.6, 0.3])
+    assert softmax_conversion.share_of_steps(losses, 0.35) == 4 / 20
+    assert softmax_conversion.share_of_steps(losses, 0.1) == pytest.approx(6 / 20)
+    assert softmax_conversion.share_of_steps(losses, 0.05) == 1.0
+
+
+def test_fine_tuning_from_the_exact_bias_has_nothing_to_do():
+    model = writing_model(TINY_SOFTMAX)
+    prompt, texts = context_of(model, TINY_SOFTMAX, seed=0)
+    name, *_ = softmax_conversion.FROM.values()
+    *_, row = softmax_conversion._distilled(model, prompt, texts, TINY_SOFTMAX, 0, {name: convert_prompt(model, prompt)})
+    assert row["method"] == name and row["steps_share"] == 1 / 2 and row["kl"] < 1e-3  # of two steps, each with its own mean
+    assert model.attached_kv_bias is None
+
+
+TINY_COMPACTION = {**compaction.compaction.scales["tiny"], "n_prompt": 9, "keys": [3, 9]}
+KEPT = [*compaction.METHODS]
+THOUGHTS = [compaction.VECTORS, compaction.MATRICES]
+CHANGED = [compaction.TOKENS, *THOUGHTS, "distillation, rank 1", "distillation, all entries"]
+
+
+@pytest.fixture(scope="module")
+def compacted():
+    model = writing_model(TINY_COMPACTION).to(torch.float64, print_details=False)
+    found = list(compaction.measured(model, TINY_COMPACTION, context=2, length=9))
+    names = [row["method"] for table, row in found if table == "contexts"]
+    assert names == ["prompt left out", "every key kept", *KEPT, *CHANGED]  # 9 keys would be all of them
+    return model, {row["method"]: row for table, row in found if table == "contexts"}
+
+
+def test_stored_numbers(compacted):
+    """Two layers of four heads of 32, d_model 128, MLPs of 512; a key has a value and a weight."""
+    _, rows = compacted
+    stored = {name: row["stored_numbers"] for name, row in rows.items()}
+    assert stored["prompt left out"] == 0 and stored["every key kept"] == 9 * 2 * 4 * 65
+    assert {stored[name] for name in KEPT[:5]} == {3 * 2 * 4 * 65}
+    assert all(stored[name] <= 3 * 2 * 4 * 65 for name in KEPT)  # some fitted weights may be 0
+    assert stored["token patches, for one text"] == 4 * 2 * 3 * 128
+    assert stored["thought vectors"] == 2 * 2 * 128 and stored["thought matrices"] == 2 * 128 * 129
+    assert stored["distillation, rank 1"] == 2 * (4 * 256 + 2 * 640)
+    assert stored["distillation, all entries"] == 2 * 12 * 128**2
+
+
+def test_token_patches_and_every_key_are_exact(compacted):
+    _, rows = compacted
+    assert rows["every key kept"]["relative_error"] < LAW and rows["every key kept"]["same_continuation"] == 1
+    assert rows["token patches, for one text"]["relative_error"] < LAW
+    assert all(0 < rows[name]["relative_error"] < 10 for name in [*KEPT, *CHANGED[1:]])
+    assert all(np.isfinite(row["kl_95"]) and row["cpu_seconds"] >= 0 for row in rows.values())
+
+
+def test_errors_are_those_of_the_logits(compacted):
+    """By hand, with the texts read after prompt, bias and BOS in full."""
+    model, rows = compacted
+    prompt, texts = context_of(model, TINY_COMPACTION, seed=2)
+    method = dict(compaction.methods(3, TINY_COMPACTION, seed=2))["StreamingLLM"]
+    old = model(torch.cat([prompt.expand(len(texts), -1), texts], dim=1))[:, len(prompt) :]
+    with model.kv_bias(convert_prompt(model, prompt, method=method, verbose=False)):
+        new = model(texts)
+    relative = (new - old).norm(dim=-1) / old.norm(dim=-1)
+    found = rows["StreamingLLM"]
+    assert found["relative_error"] == pytest.approx(float(relative.mean()), rel=LAW)
+    assert found["largest_relative_error"] == pytest.approx(float(relative.max()), rel=LAW)
+    kl = (old.softmax(dim=-1) * (old.log_softmax(dim=-1) - new.log_softmax(dim=-1))).sum(dim=-1)
+    assert found["kl"] == pytest.approx(float(kl.mean()), rel=LAW)
+    assert found["kl_95"] == pytest.approx(float(np.quantile(kl.detach(), 0.95)), rel=LAW)
+
+
+def test_the_prompts_whole_effect_is_that_of_all_but_its_bos(compacted):
+    model, rows = compacted
+    assert rows["prompt left out"]["effect_lost"] == pytest.approx(1)
+    prompt, texts = context_of(model, TINY_COMPACTION, seed=2)
+    old = model(torch.cat([prompt.expand(len(texts), -1), texts], dim=1))[:, len(prompt) :]
+    hidden = convert_prompt(model, prompt, without=[(1, len(prompt))])
+    with model.kv_bias(hidden):
+        without = model(texts)
+    expected = float(((without - old).norm(dim=-1) / old.norm(dim=-1)).mean())
+    assert rows["prompt left out"]["relative_error"] == pytest.approx(expected, rel=LAW)
+
+
+def test_facts_are_counted_by_hand():
+    """Only answers that are right with the story count; intervals are over stories."""
+    rows = [
+        ("a", 0, 0, True, True, 0.1),
+        ("a", 0, 1, True, False, 2.0),
+        ("a", 1, 0, True, True, 0.3),
+        ("a", 1, 1, False, True, 9.0),
+    ]
+    columns = ["method", "story", "sentence", "right_with_story", "is_right", "loss"]
+    answers = pd.DataFrame(rows, columns=columns).assign(stored_numbers=6.0)
+    (row,) = compaction.kept(answers, []).to_dict("records")
+    assert (row["n_answers"], row["n_kept"], row["stored_numbers"]) == (3, 2, 6.0)
+    assert row["mean_loss"] == pytest.approx(0.8)
+    assert row["loss_interval"] == pytest.approx(1.96 * np.std([1.05, 0.3], ddof=1) / 2**0.5)
+    by_sentence = compaction.kept(answers, ["sentence"]).set_index("sentence")
+    assert by_sentence["share_kept"].tolist() == [1.0, 0.0] and by_sentence["mean_loss"].tolist() == [pytest.approx(0.2), 2.0]

@@ -56,7 +56,7 @@ def depth_comparisons(**ends):
         ignore_index=True,
     )
     steps = steps_to(curves, induction_depth.LEARNED, by=("compared", "law", "model", "seed"))
-    return induction_depth.compare(curves, steps, 500, induction_depth.untrained(curves, 16))
+    return induction_depth.compare(curves, steps, 500, induction_depth.untrained(curves, 1 / 16))
 
 
 YES, NO, OPEN, UNTRAINED = "holds", "does not hold", "inconclusive", "not trained far enough"
@@ -262,7 +262,7 @@ def test_too_shallow_is_distinguished_from_too_few_steps():
             for k, ends in ((1, one_hop), (2, two_hops))
             for seed in SEEDS
         ]
-        return hops.untrained(pd.concat(curves), 1 / 4)[2]
+        return hops.untrained(pd.concat(curves), {1: 1 / 4, 2: 1 / 4})[2]
 
     assert why((0.9, 0.95), (0.25, 0.26)) is None
     assert "has learned 0%" in why((0.25, 0.25), (0.25, 0.25))

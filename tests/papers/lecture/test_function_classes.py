@@ -15,7 +15,7 @@ from precision import relative_error
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model import HookedKVRegressor
 from kvlens.papers.lecture import equivariance, function_classes
-from kvlens.papers.lecture.numbered_positions import NumberedRegression, numbers_of
+from kvlens.papers.lecture.equivariance import NumberedRegression, numbers_of
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS

@@ -6,9 +6,9 @@ from chat_templates import TEMPLATES, reader
 from small_models import small_model, tokens
 
 from kvlens import Chat, KVLensError, convert_prompt
-from kvlens.conversion import reference
+from kvlens.conversion import reference_queries
 from kvlens.conversion.prompt import PromptTokens
-from kvlens.conversion.reference import REPEAT, repetition
+from kvlens.conversion.reference_queries import REPEAT, repetition
 
 QUICK = dict(method="landmark", n_features=3, n_held_out=0, verbose=False)
 
@@ -17,7 +17,7 @@ def test_a_prompt_is_repeated_whole_in_pieces_of_one_length(monkeypatch):
     model, row = small_model(n_ctx=120), tokens(1, 7)
     prompt = PromptTokens(row, None, False)
     assert torch.equal(repetition(model, prompt, room=9), row[:, None])
-    monkeypatch.setattr(reference, "LONGEST_PIECE", 3)
+    monkeypatch.setattr(reference_queries, "LONGEST_PIECE", 3)
     a, b, c, d, e, f, g = row[0].tolist()
     assert repetition(model, prompt, room=9)[0].tolist() == [[a, b, c], [d, e, f], [g, a, b]]  # it begins again at its end
     assert repetition(model, prompt, room=2)[0].tolist() == [[a, b], [c, d], [e, f], [g, a]]
@@ -55,7 +55,7 @@ def test_questions_with_answers_are_read_as_turns():
         model = reader(TEMPLATES.get(template))
         ids = lambda text, model=model: model.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         model.to_tokens = lambda text, ids=ids, **_: torch.tensor([ids(text)])
-        (texts,) = reference._read(model, [("Who?", "She.")], batch=2, room=999)
+        (texts,) = reference_queries._read(model, [("Who?", "She.")], batch=2, room=999)
         assert texts[:, 0].tolist() == [ids(expected)] * 2
 
 

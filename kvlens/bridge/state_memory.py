@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.bridge.bridge import KVTransformerBridge
-from kvlens.bridge.positions import hidden
+from kvlens.bridge.keywords import hidden
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.errors import KVLensError
 from kvlens.mixers import MixerInputs

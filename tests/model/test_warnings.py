@@ -1,17 +1,21 @@
-"""One warning where the weights are no longer those of the attached bias, or its normalizers are below 0; none elsewhere."""
+"""Warnings, once each: the weights are no longer those of the attached bias, its normalizers are below 0, a hook that is asked
+for by name does not fire; and none elsewhere."""
 
 import copy
+import itertools
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from small_models import by_steps, linear_model, small_model, tokens, warned_of
+from tiny_hf import tiny_hf_model
 
-from kvlens import HookedKVTransformer, KVLensError, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.components import Normalizers
-from kvlens.model import weights
-from kvlens.model.weights import WeightsThen
+from kvlens.model import fingerprint, inputs, transformer
+from kvlens.model.fingerprint import WeightsThen
 
 PROMPT, OTHER, TEXT = tokens(1, 7)[0], tokens(1, 7, seed=1)[0], tokens(2, 5, seed=2)
 
@@ -55,6 +59,15 @@ def load(model):
     model.load_state_dict({name: x * 1.1 if x.is_floating_point() else x for name, x in model.state_dict().items()})
 
 
+def bridge(dtype=torch.float32):
+    return KVTransformerBridge.boot_transformers(tiny_hf_model("llama").to(dtype), verify=False)
+
+
+@torch.no_grad()
+def any_weight(model):
+    next(model.parameters()).mul_(1.1)
+
+
 CHANGES = {
     "a step": step,
     "a fused step": lambda model: step(model, fused=True),
@@ -67,8 +80,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("build", [small_model, linear_model])
+@pytest.mark.parametrize(
+    ("build", "change"), [*itertools.product((small_model, linear_model), CHANGES.values()), (bridge, any_weight)]
+)
 def test_changed_weights_are_said_once(build, change):
     model = build()
     bias = convert_prompt(model, PROMPT)
@@ -81,20 +95,25 @@ def test_changed_weights_are_said_once(build, change):
     assert not warned_of(lambda: forward(model))
 
 
-def test_changed_behind_an_inner_block_they_are_said_in_the_outer_one():
-    model = small_model()
-    bias = convert_prompt(model, PROMPT)
+@pytest.mark.parametrize("build", [small_model, bridge])
+def test_changed_behind_an_inner_block_they_are_said_in_the_outer_one(build):
+    model = build()
+    bias, other = convert_prompt(model, PROMPT), convert_prompt(model, OTHER)
     with model.kv_bias(bias):
+        with model.kv_bias(other):
+            any_weight(model)
+        assert len(warned_of(lambda: forward(model))) == 1
+
+
+def test_a_bias_that_is_attached_after_the_change_is_that_of_the_weights():
+    model = small_model()
+    with model.kv_bias(convert_prompt(model, PROMPT)):
         model.detach_kv_bias()
         add(model)
         with model.kv_bias(convert_prompt(model, OTHER)):
             assert not warned_of(lambda: forward(model))
         model.attach_kv_bias(convert_prompt(model, OTHER))
         assert not warned_of(lambda: forward(model))
-    with model.kv_bias(convert_prompt(model, OTHER)):
-        with model.kv_bias(convert_prompt(model, PROMPT)):
-            add(model)
-        assert len(warned_of(lambda: forward(model))) == 1
 
 
 def same_values(model):
@@ -134,8 +153,8 @@ def test_nobody_looks_without_a_bias(monkeypatch):
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_weights_are_hashed_once_for_each_change(change, monkeypatch):
     model, hashed = small_model(), []
-    read = weights.weights_hash
-    monkeypatch.setattr(weights, "weights_hash", lambda state: (hashed.append(1), read(state))[1])
+    read = fingerprint.weights_hash
+    monkeypatch.setattr(fingerprint, "weights_hash", lambda state: (hashed.append(1), read(state))[1])
     bias = convert_prompt(model, PROMPT)
     for _ in range(3):
         with model.kv_bias(bias):
@@ -190,8 +209,7 @@ def counted_below_zero(model, bias) -> float:
     return 100 * float(below.double().mean())
 
 
-@pytest.mark.parametrize("steps", [True, False])
-@pytest.mark.parametrize("build", [small_model, linear_model])
+@pytest.mark.parametrize(("build", "steps"), [*itertools.product((small_model, linear_model), (True, False)), (bridge, False)])
 def test_normalizers_below_zero_are_said_once_with_their_share(build, steps):
     model = build(dtype=torch.float64)
     a, b = (convert_prompt(model, prompt) for prompt in (PROMPT, OTHER))
@@ -230,3 +248,76 @@ def test_the_warning_names_the_line_that_ran_the_model():
         model.generate(TEXT[:1], max_new_tokens=3, verbose=False, stop_at_eos=False)
     (warning,) = found
     assert warning.filename == __file__
+
+
+AT = "blocks.1.attn."
+ONE_TEXT = tokens(1, 5)
+OF_A_BIAS = ["hook_b_kv", "hook_b_d", "hook_z_context", "hook_z_bias"]
+WITHOUT_A_BIAS = {
+    "linear": (linear_model, [*OF_A_BIAS, "hook_last_k", "hook_last_v"]),
+    "softmax": (small_model, [*OF_A_BIAS, "hook_b_keys", "hook_phi_q", "hook_normalizer"]),
+}
+
+
+def look(x: torch.Tensor, hook) -> None:
+    """A hook that only reads."""
+
+
+@pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
+def test_by_name_without_a_bias(kind):
+    build, points = WITHOUT_A_BIAS[kind]
+    model, point = build(), points[0]
+    name = AT + point
+
+    def chosen(name: str) -> bool:
+        return name.endswith(point)
+
+    ways = [
+        lambda: model.run_with_hooks(ONE_TEXT, fwd_hooks=[(name, look)]),
+        lambda: model.run_with_hooks(ONE_TEXT, bwd_hooks=[(name, look)], reset_hooks_end=False),
+        lambda: model.run_with_hooks(ONE_TEXT, fwd_hooks=[(chosen, look)]),
+        lambda: model.run_with_cache(ONE_TEXT, names_filter=name),
+        lambda: model.run_with_cache(ONE_TEXT, names_filter=[name], pos_slice=1),
+        lambda: model.run_with_cache(ONE_TEXT, names_filter=chosen),
+        lambda: (model.add_hook(name, look), model(ONE_TEXT)),
+        lambda: (model.add_perma_hook(name, look), model(ONE_TEXT)),
+    ]
+    others = [(each, partial(model.run_with_hooks, ONE_TEXT, fwd_hooks=[(AT + each, look)])) for each in points[1:]]
+    for asked, way in [*((point, way) for way in ways), *others]:
+        for _ in range(2):
+            (message,) = warned_of(way)
+            assert asked in message and "no KV bias is attached" in message
+        model.reset_hooks(including_permanent=True)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_A_BIAS)
+def test_a_bias_given_in_time_and_everything_at_once(kind):
+    build, points = WITHOUT_A_BIAS[kind]
+    model = build()
+    bias = convert_prompt(model, tokens(1, 4, seed=1))
+    called = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.run_with_cache(ONE_TEXT)
+        model.run_with_cache(ONE_TEXT, names_filter=lambda name: ".attn." in name)
+        model.run_with_cache(ONE_TEXT, names_filter=[AT + "hook_b_kv", AT + "hook_z"])
+        model.run_with_hooks(ONE_TEXT, fwd_hooks=[(lambda name: True, look)])
+        model.run_with_hooks(ONE_TEXT, fwd_hooks=[(AT + point, look) for point in (*points, "hook_z")])
+        hooks = [(AT + point, lambda x, hook: called.append(hook.name)) for point in points]
+        with model.hooks(fwd_hooks=hooks), model.kv_bias(bias):
+            model(ONE_TEXT)
+        convert_prompt(model, ONE_TEXT, initial=bias, fwd_hooks=[(AT + "hook_b_kv", look)])
+        model.get_caching_hooks(AT + "hook_b_kv")
+        model(ONE_TEXT)  # nothing was hooked
+    assert sorted(called) == sorted(AT + point for point in points)
+
+
+def test_a_pass_without_hooks_looks_at_nothing(monkeypatch):
+    model = small_model()
+
+    def looked(*args):
+        raise AssertionError("an unhooked pass asked about hooks")
+
+    monkeypatch.setattr(transformer, "warn_of_silent_hooks", looked)
+    monkeypatch.setattr(inputs, "is_silent", looked)
+    model(ONE_TEXT)

@@ -1,0 +1,177 @@
+"""A model's fingerprint, its structure and a hash of its weights (:mod:`kvlens.kv_bias.fields`); and whether they changed."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from kvlens.base.config import HEADS
+from kvlens.errors import warn
+from kvlens.kv_bias import Fingerprint
+from kvlens.memory import BLOCK_NUMBERS
+from kvlens.model.config import HookedKVTransformerConfig
+
+NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEADS)}
+WITHOUT_EFFECT = {
+    *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
+    *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),
+    *("checkpoint_index", "checkpoint_label_type", "checkpoint_value", "tokenizer_prepends_bos", "layer_norm_folding"),
+    *("use_attn_result", "use_split_qkv_input", "use_attn_in", "use_hook_mlp_in", "use_hook_tokens", "uses_rms_norm"),
+    *("ungroup_grouped_query_attention", "linear_attention_form", "accumulation_dtype", "trainable_kv_bias"),
+    *("load_in_4bit", "quantization_method", "train_seq_length"),
+}
+"""Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
+_TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
+_HASHED: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, str]] = WeakKeyDictionary()
+"""What a model's weights were when they were last hashed, and their hash."""
+
+
+def hashed_once(model: nn.Module, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+    """:func:`weights_hash` of ``weights()``, or the last one if no weight changed, as :class:`WeightsThen` sees it.
+
+    To hash the weights of a real model takes longer than to read a token.
+    """
+    now = WeightsThen(model)
+    held, numbers = list(map(ref, now.tensors)), now.numbers()
+    held_then, numbers_then, found = _HASHED.get(model, ((), None, ""))
+    if numbers != numbers_then or not all(map(operator.is_, held, held_then)):
+        found = weights_hash(weights())
+        _HASHED[model] = held, numbers, found
+    return found
+
+
+def forget_hash(model: nn.Module) -> None:
+    """Let :func:`hashed_once` read all weights again."""
+    _HASHED.pop(model, None)
+
+
+class WeightsThen:
+    """Whether a model's weights may have changed since, at less than a microsecond for each tensor: they are not read.
+
+    Seen: a parameter in place of another; other memory (``weight.data = ...``, ``model.to``); what autograd counts as a write
+    in place (``load_state_dict``, ``weight.add_`` under ``no_grad``, most optimizers); any write that changes the first number
+    of a tensor (fused optimizers, ``weight.data.mul_``). Not seen: a write to other numbers alone through ``weight.data`` or
+    numpy, or in a fused optimizer; a module in place of another.
+    """
+
+    def __init__(self, model: nn.Module):
+        held = [
+            (owner, name, tensor)
+            for path, module in model.named_modules()
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+            if tensor is not None and is_weight(name) and not f"{path}.{name}".endswith(_TRAINED_BIAS)
+        ]
+        self.owners, self.names, self.tensors = (list(of) for of in zip(*held, strict=True))
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.firsts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self.tensors:
+            if tensor.numel():
+                first = tensor.detach().as_strided((1,), (1,))  # a view
+                self.firsts.setdefault((tensor.device, tensor.dtype), []).append(first)
+        self.seen = self._look()
+
+    def numbers(self) -> tuple[list[int], list[int], list[list[float]]]:
+        """What was seen of the weights, without the tensors themselves."""
+        writes, places, firsts = self.seen
+        return writes, places, [of.tolist() for of in firsts]
+
+    def changed(self) -> bool:
+        """Whether anything of the above was seen."""
+        if not all(map(operator.is_, map(dict.get, self.owners, self.names), self.tensors)):
+            return True
+        *before, firsts = self.seen
+        *now, firsts_now = self._look()
+        return now != before or not all(map(torch.equal, firsts, firsts_now))
+
+    @torch.no_grad()
+    def _look(self) -> tuple[list[int], list[int], list[Tensor]]:
+        """How often each tensor was written to, where it lies, and its first number."""
+        writes, places = list(map(_WRITES, self.counted)), list(map(Tensor.data_ptr, self.tensors))
+        return writes, places, [torch.cat(of) for of in self.firsts.values()]
+
+
+_WRITES = operator.attrgetter("_version")
+
+
+def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen | None:
+    """Warn if ``model`` no longer has the weights that ``bias`` was made from, as far as ``then`` sees it.
+
+    Returns:
+        What the next pass compares with; None once it was said.
+    """
+    if then is None or not then.changed():
+        return then
+    if bias.fingerprint.weights == model.fingerprint().weights:
+        return WeightsThen(model)
+    warn(
+        "the weights of this model have changed since the KV bias was attached. The bias holds keys and values of the old "
+        "weights, which the new ones read as their own: convert the prompt again"
+    )
+    return None
+
+
+def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
+    """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
+    linear = cfg.attention == "linear"
+    decay = cfg.decay_per_head()
+    return Fingerprint(
+        attention=cfg.attention,
+        n_layers=cfg.n_layers,
+        n_heads=cfg.n_heads,
+        n_kv_heads=cfg.n_kv_heads,
+        d_model=cfg.d_model,
+        d_head=cfg.d_head,
+        d_phi=cfg.d_phi if linear else 0,
+        d_vocab=cfg.d_vocab,
+        feature_map=cfg.feature_map if linear else "none",
+        normalizer=cfg.normalizer if linear else "softmax",
+        attn_scale=float(cfg.attn_scale),
+        positional_embedding_type=cfg.positional_embedding_type,
+        rotary_placement=cfg.rotary_placement,
+        decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
+        kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
+        rest=_rest(cfg),
+        heads=heads_of_layers(cfg),
+        weights=hashed_once(model, model.state_dict),
+    )
+
+
+def heads_of_layers(cfg: HookedKVTransformerConfig) -> tuple[tuple[int, int, int, int], ...]:
+    """Query heads, key-value heads, d_head and d_phi (0 for softmax) of each layer."""
+    layers = map(cfg.of_layer, range(cfg.n_layers))
+    return tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if cfg.attention == "linear" else 0) for of in layers)
+
+
+def weights_hash(state: Mapping[str, Tensor]) -> str:
+    """xxh3-128 over names, shapes and float32 values of the weights and random projections in ``state_dict``."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(name for name in state if is_weight(name) and not name.endswith(_TRAINED_BIAS)):
+        values = state[name].detach()
+        hasher.update(f"{name}{list(values.shape)}".encode())
+        for part in values.flatten().split(BLOCK_NUMBERS):
+            hasher.update(part.to("cpu", torch.float32).numpy().data)
+    return hasher.hexdigest()
+
+
+def is_weight(name: str) -> bool:
+    """Whether a name in the state dict is a weight rather than a table that TransformerLens recomputes."""
+    return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+def _shift_words(cfg: HookedKVTransformerConfig) -> str:
+    shift = {k: v for k, v in asdict(cfg.kv_shift).items() if k != "init"}  # type: ignore[arg-type]
+    return ", ".join(f"{k} {v}" for k, v in shift.items())
+
+
+def _rest(cfg: HookedKVTransformerConfig) -> str:
+    plain = cfg.to_json()
+    for name in ("attention_variant", "value_biases_folded"):  # newer fields: older biases stay valid
+        if not plain[name]:
+            del plain[name]
+    return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)
