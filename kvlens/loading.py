@@ -32,7 +32,7 @@ def load(
     """The model of ``source``: a HookedKVTransformer where that class can build it, else a KVTransformerBridge.
 
     The bridge runs Transformers' own model of architectures that HookedKVTransformer does not have: Qwen3.5, Qwen3-Next,
-    GPT-OSS and others. To choose the front end, or for more options, call what this function calls:
+    Nemotron-H and others. To choose the front end, or for more options, call what this function calls:
     ``HookedKVTransformer.from_zoo``, ``load``, ``from_pretrained`` or ``from_llama2c``, or ``KVTransformerBridge.from_zoo`` or
     ``boot_transformers``. It reads files on this machine, and fetches nothing unless ``download``.
 

@@ -1,4 +1,4 @@
-"""The engine of all interventions on a converted prompt: sets of its parts exchanged for those of a donor.
+"""The engine of exchanges in a converted prompt: sets of its parts for those of a donor.
 
 - *What* is exchanged: a set of parts. Of a :class:`HeadExchange` these are heads, shift states and convolutions, of a
   :class:`LayerExchange` whole layers, and of a :class:`~kvlens.analyses.attribution.terms.PositionExchange` positions of the

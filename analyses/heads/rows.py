@@ -36,8 +36,7 @@ from kvlens.texts import token_texts
 from ..bias.decomposition import bias_outputs, share_by_size
 from ..bias.positions import output_shares
 from ..segments import Found, Looks, Progress, PromptColumns, bar_unless, rows_at, stack_layers, zeros_by_head
-from ..sequences import PromptTokens, TextTokens, bias_of, one_bias, prompt_sequence, prompt_text_bias
-from ..sequences import one_sequence as read_text
+from ..sequences import PromptTokens, TextTokens, bias_of, one_bias, one_sequence, prompt_sequence, prompt_text_bias
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
@@ -194,7 +193,7 @@ def attention_under_bias(
     """
     if model.attached_kv_bias is not None:
         raise KVLensError("attention_under_bias: a bias is attached to this model; detach it first (model.detach_kv_bias())")
-    text = read_text(model, "text", text)
+    text = one_sequence(model, "text", text)
     tokens = None if isinstance(prompt, KVBias) else prompt_sequence(model, "prompt", prompt)
     bias = one_bias("prompt", prompt) if tokens is None else bias_of(model, tokens, bias)  # type: ignore[arg-type]
     of_bias, of_text, distance = _rows_of_text(model, bias, text, layer)

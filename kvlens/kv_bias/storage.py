@@ -216,6 +216,8 @@ def _rows(x: Tensor, order: Tensor, layers: list[tuple[Group, ...]], after: int)
 
 
 FORMAT_VERSION = 6
+"""It rises where a field is added that every bias has, or one is gone: older files are then refused, and say how to get newer
+ones. An optional field leaves older files readable, and a version of kvlens that does not know it refuses the newer ones."""
 FORMAT = "kvlens.KVBias"
 
 
@@ -262,6 +264,10 @@ def read_bias_file(path: str | Path, kind: Callable[..., B]) -> B:
 
 
 def _fields(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
+    known_names = {*COUNTS, *TENSORS, "fingerprint", "features", "fit", "log_scale", "recurrent", "recurrent_layers"}
+    unknown = sorted({*meta, *(name.split(".")[0] for name in tensors)} - known_names)
+    if unknown:
+        raise KVLensError(f"KVBias.load: {path} has {', '.join(unknown)}, which this version does not know; upgrade kvlens")
     missing = [name for name in TENSORS if name not in tensors]
     if missing or set(meta["fingerprint"]) != {f.name for f in fields(Fingerprint)}:
         raise KVLensError(f"KVBias.load: {path} lacks {', '.join(missing) or 'a complete fingerprint'}")

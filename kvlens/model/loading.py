@@ -227,8 +227,14 @@ class LoadsAndSaves(HookedTransformer):
         Raises:
             KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
         """
-        steps = fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices
-        super().load_and_process_state_dict(state_dict, *steps)  # type: ignore[arg-type]
+        self.take_state_dict(
+            dict(state_dict),
+            fold_ln=fold_ln,
+            center_writing_weights=center_writing_weights,
+            center_unembed=center_unembed,
+            fold_value_biases=fold_value_biases,
+            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+        )
 
     def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
         """As the base's, refused where it would change the output."""

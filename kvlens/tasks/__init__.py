@@ -43,11 +43,15 @@ class ReverseTask(Task):
         scored = torch.zeros(batch_size, self.n_positions, dtype=torch.bool)
         scored[:, self.length :] = True
         return Batch(text[:, :-1], text[:, 1:], scored)
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.vocab_size  # the bar is never an answer
 ```
 
 It can be trained as it is; a line in `kvlens/tasks/__init__.py` adds it to the command line as `kvlens train reverse`. Its test
-checks that the targets are right. State the score of a model that has not learned the task as well, so there is something to
-compare with.
+checks that the targets are right. `chance` is the accuracy of guessing, which figures and experiments show beside
+the score.
 
 ```python
 from kvlens.training import build_model, train

@@ -312,6 +312,8 @@ def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_par
 CHANGES = {
     "format version 7, this kvlens reads 6: upgrade": lambda tensors, metadata, meta: metadata.update(format_version="7"),
     **{f"lacks {name}": lambda tensors, metadata, meta, name=name: tensors.pop(name) for name in TENSORS},
+    "has glow, which this version does not know; upgrade": lambda tensors, metadata, meta: meta.update(glow=1),
+    "has flow, which this version": lambda tensors, metadata, meta: tensors.update({"flow.a": torch.zeros(1)}),
     "lacks a complete fingerprint": lambda tensors, metadata, meta: meta.update(fingerprint={"n_layers": 2}),
     "is damaged: its format version is 'abc'": lambda tensors, metadata, meta: metadata.update(format_version="abc"),
     "damaged .JSONDecodeError|not JSON": lambda tensors, metadata, meta: "not json",
