@@ -310,7 +310,7 @@ def _grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
 
 
 class GroupedLayerBias(NamedTuple):
-    """One layer's part of a compact KV bias, whose groups HookedKVTransformer reads one by one; otherwise as :class:`LayerBias`.
+    """One layer's part of a compact KV bias, whose groups HookedKVTransformer reads in turn; otherwise as :class:`LayerBias`.
 
     Attributes:
         parts: the key-value heads of each group, and their part of the bias: views of its rows.
