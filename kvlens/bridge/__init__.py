@@ -14,7 +14,8 @@ bias, at every pass, including generation.
 Recurrent layers have those of :mod:`kvlens.mixers` under the same path. They fire with and without a bias if something is
 hooked to one of them: the layer is then computed by its mixer, which rounds differently from Transformers' kernel.
 The attention of OLMo-Hybrid, Kimi Linear, Nemotron-H and Jamba exposes queries, keys and scores in the same way
-(:mod:`kvlens.bridge.native`). A fused projection with rotary positions has ``hook_rot_q`` and ``hook_rot_k``, with or without a bias.
+(:mod:`kvlens.bridge.native`). A fused projection with rotary positions has ``hook_rot_q`` and ``hook_rot_k``, with or without
+a bias.
 
 Which families it runs, and what each can do: :mod:`kvlens.bridge.table`. In Nemotron-H, whose blocks call every layer
 ``mixer``, the hook points that kvlens adds are named as here, under ``attn``.

@@ -70,7 +70,8 @@ class KVBias:
 
     A fitted bias, converted or loaded, is *compact* where heads have different numbers of keys: it holds, and a
     HookedKVTransformer reads, groups of heads (:mod:`kvlens.kv_bias.storage`); the bridge pads them. ``b_KV``, ``b_D`` and
-    ``features`` are then made when one of them is first asked for, and kept instead, so that they can be written to and trained as those of any other; :meth:`compact` undoes it.
+    ``features`` are then made when one of them is first asked for, and kept instead, so that they can be written to and trained
+    as those of any other; :meth:`compact` undoes it.
 
     Attributes:
         b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
