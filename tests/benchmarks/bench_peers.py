@@ -4,8 +4,8 @@
     python tests/benchmarks/bench_peers.py FOLDER --data nq-oracle-half.jsonl.gz --out FILE [--sizes 10 30 60] [--cases 40]
 
 FOLDER has a chat model in Hugging Face's format, DATA has the lines of ``bench_explanation.py``, whose cases are taken; those
-of about 30 and 60 units have more documents without the answer. The response is the model's own, greedy, of up to 64 tokens;
-only questions that it answers rightly are looked at. f(mask) is the log-probability of the response after the prompt without
+of about 30 and 60 units have more documents without the answer or, with ``--phrases``, cut the sentences of the case of about 10
+into so many runs of tokens. The response is the model's own, greedy, of up to 64 tokens; only questions that it answers rightly are looked at. f(mask) is the log-probability of the response after the prompt without
 some units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
 
 - LDS: rank correlation of predicted and true f on 50 random halves of the units, drawn with a seed that no method uses;
@@ -449,10 +449,24 @@ def documents_of(units: Sequence[Unit]) -> list[int]:
     return [numbers[name] for name in names]
 
 
-def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, documents: Any, plan: Plan) -> dict:
+def phrases(model: Any, tokens: Tensor, sentences: Sequence[Unit], n: int) -> list[Unit]:
+    """The sentences cut into about ``n`` runs of tokens, those of a sentence as equally long as they can be."""
+    length, found = sum(unit.stop - unit.start for unit in sentences) / n, []
+    for unit in sentences:
+        edges = (
+            torch.linspace(unit.start, unit.stop, max(1, round((unit.stop - unit.start) / length)) + 1).round().int().tolist()
+        )
+        parts = enumerate(zip(edges[:-1], edges[1:], strict=True), 1)
+        found += [Unit(f"{unit.name}, phrase {k}", model.tokenizer.decode(tokens[a:b]), a, b) for k, (a, b) in parts]
+    return found
+
+
+def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, documents: Any, plan: Plan, cut_finer: bool) -> dict:
     """Run one case; without units where it is too short or too long, or answered wrongly."""
     chat = kvlens.Chat.ask(row["question"].rstrip("?").capitalize() + "?", documents)
     units = kvlens.units.cut(model, kvlens.chat.prompt_layout(model, chat), "sentence")
+    if cut_finer:
+        units = phrases(model, chat.tokens(model), units, size)
     line: dict[str, Any] = {"i": i, "size": size, "n_units": len(units)}
     if not 0.8 * size <= len(units) <= 1.2 * size:
         return line
@@ -621,6 +635,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--out", type=Path, required=True)
     say.add_argument("--sizes", type=int, nargs="+", default=[10, 10, 10, 10, 10, 30, 10, 10, 10, 10, 10, 30, 60])
     say.add_argument("--cases", type=int, default=100, help="of all sizes, those answered rightly")
+    say.add_argument("--phrases", action="store_true", help="units are runs of tokens of the documents of about 10 sentences")
     say.add_argument("--questions", type=int, nargs="+", help="rows of the data; all of them if not given")
     say.add_argument("--checked", type=int, default=2, help="of so many cases the masks are run by the peers' programs, too")
     say.add_argument("--budgets", type=int, nargs="+", default=[32, 64])
@@ -680,10 +695,10 @@ def run(args: argparse.Namespace, lines: list[dict[str, Any]], plan: Plan) -> li
         if n >= args.cases or time.perf_counter() - began > args.seconds:
             break
         for i in left[size]:
-            documents = None if (size, i) in done else longer_case(rows, i, args.seed, size)
+            documents = None if (size, i) in done else longer_case(rows, i, args.seed, 10 if args.phrases else size)
             if documents is None:
                 continue
-            line = one_case(model, hf, rows[i], i, size, documents, plan)
+            line = one_case(model, hf, rows[i], i, size, documents, plan, args.phrases)
             if "scores" in line:
                 line["pace"] = [pace.each, pace.per_token]
                 if sum("checks" in each for each in lines) < args.checked:
