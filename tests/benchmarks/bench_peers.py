@@ -4,9 +4,10 @@
     python tests/benchmarks/bench_peers.py FOLDER --data nq-oracle-half.jsonl.gz --out FILE [--sizes 10 30 60] [--cases 40]
 
 FOLDER has a chat model in Hugging Face's format, DATA has the lines of ``bench_explanation.py``, whose cases are taken; those
-of about 30 and 60 units have more documents without the answer or, with ``--phrases``, cut the sentences of the case of about 10
-into so many runs of tokens. The response is the model's own, greedy, of up to 64 tokens; only questions that it answers rightly are looked at. f(mask) is the log-probability of the response after the prompt without
-some units, what follows a removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
+of about 30 and 60 units have more documents without the answer or, with ``--phrases``, the sentences of the case of about 10
+cut into so many runs of tokens. The response is the model's own, greedy, of up to 64 tokens; only questions that it answers
+rightly are looked at. f(mask) is the log-probability of the response after the prompt without some units, what follows a
+removed one moved up, by plain Transformers. All methods ask for the same f, and a mask is run once:
 
 - LDS: rank correlation of predicted and true f on 50 random halves of the units, drawn with a seed that no method uses;
 - fall 1, 3, 5: f(whole) - f(without the best units, by what the method predicts), nats: the more the better;
@@ -26,6 +27,7 @@ import contextlib
 import copy
 import gzip
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -453,10 +455,9 @@ def phrases(model: Any, tokens: Tensor, sentences: Sequence[Unit], n: int) -> li
     """The sentences cut into about ``n`` runs of tokens, those of a sentence as equally long as they can be."""
     length, found = sum(unit.stop - unit.start for unit in sentences) / n, []
     for unit in sentences:
-        edges = (
-            torch.linspace(unit.start, unit.stop, max(1, round((unit.stop - unit.start) / length)) + 1).round().int().tolist()
-        )
-        parts = enumerate(zip(edges[:-1], edges[1:], strict=True), 1)
+        n_parts = max(1, round((unit.stop - unit.start) / length))
+        edges = torch.linspace(unit.start, unit.stop, n_parts + 1).round().int().tolist()
+        parts = enumerate(itertools.pairwise(edges), 1)
         found += [Unit(f"{unit.name}, phrase {k}", model.tokenizer.decode(tokens[a:b]), a, b) for k, (a, b) in parts]
     return found
 
