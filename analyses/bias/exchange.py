@@ -65,14 +65,6 @@ class ExchangedPart(NamedTuple):
         kinds = {HEAD_PART: f"L{self.layer}H{self.head}", SHIFT_STATE_PART: f"shift state L{self.layer}KV{self.head}"}
         return kinds.get(self.kind, f"convolution L{self.layer}")
 
-    @classmethod
-    def of_code(cls, code: str) -> "ExchangedPart":
-        """The part with a :attr:`code`."""
-        layer, _, head = code.partition(".")
-        if head == "c":
-            return cls(int(layer), WHOLE_LAYER, CONVOLUTION_PART)
-        return cls(int(layer), int(head.removeprefix("s")), SHIFT_STATE_PART if head[0] == "s" else HEAD_PART)
-
 
 def tensors_of(bias: KVBias) -> dict[str, Tensor]:
     """Everything that interventions exchange, by name, each with an axis of layers in front."""
