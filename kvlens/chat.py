@@ -221,15 +221,15 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
 
 
-MARK = "KVLENSMARK"
+PLACEHOLDER = "KVLENSMARK"
 
 
 def written_behind(model: KVModel, *turns: tuple[str, str]) -> str | None:
-    """What the template writes behind the turn (role, text) whose text is :data:`MARK`, up to where the next answer begins.
+    """What the template writes behind the turn (role, text) whose text is :data:`PLACEHOLDER`, up to the next answer's begin.
 
     None if it leaves that turn out.
     """
-    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(MARK)
+    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(PLACEHOLDER)
     return behind[-1] if behind else None
 
 

@@ -40,9 +40,9 @@ from kvlens.model import heads_per_layer
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import on_its_front_ends
-from ..segments import Progress
+from ..segments import OnProgress
 from ..sequences import PromptTokens, TextTokens
-from .answers import BY, Answer, Question, Read, Rival, Spans
+from .answers import BY, Answer, LogitsAfter, Question, Rival, Spans
 from .by_part import without_each
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
@@ -61,7 +61,7 @@ COLUMNS = Columns(
     effect=("float64", f"{EFFECT}; the edge from the counterfactual prompt. NaN where it was not run"),
     whole=("float64", f"{EFFECT}; everything from there, which is the unit's total effect"),
 )
-Change = Mapping[int, Float[Tensor, "1 pos head d_head"]]
+CounterfactualZ = Mapping[int, Float[Tensor, "1 pos head d_head"]]
 """Layer -> z of its heads with the counterfactual prompt."""
 
 
@@ -117,7 +117,7 @@ class GradientPass:
             for layer, g in zip(self.heads, of_z, strict=True)
         }
 
-    def other(self, prompt: Counterfactuals) -> tuple[float, Change]:
+    def other(self, prompt: Counterfactuals) -> tuple[float, CounterfactualZ]:
         """The score after a counterfactual prompt, and every head's z."""
         seen: dict[int, list[Tensor]] = {layer: [] for layer in self.heads}
 
@@ -142,7 +142,7 @@ class GradientPass:
                 found.append(torch.cartesian_prod(*map(torch.tensor, ([layer], [later], [i])), *map(torch.arange, counts)))
         return torch.cat(found)
 
-    def estimates(self, change: Change) -> Float[Tensor, " edge"]:
+    def estimates(self, change: CounterfactualZ) -> Float[Tensor, " edge"]:
         """sum g.(z - z') of all edges, in their order."""
         found = []
         for layer, n in self.heads.items():
@@ -168,7 +168,7 @@ class GradientPass:
                     found.append(reduce(of_heads, "row (kv_head group) -> (row kv_head)", "sum", kv_head=n_read))
         return torch.cat(found)
 
-    def effects(self, edges: Int[Tensor, "edge 5"], change: Change) -> Float[Tensor, " edge"]:
+    def effects(self, edges: Int[Tensor, "edge 5"], change: CounterfactualZ) -> Float[Tensor, " edge"]:
         """The fall of the score with each of some edges from the counterfactual prompt."""
         found = torch.full((len(edges),), torch.nan, dtype=torch.float64)
         for layer, later in edges[:, :2].unique(dim=0).tolist():
@@ -177,7 +177,9 @@ class GradientPass:
                 found[rows] = self._effects_between(layer, later, edges[rows, 2:], change)
         return found
 
-    def _effects_between(self, layer: int, later: int, edges: Int[Tensor, "edge 3"], change: Change) -> Float[Tensor, " edge"]:
+    def _effects_between(
+        self, layer: int, later: int, edges: Int[Tensor, "edge 3"], change: CounterfactualZ
+    ) -> Float[Tensor, " edge"]:
         number, sender, head = edges.T
         new: dict[str, Tensor] = {}
 
@@ -193,7 +195,7 @@ class GradientPass:
             scores = self._score(lambda text, n: self.model.logits_of(stream, later, n))
         return scores[-1] - scores[:-1]
 
-    def _send(self, layer: int, senders: Int[Tensor, " row"], change: Change, last: int, hooks: list[Any]) -> None:
+    def _send(self, layer: int, senders: Int[Tensor, " row"], change: CounterfactualZ, last: int, hooks: list[Any]) -> None:
         """The first pass, up to layer ``last``: in each row one head of ``layer`` has the other z, all others have their own.
         ``hooks`` see z as it would have been."""
         n_rows, n = len(senders), self.heads[layer]
@@ -221,7 +223,7 @@ class GradientPass:
     def _n_heads(self, layer: int, name: str) -> int:
         return self.heads[layer] if name in "qz" else self.model.cfg.n_key_value_heads or self.heads[layer]
 
-    def _score(self, read: Read) -> Float[Tensor, " row"]:
+    def _score(self, read: LogitsAfter) -> Float[Tensor, " row"]:
         return self.question.log_p(read, [self.tokens])[:, 0]
 
 
@@ -253,7 +255,7 @@ def attribution_by_edge(
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     through_mlps: bool = True,
     n_confirmed: Annotated[int, Within(0)] | None = 20,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Which earlier heads' outputs change the queries, keys and values of which later heads, for each unit of a prompt.
 

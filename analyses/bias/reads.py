@@ -49,7 +49,7 @@ from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.model import direct_path, read_attention
 
 from ..logit_attribution import final_scale, final_scale_name
-from ..segments import Found, Looks, Progress, rows_at
+from ..segments import Found, Looks, OnProgress, rows_at
 
 View = Literal["attended", "source"]
 VIEWS = get_args(View)
@@ -105,7 +105,7 @@ class LayerwiseReading:
         *,
         by: str = VIEWS[0],
         segment_length: int | None = None,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
     ):
         cfg = self.cfg = model.cfg
         self.model, self.by = model, by

@@ -23,7 +23,7 @@ from transformers.utils import TransformersKwargs
 from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
-from kvlens.bridge.keywords import EARLIER, cache_of, hidden, take_earlier_names, text_positions, with_cache
+from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.norms import ends_of
 from kvlens.bridge.parts import layers_of, parts_of
@@ -38,7 +38,7 @@ from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.activations import recurrent_layers
 from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
-from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
+from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
 
@@ -282,7 +282,7 @@ class KVTransformerBridge(TransformerBridge):
         """Raise KVLensError unless every token id lies in the vocabulary."""
         check_tokens(self.cfg, tokens)
 
-    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+    def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""
         tokens, mask, _, keeps_positions = prompt
         if self.attached_kv_bias is None:
@@ -340,7 +340,7 @@ class KVTransformerBridge(TransformerBridge):
     def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
         output = self.original_model(tokens, **with_cache({"use_cache": True}, cache))
-        return output.logits[:, -1], cache_of(output)
+        return output.logits[:, -1], cache_among(output)
 
     @contextlib.contextmanager
     def holding(self, bias: KVBias) -> Iterator[None]:
@@ -375,7 +375,7 @@ class KVTransformerBridge(TransformerBridge):
         text, mask = given["input"], given.get("attention_mask")
         is_stream = given.get("start_at_layer") is not None or (isinstance(text, Tensor) and text.is_floating_point())
         of_tokens = mask if not isinstance(mask, Tensor) or mask.dim() < 4 else None  # 4: of queries and keys
-        check_input(self, text, of_tokens, cache_of(given), is_stream=is_stream)
+        check_input(self, text, of_tokens, cache_among(given), is_stream=is_stream)
         if isinstance(text, Tensor) and not is_stream:
             self.check_tokens(text)
         ensure("forward: return_type", RETURNS, given.get("return_type"))

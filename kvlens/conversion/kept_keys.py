@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.few_keys import FewKeys, assembled, with_own_values
 from kvlens.conversion.method import Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import attention_parts
-from kvlens.conversion.reference_queries import MOST_ASKED, room_after
+from kvlens.conversion.reference_queries import room_after
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer

@@ -24,13 +24,13 @@ from jaxtyping import Float
 
 from kvlens.errors import KVLensError, nearest
 
-METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
+GLUE_METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
 """The metric by which fine-tuned models are compared, by task."""
 CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
 """That metric of the more frequent label alone."""
-TASKS = (*METRICS,)
+GLUE_TASKS = (*GLUE_METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
-Numbers = Float[np.ndarray, " example"]
+ExampleValues = Float[np.ndarray, " example"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Examples:
 
     first: list[str]
     second: list[str] | None
-    labels: Numbers
+    labels: ExampleValues
 
 
 def read_examples(folder: str | Path, task: str, split: str) -> Examples:
@@ -48,8 +48,8 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
     Raises:
         KVLensError: an unknown task (the nearest is suggested), a missing file or column, or an invalid label.
     """
-    if task not in TASKS:
-        raise KVLensError(f"glue: unknown task {task!r}{nearest(task, TASKS)}; there are {', '.join(TASKS)}")
+    if task not in GLUE_TASKS:
+        raise KVLensError(f"glue: unknown task {task!r}{nearest(task, GLUE_TASKS)}; there are {', '.join(GLUE_TASKS)}")
     path = Path(folder) / f"{split}.tsv"
     if not path.is_file():
         raise KVLensError(f"glue: {path} is missing; give the task's folder as GLUE distributes it, with train.tsv and dev.tsv")
@@ -71,7 +71,7 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
     return Examples(table[first].tolist(), None if second is None else table[second].tolist(), words.to_numpy(float))
 
 
-def metrics_of(task: str, predicted: Numbers, labels: Numbers) -> dict[str, float]:
+def metrics_of(task: str, predicted: ExampleValues, labels: ExampleValues) -> dict[str, float]:
     """The task's metrics. With constant values, Matthews' correlation is 0, as in table 1, and the others are NaN."""
     if task == "stsb":
         ranks = [pd.Series(x).rank().to_numpy() for x in (predicted, labels)]
@@ -139,14 +139,16 @@ def fine_tune(
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-            figures = metrics_of(task, predict(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
+            figures = metrics_of(task, predict_examples(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), **figures})
             tell(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in rows[-1].items() if name != "epoch"))
     return pd.DataFrame(rows)
 
 
 @torch.no_grad()
-def predict(model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128) -> Numbers:
+def predict_examples(
+    model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128
+) -> ExampleValues:
     """Classes, or scores for stsb, without dropout."""
     model.eval()
     parts = torch.arange(len(examples.labels)).split(batch_size)
@@ -165,7 +167,7 @@ def _cross_entropy(scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores, classes.long())
 
 
-def _correlation(a: Numbers, b: Numbers) -> float:
+def _correlation(a: ExampleValues, b: ExampleValues) -> float:
     x, y = a - a.mean(), b - b.mean()
     size = math.sqrt(float((x**2).sum() * (y**2).sum()))
     return float((x * y).sum()) / size if size else math.nan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.dual.figures import predicted_outputs
-from kvlens.dual.head_inputs import TextTokens, check_attention, check_index, layer_reading, reading_hooks
+from kvlens.dual.head_inputs import TokenRow, check_attention, check_index, layer_reading, reading_hooks
 from kvlens.dual.model import DualModel
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
@@ -60,7 +60,7 @@ class DualLayer:
     def from_layer(
         cls,
         model: HookedKVTransformer,
-        tokens: TextTokens,
+        tokens: TokenRow,
         layer: int,
         head: int,
         query_pos: int = -1,
@@ -129,7 +129,7 @@ class DualLayer:
 
 @checked
 @torch.no_grad()
-def dual_logits(model: HookedKVTransformer, tokens: TextTokens) -> Float[Tensor, "pos d_vocab"]:
+def dual_logits(model: HookedKVTransformer, tokens: TokenRow) -> Float[Tensor, "pos d_vocab"]:
     """Logits of a text when every head's output, at every token and in every layer, is its dual model's after one step.
 
     The causal form of th. B.2, our extension: every token is a query with the tokens before it as demonstrations, and the dual

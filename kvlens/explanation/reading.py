@@ -26,7 +26,7 @@ from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.bias.exchange import HEAD, LayerExchange
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
-from kvlens.analyses.segments import Progress, bar_unless
+from kvlens.analyses.segments import OnProgress, bar_unless
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.chat import prompt_layout
 from kvlens.checks import checked
@@ -78,7 +78,7 @@ def reading_layers(
     answer: str | int | Int[Tensor, " answer_pos"],
     without: By,
     heads: bool = True,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """How far an answer falls when one layer, group or head reads the prompt without a part of it.
 
@@ -161,7 +161,7 @@ class _Reading:
         log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
         return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
-    def heads(self, tell: Progress) -> list[_Found]:
+    def heads(self, tell: OnProgress) -> list[_Found]:
         """Exchange each group, then each head."""
         starts, writes = self._both()
         of_groups, of_heads = list[_Found](), list[_Found]()

@@ -21,7 +21,7 @@ from kvlens.errors import nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
-from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found_by
+from kvlens.explanation.explained import SEPARATOR, STATEMENT_COLUMNS, Explained, found_by
 from kvlens.explanation.presentation import answered, listed
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
@@ -94,7 +94,7 @@ def explain(
 
 
 @analysis(
-    STATEMENTS,
+    STATEMENT_COLUMNS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
     options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
 )

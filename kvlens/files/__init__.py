@@ -25,7 +25,9 @@ from kvlens.files.atomic import (
 )
 from kvlens.files.reading import (
     CARD,
+    CONFIG,
     LIST,
+    WEIGHTS,
     check_listed,
     check_regular,
     check_regular_files,
@@ -43,7 +45,9 @@ from kvlens.files.reading import (
 
 __all__ = [
     "CARD",
+    "CONFIG",
     "LIST",
+    "WEIGHTS",
     "FolderKind",
     "check_folder",
     "check_listed",

@@ -206,7 +206,7 @@ class Queries(NamedTuple):
         return Queries(self.q[:, rows], self.z[:, rows], self.log_n[:, rows], self.positions[rows])
 
 
-def joined(parts: Sequence[Queries]) -> Queries:
+def joined_queries(parts: Sequence[Queries]) -> Queries:
     """The queries of several groups of texts after one another."""
     return parts[0] if len(parts) == 1 else Queries(*map(torch.cat, zip(*parts, strict=True), (1, 1, 1, 0)))
 

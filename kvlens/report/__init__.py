@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.report.build import Report, build_report
-    from kvlens.report.inputs import EXAMPLE_MODEL, Example, check_folder, example_for
+    from kvlens.report.inputs import EXAMPLE_MODEL, Example, check_report_folder, example_for
     from kvlens.report.page import write_report
     from kvlens.report.terminal import print_report
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Example": "kvlens.report.inputs",
     "Report": "kvlens.report.build",
     "build_report": "kvlens.report.build",
-    "check_folder": "kvlens.report.inputs",
+    "check_report_folder": "kvlens.report.inputs",
     "example_for": "kvlens.report.inputs",
     "print_report": "kvlens.report.terminal",
     "write_report": "kvlens.report.page",
@@ -29,7 +29,7 @@ __all__ = [
     "Example",
     "Report",
     "build_report",
-    "check_folder",
+    "check_report_folder",
     "example_for",
     "print_report",
     "write_report",
