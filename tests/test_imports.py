@@ -34,7 +34,7 @@ PUBLIC = {
 # fmt: on
 """In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, how much
 is held at once, what is read of a pass."""
-FOUNDATIONS = {"kvlens.files", "kvlens.files.tables", "kvlens.terminal", "kvlens.zoo"}
+FOUNDATIONS = {"kvlens.files", "kvlens.files.parquet", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""

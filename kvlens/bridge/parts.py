@@ -31,7 +31,7 @@ from kvlens.kv_bias import KVBias
 from kvlens.mixers import has_mixer
 from kvlens.model.protocol import Layer
 from kvlens.model.protocol import Part as LayerPart
-from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""

@@ -101,7 +101,10 @@ def add_command(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvlens.report.inputs import REPORT_FOLDER, check_report_folder  # light: bad input is reported before torch is imported
+    from kvlens.report.example import (  # light: bad input is reported before torch is imported
+        REPORT_FOLDER,
+        check_report_folder,
+    )
 
     ensure("--seed", Seed, args.seed)
     if args.new_tokens is not None:
@@ -152,7 +155,7 @@ def _report(args: argparse.Namespace) -> int:
         written = write_report(report, args.out, overwrite=args.overwrite)
 
     from kvlens.report.page import BIAS, PAGE, report_files
-    from kvlens.report.terminal import print_report
+    from kvlens.report.printed import print_report
 
     print_report(report)
     folder = visible(f"{Path(args.out)}{os.sep}")

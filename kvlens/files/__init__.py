@@ -23,7 +23,7 @@ from kvlens.files.atomic import (
     write_file,
     write_folder,
 )
-from kvlens.files.reading import (
+from kvlens.files.untrusted import (
     CARD,
     CONFIG,
     LIST,

@@ -38,7 +38,7 @@ from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.transformer import TEMPERATURE
-from kvlens.report.inputs import FORMAT
+from kvlens.report.example import FORMAT
 from kvlens.report.summary import (
     SHOWN_CONDITIONS,
     answer_figures,

@@ -16,10 +16,10 @@ import pandas as pd
 from kvlens.checks import checked
 from kvlens.explanation import Explained, explanation_view
 from kvlens.files import plain, write_folder
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.model import KVModel
 from kvlens.report.build import ABLATION, HEAD_MEASURES, MOST_EXPLAINED, Report, ranked_heads
-from kvlens.report.inputs import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, REPORT_SUMMARY
+from kvlens.report.example import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, REPORT_SUMMARY
 from kvlens.report.summary import (
     SHOWN_CONDITIONS,
     answer_figures,

@@ -36,7 +36,7 @@ from kvlens.files import (
     reason,
     write_atomically,
 )
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.model.fingerprint import is_weight
 from kvlens.tasks import SPLITS

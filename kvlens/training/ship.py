@@ -18,7 +18,7 @@ from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.files import CARD, CONFIG, LIST, check_folder, list_files, plain, read_json, write_folder
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task, make_task
 from kvlens.training.checkpoint import RUN_FOLDER, RUN_LOCK, check_run_folder, only_run_in
