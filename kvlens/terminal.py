@@ -37,7 +37,7 @@ def terminal_width() -> int:
     return max(40, min(100, shutil.get_terminal_size().columns - 2))
 
 
-def wrapped_lines(text: str, width: int) -> str:
+def wrap(text: str, width: int) -> str:
     """``text`` in lines of at most ``width``; paragraphs that start with two spaces (tables, commands) are not wrapped."""
     return "\n\n".join(
         part if part.startswith("  ") else textwrap.fill(part, width, break_on_hyphens=False, break_long_words=False)
@@ -81,7 +81,7 @@ class Help(argparse.HelpFormatter):
     """Help with paragraphs, and with tables and commands that are not wrapped, so they can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return textwrap.indent(wrapped_lines(text, width - len(indent)), indent)
+        return textwrap.indent(wrap(text, width - len(indent)), indent)
 
 
 class Arguments(argparse.ArgumentParser):

@@ -61,7 +61,7 @@ COLUMNS = Columns(
     effect=("float64", f"{EFFECT}; the edge from the counterfactual prompt. NaN where it was not run"),
     whole=("float64", f"{EFFECT}; everything from there, which is the unit's total effect"),
 )
-CounterfactualZ = Mapping[int, Float[Tensor, "1 pos head d_head"]]
+Change = Mapping[int, Float[Tensor, "1 pos head d_head"]]
 """Layer -> z of its heads with the counterfactual prompt."""
 
 
@@ -117,7 +117,7 @@ class GradientPass:
             for layer, g in zip(self.heads, of_z, strict=True)
         }
 
-    def other(self, prompt: Counterfactuals) -> tuple[float, CounterfactualZ]:
+    def other(self, prompt: Counterfactuals) -> tuple[float, Change]:
         """The score after a counterfactual prompt, and every head's z."""
         seen: dict[int, list[Tensor]] = {layer: [] for layer in self.heads}
 
@@ -142,7 +142,7 @@ class GradientPass:
                 found.append(torch.cartesian_prod(*map(torch.tensor, ([layer], [later], [i])), *map(torch.arange, counts)))
         return torch.cat(found)
 
-    def estimates(self, change: CounterfactualZ) -> Float[Tensor, " edge"]:
+    def estimates(self, change: Change) -> Float[Tensor, " edge"]:
         """sum g.(z - z') of all edges, in their order."""
         found = []
         for layer, n in self.heads.items():
@@ -168,7 +168,7 @@ class GradientPass:
                     found.append(reduce(of_heads, "row (kv_head group) -> (row kv_head)", "sum", kv_head=n_read))
         return torch.cat(found)
 
-    def effects(self, edges: Int[Tensor, "edge 5"], change: CounterfactualZ) -> Float[Tensor, " edge"]:
+    def effects(self, edges: Int[Tensor, "edge 5"], change: Change) -> Float[Tensor, " edge"]:
         """The fall of the score with each of some edges from the counterfactual prompt."""
         found = torch.full((len(edges),), torch.nan, dtype=torch.float64)
         for layer, later in edges[:, :2].unique(dim=0).tolist():
@@ -177,9 +177,7 @@ class GradientPass:
                 found[rows] = self._effects_between(layer, later, edges[rows, 2:], change)
         return found
 
-    def _effects_between(
-        self, layer: int, later: int, edges: Int[Tensor, "edge 3"], change: CounterfactualZ
-    ) -> Float[Tensor, " edge"]:
+    def _effects_between(self, layer: int, later: int, edges: Int[Tensor, "edge 3"], change: Change) -> Float[Tensor, " edge"]:
         number, sender, head = edges.T
         new: dict[str, Tensor] = {}
 
@@ -195,7 +193,7 @@ class GradientPass:
             scores = self._score(lambda text, n: self.model.logits_of(stream, later, n))
         return scores[-1] - scores[:-1]
 
-    def _send(self, layer: int, senders: Int[Tensor, " row"], change: CounterfactualZ, last: int, hooks: list[Any]) -> None:
+    def _send(self, layer: int, senders: Int[Tensor, " row"], change: Change, last: int, hooks: list[Any]) -> None:
         """The first pass, up to layer ``last``: in each row one head of ``layer`` has the other z, all others have their own.
         ``hooks`` see z as it would have been."""
         n_rows, n = len(senders), self.heads[layer]

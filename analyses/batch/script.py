@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from kvlens import KVLensError
 from kvlens.arguments import path_of
 from kvlens.checks import Within, ensure
-from kvlens.terminal import Arguments, how_it_ended, in_two_columns, plain_warnings, terminal_width, visible, wrapped_lines
+from kvlens.terminal import Arguments, how_it_ended, in_two_columns, plain_warnings, terminal_width, visible, wrap
 
 from ..registry import ANALYSES, locate
 from .work import (
@@ -78,9 +78,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         return print_list(prog)
     name, *rest = argv
     if name in ("-h", "--help"):
-        print(
-            f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{wrapped_lines(_help(prog), terminal_width())}"
-        )
+        print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{wrap(_help(prog), terminal_width())}")
         return 0
     if name.startswith("-"):
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")

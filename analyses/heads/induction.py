@@ -35,7 +35,7 @@ from .ablation import AblationEffect, Start, cached, resampling_ablation, swap_c
 from .head_pairs import wide_dtype
 from .repeated_text import (
     LONGEST_TEXT,
-    PATTERN_KINDS,
+    PATTERNS,
     PatternScores,
     RepeatedTokens,
     ShiftTaps,
@@ -259,16 +259,13 @@ def induction_heads(
     scores = found.measured.scores
     contrast = [
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
-        for kind in PATTERN_KINDS
+        for kind in PATTERNS
     ]
     heads, by_head = heads_of_model(model), "layer kind head -> layer head kind"
     return COLUMNS.frame(
         {
-            **{
-                name: number.repeat_interleave(len(PATTERN_KINDS))
-                for name, number in zip(("layer", "head"), heads, strict=True)
-            },
-            "kind": list(PATTERN_KINDS) * len(heads[0]),
+            **{name: number.repeat_interleave(len(PATTERNS)) for name, number in zip(("layer", "head"), heads, strict=True)},
+            "kind": list(PATTERNS) * len(heads[0]),
             "score": rearrange(scores.raw, by_head)[heads],
             "score_value": rearrange(scores.value_side, by_head)[heads],
             "score_key": rearrange(scores.key_side, by_head)[heads],
@@ -318,7 +315,7 @@ def look_at_heads(
     repeated = repeat_tokens(model, piece, prepend_bos)
     others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
     measured = measure_heads(model, repeated, others)
-    unknown = torch.full((len(PATTERN_KINDS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
+    unknown = torch.full((len(PATTERNS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, others, prepend_bos)

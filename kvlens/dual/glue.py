@@ -30,7 +30,7 @@ CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
 """That metric of the more frequent label alone."""
 GLUE_TASKS = (*GLUE_METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
-ExampleValues = Float[np.ndarray, " example"]
+Numbers = Float[np.ndarray, " example"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Examples:
 
     first: list[str]
     second: list[str] | None
-    labels: ExampleValues
+    labels: Numbers
 
 
 def read_examples(folder: str | Path, task: str, split: str) -> Examples:
@@ -71,7 +71,7 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
     return Examples(table[first].tolist(), None if second is None else table[second].tolist(), words.to_numpy(float))
 
 
-def metrics_of(task: str, predicted: ExampleValues, labels: ExampleValues) -> dict[str, float]:
+def metrics_of(task: str, predicted: Numbers, labels: Numbers) -> dict[str, float]:
     """The task's metrics. With constant values, Matthews' correlation is 0, as in table 1, and the others are NaN."""
     if task == "stsb":
         ranks = [pd.Series(x).rank().to_numpy() for x in (predicted, labels)]
@@ -139,16 +139,14 @@ def fine_tune(
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-            figures = metrics_of(task, predict_examples(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
+            figures = metrics_of(task, classify(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), **figures})
             tell(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in rows[-1].items() if name != "epoch"))
     return pd.DataFrame(rows)
 
 
 @torch.no_grad()
-def predict_examples(
-    model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128
-) -> ExampleValues:
+def classify(model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128) -> Numbers:
     """Classes, or scores for stsb, without dropout."""
     model.eval()
     parts = torch.arange(len(examples.labels)).split(batch_size)
@@ -167,7 +165,7 @@ def _cross_entropy(scores: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores, classes.long())
 
 
-def _correlation(a: ExampleValues, b: ExampleValues) -> float:
+def _correlation(a: Numbers, b: Numbers) -> float:
     x, y = a - a.mean(), b - b.mean()
     size = math.sqrt(float((x**2).sum() * (y**2).sum()))
     return float((x * y).sum()) / size if size else math.nan

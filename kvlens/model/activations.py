@@ -70,7 +70,7 @@ class StreamReading(NamedTuple):
     scale: Float[Tensor, "*batch pos 1"]
 
 
-LayerVisit = Callable[[int, HeadsRead], None]
+Visit = Callable[[int, HeadsRead], None]
 
 
 def heads_per_layer(model: KVModel) -> list[int]:
@@ -117,9 +117,7 @@ def head_matrices(model: KVModel) -> list[HeadMatrices | None]:
     return found
 
 
-def visit_heads(
-    model: KVModel, tokens: Int[Tensor, "batch pos"], visit: LayerVisit, shown: Collection[str] = ATTENTION
-) -> None:
+def visit_heads(model: KVModel, tokens: Int[Tensor, "batch pos"], visit: Visit, shown: Collection[str] = ATTENTION) -> None:
     """One pass over texts of equal length, behind what is attached: ``visit(layer, reading)`` as each layer has been computed.
 
     Every token is read, also one with the number of a pad token. Patterns of different layers are never kept together.
@@ -152,7 +150,7 @@ def read_attention(model: KVModel, prompt: Int[Tensor, " prompt"], text: Int[Ten
 
 
 @torch.no_grad()
-def direct_path(model: KVModel, text: Int[Tensor, "*batch pos"], visit: LayerVisit | None = None) -> StreamReading:
+def direct_path(model: KVModel, text: Int[Tensor, "*batch pos"], visit: Visit | None = None) -> StreamReading:
     """What lies between the heads and the logits in a pass over a text, behind what is attached: of each layer ``factor`` and
     ``scale``, and the ``scale`` of the final norm.
 
@@ -178,7 +176,7 @@ def read_stream(model: KVModel, text: Int[Tensor, " pos"], n_last: int) -> Strea
 
 
 def _read_stream(
-    model: KVModel, text: Int[Tensor, "*batch pos"], n_last: int, kept: Sequence[str], visit: LayerVisit | None = None
+    model: KVModel, text: Int[Tensor, "*batch pos"], n_last: int, kept: Sequence[str], visit: Visit | None = None
 ) -> StreamReading:
     ends, layers, seen = model.ends(), list[HeadsRead](), dict[str, Tensor]()
 
@@ -206,7 +204,7 @@ def _read_stream(
 
 
 def _visit(
-    model: KVModel, tokens: Int[Tensor, "batch pos"], visit: LayerVisit, shown: Collection[str], before: nn.Module | None = None
+    model: KVModel, tokens: Int[Tensor, "batch pos"], visit: Visit, shown: Collection[str], before: nn.Module | None = None
 ) -> Float[Tensor, "batch pos d_model"]:
     """See :func:`visit_heads`; returns the residual stream after the last layer.
 

@@ -209,9 +209,7 @@ def _distilled(
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
     bias, old = convert_prompt(model, prompt), prompted_logits(model, prompt, texts)
     asked = dict(rank=None, which=lambda name: True, steps=steps, learning_rates=settings["distil_rates"], seed=seed)
-    runs: list[tuple[str, DistillationObjective, KVBias | None]] = [
-        (DISTILLED[objective], objective, None) for objective in OBJECTIVES
-    ]
+    runs: list[tuple[str, Any, KVBias | None]] = [(DISTILLED[objective], objective, None) for objective in OBJECTIVES]
     runs += [(name, "distributions", start) for name, start in starts.items()]
     target = math.inf
     for method, objective, start in runs:

@@ -99,10 +99,10 @@ class NumberedRegression(RegressionTask):
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         batch = super().sample(batch_size, generator, split)
-        return batch._replace(inputs=numbered(batch.inputs, numbers_of_positions(self.numbers, self.n_positions)))
+        return batch._replace(inputs=numbered(batch.inputs, position_numbers(self.numbers, self.n_positions)))
 
 
-def numbers_of_positions(kind: Numbering, n_positions: int) -> Float[Tensor, " pos"]:
+def position_numbers(kind: Numbering, n_positions: int) -> Float[Tensor, " pos"]:
     """The number of every position."""
     index = torch.arange(1, n_positions + 1, dtype=torch.float32)
     return index if kind == "index" else index / (n_positions + 1)
