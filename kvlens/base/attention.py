@@ -11,6 +11,8 @@ sec. 3.1 to 3.4). Rounding matters: each form is computed in the order and the p
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,7 +203,7 @@ class Attention(nn.Module):
         if past_kv_cache_entry is not None:
             past = past_kv_cache_entry.past_keys.shape[1]
             k, v = past_kv_cache_entry.append(k, v)
-        q, k = self.with_positions(q, k, past, attention_mask)
+        q, k = self.with_positions(q, k, past, partial(self.apply_rotary, attention_mask=attention_mask))
         scores = self.masked_scores(self.calculate_attention_scores(q, k), past, attention_mask)
         if additive_attention_mask is not None:
             scores = scores + additive_attention_mask
@@ -235,11 +237,15 @@ class Attention(nn.Module):
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         return norm(x.reshape(-1, x.shape[-1]) if self.cfg.use_qk_norm else x.flatten(2)).reshape(x.shape)
 
-    def with_positions(self, q: Tensor, k: Tensor, past: int, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys as scored: rotated, and queries scaled by Qwen 1's log n. Stored keys are rotated at every pass."""
+    def with_positions(
+        self, q: Tensor, k: Tensor, past: int, rotated: Callable[[Tensor, int], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as scored: rotated from ``past`` and from 0, and queries scaled by Qwen 1's log n.
+
+        Stored keys are rotated at every pass.
+        """
         if self.cfg.positional_embedding_type == "rotary":
-            q = self.hook_rot_q(self.apply_rotary(q, past, attention_mask))
-            k = self.hook_rot_k(self.apply_rotary(k, 0, attention_mask))
+            q, k = self.hook_rot_q(rotated(q, past)), self.hook_rot_k(rotated(k, 0))
         if self.cfg.use_logn_attn and not self.training:
             q = self.scaled_by_log_n(q, past)
         return q, k

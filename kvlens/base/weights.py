@@ -162,7 +162,7 @@ class HasWeights(HookedRootModule):
         fold_ln: bool = True,
         center_writing_weights: bool = True,
         center_unembed: bool = True,
-        fold_value_biases: bool = True,
+        fold_value_biases: bool | None = None,
         refactor_factored_attn_matrices: bool = False,
     ) -> None:
         """Load weights by this class' names, rewritten to others of (nearly) the same function.
@@ -172,7 +172,7 @@ class HasWeights(HookedRootModule):
             fold_ln: multiply the norms' weights into the layers that read them.
             center_writing_weights: take the mean out of what is written to the stream, which a LayerNorm ignores.
             center_unembed: take the mean out of W_U: logits move by a constant.
-            fold_value_biases: move b_V, which every pattern passes on whole, into b_O.
+            fold_value_biases: move b_V into b_O; None where every pattern passes it on whole, so that the output stays.
             refactor_factored_attn_matrices: replace W_Q, W_K, W_V, W_O by factors with orthogonal columns.
         """
         self.take_state_dict(
@@ -192,6 +192,7 @@ class HasWeights(HookedRootModule):
         """
         if steps["refactor_factored_attn_matrices"]:
             check_factors(self.cfg)
+        steps["fold_value_biases"] = steps["fold_value_biases"] is not False
         if steps["fold_value_biases"] and groups_differ(self.cfg):
             raise KVLensError(f"fold_value_biases: {GROUPS_DIFFER}. Pass fold_value_biases=False.")
         filled = self.fill_missing_keys(weights)

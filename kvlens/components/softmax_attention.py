@@ -80,7 +80,7 @@ class SoftmaxHeads(Heads):
         """z of the context and of the bias; the new keys and values are stored in the cache entry."""
         attn, tokens, scale = self.attn, self.tokens, float(self.attn.attn_scale)
         k, self.v = (tokens.k, tokens.v) if self.entry is None else self.entry.append(tokens.k, tokens.v)
-        self.q, self.k = self._positioned(tokens.q, k)
+        self.q, self.k = attn.with_positions(tokens.q, k, self.past, self._rotated)
         q, k, v = self.q, self.k, self.v
         if attn.observer is not None:
             attn.observer(q, k, v)
@@ -208,21 +208,10 @@ class SoftmaxHeads(Heads):
         whole = log_n.logaddexp(self.attn.sinks.to(log_n.dtype))
         return z * (log_n - whole).exp()[..., None].to(z.dtype), whole
 
-    def _positioned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated (``k`` from the start of the text, ``q`` from the first new token), and q scaled if configured."""
-        attn = self.attn
-        if self.cfg.positional_embedding_type == "rotary":
-            q = attn.hook_rot_q(self._rotated(q, self.past))
-            k = attn.hook_rot_k(self._rotated(k, 0))
-        if self.cfg.use_logn_attn and not attn.training:
-            q = attn.scaled_by_log_n(q, self.past)
-        return q, k
-
     def _rotated(self, x: Tensor, first: int) -> Tensor:
-        attn, cfg = self.attn, self.cfg
-        offset = 0 if attn.layer_bias is None else attn.layer_bias.position_offset
+        offset = 0 if self.attn.layer_bias is None else self.attn.layer_bias.position_offset
         cos, sin = self._rotary_rows(x, first, offset)
-        return rotate(x, cos, sin, cfg.rotary_adjacent_pairs)
+        return rotate(x, cos, sin, self.cfg.rotary_adjacent_pairs)
 
     def _rotary_rows(self, x: Tensor, first: int, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the positions of ``x``, [batch or 1, pos, 1, rotary_dim], from the layer's tables."""

@@ -13,6 +13,7 @@ Shares and means over many cases are :func:`reading_shares`; how well two halves
 A part "reads the fact" only beside two controls: as many random parts, and the same with another sentence taken away.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +29,12 @@ from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, 
 from kvlens.analyses.heads.ablation import cached
 from kvlens.analyses.segments import OnProgress, bar_unless
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
+from kvlens.arguments import Span
 from kvlens.chat import prompt_layout
 from kvlens.checks import checked
 from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
-from kvlens.units import By, cut, positions_of
+from kvlens.units import cut, positions_of
 
 COLUMNS = Columns(
     part=("str", "``all`` layers together, one ``layer``, a ``group`` of query heads that share keys, or one ``head``"),
@@ -64,7 +66,7 @@ N_RESAMPLES = 2000
         "prompt": PROMPT_OR_CHAT,
         "text": Field("text", lambda model, text: one_sequence(model, "text", text), required=False),
         "answer": Field("answer"),
-        "without": Field("without", lambda model, given: [given] if isinstance(given, str) else given),
+        "without": Field("without"),
     },
     options={"heads": Option("also groups and heads, not layers alone")},
 )
@@ -76,7 +78,7 @@ def reading_layers(
     text: TextTokens | None = None,
     *,
     answer: str | int | Int[Tensor, " answer_pos"],
-    without: By,
+    without: str | Sequence[str] | Sequence[Span],
     heads: bool = True,
     on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
@@ -87,7 +89,7 @@ def reading_layers(
     >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
     >>> prompt = "Mira keeps a goat. Kaya feeds a donkey. Olga has a hen."
     >>> question = " Which animal does Kaya keep? Kaya keeps a"
-    >>> found = reading_layers(model, prompt, question, answer=" donkey", without=["Kaya feeds a donkey."])
+    >>> found = reading_layers(model, prompt, question, answer=" donkey", without="Kaya feeds a donkey.")
     >>> found.query("lost and part == 'layer'")["layer"].tolist()
     [0]
 
@@ -96,8 +98,7 @@ def reading_layers(
         prompt: a string, a chat, or tokens [pos]. Its last token is read with the text.
         text: what stands between the prompt and the answer; None for nothing, as where an answer begins a chat's response.
         answer: its tokens, one token, or text, blanks in front included.
-        without: what the other prompt lacks: strings that occur in the prompt once each, ranges of its tokens, or a level of
-            units (all of them).
+        without: what the other prompt lacks: a string that occurs in the prompt once, several of them, or ranges of tokens.
         heads: also groups and heads, which take most of the time: a row of the response's tokens each.
         on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
@@ -112,7 +113,8 @@ def reading_layers(
     Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
     """
     layout = prompt_layout(model, prompt)
-    gone = positions_of(cut(model, layout, without), len(layout.tokens)).any(dim=0).to(layout.tokens.device)
+    parts = cut(model, layout, [without] if isinstance(without, str) else without)
+    gone = positions_of(parts, len(layout.tokens)).any(dim=0).to(layout.tokens.device)
     if bool(gone[-1]) or len(gone) < 2:
         raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
     between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)

@@ -20,7 +20,7 @@ from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
-from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, parameter_from_coefficients
+from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, place_shift_coefficients
 from kvlens.zoo import folder_of, is_hugging_face
 
 DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
@@ -213,29 +213,6 @@ class LoadsAndSaves(HookedTransformer):
             )
         place_shift_coefficients(self, coefficients)
 
-    def load_and_process_state_dict(  # type: ignore[override]
-        self,
-        state_dict: dict[str, Tensor],
-        fold_ln: bool = True,
-        center_writing_weights: bool = True,
-        center_unembed: bool = True,
-        fold_value_biases: bool | None = None,
-        refactor_factored_attn_matrices: bool = False,
-    ) -> None:
-        """As in TransformerLens. ``fold_value_biases=None`` folds if that preserves the output; True may raise an error.
-
-        Raises:
-            KVLensError: ``fold_value_biases`` or ``refactor_factored_attn_matrices`` would change the model's output.
-        """
-        self.take_state_dict(
-            dict(state_dict),
-            fold_ln=fold_ln,
-            center_writing_weights=center_writing_weights,
-            center_unembed=center_unembed,
-            fold_value_biases=fold_value_biases,
-            refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-        )
-
     def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
         """As the base's, refused where it would change the output."""
         refactor, folds = (steps[name] for name in ("refactor_factored_attn_matrices", "fold_value_biases"))
@@ -422,41 +399,3 @@ def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -
     window = max(coef.shape[1] for coef in coefficients.values()) - 1
     keys, values = (any(name.endswith(f".{x}_shift_coef") for name in coefficients) for x in "kv")
     return KVShiftConfig(window=window, keys=keys, values=values)
-
-
-@torch.no_grad()
-def place_shift_coefficients(model: HookedTransformer, coefficients: Mapping[str, Tensor]) -> None:
-    """Write ``coefficients``, by kvlens' names and in kvlens' order, into the model's parameters.
-
-    Raises:
-        KVLensError: as :func:`load_shift_coefficients`.
-    """
-    shift = model.cfg.kv_shift
-    if model.attached_kv_bias is not None:
-        raise KVLensError("load_shift_coefficients: a KV bias of the current weights is attached; call detach_kv_bias() first")
-    parameters = {
-        name: parameter for name, parameter in model.named_parameters() if name.endswith(("k_shift_coef", "v_shift_coef"))
-    }
-    _check_fit(parameters, coefficients)
-    new = {name: parameter_from_coefficients(coef, shift.parametrization) for name, coef in coefficients.items()}
-    for name, value in new.items():
-        parameters[name].copy_(value)
-
-
-def _check_fit(parameters: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]) -> None:
-    """Raise KVLensError unless parameters and coefficients correspond one to one, with equal shapes."""
-    missing = sorted(parameters.keys() - coefficients.keys())
-    extra = sorted(coefficients.keys() - parameters.keys())
-    if missing or extra:
-        raise KVLensError(
-            "load_shift_coefficients: the checkpoint and the model shift different things (layers, keys, values): the model "
-            f"has {len(missing)} parameters without coefficients {missing[:3]}, the checkpoint {len(extra)} coefficients "
-            f"without a parameter {extra[:3]}"
-        )
-    for name, coef in coefficients.items():
-        if coef.shape != parameters[name].shape:
-            heads, taps = parameters[name].shape
-            raise KVLensError(
-                f"load_shift_coefficients: {name} of the model is for {heads} key-value heads and window {taps - 1}, the "
-                f"checkpoint has {coef.shape[0]} heads and window {coef.shape[1] - 1}"
-            )

@@ -1,4 +1,4 @@
-"""Converting KV-shift coefficients from the formats of public checkpoints to kvlens' own, as pure functions of tensors.
+"""Converting KV-shift coefficients from the formats of public checkpoints to kvlens' own, and placing them in a model.
 
 kvlens keeps ``blocks.{l}.attn.k_shift_coef`` and ``v_shift_coef`` [kv_head, window+1], index 0 = the current token. Elsewhere:
 
@@ -19,6 +19,7 @@ parametrization can load them.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,7 +28,7 @@ from torch import Tensor
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 
-__all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients"]
+__all__ = ["import_shift_coefficients", "is_shift_coefficient", "parameter_from_coefficients", "place_shift_coefficients"]
 
 _IN_A_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.([0-9]{1,6})\.(?:.+\.)?(alpha[0-9]+|beta[0-9]+|K|V|conv_k|conv_v)$")
 _PROJECTION = {"alpha": "k", "K": "k", "conv_k": "k", "beta": "v", "V": "v", "conv_v": "v"}
@@ -128,3 +129,41 @@ def parameter_from_coefficients(coef: Float[Tensor, "kv_head taps"], parametriza
             "KVShiftConfig(parametrization='free')"
         )
     return coef.to(torch.promote_types(coef.dtype, torch.float32)).log()
+
+
+@torch.no_grad()
+def place_shift_coefficients(model: Any, coefficients: Mapping[str, Tensor]) -> None:
+    """Write ``coefficients``, by kvlens' names and in kvlens' order, into the model's parameters.
+
+    Raises:
+        KVLensError: as ``load_shift_coefficients``.
+    """
+    shift = model.cfg.kv_shift
+    if model.attached_kv_bias is not None:
+        raise KVLensError("load_shift_coefficients: a KV bias of the current weights is attached; call detach_kv_bias() first")
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if name.endswith(("k_shift_coef", "v_shift_coef"))
+    }
+    _check_fit(parameters, coefficients)
+    new = {name: parameter_from_coefficients(coef, shift.parametrization) for name, coef in coefficients.items()}
+    for name, value in new.items():
+        parameters[name].copy_(value)
+
+
+def _check_fit(parameters: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]) -> None:
+    """Raise KVLensError unless parameters and coefficients correspond one to one, with equal shapes."""
+    missing = sorted(parameters.keys() - coefficients.keys())
+    extra = sorted(coefficients.keys() - parameters.keys())
+    if missing or extra:
+        raise KVLensError(
+            "load_shift_coefficients: the checkpoint and the model shift different things (layers, keys, values): the model "
+            f"has {len(missing)} parameters without coefficients {missing[:3]}, the checkpoint {len(extra)} coefficients "
+            f"without a parameter {extra[:3]}"
+        )
+    for name, coef in coefficients.items():
+        if coef.shape != parameters[name].shape:
+            heads, taps = parameters[name].shape
+            raise KVLensError(
+                f"load_shift_coefficients: {name} of the model is for {heads} key-value heads and window {taps - 1}, the "
+                f"checkpoint has {coef.shape[0]} heads and window {coef.shape[1] - 1}"
+            )

@@ -103,7 +103,7 @@ def test_a_model_that_reads_in_one_layer():
     prompt = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey. Olga has a hen."
     question = " Which animal does Kaya keep? Kaya keeps a"
     found = reading_layers(model, prompt, question, answer=" donkey", without=["At night Kaya feeds a donkey."])
-    null = reading_layers(model, prompt, question, answer=" donkey", without=["Mira keeps a goat."], heads=False)
+    null = reading_layers(model, prompt, question, answer=" donkey", without="Mira keeps a goat.", heads=False)
     assert found["lost"][0] and not null["lost"].any() and set(null["part"]) == {"all", "layer"}
     assert found.query("part == 'layer' and lost")["layer"].tolist() == [0]
 
