@@ -94,7 +94,7 @@ def own_distance(teacher: Teacher) -> Int[Tensor, "batch key"]:
 def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "batch key"]) -> Float[Tensor, "batch kv_head key"]:
     """The attention that each key gets from the prompt's own queries, weighted by ``counts`` and summed over a group's heads.
 
-    It is the attention in the prompt's own pass, so the bias that the prompt continues is part of the normalizer.
+    It is the attention in the prompt's own pass, so the bias that the prompt continues is in the normalizer.
     """
     exact, part = teacher.exact, attention_parts(teacher.model)[layer]
     assert exact.queries is not None

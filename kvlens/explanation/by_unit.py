@@ -151,17 +151,17 @@ class UnitSearch:
         n_tokens = 2 * len(self.each or self.first) * len(self.explaining.prompt)
         if not breaking and several and self.explaining.room("sets of units", n_tokens):
             breaking = self._together(number)
-        for parts in breaking[:1]:
-            self._only(number, parts)
+        for members in breaking[:1]:
+            self._only(number, members)
         return breaking[0] if breaking else ()
 
-    def _closed(self, number: int, parts: Iterable[int], kept: Outcome) -> bool:
+    def _closed(self, number: int, members: Iterable[int], kept: Outcome) -> bool:
         """Whether a set that loses the claim with its gap kept does so with its gap closed."""
-        now = self.runs.without([parts], "closed")[0]
+        now = self.runs.without([members], "closed")[0]
         lost = bool(self.explaining.lost(number, now))
-        self.add(number, now, "breaking" if lost else "each", parts, gap="closed")
+        self.add(number, now, "breaking" if lost else "each", members, gap="closed")
         if lost:
-            self.add(number, kept, "breaking", parts)
+            self.add(number, kept, "breaking", members)
         return lost
 
     def _together(self, number: int) -> list[IndexSet]:
@@ -206,21 +206,21 @@ class UnitSearch:
 
     def _first_lost(self, number: int, sets: Sequence[IndexSet]) -> IndexSet | None:
         outcomes = self.runs.without(sets)
-        for parts, now in zip(sets, outcomes, strict=True):
-            self.add(number, now, "together", parts)
-        for parts, now in zip(sets, outcomes, strict=True):
-            if self.explaining.lost(number, now) and self._closed(number, parts, now):
-                return parts
+        for members, now in zip(sets, outcomes, strict=True):
+            self.add(number, now, "together", members)
+        for members, now in zip(sets, outcomes, strict=True):
+            if self.explaining.lost(number, now) and self._closed(number, members, now):
+                return members
         return None
 
-    def _only(self, number: int, parts: IndexSet) -> None:
+    def _only(self, number: int, members: IndexSet) -> None:
         """Add the statement on the run in which only this set of units is left."""
-        others = self.everything - set(parts)
+        others = self.everything - set(members)
         if others:
-            self.add(number, self.runs.without([others])[0], "only", parts, others=True)
+            self.add(number, self.runs.without([others])[0], "only", members, others=True)
 
     def fall(self, number: int, now: Outcome) -> float:
         return float(self.explaining.fall(self.explaining.claims[number], now))
 
-    def add(self, number: int, now: Outcome, role: str, parts: Iterable[int], **named: Any) -> None:
-        self.explaining.add(number, now, "units", role, sorted(parts), **named)
+    def add(self, number: int, now: Outcome, role: str, members: Iterable[int], **named: Any) -> None:
+        self.explaining.add(number, now, "units", role, sorted(members), **named)

@@ -41,7 +41,7 @@ MOST_PAIRED, MOST_LAYERS = 5, 8
 """How many of the strongest layers are exchanged in pairs, and how many at most in a set."""
 AT_ONCE = 3
 Place = tuple[str, int] | None
-"""What a position is a part of: a message or document, the question, or what follows it; None for marks in front."""
+"""What a position belongs to: a message or document, the question, or what follows it; None for marks in front."""
 QUESTION, BEHIND = ("question", -1), ("behind", -1)
 POSITION_GROUPS = {
     "cause": "the cause's own words",
@@ -54,7 +54,7 @@ POSITION_GROUPS = {
 
 
 def places_of(layout: Layout, n_tokens: int) -> list[Place]:
-    """What each position of a prompt is a part of. Behind a raw prompt, all that follows is the question."""
+    """What each position of a prompt belongs to. Behind a raw prompt, all that follows is the question."""
     pieces = pieces_of_tokens(layout)
     found: list[Place] = [
         None if piece is None else QUESTION if piece in layout.asked else (piece.name, piece.start) for piece in pieces
@@ -152,7 +152,7 @@ class _Search:
     Args:
         explaining: the explanation.
         number: of the claim.
-        kind: what the sets consist of, the column ``about`` of `STATEMENTS`.
+        kind: what the sets consist of, the column ``about`` of `STATEMENT_COLUMNS`.
         exchange: of the whole prompt's bias for that without the cause.
         members: name of each layer, head or group -> its parts of the exchange.
         cause: units that the other prompt lacks.

@@ -33,7 +33,7 @@ MEANINGS = (
 MOST_NAMED = 3
 """How many of the units or layers that lose a claim alone are described."""
 FULL_SHADE = 8.0
-"""How many nats give a word or a part the full color."""
+"""How many nats give a word or a unit the full color."""
 
 
 class PrintedSentence(NamedTuple):

@@ -82,7 +82,7 @@ def reading_layers(
     heads: bool = True,
     on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
-    """How far an answer falls when one layer, group or head reads the prompt without a part of it.
+    """How far an answer falls when one layer, group or head reads the prompt without some units of it.
 
     >>> from kvlens import HookedKVTransformer
     >>> from kvlens.analyses import reading_layers
@@ -108,7 +108,7 @@ def reading_layers(
         {columns}
 
     Raises:
-        KVLensError: parts that are not in the prompt, the prompt's last token among them, an empty answer.
+        KVLensError: units that are not in the prompt, the prompt's last token among them, an empty answer.
 
     Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
     """

@@ -72,7 +72,7 @@ def explain(
         budget: tokens that may be read; what is left out then is named in ``left_out``.
         on_progress: called with a description and the fraction done, in 0..1, about; None shows a bar on a terminal or in a
             notebook, if it takes long.
-        on_found: called with a line of text as soon as something is known: the response, then each part that was removed.
+        on_found: called with a line of text as soon as something is known: the response, then each unit that was removed.
 
     Raises:
         KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is too small to
@@ -128,7 +128,7 @@ class _Prompt:
         tokens: [pos].
         units: what is removed.
         groups: documents or paragraphs that are removed first; none where that does not pay.
-        places: what each position is a part of.
+        places: what each position belongs to.
     """
 
     tokens: Tensor

@@ -24,7 +24,7 @@ SHADES = " ░▒▓█"
 CELL = 6
 TOP = 5
 MOST_ROWS, BAR = 12, 10
-"""The most parts of a prompt in an explanation's table, and the characters of the longest bar."""
+"""The most units in an explanation's table, and the characters of the longest bar."""
 LONGEST_SHOWN = 320
 """Characters of the prompt and of the text that are shown at the top of the report (four lines)."""
 _TITLES = {"with_prompt": "with the prompt", "converted": "converted", "without_prompt": "without the prompt"}
