@@ -26,7 +26,7 @@ from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.norms import ends_of
-from kvlens.bridge.parts import layers_of, parts_of
+from kvlens.bridge.parts import layers_of, parts_of_bridge
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
@@ -122,7 +122,7 @@ class KVTransformerBridge(TransformerBridge):
         """
         if isinstance(bridge, cls):
             return bridge
-        parts = parts_of(bridge)
+        parts = parts_of_bridge(bridge)
         recurrent = any(isinstance(part, RecurrentLayer) for part in parts)
         bridge.cfg.attention = "hybrid" if recurrent else "softmax"
         bridge.cfg.kv_shift = bridge.cfg.attention_variant = None

@@ -101,7 +101,7 @@ def refuse_encoders(family: str, config: Any) -> None:
         raise _no_way(family, NO_STACK)
 
 
-def parts_of(bridge: Any) -> list[BridgePart]:
+def parts_of_bridge(bridge: Any) -> list[BridgePart]:
     """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
     Raises:

@@ -132,7 +132,7 @@ def effects_on_logits(
 
 
 POLISHING_RATE = 2e-2
-PolishObjective = Literal["logits", "kl"]
+Objective = Literal["logits", "kl"]
 
 
 @dataclass
@@ -167,7 +167,7 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
-def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: PolishObjective) -> KVBias:
+def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
     """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting."""
     model: Any = teacher.model
     requires = [p.requires_grad for p in model.parameters()]
@@ -211,7 +211,7 @@ def _logits(teacher: Teacher, bias: KVBias, *texts: Int[Tensor, "batch pos"]) ->
         return teacher.model(flat, attention_mask=torch.ones_like(flat)).unflatten(0, tokens.shape[:2])
 
 
-def _loss(teacher: Teacher, bias: KVBias, texts: list[tuple[Tensor, Tensor]], objective: PolishObjective) -> Float[Tensor, ""]:
+def _loss(teacher: Teacher, bias: KVBias, texts: list[tuple[Tensor, Tensor]], objective: Objective) -> Float[Tensor, ""]:
     """The mean over the positions of all texts, given with their target logits; those of one length are read together."""
     converted, by_position = continued(teacher.old, bias), []
     for length in {text.shape[1] for text, _ in texts}:
@@ -221,7 +221,7 @@ def _loss(teacher: Teacher, bias: KVBias, texts: list[tuple[Tensor, Tensor]], ob
     return torch.cat(by_position).mean()
 
 
-def _divergence(old: Tensor, new: Tensor, objective: PolishObjective) -> Float[Tensor, "batch text pos"]:
+def _divergence(old: Tensor, new: Tensor, objective: Objective) -> Float[Tensor, "batch text pos"]:
     if objective == "kl":
         old, new = old.log_softmax(dim=-1), new.log_softmax(dim=-1)
         return (old.exp() * (old - new)).sum(dim=-1)

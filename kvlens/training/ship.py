@@ -24,7 +24,7 @@ from kvlens.tasks import Task, make_task
 from kvlens.training.checkpoint import RUN_FOLDER, RUN_LOCK, check_run_folder, only_run_in
 from kvlens.training.hybrid import AnswerLoss, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.recipes import Recipe, build_model, command_of
-from kvlens.training.run import Loss, Objective, TrainSettings, loss_of, score_in_parts
+from kvlens.training.run import Loss, ModelAndLoss, TrainSettings, loss_of, score_in_parts
 from kvlens.training.trainer import TrainResult, train
 
 FACTS, WATCHED = "training.json", "watched.parquet"
@@ -132,7 +132,7 @@ def facts_of(
 @torch.no_grad()
 def measure(model: Any, task: Task, loss: Loss) -> dict[str, Any]:
     """Held-out loss and accuracy of a saved model, and the task's own measurements."""
-    objective, heldout = Objective(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
+    objective, heldout = ModelAndLoss(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
     total, correct, count = score_in_parts(objective, heldout, 32).tolist()
     accuracy = None if math.isnan(correct) else correct / count
     measured = {"sequences": MEASURED_SEQUENCES, "loss": total / count, "accuracy": accuracy}
