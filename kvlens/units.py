@@ -245,7 +245,7 @@ def _spans(layout: Layout, by: str) -> list[NamedSpan]:
     return [
         NamedSpan(piece.name, noun, piece.start + start, piece.start + stop)
         for piece in layout.pieces
-        for start, stop in parts_of(layout.text[piece.start : piece.stop], by)
+        for start, stop in spans_of(layout.text[piece.start : piece.stop], by)
     ]
 
 
@@ -286,11 +286,11 @@ def _as_many_words(texts: Sequence[str], n: int) -> Iterable[str]:
             yield text[first[0] : last[1]]
 
 
-def parts_of(text: str, by: str) -> list[Span]:
+def spans_of(text: str, by: str) -> list[Span]:
     """The ranges of characters into which a level cuts a text; together they are all of it.
 
     >>> text = "Dr. Lee paid 3.5 euros. She left."
-    >>> [text[start:stop] for start, stop in parts_of(text, "sentence")]
+    >>> [text[start:stop] for start, stop in spans_of(text, "sentence")]
     ['Dr. Lee paid 3.5 euros. ', 'She left.']
     """
     needed = str.isalnum if by in ("sentence", "paragraph") else lambda letter: not letter.isspace()

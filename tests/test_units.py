@@ -13,7 +13,7 @@ from tiny_text_model import linear
 from kvlens import Chat, KVLensError
 from kvlens.arguments import UNITS
 from kvlens.chat import prompt_tokens, prompt_units
-from kvlens.units import CUTS, Layout, Passage, cut, layout_of_tokens, parts_of, tiled
+from kvlens.units import CUTS, Layout, Passage, cut, layout_of_tokens, spans_of, tiled
 
 WRAPPED = "The gadget, which nobody had seen for several years,\nwas found in Rotterdam.\nBut not by Ann."
 CODE = """\
@@ -52,13 +52,13 @@ CASES = [
 
 @pytest.mark.parametrize(("by", "text", "parts"), CASES)
 def test_a_reader_would_cut_here(by, text, parts):
-    assert [text[start:stop].strip() for start, stop in parts_of(text, by)] == parts
+    assert [text[start:stop].strip() for start, stop in spans_of(text, by)] == parts
 
 
 @given(st.text(alphabet="Aab.!? \n\t\"'-1{}():。"), st.sampled_from([*CUTS]))
 @settings(deadline=None)
 def test_parts_are_the_whole_text_and_none_is_blank(text, by):
-    parts = parts_of(text, by)
+    parts = spans_of(text, by)
     assert (not parts and not any(map(str.isalnum, text))) or "".join(text[a:b] for a, b in parts) == text
     assert all(text[start:stop].strip() for start, stop in parts)
 

@@ -20,11 +20,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import Objective, logit_metrics, polish
 from kvlens.conversion.method import Approximation, Teacher
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
-from kvlens.conversion.reference_queries import MOST_ASKED
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output

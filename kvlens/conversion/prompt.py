@@ -30,7 +30,6 @@ from kvlens.chat import Chat, as_prompt
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptBatch
-from kvlens.model.protocol import PromptBatch as PromptTokens  # noqa: F401
 
 Prompt = str | Chat | list[Any] | Tensor
 

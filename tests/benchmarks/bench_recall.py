@@ -33,12 +33,12 @@ from kvlens.conversion import KVzip, Landmark, Teacher
 from kvlens.conversion.few_keys import assembled, fitted_keys, root_of
 from kvlens.conversion.gradients import logit_metrics
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.landmarks import budgets_by_gain, choose_among
-from kvlens.units import layout_of_tokens, parts_of
+from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
 CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
@@ -54,7 +54,7 @@ class Prepared:
     def __init__(self, model: Any, document: Made, reference: str | None):
         self.model, self.document = model, document
         self.before, self.questions = asked(model, document)
-        prompt = PromptTokens(self.before[None], None, False)
+        prompt = PromptBatch(self.before[None], None, False)
         exact = convert_exactly(model, prompt, (), None, model.fingerprint())
         self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference), verbose=False)
 
@@ -115,7 +115,7 @@ class Prepared:
     def recall(self, bias: kvlens.KVBias) -> Recall:
         """What the bias still knows of the document's sentences, said by the model in its own turn."""
         text, whole = self.document["text"], self.teacher.whole.select_prompt(0)
-        sentences = [text[first:last].strip() for first, last in parts_of(text, "sentence")]
+        sentences = [text[first:last].strip() for first, last in spans_of(text, "sentence")]
         lead = lead_of(self.model, layout_of_tokens(self.model, self.before))
         with torch.no_grad():
             return recall_of(self.model, sentences, whole, bias, self.before[:1], lead)
