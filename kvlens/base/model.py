@@ -227,7 +227,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
         if stop_at_layer is not None:
             return residual
         if self.cfg.normalization_type is not None:
-            residual = self.normed(residual)
+            residual = self.ln_final(residual)
         if return_type is None:
             return None
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
@@ -237,10 +237,6 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
             raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
-
-    def normed(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after the last norm."""
-        return self.ln_final(residual)
 
     def loss_fn(
         self,

@@ -146,7 +146,7 @@ def convert_prompt(
         )
     with contextlib.ExitStack() as stack:
         if isinstance(model, HookedKVTransformer):
-            stack.enter_context(model._thread.passes(model._has_bias))
+            stack.enter_context(model._thread.passes(model.attached_kv_bias is not None))
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and initial is None and model.attached_kv_bias is None
         tokens = _read_prompt(model, prompt, without, replace, positions, prepend_bos)

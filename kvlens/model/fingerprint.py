@@ -37,7 +37,8 @@ def hashed_once(model: nn.Module, weights: Callable[[], Mapping[str, Tensor]]) -
     To hash the weights of a real model takes longer than to read a token.
     """
     now = WeightsThen(model)
-    held, numbers = list(map(ref, now.tensors)), now.numbers()
+    writes, places, firsts = now.seen
+    held, numbers = list(map(ref, now.tensors)), (writes, places, [of.tolist() for of in firsts])
     held_then, numbers_then, found = _HASHED.get(model, ((), None, ""))
     if numbers != numbers_then or not all(map(operator.is_, held, held_then)):
         found = weights_hash(weights())
@@ -75,11 +76,6 @@ class WeightsThen:
                 first = tensor.detach().as_strided((1,), (1,))  # a view
                 self.firsts.setdefault((tensor.device, tensor.dtype), []).append(first)
         self.seen = self._look()
-
-    def numbers(self) -> tuple[list[int], list[int], list[list[float]]]:
-        """What was seen of the weights, without the tensors themselves."""
-        writes, places, firsts = self.seen
-        return writes, places, [of.tolist() for of in firsts]
 
     def changed(self) -> bool:
         """Whether anything of the above was seen."""
