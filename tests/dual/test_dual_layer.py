@@ -3,16 +3,13 @@
 import pytest
 import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from ops_cases import normal
 from small_models import small_model
 from torch.nn import functional
 
 from kvlens import KVLensError
 from kvlens.dual import DualLayer, layer
 from kvlens.ops import dual_layers
-
-
-def normal(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def relu_model(**changes):
