@@ -114,8 +114,9 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
     """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
-    linear = cfg.attention == "linear"
-    decay = cfg.decay_per_head()
+    linear, shift, decay = cfg.attention == "linear", cfg.kv_shift, cfg.decay_per_head()
+    shift_words = () if shift is None else (f"{k} {v}" for k, v in asdict(shift).items() if k != "init")
+    layers = map(cfg.of_layer, range(cfg.n_layers))
     return Fingerprint(
         attention=cfg.attention,
         n_layers=cfg.n_layers,
@@ -131,17 +132,11 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         positional_embedding_type=cfg.positional_embedding_type,
         rotary_placement=cfg.rotary_placement,
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
-        kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
+        kv_shift=", ".join(shift_words) or "none",
         rest=_rest(cfg),
-        heads=heads_of_layers(cfg),
+        heads=tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if linear else 0) for of in layers),
         weights=hashed_once(model, model.state_dict),
     )
-
-
-def heads_of_layers(cfg: HookedKVTransformerConfig) -> tuple[tuple[int, int, int, int], ...]:
-    """Query heads, key-value heads, d_head and d_phi (0 for softmax) of each layer."""
-    layers = map(cfg.of_layer, range(cfg.n_layers))
-    return tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if cfg.attention == "linear" else 0) for of in layers)
 
 
 def weights_hash(state: Mapping[str, Tensor]) -> str:
@@ -158,11 +153,6 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
 def is_weight(name: str) -> bool:
     """Whether a name in the state dict is a weight rather than a table that TransformerLens recomputes."""
     return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-
-
-def _shift_words(cfg: HookedKVTransformerConfig) -> str:
-    shift = {k: v for k, v in asdict(cfg.kv_shift).items() if k != "init"}  # type: ignore[arg-type]
-    return ", ".join(f"{k} {v}" for k, v in shift.items())
 
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:
