@@ -50,7 +50,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -59,8 +59,9 @@ from torch import Tensor
 from kvlens import Chat, KVLensError, KVModel
 from kvlens.checks import checked, ensure, one_of
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-WIDTH = 124
+from .registry import Function
+
+TABLE_WIDTH = 124
 """Width of a line of a documented table."""
 
 
@@ -126,7 +127,7 @@ class Columns(Mapping[str, Column]):
         for number, line in enumerate(lines):
             if line.strip() == "{columns}":
                 margin = line[: -len("{columns}")]
-                lines[number] = "\n".join(margin + row for row in self.table(WIDTH - len(margin)))
+                lines[number] = "\n".join(margin + row for row in self.table(TABLE_WIDTH - len(margin)))
         function.__doc__ = "\n".join(lines)
         return function
 

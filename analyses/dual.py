@@ -1,4 +1,4 @@
-"""Heads as one step of representation learning: how much it lowers its loss, the part of each demonstration, and its bound.
+"""Heads as one step of representation learning: how much it lowers its loss, what each demonstration adds, and its bound.
 
 - :func:`dual_losses`: one row per layer, head and query. The loss is linear in W and has no minimum, so its drop measures the
   size of the step, not its quality; it spans dozens of orders of magnitude over the heads of one model, and is therefore given
@@ -70,7 +70,7 @@ def dual_losses(
     """Measure the dual model's step, for every head and query of a text.
 
     Args:
-        model: any; an attached KV bias is part of W_0.
+        model: any; an attached KV bias is in W_0.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
         cosines: whether to compute the cosines, which takes most of the time.
@@ -133,7 +133,7 @@ def dual_demonstrations(
     """Measure the contribution of every demonstration to every head's step.
 
     Args:
-        model: any; an attached KV bias is part of W_0.
+        model: any; an attached KV bias is in W_0.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         query_pos: the query's position; negative ones count from the end.
         n_demonstrations: the first this many tokens are demonstrations; None takes all before the query.

@@ -73,7 +73,7 @@ def final_scale(model: KVModel, cache: Any) -> Float[Tensor, "*batch pos 1"]:
 def residual_directions(
     model: KVModel, tokens: Int[Tensor, "*position"], rival: Int[Tensor, "*position"] | None = None
 ) -> Float[Tensor, "*position d_model"]:
-    """d_t: the direction whose product with a residual vector, over s, is that vector's part of the logit.
+    """d_t: the direction whose product with a residual vector, over s, is that vector's share of the logit.
 
     Args:
         model: a model with LayerNorm, RMSNorm, either of them folded, or no final norm.

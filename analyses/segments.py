@@ -26,10 +26,10 @@ from tqdm.auto import tqdm
 from kvlens import HookedKVTransformer, KVModel, run_in_segments
 from kvlens.model import heads_per_layer
 
-Progress = Callable[[float], None]
+OnProgress = Callable[[float], None]
 Found = Mapping[str, Tensor]
 """A segment's activations by the last part of the hook point's name, positions first: [pos, head, ...]."""
-Visit = Callable[[int, int, Found], None]
+SegmentVisit = Callable[[int, int, Found], None]
 """Called with the layer, the position of the segment's first token, and the segment's activations."""
 
 MAX_COLUMNS = 4096
@@ -70,7 +70,7 @@ class Looks:
         after_layers: str | None = None,
         segment_length: int | None = None,
         n_looks: int = 2,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
     ):
         self.model, self.tokens = model, tokens
         self._names, self._again = [*(name for name in names if name != Z), Z], again
@@ -79,7 +79,7 @@ class Looks:
         self._n_looks, self._done = n_looks, 0
         self._kept: list[tuple[int, int, Found]] | None = None
 
-    def look(self, visit: Visit) -> None:
+    def look(self, visit: SegmentVisit) -> None:
         """Call ``visit`` on each layer of each segment, segment by segment."""
         if self._kept is None:
             self._kept = self._run(visit)
@@ -89,7 +89,7 @@ class Looks:
         self._done += 1
         self._tell(0.0)
 
-    def _run(self, visit: Visit) -> list[tuple[int, int, Found]] | None:
+    def _run(self, visit: SegmentVisit) -> list[tuple[int, int, Found]] | None:
         """Run one pass; return what may be visited again, or None if that is too much to keep."""
         n_layers, kept = self.model.cfg.n_layers, _Kept(len(self.tokens)) if self._n_looks > 1 else None
         held: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ def terminal_bar(what: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def bar_unless(on_progress: Progress | None, what: str) -> Iterator[Progress]:
+def bar_unless(on_progress: OnProgress | None, what: str) -> Iterator[OnProgress]:
     """``on_progress``, or else a :func:`terminal_bar`."""
     if on_progress is not None:
         yield on_progress

@@ -26,9 +26,9 @@ from .declaration import Columns, analysis, tokens_field
 from .registry import on_its_front_ends
 from .sequences import prompt_sequence
 
-HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
+VALUE_HEAD = dict(layer=("int64", "from 0, a recurrent layer"), head=("int64", "value head"))
 MEMORY = Columns(
-    **HEAD,
+    **VALUE_HEAD,
     position=("int64", "of the token in the prompt, from 0"),
     token=("str", "its text; its id in a model without a tokenizer"),
     distance=("int64", "how many tokens of the prompt come after it"),
@@ -40,7 +40,7 @@ MEMORY = Columns(
     ),
 )
 ERASURE = Columns(
-    **HEAD,
+    **VALUE_HEAD,
     earlier_norm=("float64", "Frobenius norm of S_old, the state after the earlier prompt"),
     left=("float64", "|P S_old| / |S_old|: the fraction that remains after the second prompt"),
     left_by_decay=("float64", "the fraction that would remain with the decays alone, if the second prompt removed nothing"),

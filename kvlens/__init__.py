@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvlens.chat import Chat
     from kvlens.conversion import Counterfactuals, Landmark, carry_bias, convert_prompt, counterfactuals, logits_after
     from kvlens.errors import KVLensError
-    from kvlens.files.tables import read_table
+    from kvlens.files.parquet import read_table
     from kvlens.kv_bias import KVBias, combine
     from kvlens.loading import load
     from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig, KVModel, KVShiftConfig, run_in_segments
@@ -48,7 +48,7 @@ _HOMES = {
     "explain": "kvlens.explanation",
     "load": "kvlens.loading",
     "logits_after": "kvlens.conversion",
-    "read_table": "kvlens.files.tables",
+    "read_table": "kvlens.files.parquet",
     "run_in_segments": "kvlens.model",
 }
 

@@ -1,6 +1,6 @@
 """Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
-Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which part of a prompt made the model say it),
+Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which unit of a prompt made the model say it),
 :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`; files are
 :mod:`~kvlens.analyses.logit_attribution` (the residual stream), :mod:`~kvlens.analyses.readings` (the predictions) and
 :mod:`~kvlens.analyses.dual` (a head as a step of learning). :mod:`~kvlens.analyses.batch` runs any of them over many prompts,

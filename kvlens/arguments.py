@@ -19,6 +19,8 @@ Positions = Literal["kept", "closed"]
 """Whether what comes after tokens that are left out stays where it stood or moves up."""
 UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word", "token")
 """What a prompt is cut into by name; ``code`` means statements."""
+MOST_ASKED = 2**24
+"""Upper limit for features, steps and texts: a larger number is a typing error, or would take years."""
 DEEPEST = 200
 """The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
 

@@ -1,7 +1,7 @@
 """A chat as a prompt: messages, written as the tokenizer's own template writes them.
 
-What a message's part is in the whole text is found by writing the chat once more with a mark in that part's place: what stands
-before and behind the mark there stands before and behind the part here, whatever the template does with it (many strip white
+What a message's section is in the whole text is found by writing the chat once more with a mark in its place: what stands
+before and behind the mark there stands before and behind the section here, whatever the template does with it (many strip white
 space, some put the system's message into the user's). Nothing is searched by its words.
 """
 
@@ -24,8 +24,8 @@ ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, str]]
 
 
-class _Part(NamedTuple):
-    """A part of a message's content: cut into units under this name, or the question, or (neither) a heading."""
+class _Section(NamedTuple):
+    """A section of a message's content: cut into units under this name, or the question, or (neither) a heading."""
 
     text: str
     name: str | None = None
@@ -54,7 +54,7 @@ class Chat:
             the assistant.
     """
 
-    _turns: tuple[tuple[str, tuple[_Part, ...]], ...]
+    _turns: tuple[tuple[str, tuple[_Section, ...]], ...]
 
     def __init__(self, messages: Sequence[Mapping[str, str]]) -> None:
         checked_messages = _checked(messages)
@@ -65,8 +65,8 @@ class Chat:
             role = message["role"]
             numbers[role] += 1
             name = role if counts[role] == 1 else f"{role} {numbers[role]}"
-            part = _Part(message["content"], is_question=True) if i == last else _Part(message["content"], name)
-            turns.append((role, (part,)))
+            section = _Section(message["content"], is_question=True) if i == last else _Section(message["content"], name)
+            turns.append((role, (section,)))
         object.__setattr__(self, "_turns", tuple(turns))
 
     @classmethod
@@ -84,21 +84,21 @@ class Chat:
             KVLensError: a question, document, name or system's message that is empty or no string.
         """
         named = _named_documents(documents)
-        parts = [
-            part
+        sections = [
+            section
             for name, text in named
-            for part in (_Part(f"{name}:\n"), _Part(text.lstrip("\n").rstrip(), name), _Part("\n\n"))
+            for section in (_Section(f"{name}:\n"), _Section(text.lstrip("\n").rstrip(), name), _Section("\n\n"))
         ]
-        parts.append(_Part(_text("question", question), is_question=True))
+        sections.append(_Section(_text("question", question), is_question=True))
         first = [] if system is None else [{"role": "system", "content": _text("system", system)}]
-        chat = cls([*first, {"role": "user", "content": "".join(part.text for part in parts)}])
-        object.__setattr__(chat, "_turns", (*chat._turns[:-1], ("user", tuple(parts))))
+        chat = cls([*first, {"role": "user", "content": "".join(section.text for section in sections)}])
+        object.__setattr__(chat, "_turns", (*chat._turns[:-1], ("user", tuple(sections))))
         return chat
 
     @property
     def messages(self) -> Messages:
         """``[{"role": ..., "content": ...}, ...]``"""
-        return [{"role": role, "content": "".join(part.text for part in parts)} for role, parts in self._turns]
+        return [{"role": role, "content": "".join(section.text for section in sections)} for role, sections in self._turns]
 
     def text(self, model: KVModel) -> str:
         """The whole prompt as text, as the tokenizer's own template writes it, up to where the answer begins.
@@ -138,19 +138,19 @@ class Chat:
             raise KVLensError("units of a chat need a fast tokenizer, which says where each token stands in the text")
         pieces: list[Passage] = []
         asked: list[Passage] = []
-        for turn, (_, parts) in enumerate(self._turns):
-            for at, part in enumerate(parts):
-                if part.name is not None or part.is_question:
+        for turn, (_, sections) in enumerate(self._turns):
+            for at, section in enumerate(sections):
+                if section.name is not None or section.is_question:
                     start, stop = self._place(model, text, turn, at)
-                    (asked if part.name is None else pieces).append(Passage(part.name or "question", start, stop))
+                    (asked if section.name is None else pieces).append(Passage(section.name or "question", start, stop))
         spans = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
 
     def _place(self, model: KVModel, text: str, turn: int, at: int) -> tuple[int, int]:
-        """The characters that the template makes of one part of a message."""
+        """The characters that the template makes of one section of a message."""
         mark = next(mark for i in range(len(text)) if (mark := f"KVLENS{i}PART") not in text)
-        messages, parts = self.messages, [part.text for part in self._turns[turn][1]]
-        messages[turn]["content"] = "".join([*parts[:at], mark, *parts[at + 1 :]])
+        messages, sections = self.messages, [section.text for section in self._turns[turn][1]]
+        messages[turn]["content"] = "".join([*sections[:at], mark, *sections[at + 1 :]])
         pieces = written_messages(model, messages).split(mark)
         before, behind = pieces[0], pieces[-1]
         start, stop = len(before), len(text) - len(behind)
@@ -166,12 +166,12 @@ class Chat:
         """Raise KVLensError if no token of an answer has room behind the chat."""
         if not model.cfg.has_position_limit or n_tokens < model.cfg.n_ctx:
             return
-        parts = [part for _, parts in self._turns for part in parts if part.name is not None or part.is_question]
-        sizes = [len(model.tokenizer(part.text, add_special_tokens=False)["input_ids"]) for part in parts]
-        size, part = max(zip(sizes, parts, strict=True), key=lambda pair: pair[0])
+        sections = [one for _, several in self._turns for one in several if one.name is not None or one.is_question]
+        sizes = [len(model.tokenizer(section.text, add_special_tokens=False)["input_ids"]) for section in sections]
+        size, section = max(zip(sizes, sections, strict=True), key=lambda pair: pair[0])
         raise KVLensError(
             f"messages: the chat has {n_tokens:,} tokens, and the model's context n_ctx={model.cfg.n_ctx:,} leaves no room for "
-            f"an answer; shorten it ({part.name or 'the question'} alone has {size:,}), or leave out documents or messages"
+            f"an answer; shorten it ({section.name or 'the question'} alone has {size:,}), or leave out documents or messages"
         )
 
 
@@ -221,15 +221,15 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
 
 
-MARK = "KVLENSMARK"
+PLACEHOLDER = "KVLENSMARK"
 
 
 def written_behind(model: KVModel, *turns: tuple[str, str]) -> str | None:
-    """What the template writes behind the turn (role, text) whose text is :data:`MARK`, up to where the next answer begins.
+    """What the template writes behind the turn (role, text) whose text is :data:`PLACEHOLDER`, up to the next answer's begin.
 
     None if it leaves that turn out.
     """
-    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(MARK)
+    _, *behind = written_messages(model, [{"role": role, "content": text} for role, text in turns]).split(PLACEHOLDER)
     return behind[-1] if behind else None
 
 

@@ -15,7 +15,7 @@ from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.pretrained import cached_folder, is_gguf, official_name, official_names, read_gguf
-from kvlens.pretrained.families import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.translation import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
 from kvlens.zoo import folder_of, is_hugging_face, names, source_of
 
 

@@ -37,7 +37,7 @@ def terminal_width() -> int:
     return max(40, min(100, shutil.get_terminal_size().columns - 2))
 
 
-def paragraphs(text: str, width: int) -> str:
+def wrap(text: str, width: int) -> str:
     """``text`` in lines of at most ``width``; paragraphs that start with two spaces (tables, commands) are not wrapped."""
     return "\n\n".join(
         part if part.startswith("  ") else textwrap.fill(part, width, break_on_hyphens=False, break_long_words=False)
@@ -45,7 +45,7 @@ def paragraphs(text: str, width: int) -> str:
     )
 
 
-def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
+def in_two_columns(rows: Iterable[tuple[str, str]], width: int) -> str:
     """Names and their descriptions in two columns."""
     pairs = list(rows)
     column = max(len(name) for name, _ in pairs) + 2
@@ -81,7 +81,7 @@ class Help(argparse.HelpFormatter):
     """Help with paragraphs, and with tables and commands that are not wrapped, so they can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return textwrap.indent(paragraphs(text, width - len(indent)), indent)
+        return textwrap.indent(wrap(text, width - len(indent)), indent)
 
 
 class Arguments(argparse.ArgumentParser):

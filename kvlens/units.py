@@ -3,9 +3,9 @@
 1. A :class:`Layout` is a prompt's text, its tokens with the characters of each, and its *pieces*: what may be taken out of it.
    A raw prompt is one piece; a chat has one for each message and document. BOS, the marks of a chat's template and its question
    lie in none.
-2. The text of each piece is cut into parts (:data:`CUTS`). White space belongs to the part before it, and a part of nothing
+2. The text of each piece is cut into spans (:data:`CUTS`). White space belongs to the span before it, and a span of nothing
    else is none.
-3. A token belongs to the part that has most of its characters, white space not counted; to none if most are outside of all.
+3. A token belongs to the span that has most of its characters, white space not counted; to none if most are outside of all.
    Of equal ones it belongs to the first.
 """
 
@@ -53,7 +53,7 @@ NAMED = 40
 
 
 class Unit(NamedTuple):
-    """A part of a prompt.
+    """A range of a prompt's tokens, which can be taken out by itself.
 
     Attributes:
         name: as a person would say it: ``minutes.txt, sentence 5``.
@@ -131,7 +131,7 @@ def pieces_of_tokens(layout: Layout) -> list[Passage | None]:
 
 def always_there(layout: Layout) -> Bool[Tensor, " pos"]:
     """True at tokens that are in no unit whatever the level: BOS, and the marks and the question of a chat."""
-    return torch.tensor([owner is None for owner in _owners(layout, _parts(layout, "message"))])
+    return torch.tensor([owner is None for owner in _owners(layout, _spans(layout, "message"))])
 
 
 def tiled(spans: Iterable[Span]) -> list[Span]:
@@ -166,7 +166,7 @@ def cut(model: Any, layout: Layout, by: By) -> list[Unit]:
         what = "strings" if given else f"{by}s"
         raise KVLensError(f"by: this model has no tokenizer, so that its prompts have no {what}; give 'token' or token ranges")
     else:
-        named = _numbered(_given(layout, by), layout) if given else _numbered(_parts(layout, str(by)), layout, by == "token")
+        named = _numbered(_given(layout, by), layout) if given else _numbered(_spans(layout, str(by)), layout, by == "token")
     if not named:
         raise KVLensError(_no_unit(layout))
     if given and len(named) < len(by):
@@ -205,39 +205,39 @@ def _checked_ranges(spans: Any, n_tokens: int, first: int) -> list[Span]:
 # --- characters to tokens ----------------------------------------------------------------------------------------------------
 
 
-def _numbered(parts: Sequence[NamedSpan], layout: Layout, each_token: bool = False) -> list[tuple[str, Span]]:
-    """The name and range of tokens of each part that has any; or of each token of the parts, if ``each_token``."""
+def _numbered(spans: Sequence[NamedSpan], layout: Layout, each_token: bool = False) -> list[tuple[str, Span]]:
+    """The name and range of tokens of each span that has any; or of each token of the spans, if ``each_token``."""
     owned: dict[int, list[int]] = {}
-    for at, owner in enumerate(_owners(layout, parts)):
+    for at, owner in enumerate(_owners(layout, spans)):
         if owner is not None:
             owned.setdefault(owner, []).append(at)
     found, numbers = [], Counter[str]()
     for i, tokens in sorted(owned.items()):
-        piece, noun = parts[i].piece, parts[i].noun
+        piece, noun = spans[i].piece, spans[i].noun
         for start, stop in [(at, at + 1) for at in tokens] if each_token else [(tokens[0], tokens[-1] + 1)]:
             numbers[piece] += 1
             found.append((", ".join(filter(None, (piece, noun and f"{noun} {numbers[piece]}"))), (start, stop)))
     return found
 
 
-def _owners(layout: Layout, parts: Sequence[NamedSpan]) -> list[int | None]:
-    """The part of each token; None for marks."""
-    part_of: list[int | None] = [None] * len(layout.text)
-    for i, part in enumerate(parts):
-        part_of[part.start : part.stop] = [i] * (part.stop - part.start)
+def _owners(layout: Layout, spans: Sequence[NamedSpan]) -> list[int | None]:
+    """The span of each token; None for marks."""
+    span_of: list[int | None] = [None] * len(layout.text)
+    for i, span in enumerate(spans):
+        span_of[span.start : span.stop] = [i] * (span.stop - span.start)
     owners = []
     for start, stop in layout.spans:
         inside = [at for at in range(start, stop) if not layout.text[at].isspace()] or range(start, stop)
-        counts = Counter(part_of[at] for at in inside)
+        counts = Counter(span_of[at] for at in inside)
         owners.append(counts.most_common(1)[0][0] if counts else None)
     return owners
 
 
-# --- text to parts -----------------------------------------------------------------------------------------------------------
+# --- text to spans -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(layout: Layout, by: str) -> list[NamedSpan]:
-    """The parts of all pieces at a level; at those of whole pieces, and of tokens, the pieces themselves."""
+def _spans(layout: Layout, by: str) -> list[NamedSpan]:
+    """The spans of all pieces at a level; at those of whole pieces, and of tokens, the pieces themselves."""
     if by not in CUTS:
         noun = "token" if by == "token" else None
         return [NamedSpan(name if noun else name or "prompt", noun, start, stop) for name, start, stop in layout.pieces]
@@ -252,7 +252,7 @@ def _parts(layout: Layout, by: str) -> list[NamedSpan]:
 def _given(layout: Layout, strings: Any) -> list[NamedSpan]:
     """Find where the given strings stand in the pieces, or in what is asked."""
     found = [NamedSpan(_short(string), None, *_only_place(layout, string)) for string in strings]
-    found.sort(key=lambda part: part.start)
+    found.sort(key=lambda span: span.start)
     for before, after in itertools.pairwise(found):
         if after.start < before.stop:
             raise KVLensError(f"by: the strings {before.piece!r} and {after.piece!r} overlap; give each part once")
@@ -377,4 +377,4 @@ CUTS: dict[str, Callable[[str], Iterable[int]]] = {
     "code": _statements,
     "word": _words,
 }
-"""name of a level -> where its parts begin in a text."""
+"""name of a level -> where its spans begin in a text."""

@@ -32,7 +32,7 @@ import torch
 from kvlens import KVTransformerBridge, convert_prompt
 from kvlens.analyses import state_memory
 from kvlens.tasks import make_task
-from kvlens.tasks.stories import written
+from kvlens.tasks.stories import text_of_words
 
 torch.set_grad_enabled(False)
 model = KVTransformerBridge.from_zoo("facts-hybrid")
@@ -71,7 +71,7 @@ def changed(story, sentence):
     fact, words = story.sentences[sentence].fact, [list(each.words) for each in story.sentences]
     named = {each.fact.value for each in story.sentences}
     words[sentence][-2] = next(value for value in fact.kind.values if value not in named)
-    return written([word for each in words for word in each])
+    return text_of_words([word for each in words for word in each])
 
 
 def with_parts(bias, other, parts):

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from kvlens.analyses.batch.storage import Journal, read_facts, read_parquet, to_bytes, write_parquet
+from kvlens.analyses.batch.journal import Journal, read_facts, read_parquet, to_bytes, write_parquet
 from kvlens.analyses.batch.workers import REFUSED, PromptResult
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ from kvlens.files import (
     write_atomically,
     write_folder,
 )
-from kvlens.files.tables import MARK, table_bytes
+from kvlens.files.parquet import MARK, table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.fields import TENSORS
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION

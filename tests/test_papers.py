@@ -11,7 +11,7 @@ from paper_claims import CLAIMS, PAPERS, RESULTS, unlisted
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.cli import main
 from kvlens.papers import EXPERIMENTS
-from kvlens.papers.claims import UNTESTED, VERDICTS, claims_table, read_claims
+from kvlens.papers.paper_claims import UNTESTED, VERDICTS, claims_table, read_claims
 
 ROOT = Path(__file__).resolve().parents[1]
 

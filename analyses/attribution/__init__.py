@@ -1,4 +1,4 @@
-"""Which part of a prompt, through which head, made the model say it: answers from interventions, not from shares of a sum.
+"""Which unit of a prompt, through which head, made the model say it: answers from interventions, not from shares of a sum.
 
 - A *unit* is a token, word, sentence or given range of the prompt's tokens (:mod:`kvlens.units`).
 - A *counterfactual prompt* lacks a unit, or has something else in its place (:mod:`kvlens.conversion.prompt` says what
@@ -9,7 +9,7 @@
 - *Attention-knockout effect*: the unit is knocked out: the text does not read it (softmax renormalizes, linear attention loses
   the unit's terms of b_KV and b_D); the prompt's own pass is unchanged. Under a KV shift the next positions of the prompt,
   which carry the unit's shifted keys and values, are knocked out with it. Where they would be the text's own, only the unit's
-  part is dropped: its rows of the shift state are zero, as at the beginning of a text. What a later token of the prompt copied
+  share is dropped: its rows of the shift state are zero, as at the beginning of a text. What a later token of the prompt copied
   from the unit stays: a total effect without a knockout effect was rewritten while the prompt was read.
 - A head's *swap*: its part of the bias, with its shift state, replaced by that of the counterfactual prompt; the *converse*
   replaces all others.

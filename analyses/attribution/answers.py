@@ -16,7 +16,7 @@ from kvlens.units import By, Layout, Unit, always_there, cut
 
 from ..declaration import Option
 from ..predictions import text_logits
-from ..segments import Progress, bar_unless
+from ..segments import OnProgress, bar_unless
 from ..sequences import PromptTokens, TextTokens, one_sequence
 
 
@@ -34,7 +34,7 @@ class Account:
             self.on_tokens(self.n_tokens)
 
     @contextmanager
-    def bar(self, on_progress: Progress | None, what: str, expected: int) -> Iterator[None]:
+    def bar(self, on_progress: OnProgress | None, what: str, expected: int) -> Iterator[None]:
         """Inside, ``on_progress``, or else a bar, follows how many of about ``expected`` tokens were read."""
         with bar_unless(on_progress, what) as tell:
             self.on_tokens = lambda n: tell(min(1.0, n / expected))
@@ -48,7 +48,7 @@ BY = Option("the units", choices=UNITS)
 """How a batch chooses the units that an attribution is about; :mod:`kvlens.units` cuts prompts."""
 Spans = Sequence[Span] | Sequence[str]
 """Units that are given: token ranges, or strings that occur in the prompt."""
-Read = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
+LogitsAfter = Callable[[Tensor, int], Float[Tensor, "row n_last d_vocab"]]
 """read(text, n): the logits at the last n tokens of a text, for each of several rows."""
 
 
@@ -136,7 +136,7 @@ class Question:
         """What the scores are sums of: log p of each of the answer's tokens, given those before it."""
         return self._by_token(self.reads_after(prompts), self.answer)
 
-    def reads_after(self, prompts: Counterfactuals) -> Read:
+    def reads_after(self, prompts: Counterfactuals) -> LogitsAfter:
         """Reads a text after each counterfactual prompt, everything recomputed."""
         return lambda text, n: logits_after(self.model, prompts, text, n, on_tokens=self.account.count)
 
@@ -144,7 +144,7 @@ class Question:
         """The same with each bias of a batch in the prompt's place: the text alone is read."""
         return self._score(self.reads_under(biases))
 
-    def reads_under(self, biases: KVBias) -> Read:
+    def reads_under(self, biases: KVBias) -> LogitsAfter:
         """Reads a text under each bias of a batch."""
         n_rows = biases.b_KV.shape[1]
 
@@ -155,11 +155,11 @@ class Question:
 
         return read
 
-    def _score(self, read: Read) -> Float[Tensor, " row"]:
+    def _score(self, read: LogitsAfter) -> Float[Tensor, " row"]:
         found = self.log_p(read, [self.answer] if self.rival is None else [self.answer, self.rival])
         return found[:, 0] if self.rival is None else found[:, 0] - found[:, 1]
 
-    def log_p(self, read: Read, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
+    def log_p(self, read: LogitsAfter, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
         """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
         shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
@@ -168,7 +168,7 @@ class Question:
             found.append(by_token.sum(dim=1))
         return torch.stack(found, dim=1)
 
-    def _by_token(self, read: Read, tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:
+    def _by_token(self, read: LogitsAfter, tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:
         return _log_p(read(torch.cat([self.text, tokens[:-1]]), len(tokens)), tokens)
 
 

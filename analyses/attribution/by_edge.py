@@ -40,9 +40,9 @@ from kvlens.model import heads_per_layer
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import on_its_front_ends
-from ..segments import Progress
+from ..segments import OnProgress
 from ..sequences import PromptTokens, TextTokens
-from .answers import BY, Answer, Question, Read, Rival, Spans
+from .answers import BY, Answer, LogitsAfter, Question, Rival, Spans
 from .by_part import without_each
 
 WHERE, INPUTS = ("prompt", "text"), ("q", "k", "v")
@@ -221,7 +221,7 @@ class GradientPass:
     def _n_heads(self, layer: int, name: str) -> int:
         return self.heads[layer] if name in "qz" else self.model.cfg.n_key_value_heads or self.heads[layer]
 
-    def _score(self, read: Read) -> Float[Tensor, " row"]:
+    def _score(self, read: LogitsAfter) -> Float[Tensor, " row"]:
         return self.question.log_p(read, [self.tokens])[:, 0]
 
 
@@ -253,7 +253,7 @@ def attribution_by_edge(
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     through_mlps: bool = True,
     n_confirmed: Annotated[int, Within(0)] | None = 20,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Which earlier heads' outputs change the queries, keys and values of which later heads, for each unit of a prompt.
 

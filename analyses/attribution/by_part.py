@@ -30,7 +30,7 @@ from kvlens.units import Unit, positions_of
 from ..bias.exchange import HEAD, Exchange, HeadExchange, exchangeable, in_one_space
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
-from ..segments import Progress
+from ..segments import OnProgress
 from ..sequences import PromptTokens, TextTokens
 from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .terms import ALL, PositionExchange, Terms, carriers
@@ -73,7 +73,7 @@ def attribution_by_head(
     answer: Answer = None,
     rival: Rival = None,
     positions: Positions = "kept",
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """What each head does for each unit of a prompt, and for the whole prompt against the baseline.
 
@@ -166,7 +166,7 @@ def attribution_by_position(
     rival: Rival = None,
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     each_layer: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """What each position of the prompt holds of each unit.
 

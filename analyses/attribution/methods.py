@@ -55,7 +55,7 @@ class Method(Protocol):
         """The effect of each unit."""
 
 
-def method_of(method: str | Method) -> Method:
+def attribution_method(method: str | Method) -> Method:
     """A method by its name with its default options, or the method that was given.
 
     Raises:

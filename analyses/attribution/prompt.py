@@ -30,7 +30,7 @@ from ..predictions import EFFECT
 from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens, begins_with_bos, prompt_sequence
 from .answers import BY, Answer, Positions, Question, Rival, Spans
-from .methods import Method, method_of
+from .methods import Method, attribution_method
 from .terms import hidden_from_text
 
 SIGNIFICANT = 0.05
@@ -192,9 +192,9 @@ def prompt_attribution(
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = question.units(by)
-    expected = _cost(question, units, null, method_of(method))
+    expected = _cost(question, units, null, attribution_method(method))
     with question.account.bar(on_progress, "prompt_attribution", expected):
-        found = method_of(method).explain(question, units)
+        found = attribution_method(method).explain(question, units)
         baseline = float(question.scores(question.baseline())[0])
         whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole
         nothing = torch.full_like(found.effects, float("nan"))

@@ -25,18 +25,18 @@ from kvlens.model import heads_per_layer
 from ..bias.exchange import (
     ALL,
     OF_SHIFT_STATE,
-    RECURRENT,
+    RECURRENT_PREFIX,
     Exchange,
     has_shift_state,
     in_one_space,
     kv_heads_read,
-    rows_at_once,
     tensors_of,
+    variants_at_once,
     with_tensors,
 )
 from ..segments import stack_layers
 
-SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT + "conv")
+SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT_PREFIX + "conv")
 """The tensors that the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 
 
@@ -122,7 +122,7 @@ class Terms:
     def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
         """The sum of the terms of each row's positions, in one layer or in all, by the name of the tensor."""
         if self.factors is not None:
-            b_kv, b_d = written(self.model, self.factors, chosen if self.read is None else chosen & self.read)
+            b_kv, b_d = written_by(self.model, self.factors, chosen if self.read is None else chosen & self.read)
         else:
             behind = self.bias.d_phi - self.first_key - self.n_positions
             keys = torch.nn.functional.pad(chosen, (self.first_key, behind)).to(self.bias.b_D)[None, :, None]
@@ -132,7 +132,7 @@ class Terms:
             "b_D": of_layer(b_d, self.bias.attention_layers, layer),
         }
         if self.states is not None:
-            found[RECURRENT + "b_KV"] = of_layer(self.states.of(chosen), self.bias.recurrent.layers, layer)
+            found[RECURRENT_PREFIX + "b_KV"] = of_layer(self.states.of(chosen), self.bias.recurrent.layers, layer)
         return found
 
 
@@ -166,7 +166,7 @@ class PositionExchange(Exchange):
         self.own, self.donor = in_one_space(read.bias, there.bias)  # the other prompt's keys lie behind the prompt's
         behind = read.bias.d_phi + there.first_key
         self._sides = replace(read, bias=self.own), replace(there, bias=self.donor, first_key=behind)
-        self.at_once = min(32, rows_at_once(self.own))
+        self.at_once = min(32, variants_at_once(self.own))
 
     def in_layer(self, layer: int) -> "PositionExchange":
         """The same in one layer alone; what is kept is kept in this layer, and everything else exchanged in all."""
@@ -182,7 +182,7 @@ class PositionExchange(Exchange):
         mixed = {name: tensors[name] + (given[name] - taken[name]).to(tensors[name]) for name in taken}
         own, others, shift_states = tensors_of(here.bias), tensors_of(there.bias), chosen[:, self.n_positions :].any(dim=1)
         for name in own.keys() & set(SHIFT_STATES):
-            numbers = here.bias.recurrent.layers if name.startswith(RECURRENT) else here.bias.attention_layers
+            numbers = here.bias.recurrent.layers if name.startswith(RECURRENT_PREFIX) else here.bias.attention_layers
             meant = in_layer(numbers, layer)[:, None] & shift_states[None]
             meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
             mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])
@@ -231,7 +231,7 @@ class Factors(NamedTuple):
 
 
 def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
-    """Read a prompt, or a single counterfactual one, once; :func:`written` then adds up the terms of any of its positions."""
+    """Read a prompt, or a single counterfactual one, once; :func:`written_by` adds up the terms of any of its positions."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, bias = _features_and_values(model, prompt)
     steps = torch.arange(phi_k[0].shape[0], 0, -1, device=phi_k[0].device)
@@ -240,7 +240,7 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     return Factors(stack_layers(phi_k), stack_layers(carried), stack_layers(v), bias)
 
 
-def written(
+def written_by(
     model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]
 ) -> tuple[Float[Tensor, "layer row head d_phi d_head"], Float[Tensor, "layer row head d_phi"]]:
     """(b_KV, b_D) that chosen positions of a prompt wrote in a linear model: for each row the sum of their terms."""

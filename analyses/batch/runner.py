@@ -27,8 +27,8 @@ from kvlens.terminal import is_new, visible
 
 from ..declaration import Analysis, Record
 from ..registry import check_front_end
+from .journal import Journal, PromptResult, check_same, read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .records import Survey, read_records, survey
-from .storage import Journal, PromptResult, check_same, read_facts, read_parquet, schema_of, to_bytes, write_parquet
 from .work import Resources, Work, check_table_path, check_work
 from .workers import Job, ModelShelf, columns_of, run_jobs
 

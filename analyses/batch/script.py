@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from kvlens import KVLensError
 from kvlens.arguments import path_of
 from kvlens.checks import Within, ensure
-from kvlens.terminal import Arguments, how_it_ended, listed, paragraphs, plain_warnings, terminal_width, visible
+from kvlens.terminal import Arguments, how_it_ended, in_two_columns, plain_warnings, terminal_width, visible, wrap
 
 from ..registry import ANALYSES, locate
 from .work import (
-    DTYPES,
+    DTYPE_NAMES,
     ENGINES,
     Resources,
     Work,
@@ -78,7 +78,7 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
         return print_list(prog)
     name, *rest = argv
     if name in ("-h", "--help"):
-        print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{paragraphs(_help(prog), terminal_width())}")
+        print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{wrap(_help(prog), terminal_width())}")
         return 0
     if name.startswith("-"):
         raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, reads_prompts: bool, needs
     add("--overwrite", action="store_true", help="start from scratch, and replace an existing table in FILE")
     add("--retry-failed", action="store_true", help="run only the prompts that failed again, and keep the rows of the others")
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda if available)")
-    add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of each model)")
+    add("--dtype", choices=DTYPE_NAMES, help="dtype of the weights (default: that of each model)")
     add("--workers", type=int, default=1, metavar="N", help="processes, or Ray actors (default: %(default)s)")
     add(
         "--engine",
@@ -263,7 +263,7 @@ def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
 
 def print_list(prog: str) -> int:
     """Print name and summary of kvlens' own analyses; return the exit status."""
-    print(listed(((name, load_analysis(name).summary) for name in ANALYSES), terminal_width()))
+    print(in_two_columns(((name, load_analysis(name).summary) for name in ANALYSES), terminal_width()))
     print(f"\n`{prog} NAME --help` shows columns and options of one.")
     return 0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..declaration import Analysis
 
 ENGINES = ("processes", "ray")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
 MOST_PER_CORE, MOST_ACTORS = 16, 10_000
 """The most processes (or threads of one) per core, and the most actors of a cluster; more are surely a typing error."""
 FRONT_COLUMNS = ("model", "prompt_id")
@@ -137,7 +137,7 @@ def check_work(work: Work) -> "Analysis":
             raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
     analysis.read_options(work.options)
     if work.dtype is not None:
-        ensure("dtype", one_of(DTYPES), work.dtype)
+        ensure("dtype", one_of(DTYPE_NAMES), work.dtype)
     for what, names in (("model", work.models), ("column", work.columns)):
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])

@@ -32,7 +32,7 @@ from kvlens import KVLensError, KVModel, load
 from kvlens.terminal import end_with_parent
 
 from ..declaration import Analysis, Record
-from .storage import DIED, FAILED, REFUSED, PromptResult, schema_of, to_bytes
+from .journal import DIED, FAILED, REFUSED, PromptResult, schema_of, to_bytes
 from .work import FRONT_COLUMNS, Resources, Work, load_analysis
 
 MAX_DEATHS = 2

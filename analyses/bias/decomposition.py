@@ -87,7 +87,7 @@ def bias_decomposition(
     answer: Token | None = None,
     rival: Token | None = None,
 ) -> pd.DataFrame:
-    """Describe the bias of each head, and the part of the head's output that comes from it.
+    """Describe the bias of each head, and the share of the head's output that comes from it.
 
     Args:
         model: linear or softmax.
@@ -180,7 +180,7 @@ def share_by_size(
 
 
 def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Float[Tensor, "*lead pos head d_head"]:
-    """The vectors whose product with a part of z is its share by projection: z / ||z||^2.
+    """The vectors whose product with a summand of z is its share by projection: z / ||z||^2.
 
     Args:
         z: the whole outputs.

@@ -47,8 +47,8 @@ from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from .exchange import (
     ALL,
     HEAD_PART,
-    KINDS,
     OF_SHIFT_STATE,
+    PART_KINDS,
     SHIFT_STATE_PART,
     ExchangedPart,
     HeadExchange,
@@ -63,13 +63,13 @@ from .exchange import (
     zeros_of,
 )
 
-Method = Literal["zero", "mean", "resample", "baseline"]
+AblationMethod = Literal["zero", "mean", "resample", "baseline"]
 Ablated = Literal["bias", "shift_state", "both"]
-Unit = Literal["head", "layer", "model"]
-METHODS, PARTS, UNITS = get_args(Method), get_args(Ablated), get_args(Unit)
+Granularity = Literal["head", "layer", "model"]
+ABLATION_METHODS, ABLATED, GRANULARITIES = get_args(AblationMethod), get_args(Ablated), get_args(Granularity)
 
-KINDS_OF = {"bias": KINDS[:1], "shift_state": KINDS[1:], "both": KINDS}
-Heads = Sequence[tuple[int, int]]
+KINDS_OF = {"bias": PART_KINDS[:1], "shift_state": PART_KINDS[1:], "both": PART_KINDS}
+RemovedHeads = Sequence[tuple[int, int]]
 
 
 class Ablation(NamedTuple):
@@ -108,7 +108,7 @@ def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequ
     """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
     ``resample``."""
     units = {"head": sum(heads_per_layer(model)), "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(PARTS)
+    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(ABLATED)
     return units * n_parts * len(methods)
 
 
@@ -117,9 +117,9 @@ def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequ
     "the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
     inputs={"references": Field("references", _read_references, required=False)},
     options={
-        "by": Option("what is ablated at once", UNITS),
-        "methods": Option("mean and resample need references", METHODS, many=True),
-        "parts": Option("what is ablated; empty: all that the model has", PARTS, many=True),
+        "by": Option("what is ablated at once", GRANULARITIES),
+        "methods": Option("mean and resample need references", ABLATION_METHODS, many=True),
+        "parts": Option("what is ablated; empty: all that the model has", ABLATED, many=True),
     },
     n_interventions=_n_ablations,
 )
@@ -130,8 +130,8 @@ def bias_effects(
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     *,
-    by: Unit = "head",
-    methods: Sequence[Method] = ("zero",),
+    by: Granularity = "head",
+    methods: Sequence[AblationMethod] = ("zero",),
     parts: Sequence[Ablated] | None = None,
     references: KVBias | None = None,
     answer: Token | None = None,
@@ -147,9 +147,9 @@ def bias_effects(
         prompt: a bias, or a string or tokens [pos], which are converted here.
         text: a string, or tokens [pos] without BOS.
         by: what is ablated at once: ``head``, ``layer`` or ``model``.
-        methods: some of :data:`METHODS`.
-        parts: some of :data:`PARTS`; None takes all that the bias has. With grouped queries, the shift state of a head is that
-            of its group.
+        methods: some of :data:`ABLATION_METHODS`.
+        parts: some of :data:`ABLATED`; None takes all that the bias has. With grouped queries, the shift state of a head is
+            that of its group.
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. In a softmax model they keep their
             own keys with their weights, which the mean divides by the number of references.
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
@@ -208,7 +208,7 @@ def _measured(
 
 
 def _parts_of(bias: KVBias) -> Sequence[Ablated]:
-    return PARTS if has_shift_state(bias) else PARTS[:1]
+    return ABLATED if has_shift_state(bias) else ABLATED[:1]
 
 
 def _ablations(
@@ -287,7 +287,7 @@ def bias_ablation(
     model: KVModel,
     prompt: KVBias | PromptTokens,
     text: TextTokens,
-    removals: Sequence[Heads],
+    removals: Sequence[RemovedHeads],
     *,
     batch_size: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -322,7 +322,7 @@ def baseline_ablation(
     model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
-    removals: Sequence[Heads],
+    removals: Sequence[RemovedHeads],
     *,
     bias: KVBias | None = None,
     batch_size: Count | None = None,
@@ -378,7 +378,7 @@ def _removed(
     return REMOVALS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 
 
-def _heads_taken(exchange: HeadExchange, removals: Sequence[Heads]) -> Bool[Tensor, "removal part"]:
+def _heads_taken(exchange: HeadExchange, removals: Sequence[RemovedHeads]) -> Bool[Tensor, "removal part"]:
     """True at the heads that each removal takes."""
     for row, removal in enumerate(removals):
         for layer, head in removal:

@@ -31,7 +31,7 @@ from ..sequences import begins_with_bos
 
 OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
 """The tensors of the attention layers in a bias, and those of the shift state that it carries."""
-RECURRENT = "recurrent."
+RECURRENT_PREFIX = "recurrent."
 """What the names of a recurrent layer's tensors begin with."""
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""
@@ -69,14 +69,14 @@ class ExchangedPart(NamedTuple):
 def tensors_of(bias: KVBias) -> dict[str, Tensor]:
     """Everything that interventions exchange, by name, each with an axis of layers in front."""
     found = {name: getattr(bias, name) for name in OF_BIAS + OF_SHIFT_STATE}
-    return found | {RECURRENT + name: tensor for name, tensor in bias.recurrent.tensors().items()}
+    return found | {RECURRENT_PREFIX + name: tensor for name, tensor in bias.recurrent.tensors().items()}
 
 
 def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
     """``bias`` with tensors named as in :func:`tensors_of`."""
-    changed: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(RECURRENT)}
+    changed: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(RECURRENT_PREFIX)}
     states: dict[str, Any] = {
-        name.removeprefix(RECURRENT): tensor for name, tensor in tensors.items() if name.startswith(RECURRENT)
+        name.removeprefix(RECURRENT_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(RECURRENT_PREFIX)
     }
     return replace(bias, **changed, recurrent=replace(bias.recurrent, **states) if states else bias.recurrent)
 
@@ -179,7 +179,7 @@ def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor) -> list[
 
 ALL = -1
 """Every layer, or every head."""
-KINDS = (HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART)
+PART_KINDS = (HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART)
 
 
 def baseline_of(model: KVModel, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
@@ -194,7 +194,7 @@ def has_baseline(bias: KVBias) -> bool:
     return bias.features is None or bias.features.kind == "virtual_keys"
 
 
-def rows_at_once(bias: KVBias) -> int:
+def variants_at_once(bias: KVBias) -> int:
     """How many variants of a bias there is memory for in one pass."""
     group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
     return max(4, min(64, NUMBERS_PER_PASS // (2 * group * bias.num_parameters)))
@@ -261,13 +261,13 @@ class HeadExchange(Exchange):
         self.own = own.per_query_head()
         self.parts: Sequence[ExchangedPart] = exchangeable(self.own)
         self.number = {part: i for i, part in enumerate(self.parts)}
-        self.at_once = rows_at_once(self.own)
+        self.at_once = variants_at_once(self.own)
         self._part_of = self._parts_of_tensors()
         given = [tensors_of(donor) for donor in donors]
         own_tensors = tensors_of(self.own)
         self._donors = {name: torch.stack([of[name].to(own_tensors[name]) for of in given], dim=1) for name in self._part_of}
 
-    def of(self, layer: int = ALL, head: int = ALL, kinds: Sequence[str] = KINDS) -> list[int]:
+    def of(self, layer: int = ALL, head: int = ALL, kinds: Sequence[str] = PART_KINDS) -> list[int]:
         """The numbers of the parts of a layer and a head (its group's shift state among them), or of `ALL`, of some kinds."""
         return [
             number
@@ -360,8 +360,8 @@ class HeadExchange(Exchange):
         found = {"b_KV": of_heads, "b_D": of_heads, "last_q": of_queries[:, None]}
         found |= dict.fromkeys(("last_k", "last_v"), of_groups[:, None])
         if layers := bias.recurrent.layers:
-            found[RECURRENT + "b_KV"] = numbers(layers, states, bias.recurrent.n_heads)
-            found[RECURRENT + "conv"] = numbers(layers, lambda layer: [ExchangedPart(layer, WHOLE_LAYER, CONVOLUTION_PART)], 1)[
-                :, 0
-            ]
+            found[RECURRENT_PREFIX + "b_KV"] = numbers(layers, states, bias.recurrent.n_heads)
+            found[RECURRENT_PREFIX + "conv"] = numbers(
+                layers, lambda layer: [ExchangedPart(layer, WHOLE_LAYER, CONVOLUTION_PART)], 1
+            )[:, 0]
         return found

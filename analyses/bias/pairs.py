@@ -137,7 +137,7 @@ class _Reads(NamedTuple):
 
     @property
     def log_normalizer(self) -> Float[Tensor, "layer head row"]:
-        """The logarithm of the part of b_D; NaN where signed weights make it negative."""
+        """The logarithm of the term of b_D; NaN where signed weights make it negative."""
         return self.d.log() + self.log_scale
 
     def over(self, log_n: Float[Tensor, "layer head row"]) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ from ..logit_attribution import Token, logit_target
 from ..registry import on_its_front_ends
 from ..segments import bar_unless
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
-from .exchange import ALL, HEAD_PART, KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
+from .exchange import ALL, HEAD_PART, PART_KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """Maps the logits on the text, one row per patch, to one number per row."""
@@ -325,7 +325,7 @@ def _replaced(
         point = POINTS[name]
         if point.heads == "key-value" and head != ALL:
             head = heads_with(exchange.own, ExchangedPart(layer, head, SHIFT_STATE_PART)).start
-        kinds = [kind for kind in KINDS if (point.bias if kind == HEAD_PART else point.shift_state)]
+        kinds = [kind for kind in PART_KINDS if (point.bias if kind == HEAD_PART else point.shift_state)]
         rows.append(exchange.of(layer, head, kinds))
     donor = [donors.index(patch.point) if patch.point in donors else 0 for patch in patches]
     return exchange.rows(rows), torch.tensor(donor, dtype=torch.long)

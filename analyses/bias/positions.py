@@ -45,7 +45,7 @@ from ..logit_attribution import (
 )
 from ..predictions import OUTPUT_SHARE
 from ..readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import Progress, PromptColumns, bar_unless, zeros_by_head
+from ..segments import OnProgress, PromptColumns, bar_unless, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
 from .exchange import HEAD
@@ -90,7 +90,7 @@ def bias_positions(
     answer: Token | None = None,
     rival: Token | None = None,
     segment_length: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Measure what each prompt position contributes to each head's output on the text, and to a logit.
 
@@ -137,7 +137,7 @@ def reading_of(
     *,
     by: View = "attended",
     segment_length: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
     with_logits: bool = True,
 ) -> LayerwiseReading | OnePassReading:
     """The prompt and the text, read layer by layer."""
@@ -152,7 +152,7 @@ def output_shares(
     prompt: Int[Tensor, " prompt_pos"],
     text: Int[Tensor, " text_pos"],
     *,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Float[Tensor, "layer head prompt_pos"]:
     """``output_share`` of :func:`bias_positions` for every prompt position, all positions of the text together.
 
@@ -365,7 +365,7 @@ def linked_shares(
     colorings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
     without_zero: Collection[str] = (),
     readings: Readings | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> LinkedShares:
     """Compute the data that :func:`kvlens.viz.linked_view` draws.
 
@@ -417,7 +417,7 @@ def visit_shares(
     visit: Callable[[int, int, Float[Tensor, "head text_pos pos"]], None],
     *,
     segment_length: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Call ``visit(layer, first, w)`` with w, in float64 on the CPU, for each layer on consecutive parts of the prompt."""
     reading = reading_of(model, prompt, text, segment_length=segment_length, on_progress=on_progress, with_logits=False)

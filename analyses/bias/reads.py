@@ -9,7 +9,7 @@ model reads from its bias (``hook_z_bias``): no bias is built here. The other te
 - *inherited*: the contribution of a bias that the prompt continued (an attached one, a trained one); its tokens can no longer
   be separated;
 - *shift state*: what a value shift carries over the end of the prompt: the first ``window`` values of the text include the
-  prompt's last raw values, and every position that attends there reads them. It is part of z_context, not of z_bias. (The key
+  prompt's last raw values, and every position that attends there reads them. It is in z_context, not in z_bias. (The key
   shift carries over as well, but inside phi, which is not linear: only an ablation can show its effect.)
 
 With a value shift v'_j = sum_s beta_s v_{j-s} mixes the values of several tokens, and there are two answers to "which
@@ -49,7 +49,7 @@ from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.model import direct_path, read_attention
 
 from ..logit_attribution import final_scale, final_scale_name
-from ..segments import Found, Looks, Progress, rows_at
+from ..segments import Found, Looks, OnProgress, rows_at
 
 View = Literal["attended", "source"]
 VIEWS = get_args(View)
@@ -105,7 +105,7 @@ class LayerwiseReading:
         *,
         by: str = VIEWS[0],
         segment_length: int | None = None,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
     ):
         cfg = self.cfg = model.cfg
         self.model, self.by = model, by
@@ -159,7 +159,7 @@ class LayerwiseReading:
         self.looks.look(look)
 
     def _stretch(self, layer: int, first: int, found: Found) -> Stretch:
-        """The part of a segment that belongs to the prompt; with raw values if ``by`` is "source"."""
+        """The stretch of a segment that belongs to the prompt; with raw values if ``by`` is "source"."""
         n = min(len(found[self.value]), self.n_prompt - first)
         values = found["hook_v" if self.mixes_tokens and self.by == "source" else self.value][:n].double()
         keys = found[self.key][:n].double() if self.key else None

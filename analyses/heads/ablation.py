@@ -16,8 +16,9 @@ from kvlens import KVLensError, KVModel
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import HeadsRead, head_hooks, heads_per_layer, joined_heads, visit_heads
 
+from ..segments import OnProgress
 from .head_pairs import wide_dtype
-from .repeated_text import KINDS, RepeatedTokens, ShiftTaps, at_lag, lags_and_queries, value_side_pattern
+from .repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, at_lag, lags_and_queries, value_side_pattern
 
 # Resampling ablation: the effect of replacing one head's output by its output on another text.
 #
@@ -27,7 +28,6 @@ from .repeated_text import KINDS, RepeatedTokens, ShiftTaps, at_lag, lags_and_qu
 
 
 Start = Callable[[int], None]
-Progress = Callable[[float], None]
 
 
 class AblationEffect(NamedTuple):
@@ -45,7 +45,7 @@ def resampling_ablation(
     *,
     batch_size: int | None = None,
     on_start: Start | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> AblationEffect:
     """Ablate every head, one at a time.
 
@@ -77,7 +77,7 @@ def resampling_ablation(
     for layer in (layer for layer in range(n_layers) if n_heads[layer]):
         heads, texts = torch.cartesian_prod(torch.arange(n_heads[layer]), torch.arange(n_texts)).T
         other = joined_heads([_by_head(seen[name], n) for name, n in names[layer].items()])[texts, :, heads]
-        for rows, effect in replaced(model, repeated, starts[layer], layer, heads, texts, other, batch_size):
+        for rows, effect in with_replaced(model, repeated, starts[layer], layer, heads, texts, other, batch_size):
             change[:, layer, heads[rows], texts[rows]] = effect - whole[:, texts[rows]]
             done += len(rows)
             if on_progress is not None:
@@ -86,7 +86,7 @@ def resampling_ablation(
     return AblationEffect(loss_change, logit_change, standard_error(change[0]))
 
 
-def replaced(
+def with_replaced(
     model: KVModel,
     repeated: RepeatedTokens,
     start: Float[Tensor, "text pos d_model"],
@@ -233,14 +233,14 @@ def swap_costs(
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
-    costs = torch.full((len(KINDS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
-    errors = costs.new_full((len(KINDS), *costs.shape), torch.nan)
-    texts = torch.arange(len(repeated.tokens)).repeat(len(KINDS))
+    costs = torch.full((len(PATTERNS), *heads.shape), torch.nan, dtype=whole.dtype, device=whole.device)
+    errors = costs.new_full((len(PATTERNS), *costs.shape), torch.nan)
+    texts = torch.arange(len(repeated.tokens)).repeat(len(PATTERNS))
     for layer, head in heads.nonzero().tolist():
         z = _swapped(layers[layer], head, repeated)
-        effects = replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z, batch_size)
+        effects = with_replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z, batch_size)
         losses = torch.cat([loss for _, (loss, _) in effects])
-        change = rearrange(losses, "(kind text) target -> kind text target", kind=len(KINDS)) - whole
+        change = rearrange(losses, "(kind text) target -> kind text target", kind=len(PATTERNS)) - whole
         costs[:, layer, head] = change.mean(dim=(1, 2))
         errors[:, :, layer, head] = standard_error(change[:, None] - change)
         errors[:, :, layer, head].diagonal().copy_(standard_error(change))

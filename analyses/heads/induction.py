@@ -29,13 +29,13 @@ from ..declaration import Columns, Option, analysis, tokens_field
 from ..logit_attribution import residual_directions
 from ..predictions import LOSS_CHANGE
 from ..registry import on_its_front_ends
-from ..segments import Progress, bar_unless, heads_of_model, stack_layers
+from ..segments import OnProgress, bar_unless, heads_of_model, stack_layers
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
 from .ablation import AblationEffect, Start, cached, resampling_ablation, swap_costs
 from .head_pairs import wide_dtype
 from .repeated_text import (
-    KINDS,
-    LONGEST,
+    LONGEST_TEXT,
+    PATTERNS,
     PatternScores,
     RepeatedTokens,
     ShiftTaps,
@@ -219,14 +219,14 @@ def induction_heads(
     model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: Annotated[int, Within(1, LONGEST)] = 10,
-    n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
+    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] = 10,
+    n_repeated: Annotated[int, Within(2, LONGEST_TEXT)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
     ablations: bool = False,
     batch_size: Count | None = None,
     on_start: Start | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Score every head on repeated tokens, for each kind of attention.
 
@@ -259,13 +259,13 @@ def induction_heads(
     scores = found.measured.scores
     contrast = [
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
-        for kind in KINDS
+        for kind in PATTERNS
     ]
     heads, by_head = heads_of_model(model), "layer kind head -> layer head kind"
     return COLUMNS.frame(
         {
-            **{name: number.repeat_interleave(len(KINDS)) for name, number in zip(("layer", "head"), heads, strict=True)},
-            "kind": list(KINDS) * len(heads[0]),
+            **{name: number.repeat_interleave(len(PATTERNS)) for name, number in zip(("layer", "head"), heads, strict=True)},
+            "kind": list(PATTERNS) * len(heads[0]),
             "score": rearrange(scores.raw, by_head)[heads],
             "score_value": rearrange(scores.value_side, by_head)[heads],
             "score_key": rearrange(scores.key_side, by_head)[heads],
@@ -304,7 +304,7 @@ def look_at_heads(
     ablations: bool,
     batch_size: int | None,
     on_start: Start | None,
-    on_progress: Progress | None,
+    on_progress: OnProgress | None,
 ) -> HeadsFound:
     """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
     check_model(model)
@@ -315,7 +315,7 @@ def look_at_heads(
     repeated = repeat_tokens(model, piece, prepend_bos)
     others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
     measured = measure_heads(model, repeated, others)
-    unknown = torch.full((len(KINDS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
+    unknown = torch.full((len(PATTERNS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, others, prepend_bos)
@@ -399,7 +399,7 @@ def prompt_copies(
     prompt: PromptTokens,
     text: TextTokens,
     *,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Measure every head's attention along the pairs that induction would use.
 

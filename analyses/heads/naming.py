@@ -29,8 +29,8 @@ from kvlens.model import head_matrices
 from ..bias.exchange import HEAD
 from ..declaration import Columns, Option, analysis
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
-from ..segments import heads_of_model
-from .ablation import Progress, Start
+from ..segments import OnProgress, heads_of_model
+from .ablation import Start
 from .head_pairs import composition_scores
 from .induction import (
     ABLATIONS,
@@ -44,7 +44,7 @@ from .induction import (
     n_ablations,
     of_prompt_repeated,
 )
-from .repeated_text import LONGEST, displacement, roles
+from .repeated_text import LONGEST_TEXT, displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, name_heads, spreads
 
 COLUMNS = Columns(
@@ -104,8 +104,8 @@ def induction_verdicts(
     model: KVModel,
     *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: Annotated[int, Within(1, LONGEST)] = 10,
-    n_repeated: Annotated[int, Within(2, LONGEST)] | None = None,
+    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] = 10,
+    n_repeated: Annotated[int, Within(2, LONGEST_TEXT)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
     threshold: Annotated[float, Within(above=0, most=1)] = THRESHOLD,
@@ -113,7 +113,7 @@ def induction_verdicts(
     ablations: bool = False,
     batch_size: Count | None = None,
     on_start: Start | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Name every head by its behavior on repeated tokens.
 

@@ -24,7 +24,7 @@ from kvlens.model import heads_per_layer
 # scored.
 
 
-LONGEST = 2**20
+LONGEST_TEXT = 2**20
 """The most sequences, and the most tokens of one; more is surely a mistake."""
 
 
@@ -216,13 +216,13 @@ def _largest_lag(taps: Tensor) -> Int[Tensor, " head"]:
 # 1.
 
 
-KINDS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
+PATTERNS = ("prefix_matching", "previous_token", "duplicate_token", "current_token")
 NEAR = 2
 """Neighboring positions over which a shift may spread the attention to a token."""
 
 
 class PatternScores(NamedTuple):
-    """Scores of heads, of one layer or of all, in the order of :data:`KINDS`, and statistics by position for the verdict.
+    """Scores of heads, of one layer or of all, ordered as :data:`PATTERNS`, and statistics by position for the verdict.
 
     The statistics are of the value-side pattern E, means over sequences: E at the lag of each kind and its square (0 for a
     query whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second

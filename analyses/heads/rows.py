@@ -35,7 +35,7 @@ from kvlens.texts import token_texts
 
 from ..bias.decomposition import bias_outputs, share_by_size
 from ..bias.positions import output_shares
-from ..segments import Found, Looks, Progress, PromptColumns, bar_unless, rows_at, stack_layers, zeros_by_head
+from ..segments import Found, Looks, OnProgress, PromptColumns, bar_unless, rows_at, stack_layers, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, bias_of, one_bias, one_sequence, prompt_sequence, prompt_text_bias
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
@@ -49,7 +49,7 @@ def visit_rows(
     queries: Int[Tensor, " query"],
     visit: VisitRows,
     *,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Call ``visit`` on the model's pattern at ``queries``, in parts for a long text, so that memory does not grow with it.
 
@@ -82,7 +82,7 @@ def visit_patterns(
     model: KVModel,
     tokens: Int[Tensor, " pos"],
     visit: Callable[[int, Float[Tensor, "head pos pos"]], None],
-    on_progress: Progress | None,
+    on_progress: OnProgress | None,
 ) -> None:
     """Call ``visit(layer, pattern)`` on the whole pattern of each layer, in one pass."""
 
@@ -100,7 +100,7 @@ def attention_among(
     tokens: Int[Tensor, " pos"],
     positions: Int[Tensor, " position"],
     *,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Float[Tensor, "layer head position position"]:
     """The pattern among chosen positions of a text, float32 on the CPU; NaN for heads that a layer does not have.
 
@@ -311,7 +311,7 @@ def head_details(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> HeadDetails:
     """Run the unconverted model on prompt and text, and the converted one on the text.
 
@@ -351,7 +351,7 @@ def head_details(
 
 
 def _rows(
-    model: KVModel, everything: Tensor, queries: Tensor, n_prompt: int, tell: Progress
+    model: KVModel, everything: Tensor, queries: Tensor, n_prompt: int, tell: OnProgress
 ) -> tuple[Float[Tensor, "layer head query column"], Float[Tensor, " prompt_pos"]]:
     """The pattern at ``queries`` in columns, and the attention to each prompt token, summed over queries and heads."""
     columns = PromptColumns.of(n_prompt)

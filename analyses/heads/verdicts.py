@@ -54,7 +54,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .repeated_text import KINDS, PatternScores, RepeatedTokens, lags_and_queries
+from .repeated_text import PATTERNS, PatternScores, RepeatedTokens, lags_and_queries
 
 # The name of a head by the loss, if ablations and swaps were measured.
 #
@@ -159,7 +159,7 @@ def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], floa
     return tuple(k for k in changes if k == top or changes[top] - changes[k] <= MARGIN * errors[top, k])
 
 
-VERDICTS = dict(zip(KINDS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
+VERDICTS = dict(zip(PATTERNS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
 STRETCH = 16
 EARLY = 2 * STRETCH
 FEW = 8
@@ -228,7 +228,7 @@ def name_heads(
         ratio: the share required of any kind, as a multiple of chance.
     """
     n_layers, n_heads = scores.all_read.shape[:2]
-    evidence = {kind: _evidence(scores, control, repeated, kind, threshold, ratio) for kind in KINDS}
+    evidence = {kind: _evidence(scores, control, repeated, kind, threshold, ratio) for kind in PATTERNS}
     whole = _evidence(scores, control, repeated, "previous_token", threshold, ratio, slice(1, repeated.tokens.shape[1]))
     early = evidence["previous_token"]
     evidence["previous_token"] = _Evidence(
@@ -265,7 +265,7 @@ def spreads(scores: PatternScores, repeated: RepeatedTokens) -> Float[Tensor, "l
 
 def contrasts(scores: PatternScores, repeated: RepeatedTokens, kind: str) -> Float[Tensor, "layer head"]:
     """The value-side score of a matching kind over the mean attention to other positions of the first copy; 0 for 0 / 0."""
-    read = scores.read[:, KINDS.index(kind), :, repeated.second :]
+    read = scores.read[:, PATTERNS.index(kind), :, repeated.second :]
     return _over(read.sum(dim=-1).abs(), scores.elsewhere.sum(dim=-1))
 
 
@@ -328,7 +328,7 @@ def _evidence(
 
 def _of_kind(scores: PatternScores, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """E at the lag, sum |E|, E^2 at the lag, sum E^2: [layer, head, pos]."""
-    at = KINDS.index(kind)
+    at = PATTERNS.index(kind)
     return scores.read[:, at], scores.all_read, scores.squares[:, at], scores.all_squares
 
 
@@ -369,19 +369,19 @@ def _by_pattern(of_head: dict[str, _Evidence], errors: dict[bool, Tensor]) -> tu
     top = max(part, key=lambda kind: part[kind], default=None)
     if top is None:
         return ()
-    error = errors[matched][KINDS.index(top)]
-    return tuple(k for k in part if k == top or part[top] - part[k] <= MARGIN * float(error[KINDS.index(k)]) + ROUNDING)
+    error = errors[matched][PATTERNS.index(top)]
+    return tuple(k for k in part if k == top or part[top] - part[k] <= MARGIN * float(error[PATTERNS.index(k)]) + ROUNDING)
 
 
 def _by_loss(of_head: dict[str, _Evidence], named: Named, losses: Losses, layer: int, head: int) -> Named:
     """The name of one head, given the costs of its ablation and of the swaps of the kinds considered."""
-    asked = [i for i, kind in enumerate(KINDS) if float(of_head[kind].lead) >= LEAD]
+    asked = [i for i, kind in enumerate(PATTERNS) if float(of_head[kind].lead) >= LEAD]
     return name_by_loss(
         VERDICTS,
         named,
         (float(losses.ablation[layer, head]), float(losses.ablation_error[layer, head])),
-        {KINDS[a]: float(losses.swaps[a, layer, head]) for a in asked},
-        {(KINDS[a], KINDS[b]): float(losses.swap_errors[a, b, layer, head]) for a in asked for b in asked},
+        {PATTERNS[a]: float(losses.swaps[a, layer, head]) for a in asked},
+        {(PATTERNS[a], PATTERNS[b]): float(losses.swap_errors[a, b, layer, head]) for a in asked for b in asked},
     )
 
 

@@ -18,7 +18,7 @@ NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalize queries and keys before they are split into heads."""
-HEADS = ("n_heads", "n_key_value_heads", "d_head")
+HEAD_SIZES = ("n_heads", "n_key_value_heads", "d_head")
 """Sizes of which each layer may have its own, in a list called "..._by_layer"."""
 
 
@@ -198,7 +198,7 @@ class HookedTransformerConfig:
 
     def _read_lists(self) -> None:
         """Set the field of each list of sizes to the largest, and check them."""
-        for name in HEADS:
+        for name in HEAD_SIZES:
             sizes = getattr(self, f"{name}_by_layer")
             if sizes is None:
                 continue
@@ -215,7 +215,7 @@ class HookedTransformerConfig:
     @property
     def layers_differ(self) -> bool:
         """Whether layers differ in their heads."""
-        return any(getattr(self, f"{name}_by_layer") is not None for name in HEADS)
+        return any(getattr(self, f"{name}_by_layer") is not None for name in HEAD_SIZES)
 
     @property
     def whole(self) -> Any:
@@ -230,12 +230,12 @@ class HookedTransformerConfig:
         if layer not in made:
             own = copy.copy(self)
             del own.__dict__["_of_layers"]
-            sizes = {name: getattr(self, f"{name}_by_layer") for name in HEADS}
+            sizes = {name: getattr(self, f"{name}_by_layer") for name in HEAD_SIZES}
             new = {name: of_layers[layer] for name, of_layers in sizes.items() if of_layers is not None}
             d_head = new.get("d_head", self.d_head)
             new["rotary_dim"] = d_head if self.rotary_dim == self.d_head else self.rotary_dim
             new["attn_scale"] = math.sqrt(d_head) if self.attn_scale == math.sqrt(self.d_head) else self.attn_scale
-            own.__dict__.update(new, _whole=self, **dict.fromkeys(f"{name}_by_layer" for name in HEADS))
+            own.__dict__.update(new, _whole=self, **dict.fromkeys(f"{name}_by_layer" for name in HEAD_SIZES))
             made[layer] = own
         return made[layer]
 
@@ -277,7 +277,7 @@ class HookedTransformerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name; those that TransformerLens does not have only where they are given."""
-        unset = {f"{name}_by_layer" for name in HEADS if getattr(self, f"{name}_by_layer") is None}
+        unset = {f"{name}_by_layer" for name in HEAD_SIZES if getattr(self, f"{name}_by_layer") is None}
         return {name: value for name, value in self.__dict__.items() if name[0] != "_" and name not in unset}
 
     def __repr__(self) -> str:

@@ -17,13 +17,12 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.layers import Norm, final_norm
+from kvlens.base.layers import FULL, Norm, final_norm
 from kvlens.errors import KVLensError
 
 logger = logging.getLogger(__name__)
 
 NORM_WEIGHTS = (".ln1.w", ".ln2.w", "ln_final.w")
-FULL = (torch.float32, torch.float64)
 
 
 def draw(name: str, weight: Tensor, mode: str, size: float, generator: torch.Generator | None) -> None:

@@ -26,7 +26,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from kvlens.bridge.keywords import cache_of
+from kvlens.bridge.keywords import cache_among
 from kvlens.mixers import has_mixer
 
 ATTENTION_INPUTS = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input")
@@ -111,7 +111,7 @@ class _LengthOfAttention(MiniMaxCache):
 
 def _measured_by_attention(first: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a pass: the length of a text is that in the cache of layer ``first``."""
-    cache: Any = cache_of(kwargs)
+    cache: Any = cache_among(kwargs)
     if cache.__class__ is MiniMaxCache:
         cache.__class__ = _LengthOfAttention
         cache.first = first

@@ -23,10 +23,10 @@ from transformers.utils import TransformersKwargs
 from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import compare
 from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
-from kvlens.bridge.keywords import EARLIER, cache_of, hidden, take_earlier_names, text_positions, with_cache
+from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.norms import ends_of
-from kvlens.bridge.parts import layers_of, parts_of
+from kvlens.bridge.parts import layers_of, parts_of_bridge
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
@@ -38,7 +38,7 @@ from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
 from kvlens.model.activations import recurrent_layers
 from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
-from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
+from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.zoo import folder_of, is_hugging_face
 
@@ -122,7 +122,7 @@ class KVTransformerBridge(TransformerBridge):
         """
         if isinstance(bridge, cls):
             return bridge
-        parts = parts_of(bridge)
+        parts = parts_of_bridge(bridge)
         recurrent = any(isinstance(part, RecurrentLayer) for part in parts)
         bridge.cfg.attention = "hybrid" if recurrent else "softmax"
         bridge.cfg.kv_shift = bridge.cfg.attention_variant = None
@@ -280,7 +280,7 @@ class KVTransformerBridge(TransformerBridge):
 
     check_tokens = check_tokens
 
-    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+    def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""
         tokens, mask, _, keeps_positions = prompt
         if self.attached_kv_bias is None:
@@ -338,7 +338,7 @@ class KVTransformerBridge(TransformerBridge):
     def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
         output = self.original_model(tokens, **with_cache({"use_cache": True}, cache))
-        return output.logits[:, -1], cache_of(output)
+        return output.logits[:, -1], cache_among(output)
 
     @contextlib.contextmanager
     def holding(self, bias: KVBias) -> Iterator[None]:
@@ -373,7 +373,7 @@ class KVTransformerBridge(TransformerBridge):
         text, mask = given["input"], given.get("attention_mask")
         is_stream = given.get("start_at_layer") is not None or (isinstance(text, Tensor) and text.is_floating_point())
         of_tokens = mask if not isinstance(mask, Tensor) or mask.dim() < 4 else None  # 4: of queries and keys
-        check_input(self, text, of_tokens, cache_of(given), is_stream=is_stream)
+        check_input(self, text, of_tokens, cache_among(given), is_stream=is_stream)
         if isinstance(text, Tensor) and not is_stream:
             self.check_tokens(text)
         ensure("forward: return_type", RETURNS, given.get("return_type"))

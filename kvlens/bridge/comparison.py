@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from kvlens.bridge.fingerprint import fingerprint_of
 from kvlens.bridge.parts import text_config
-from kvlens.bridge.table import NAMES
+from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import KVBias
-from kvlens.kv_bias.exact import PromptTokens, exact_bias
+from kvlens.kv_bias.exact import PromptBatch, exact_bias
 
 SHORTEST, LONGEST, BEYOND = 16, 128, 8
 """Tokens of a text: at least, at most, and more than the window has."""
 IN_HALF = 4
 """Texts in half precision, where a rounding may send a token to another expert: the one with the least error counts, and its
 median token."""
-ELSE = f"Try another release of TransformerLens, or take one of the tested families: {NAMES}"
+ELSE = f"Try another release of TransformerLens, or take one of the tested families: {SUPPORTED}"
 
 
 def _rounding(model: Any) -> float:
@@ -110,7 +110,7 @@ def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
 
 def _converted(model: Any, prompt: Int[Tensor, "text pos"]) -> KVBias:
     """The exact bias of a prompt; the fingerprint leaves out the weights, which take time to read."""
-    read = PromptTokens(prompt, None, has_batch=True)
+    read = PromptBatch(prompt, None, has_batch=True)
     return exact_bias(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
 
 

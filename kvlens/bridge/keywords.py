@@ -17,7 +17,7 @@ ATTENTION = "past_key_values"
 EARLIER = (ATTENTION, "layer_past", "cache_params")
 
 
-def cache_of(kwargs: Mapping[str, Any]) -> Any:
+def cache_among(kwargs: Mapping[str, Any]) -> Any:
     """The cache among the keywords of a model, a layer or a part of one; None without one."""
     return next((kwargs[name] for name in ("cache", *EARLIER) if kwargs.get(name) is not None), None)
 
@@ -35,7 +35,7 @@ def with_cache(kwargs: Mapping[str, Any], cache: Any, name: str = ATTENTION) -> 
 
 
 def _by_new_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, with_cache(kwargs, cache_of(kwargs), "cache")
+    return args, with_cache(kwargs, cache_among(kwargs), "cache")
 
 
 def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
@@ -49,7 +49,7 @@ def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
         return positions_under(mask)[:, -n:]
-    past = _length(cache_of(kwargs))
+    past = _length(cache_among(kwargs))
     return torch.arange(past, past + n, device=tokens.device)[None]
 
 

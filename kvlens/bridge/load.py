@@ -26,7 +26,7 @@ from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_listed
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions
 from kvlens.pretrained.names import cached_folder, official_names
-from kvlens.pretrained.transformers_model import check_readable, quantized, read_config, read_model
+from kvlens.pretrained.transformers_model import check_readable, quantized_model_error, read_config, read_model
 from kvlens.tokenizer import check_vocabulary
 from kvlens.zoo import fetch
 
@@ -64,7 +64,7 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = Tru
     kind = type(model).__name__
     refuse_encoders(kind, model.config)
     if getattr(model.config, "quantization_config", None) is not None:
-        raise quantized(DOOR, f"this {kind}")
+        raise quantized_model_error(DOOR, f"this {kind}")
     check_positions("KVTransformerBridge", model.config.to_dict())
     check_readable(DOOR, model)
     model = _language_model(model)

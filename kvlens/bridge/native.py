@@ -22,8 +22,8 @@ from transformers import AttentionInterface
 from kvlens.errors import KVLensError
 
 NAME = "kvlens_hooked"
-VALUES = "hook_values"
-POINTS = ("hook_rot_q", "hook_rot_k", VALUES, "hook_attn_scores", "hook_pattern")
+VALUES_HOOK = "hook_values"
+NATIVE_POINTS = ("hook_rot_q", "hook_rot_k", VALUES_HOOK, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_layer"
 """The attribute of a Transformers module that holds its :class:`kvlens.bridge.softmax.SoftmaxLayer`."""
 WITHOUT_EFFECT = {"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"}
@@ -42,7 +42,7 @@ def add_hook_points(component: nn.Module) -> None:
             projection.set_original_component(getattr(held.original_component, f"{name}_proj"))
             setattr(held.original_component, f"{name}_proj", projection)
             held.add_module(name, projection)
-    for name in POINTS:
+    for name in NATIVE_POINTS:
         if not isinstance(getattr(held, name, None), HookPoint):
             setattr(held, name, HookPoint())
 

@@ -25,13 +25,13 @@ from kvlens.bridge.native import add_hook_points
 from kvlens.bridge.norms import norms_around
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
-from kvlens.bridge.table import NAMES
+from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import has_mixer
 from kvlens.model.protocol import Layer
 from kvlens.model.protocol import Part as LayerPart
-from kvlens.pretrained.families import SUPPORTED_ARCHITECTURES
+from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
 NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
@@ -39,7 +39,7 @@ RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
 """What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""
 TOKENWISE = ("NemotronHMLP", "NemotronHMoE")
 """Modules of Transformers that a block may have instead of attention, and that read no other token."""
-FULL = ("full_attention", "hybrid")
+FULL_ATTENTION = ("full_attention", "hybrid")
 """Kinds of layer in which a query sees every token before it; a hybrid one has a state beside attention."""
 NO_STACK = "it is no stack of decoder blocks"
 VARIABLE_ROTARY = ("dynamic", "longrope")
@@ -101,7 +101,7 @@ def refuse_encoders(family: str, config: Any) -> None:
         raise _no_way(family, NO_STACK)
 
 
-def parts_of(bridge: Any) -> list[BridgePart]:
+def parts_of_bridge(bridge: Any) -> list[BridgePart]:
     """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
     Raises:
@@ -201,7 +201,7 @@ def _window(family: str, config: Any, layer: int) -> int | None:
     window = getattr(config, "sliding_window", None)
     if kind in (None, "sliding_attention") or config.model_type in WINDOW_IN_FULL_ATTENTION:
         return window
-    if kind not in FULL:
+    if kind not in FULL_ATTENTION:
         raise _no_way(family, f"layer {layer} is of kind {kind!r}")
     return None
 
@@ -218,6 +218,6 @@ def _check_rotary(family: str, config: Any) -> None:
 def _no_way(family: str, why: str) -> KVLensError:
     other = "; HookedKVTransformer.from_pretrained builds it with one" if family in SUPPORTED_ARCHITECTURES else ""
     return KVLensError(
-        f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {NAMES}, and others "
+        f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {SUPPORTED}, and others "
         f"whose layers the bridge computes in the same way; a plain TransformerBridge runs this one without a bias{other}"
     )

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 
-from kvlens.bridge.keywords import cache_of
+from kvlens.bridge.keywords import cache_among
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
-from kvlens.mixers import HOOKS, Mixer, RecurrentState, mixer_for
-from kvlens.model.protocol import Part, Point
+from kvlens.mixers import MIXER_HOOKS, Mixer, RecurrentState, mixer_for
+from kvlens.model.protocol import Part, ReadPoint
 
 STATES = "_kvlens_states"
 """The attribute of a Transformers cache in which mixers keep their states, by layer."""
@@ -53,7 +53,7 @@ class RecurrentLayer(Part):
 
     def hook_points(self) -> dict[str, HookPoint]:
         """The mixer's hook points by their full names, which are those of an attention layer's if there is no attention."""
-        return {f"blocks.{self.layer}.{self.name}.{name}": getattr(self.mixer, name) for name in HOOKS}
+        return {f"blocks.{self.layer}.{self.name}.{name}": getattr(self.mixer, name) for name in MIXER_HOOKS}
 
     def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass start from ``bias``. Remove the handles after it."""
@@ -87,9 +87,9 @@ class RecurrentLayer(Part):
             self.mixer.register_forward_hook(see_state),
         ]
 
-    def attention_points(self) -> dict[str, Point]:
+    def attention_points(self) -> dict[str, ReadPoint]:
         """See :meth:`kvlens.model.Part.attention_points`; the pattern is the effective attention of this pass."""
-        points: dict[str, Point] = {"values": (self.mixer.hook_v, None)}
+        points: dict[str, ReadPoint] = {"values": (self.mixer.hook_v, None)}
         return points | {name: (getattr(self.mixer, f"hook_{name}"), None) for name in ("pattern", "z", "z_context", "z_bias")}
 
     @property
@@ -116,7 +116,7 @@ class RecurrentLayer(Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""
-        cache = cache_of(kwargs)
+        cache = cache_among(kwargs)
         states = getattr(cache, STATES, None) or {}
         asked = self.always_by_mixer or self._given or self.mixer._forward_hooks or self.mixer.is_hooked()
         if not asked and self.layer not in states:

@@ -28,11 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import MLAAttentionBridge
 
-from kvlens.bridge.keywords import cache_of, with_cache
-from kvlens.bridge.native import NAME, OWNER, POINTS, VALUES
+from kvlens.bridge.keywords import cache_among, with_cache
+from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
 from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
 from kvlens.kv_bias import KVBias, VirtualKeys
-from kvlens.model.protocol import Form, HeadMatrices, Part, Point
+from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
 
@@ -86,7 +86,7 @@ class SoftmaxLayer(Part):
         self.component_name = component_name
         self.is_unread = False
         self.forget(None)
-        self.is_native = hasattr(attn, VALUES)
+        self.is_native = hasattr(attn, VALUES_HOOK)
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
         self._given: OrderedDict[int, tuple[LayerBias | GroupedLayerBias, Tensor]] = OrderedDict()
@@ -108,7 +108,7 @@ class SoftmaxLayer(Part):
         """Hook points that TransformerLens' scan of the modules names otherwise: in Nemotron-H, all that kvlens adds."""
         if self.component_name == "attn":
             return {}
-        names = [*HOOKS, *POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
+        names = [*HOOKS, *NATIVE_POINTS, *(f"{x}.hook_{end}" for x in "qkvo" for end in ("in", "out"))]
         points = {"hook_z": self.attn.o.hook_in} | {name: attrgetter(name)(self.attn) for name in names}  # elsewhere an alias
         return {f"blocks.{self.layer}.attn.{name}": point for name, point in points.items()}
 
@@ -132,7 +132,7 @@ class SoftmaxLayer(Part):
         return self.rule
 
     @property
-    def queries(self) -> Point:
+    def queries(self) -> ReadPoint:
         """Say where queries pass as they are scored, and what makes [batch, pos, head, d_key] of them there."""
         attn, n_heads = self.attn, self.n_heads
         if isinstance(attn, MLAAttentionBridge):
@@ -157,7 +157,7 @@ class SoftmaxLayer(Part):
         the logarithms of normalizers under a bias, "log_n", [batch, pos, head], and the masked "scores" of the first text, its
         first :data:`SAMPLE` tokens, [1, head, pos, pos]; others are those of :meth:`attention_points`.
         """
-        points: dict[str, Point] = {
+        points: dict[str, ReadPoint] = {
             **self.attention_points(),
             "k": (self.keys, None),
             "v": (self.values, None),
@@ -186,9 +186,9 @@ class SoftmaxLayer(Part):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The component's forward pass."""
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        given, cache = next(reversed(self._given.values()), None), cache_of(kwargs)
+        given, cache = next(reversed(self._given.values()), None), cache_among(kwargs)
         self._columns = columns = None if given is None else self._read(*given, hidden)
-        points = (getattr(self.attn, name) for name in POINTS if self.is_native)
+        points = (getattr(self.attn, name) for name in NATIVE_POINTS if self.is_native)
         wanted = columns is not None or is_hooked(self.keys, self.values, *points)
         by_mask = columns is not None or (wanted and self.is_native)
         kwargs["attention_mask"] = self._mask(kwargs.get("attention_mask"), hidden, cache, by_mask)
@@ -324,13 +324,13 @@ class SoftmaxLayer(Part):
         gate = getattr(self.attn, "hook_q_gate", None)
         return handles if gate is None else [*handles, _at(gate, see_gate)]
 
-    def attention_points(self) -> dict[str, Point]:
+    def attention_points(self) -> dict[str, ReadPoint]:
         """See :meth:`kvlens.model.Part.attention_points`."""
 
         def heads(x: Tensor) -> Tensor:
             return x if x.dim() == 4 else x.unflatten(-1, (-1, self.sizes.d_head))
 
-        points: dict[str, Point] = {
+        points: dict[str, ReadPoint] = {
             "pattern": (self.attn.hook_pattern, None),
             "values": (self.values, lambda x: x.transpose(1, 2)),
             "z": (self.attn.o.hook_in, heads),

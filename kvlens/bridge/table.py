@@ -1,4 +1,4 @@
-"""Which families KVTransformerBridge runs. The tests go through :data:`FAMILIES`, with a tiny random model of each
+"""Which families KVTransformerBridge runs. The tests go through :data:`MODEL_TYPES`, with a tiny random model of each
 (``tests/model/tiny_hf.py``).
 
 - *conversion*: a converted prompt gives the prompted model's logits, at most 1.5 times as far from them as Transformers' own
@@ -63,7 +63,7 @@ _WINDOW = "sliding window"
 _EXPERTS = "experts"
 _BEHIND = "norms behind attention"
 _AS_MAMBA_2 = "generates with a cache only, unless it has a tokenizer"
-FAMILIES: dict[str, ModelType] = {
+MODEL_TYPES: dict[str, ModelType] = {
     "gpt2": ModelType("GPT-2", remarks="learned positions"),
     "gpt_neox": ModelType(
         "GPT-NeoX, Pythia", remarks="one projection for queries, keys and values; `hook_rot_q` and `hook_rot_k` added"
@@ -115,14 +115,14 @@ FAMILIES: dict[str, ModelType] = {
     "lfm2": ModelType("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
 }
 """By Transformers' ``model_type``."""
-REFUSED: dict[str, str] = {
+NOT_BRIDGED: dict[str, str] = {
     "GPTJForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "GPTNeoForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "OPTForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "BloomForCausalLM": "its scores depend on positions (ALiBi); HookedKVTransformer runs it",
 }
 """Architectures that are refused, as others that are not in the table may be, and why."""
-NAMES = ", ".join(family.name for family in FAMILIES.values())
+SUPPORTED = ", ".join(family.name for family in MODEL_TYPES.values())
 
 
 def table() -> str:
@@ -138,12 +138,12 @@ def table() -> str:
             "yes" if f.logits_of_heads else "no",
             f.remarks,
         ]
-        for f in FAMILIES.values()
+        for f in MODEL_TYPES.values()
     ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 __doc__ = f"{__doc__}\n{table()}\n\nRefused by name, among others:\n\n" + "\n".join(
-    f"- `{architecture}`: {why}." for architecture, why in REFUSED.items()
+    f"- `{architecture}`: {why}." for architecture, why in NOT_BRIDGED.items()
 )

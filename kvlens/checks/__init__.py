@@ -19,6 +19,6 @@ arguments takes a microsecond or two.
 """
 
 from kvlens.checks.signature import checked, doors
-from kvlens.checks.values import MOST, Count, Finite, Seed, Within, ensure, one_of
+from kvlens.checks.values import INT_MAX, Count, Finite, Seed, Within, ensure, one_of
 
-__all__ = ["MOST", "Count", "Finite", "Seed", "Within", "checked", "doors", "ensure", "one_of"]
+__all__ = ["INT_MAX", "Count", "Finite", "Seed", "Within", "checked", "doors", "ensure", "one_of"]

@@ -13,7 +13,7 @@ from kvlens.errors import KVLensError, brief, nearest
 Reader = Callable[[Any], Any]
 UNFIT = object()
 """Returned by a reader for a value that does not fit."""
-MOST = 2**63 - 1
+INT_MAX = 2**63 - 1
 """The largest integer that torch accepts."""
 CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}
 SEVERAL = {int: "whole numbers", float: "numbers", str: "strings"}
@@ -34,20 +34,19 @@ class Within(NamedTuple):
 
     def holds(self, x: float | int) -> bool:
         """Whether ``x`` is in the range."""
-        most = self.most if self.most is not None else MOST if isinstance(x, int) else sys.float_info.max
+        most = self.most if self.most is not None else INT_MAX if isinstance(x, int) else sys.float_info.max
         least = self.least if self.least is not None else -most
         return least <= x <= most and (self.above is None or x > self.above) and (self.below is None or x < self.below)
 
     def describe(self, number: str = "", x: float | int | None = None) -> str:
         """The range in words: as a range of ``number``, such as "a whole number", or only the limits that ``x`` violates."""
-        most = MOST if self.most is None and isinstance(x, int) and x > MOST else self.most
+        most = INT_MAX if self.most is None and isinstance(x, int) and x > INT_MAX else self.most
         lower = f"at least {self.least}" if self.least is not None else f"above {self.above}" if self.above is not None else ""
         upper = f"at most {most}" if most is not None else f"below {self.below}" if self.below is not None else ""
         limits = " and ".join(part for part in (lower, upper) if part)
         if self.least is not None and most is not None:
-            limits = (
-                lower if x is not None and x < self.least else f"from {self.least} to {'2**63 - 1' if most == MOST else most}"
-            )
+            top = "2**63 - 1" if most == INT_MAX else most
+            limits = lower if x is not None and x < self.least else f"from {self.least} to {top}"
         if not limits:
             return "a finite number"
         return f"{number}{' of' if limits.startswith('at') else ''} {limits}" if number else limits
@@ -55,7 +54,7 @@ class Within(NamedTuple):
 
 Count = Annotated[int, Within(1)]
 Finite = Annotated[float, Within()]
-Seed = Annotated[int, Within(0, MOST)]
+Seed = Annotated[int, Within(0, INT_MAX)]
 
 
 def ensure(what: str, kind: Any, value: Any) -> Any:

@@ -10,7 +10,7 @@ from kvlens.arguments import UNITS, check_device
 from kvlens.checks import Within, ensure
 from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, model_and_texts
 from kvlens.errors import KVLensError
-from kvlens.report.inputs import TEXT_MODEL
+from kvlens.report.example import TEXT_MODEL
 from kvlens.terminal import visible
 
 
@@ -70,7 +70,7 @@ def _explain(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     from kvlens.files import work_on
-    from kvlens.report.inputs import EXPLANATION_FOLDER
+    from kvlens.report.example import EXPLANATION_FOLDER
     from kvlens.terminal import make_console, progress_bar
 
     held = nullcontext() if args.out is None else work_on(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
@@ -88,7 +88,7 @@ def _explain(args: argparse.Namespace) -> int:
                 found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite
             )
 
-    from kvlens.report.terminal import print_explanation
+    from kvlens.report.printed import print_explanation
 
     if chat is None and getattr(model.tokenizer, "chat_template", None):
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")

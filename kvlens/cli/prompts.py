@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlens.arguments import check_characters
 from kvlens.errors import KVLensError
-from kvlens.report.inputs import EXAMPLE_MODEL, TEXT_MODEL, example_for
+from kvlens.report.example import EXAMPLE_MODEL, TEXT_MODEL, example_for
 from kvlens.zoo import source_of
 
 if TYPE_CHECKING:

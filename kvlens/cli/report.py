@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import UNITS, check_device
+from kvlens.arguments import MOST_ASKED, UNITS, check_device
 from kvlens.checks import Seed, Within, ensure
 from kvlens.cli.prompts import MESSAGES_HELP, add_texts_and_model, model_and_texts
 from kvlens.conversion_methods import CONVERSION_METHODS
@@ -17,9 +17,6 @@ from kvlens.terminal import visible
 
 if TYPE_CHECKING:
     from kvlens.conversion import ConversionMethod
-
-
-MOST_ASKED = 2**24
 
 
 def add_command(commands: Any) -> None:
@@ -104,7 +101,10 @@ def add_command(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvlens.report.inputs import REPORT_FOLDER, check_folder  # light: bad input is reported before torch is imported
+    from kvlens.report.example import (  # light: bad input is reported before torch is imported
+        REPORT_FOLDER,
+        check_report_folder,
+    )
 
     ensure("--seed", Seed, args.seed)
     if args.new_tokens is not None:
@@ -115,7 +115,7 @@ def _report(args: argparse.Namespace) -> int:
             ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
     if args.by == "none" and (args.answer or args.about):
         raise KVLensError("--answer and --about belong to the explanation, and --by none skips it; leave out either")
-    check_folder(args.out, overwrite=args.overwrite)
+    check_report_folder(args.out, overwrite=args.overwrite)
     name, prompt, text = model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -155,7 +155,7 @@ def _report(args: argparse.Namespace) -> int:
         written = write_report(report, args.out, overwrite=args.overwrite)
 
     from kvlens.report.page import BIAS, PAGE, report_files
-    from kvlens.report.terminal import print_report
+    from kvlens.report.printed import print_report
 
     print_report(report)
     folder = visible(f"{Path(args.out)}{os.sep}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlens import zoo
 from kvlens.files import read_listed
-from kvlens.terminal import paragraphs, terminal_width
+from kvlens.terminal import terminal_width, wrap
 
 LEGEND = (
     "loss (nats) and accuracy: on held-out data, at the positions scored by the task; gain: how much a converted context "
@@ -43,5 +43,5 @@ def _zoo(args: argparse.Namespace) -> int:
             f"{held['accuracy']:>10.4f}{gain}"
         )
     example = "docs-linear" if "docs-linear" in names else names[0]
-    print("\n" + paragraphs(f'{LEGEND} Load a model with kvlens.load("{example}").', terminal_width()))
+    print("\n" + wrap(f'{LEGEND} Load a model with kvlens.load("{example}").', terminal_width()))
     return 0

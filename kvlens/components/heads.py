@@ -112,8 +112,8 @@ class HeadOutputs(NamedTuple):
     """The output of the heads for new tokens, before the output projection.
 
     Attributes:
-        z_context: the text's part of z, already divided by the whole normalizer.
-        z_bias: the KV bias's part, likewise; None without a bias, or if softmax read its virtual keys as additional keys
+        z_context: the text's summand of z, already divided by the whole normalizer.
+        z_bias: the KV bias's, likewise; None without a bias, or if softmax read its virtual keys as additional keys
             of the text, in which case ``z_context`` is the whole z.
         own_share: p_ii, each token's own share of z, if a variant of attention needs it.
     """
@@ -208,7 +208,7 @@ def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor | No
 
 
 def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs:
-    """z_i - alpha v_i, the same over 1 - alpha, or z_i - alpha p_ii v_i; only the text's part of z is reduced."""
+    """z_i - alpha v_i, the same over 1 - alpha, or z_i - alpha p_ii v_i; only the text's summand of z is reduced."""
     settings = None if attn.variant is None else attn.variant.regularised
     if settings is None:
         return heads

@@ -17,10 +17,10 @@ from kvlens.kv_bias.storage import KeyGroups
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, SomeHeads
 from kvlens.ops.softmax_features import ScoreRule
 
-Result = TypeVar("Result")
+Computed = TypeVar("Computed")
 
 
-class Remembered(Generic[Result]):
+class Remembered(Generic[Computed]):
     """The last result computed from some tensors, reused until one of them is replaced or written to.
 
     Writes are counted as autograd counts them, which leaves out those through ``tensor.data`` or numpy. Nothing is kept of
@@ -36,14 +36,14 @@ class Remembered(Generic[Result]):
     def __reduce__(self) -> Any:
         return Remembered, ()
 
-    def of(self, make: Callable[[], Result], *tensors: Tensor, under: Any = None) -> Result:
+    def of(self, make: Callable[[], Computed], *tensors: Tensor, under: Any = None) -> Computed:
         """``make()``, or what it gave when these tensors and ``under`` were the same."""
         if any(x.requires_grad or x.is_inference() for x in tensors):
             return make()
         then = under, torch.is_inference_mode_enabled(), [x._version for x in tensors]
         if then != self._then or len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._made, self._then, self._tensors = make(), then, tensors
-        made: Result = self._made
+        made: Computed = self._made
         return made
 
 

@@ -290,7 +290,7 @@ class LinearHeads(Heads):
         return self.attn.hook_normalizer(n_context)
 
     def _through_pattern(self, features: Features, decay: Tensor | None, n: Tensor | None) -> Tensor:
-        """The context's part of z, computed through the hooked scores and pattern."""
+        """The context's summand of z, computed through the hooked scores and pattern."""
         attn, phi_q = self.attn, features.phi_q
         seen = self._seen(SeenTokens(features.phi_k, features.v, self.mask))
         v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)

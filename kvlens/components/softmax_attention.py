@@ -204,7 +204,7 @@ class SoftmaxHeads(Heads):
         return ridge_attention(kernel, at_queries, v, strength, mask).transpose(1, 2)
 
     def _with_sink(self, z: Tensor, log_n: Tensor) -> tuple[Tensor, Tensor]:
-        """z and log n with the sink's part in the normalizer."""
+        """z and log n with the sink in the normalizer."""
         whole = log_n.logaddexp(self.attn.sinks.to(log_n.dtype))
         return z * (log_n - whole).exp()[..., None].to(z.dtype), whole
 

@@ -40,11 +40,11 @@ from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Tea
 from kvlens.conversion.prompt import (
     Counterfactuals,
     Prompt,
-    PromptTokens,
+    PromptBatch,
     Replacement,
     counterfactuals_of,
     length_note,
-    prompt_tokens,
+    prompt_batch,
 )
 from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
 from kvlens.conversion_methods import CONVERSION_METHODS
@@ -260,13 +260,13 @@ def _own_arguments() -> tuple[str, ...]:
 
 def _read_prompt(
     model: KVModel, prompt: Any, without: Any, replace: Any, positions: Positions, prepend_bos: bool
-) -> PromptTokens:
+) -> PromptBatch:
     if isinstance(prompt, Counterfactuals):
         if len(without) or replace:
             raise KVLensError("convert_prompt: counterfactuals say what is deleted and replaced: leave without and replace out")
         model.check_tokens(prompt.tokens)
         return prompt.as_prompt()
-    read = prompt_tokens(model, prompt, prepend_bos)
+    read = prompt_batch(model, prompt, prepend_bos)
     if not len(without) and not replace:
         return read
     if read.tokens.shape[0] != 1:
@@ -278,7 +278,7 @@ def _read_prompt(
     return made.as_prompt()._replace(has_batch=read.has_batch)
 
 
-def _warn_of_length(model: KVModel, prompt: PromptTokens, old: KVBias | None) -> None:
+def _warn_of_length(model: KVModel, prompt: PromptBatch, old: KVBias | None) -> None:
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
     note = length_note(model, int((torch.as_tensor(prompt.n_positions()).cpu() + before).max()))
     if note is not None:
@@ -287,7 +287,7 @@ def _warn_of_length(model: KVModel, prompt: PromptTokens, old: KVBias | None) ->
 
 def _convert_softmax(
     model: ReadsPrompts,
-    prompt: PromptTokens,
+    prompt: PromptBatch,
     old: KVBias | None,
     fingerprint: Fingerprint,
     method: ConversionMethod,
@@ -350,7 +350,7 @@ def _check_finite(model: KVModel, bias: KVBias) -> None:
         raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}") from error
 
 
-def _with_recall(model: KVModel, prompt: Any, tokens: PromptTokens, whole: KVBias, bias: KVBias) -> KVBias:
+def _with_recall(model: KVModel, prompt: Any, tokens: PromptBatch, whole: KVBias, bias: KVBias) -> KVBias:
     """The bias of one prompt, given as text or as a chat, with its recall in the record."""
     fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
     if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):

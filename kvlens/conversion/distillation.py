@@ -32,7 +32,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import HookedKVTransformer
 
-Objective = Literal["distributions", "pairs"]
+DistillationObjective = Literal["distributions", "pairs"]
 QUERY = 4
 """The number of tokens of a text that are its query; the rest is the answer."""
 TEXTS_PER_STEP = 16
@@ -101,7 +101,7 @@ def distill_prompt(
     steps: Count,
     learning_rates: Sequence[Annotated[float, Within(above=0, most=1)]],
     which: Callable[[str], bool] | None = None,
-    objective: Objective = "distributions",
+    objective: DistillationObjective = "distributions",
     seed: Seed = 0,
 ) -> Distillation:
     """Train a change of the weights with which ``model`` reads texts as it does with ``bias``.

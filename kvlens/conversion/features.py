@@ -35,11 +35,11 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import descend
 from kvlens.conversion.method import Approximation, Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import ConvertedExactly
-from kvlens.conversion.reference_queries import MOST_ASKED
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
 from kvlens.model.protocol import ReadsPrompts
@@ -49,7 +49,7 @@ from kvlens.ops.softmax_features import elu_log_features, random_log_features, t
 STEPS, LEARNING_RATE, ROWS = 300, 3e-2, 256
 SHARPNESS = 5.0
 """Initially a key is distributed over centers by exp(-sharpness |k - c_r|^2 / (2 scale)); 5 to 100 differ little."""
-Kernel = Literal["split", "phi_mlp", "hedgehog"]
+FeatureKernel = Literal["split", "phi_mlp", "hedgehog"]
 
 
 class FreeFeatures(Approximation):
@@ -103,7 +103,7 @@ class Learned(FreeFeatures):
     fits_on_text: ClassVar[bool] = True
 
     n_features: Annotated[int, Within(1, MOST_ASKED)]
-    kernel: Kernel = "split"
+    kernel: FeatureKernel = "split"
 
     def __post_init__(self) -> None:
         if self.kernel == "hedgehog" and self.n_features % 2:
@@ -217,7 +217,7 @@ class Maps(NamedTuple):
     normalized: bool
 
     @classmethod
-    def of(cls, kernel: Kernel, free: Sequence[Tensor]) -> "Maps":
+    def of(cls, kernel: FeatureKernel, free: Sequence[Tensor]) -> "Maps":
         """The maps of what is trained."""
         if kernel == "split":
             return cls(LearnedFeatures(*free[:2]), LearnedFeatures(*free[2:]), True)
@@ -233,7 +233,7 @@ class Maps(NamedTuple):
 
 
 def train_features(
-    teacher: Teacher, m: int, kernel: Kernel
+    teacher: Teacher, m: int, kernel: FeatureKernel
 ) -> tuple[LearnedFeatures, Float[Tensor, "layer batch key kv_head m"]]:
     """``m`` features of queries, trained on the texts that the teacher has seen, and the logarithms of those of the keys."""
     generator = torch.Generator().manual_seed(teacher.method.seed)
@@ -265,7 +265,7 @@ def _centered(whole: Attended, m: int, scale: Tensor, generator: torch.Generator
     return w_q, torch.zeros_like(a_k), w_k, a_k
 
 
-def _random(whole: Attended, m: int, scale: Tensor, kernel: Kernel, generator: torch.Generator) -> tuple[Tensor, ...]:
+def _random(whole: Attended, m: int, scale: Tensor, kernel: FeatureKernel, generator: torch.Generator) -> tuple[Tensor, ...]:
     """Where a map for queries and keys starts: E exp(w.(q + k)) = exp(|q + k|^2 / 2 scale), and m terms of it are summed."""
     rows = m // 2 if kernel == "hedgehog" else m
     w = torch.randn(*whole.q.shape[:2], rows, whole.q.shape[-1], generator=generator).to(whole.q) / scale.sqrt()

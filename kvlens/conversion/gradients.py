@@ -131,7 +131,7 @@ def effects_on_logits(
     return found
 
 
-LEARNING_RATE = 2e-2
+POLISHING_RATE = 2e-2
 Objective = Literal["logits", "kl"]
 
 
@@ -188,7 +188,7 @@ def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, o
                 n_rows=len(texts),
                 rows_per_step=texts_per_step,
                 steps=steps,
-                learning_rate=LEARNING_RATE,
+                learning_rate=POLISHING_RATE,
                 generator=torch.Generator().manual_seed(teacher.method.seed),
             )
             progress = tqdm(losses, desc="polishing", total=steps, disable=not teacher.verbose)

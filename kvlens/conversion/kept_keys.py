@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.few_keys import FewKeys, assembled, with_own_values
 from kvlens.conversion.method import Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import attention_parts
-from kvlens.conversion.reference_queries import MOST_ASKED, room_after
+from kvlens.conversion.reference_queries import room_after
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
@@ -93,7 +94,7 @@ def own_distance(teacher: Teacher) -> Int[Tensor, "batch key"]:
 def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "batch key"]) -> Float[Tensor, "batch kv_head key"]:
     """The attention that each key gets from the prompt's own queries, weighted by ``counts`` and summed over a group's heads.
 
-    It is the attention in the prompt's own pass, so the bias that the prompt continues is part of the normalizer.
+    It is the attention in the prompt's own pass, so the bias that the prompt continues is in the normalizer.
     """
     exact, part = teacher.exact, attention_parts(teacher.model)[layer]
     assert exact.queries is not None

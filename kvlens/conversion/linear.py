@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvlens.checks import Within, checked, ensure
 from kvlens.components import KVAttention, LinearCacheEntry, hidden_tokens_keep_positions
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.fit import since
@@ -38,7 +38,7 @@ from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
 def convert_linear_prompt(
     model: HookedKVTransformer,
-    prompt: PromptTokens,
+    prompt: PromptBatch,
     old: KVBias | None,
     fingerprint: Fingerprint,
     fwd_hooks: Sequence[Any],
@@ -65,7 +65,7 @@ def convert_linear_prompt(
 
 def _states_after(
     model: HookedKVTransformer,
-    prompt: PromptTokens,
+    prompt: PromptBatch,
     fwd_hooks: Sequence[Any],
     segment_length: int | None,
     on_progress: Callable[[float], None] | None,

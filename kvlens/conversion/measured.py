@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.chat import MARK, has_chat_template, written_behind
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
 from kvlens.kv_bias.fit import MATTERS, Recall, RecalledWord
@@ -34,7 +34,7 @@ class Without(NamedTuple):
     words: str
 
 
-def without_prompt(model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, old: KVBias | None) -> Without:
+def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExactly, old: KVBias | None) -> Without:
     """Remove the prompt's keys but leave the text at its position, and keep whatever does not belong to the prompt.
 
     That is the bias from which the conversion continues, or the BOS if every prompt of the batch begins with it, or nothing.
@@ -153,7 +153,7 @@ def lead_of(model: KVModel, layout: Layout) -> str:
     """What stands between a prompt and what the model says: the chat template's marks, if the prompt does not end with them."""
     if not has_chat_template(model):
         return "\n"
-    behind = written_behind(model, ("user", MARK))
+    behind = written_behind(model, ("user", PLACEHOLDER))
     lead = "\n" if behind is None else behind
     ids = model.tokenizer(lead, add_special_tokens=False)["input_ids"]
     return "" if layout.tokens[-len(ids) :].tolist() == ids else lead

@@ -76,13 +76,13 @@ from torch import Tensor
 
 from kvlens.components import LayerBias
 from kvlens.conversion.measured import answer_errors, without_prompt
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
-from kvlens.conversion.reference_queries import TextOptions, Texts, read_queries, reference_text
+from kvlens.conversion.reference_queries import TextOptions, Texts, queries_under_bias, reference_text
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.landmarks import PromptKeys, Queries, joined, output_errors
+from kvlens.ops.landmarks import PromptKeys, Queries, joined_queries, output_errors
 
 
 class Teacher:
@@ -103,7 +103,7 @@ class Teacher:
     def __init__(
         self,
         model: ReadsPrompts,
-        prompt: PromptTokens,
+        prompt: PromptBatch,
         exact: ConvertedExactly,
         old: KVBias | None,
         method: "Approximation",
@@ -138,8 +138,8 @@ class Teacher:
         """Queries of texts, with ``bias`` replacing the prompt."""
         self.count("read", texts)
         with self.timed("reference"):
-            groups = [read_queries(self.model, bias, tokens, layers) for tokens in texts]
-            return [joined(own) for own in zip(*groups, strict=True)]
+            groups = [queries_under_bias(self.model, bias, tokens, layers) for tokens in texts]
+            return [joined_queries(own) for own in zip(*groups, strict=True)]
 
     def count(self, kind: str, texts: Texts, times: int = 1) -> None:
         """Add to the number of tokens that the model has read for each prompt."""

@@ -29,12 +29,13 @@ from kvlens.arguments import Positions, Span, checked_spans
 from kvlens.chat import Chat, as_prompt
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
-from kvlens.model.protocol import KVModel, PromptTokens
+from kvlens.model.protocol import KVModel, PromptBatch
+from kvlens.model.protocol import PromptBatch as PromptTokens  # noqa: F401
 
 Prompt = str | Chat | list[Any] | Tensor
 
 
-def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptTokens:
+def prompt_batch(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptBatch:
     """Tokenize and check a prompt, or another text, which errors then call ``what``.
 
     Args:
@@ -63,15 +64,15 @@ def prompt_tokens(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str =
     mask = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], mask[i, : len(row)] = row, True
-    return PromptTokens(tokens, None if bool(mask.all()) else mask, has_batch=has_batch)
+    return PromptBatch(tokens, None if bool(mask.all()) else mask, has_batch=has_batch)
 
 
-def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptTokens:
+def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptBatch:
     if prompt.dim() not in (1, 2):
         raise KVLensError(f"{what}: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
     model.check_tokens(prompt)
     tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output: unusable in autograd
-    return PromptTokens(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
+    return PromptBatch(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
 def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str) -> Tensor:
@@ -126,10 +127,10 @@ class Counterfactuals:
         """Some of them."""
         return replace(self, tokens=self.tokens[index], kept=self.kept[index])
 
-    def as_prompt(self) -> PromptTokens:
+    def as_prompt(self) -> PromptBatch:
         """As a batch of prompts to convert: deleted tokens hidden in their positions, or moved behind the others as padding."""
         if self.positions == "kept":
-            return PromptTokens(self.tokens, None if bool(self.kept.all()) else self.kept, True, keeps_positions=True)
+            return PromptBatch(self.tokens, None if bool(self.kept.all()) else self.kept, True, keeps_positions=True)
         if not bool(self.kept.any(dim=1).all()):
             raise KVLensError(
                 'counterfactuals: a row keeps no token, and positions="closed" leaves nothing to convert; keep BOS'
@@ -137,7 +138,7 @@ class Counterfactuals:
         order = (~self.kept).long().argsort(dim=1, stable=True)
         n_kept = int(self.kept.sum(dim=1).max())
         tokens, kept = (x.gather(1, order)[:, :n_kept] for x in (self.tokens, self.kept))
-        return PromptTokens(tokens, None if bool(kept.all()) else kept, True)
+        return PromptBatch(tokens, None if bool(kept.all()) else kept, True)
 
     def in_front_of_text(self) -> tuple[Int[Tensor, "row pos"], Bool[Tensor, "row pos"]]:
         """(tokens, kept) as they stand before a text; where positions are closed, deleted tokens are padding on the left."""
@@ -188,7 +189,7 @@ def counterfactuals(
         KVLensError: spans outside the prompt, empty or overlapping, a replacement of another length. Converting rows that keep
             no token is refused under ``positions="closed"``.
     """
-    read = prompt_tokens(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
+    read = prompt_batch(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
     if read.has_batch:
         raise KVLensError(f"counterfactuals: expected one prompt, got {read.tokens.shape[0]}; call it for each")
     return counterfactuals_of(model, read.tokens[0], without, replacements, positions)

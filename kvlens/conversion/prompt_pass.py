@@ -17,7 +17,7 @@ from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
 from kvlens.kv_bias.exact import exact_bias
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
-from kvlens.model.protocol import KVModel, PromptTokens, ReadsPrompts
+from kvlens.model.protocol import KVModel, PromptBatch, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
 
 
@@ -48,7 +48,7 @@ class ConvertedExactly(NamedTuple):
 
 def convert_exactly(
     model: ReadsPrompts,
-    prompt: PromptTokens,
+    prompt: PromptBatch,
     fwd_hooks: Sequence[Any],
     old: KVBias | None,
     fingerprint: Fingerprint,

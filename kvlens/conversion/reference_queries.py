@@ -14,18 +14,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.chat import MARK, has_chat_template, written_behind
+from kvlens.arguments import MOST_ASKED
+from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
 from kvlens.checks import Seed, Within
-from kvlens.conversion.prompt import PromptTokens, prompt_tokens
+from kvlens.conversion.prompt import PromptBatch, prompt_batch
 from kvlens.conversion.prompt_pass import ConvertedExactly, rows_at_once, rows_of
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.ops.landmarks import Queries
-
-MOST_ASKED = 2**24
-"""Upper limit for features, steps and texts: a larger number is a typing error, or would take years."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class ReferenceText(NamedTuple):
 
 
 def reference_text(
-    model: ReadsPrompts, prompt: PromptTokens, exact: ConvertedExactly, whole: KVBias, options: TextOptions, fits: bool = True
+    model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExactly, whole: KVBias, options: TextOptions, fits: bool = True
 ) -> ReferenceText:
     """The reference texts of every prompt.
 
@@ -106,7 +104,7 @@ def _is(given: Any, word: str) -> bool:
     return isinstance(given, str) and given == word
 
 
-def repetition(model: ReadsPrompts, prompt: PromptTokens, room: int) -> Int[Tensor, "batch piece pos"]:
+def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tensor, "batch piece pos"]:
     """Each prompt as the model would repeat it, without special tokens, in as many pieces as needed. Shorter prompts of a batch
     begin again where they end, so that all pieces have the same length.
     """
@@ -130,7 +128,7 @@ def _turn(model: KVModel, words: str) -> list[int]:
     """
     if not has_chat_template(model):
         return []
-    behind = written_behind(model, ("user", words), ("assistant", MARK), ("user", words))
+    behind = written_behind(model, ("user", words), ("assistant", PLACEHOLDER), ("user", words))
     return [] if behind is None else model.tokenizer(behind, add_special_tokens=False)["input_ids"]
 
 
@@ -152,12 +150,12 @@ def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
 
 def _rows(model: ReadsPrompts, one: Any) -> list[Tensor]:
     if not isinstance(one, tuple):
-        return list(prompt_tokens(model, one, prepend_bos=False, what=WHAT).tokens)
+        return list(prompt_batch(model, one, prepend_bos=False, what=WHAT).tokens)
     if len(one) != 2 or not all(isinstance(text, str) and text.strip() for text in one):
         raise KVLensError(f"{WHAT}: expected pairs (question, answer) of strings that are not empty, got {brief(one)}")
     question, answer = one
     lead = _turn(model, question)
-    read = prompt_tokens(model, answer if lead else f"{question} {answer}", prepend_bos=False, what=WHAT).tokens[0]
+    read = prompt_batch(model, answer if lead else f"{question} {answer}", prepend_bos=False, what=WHAT).tokens[0]
     return [torch.cat([read.new_tensor(lead), read])]
 
 
@@ -202,7 +200,7 @@ def _sample(
 
 
 @torch.no_grad()
-def read_queries(
+def queries_under_bias(
     model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
     """Queries, outputs and log-normalizers of texts of one length, with ``bias`` replacing the prompt: one record per layer."""

@@ -110,11 +110,11 @@ class BlockChange(WeightChange):
         change_blocks(model, stack, self._patched, lambda y, layer: y + self.offsets[layer].to(y))
 
 
-Change = Callable[[Tensor, int], Tensor]
+TensorChange = Callable[[Tensor, int], Tensor]
 """Of a tensor in a layer."""
 
 
-def change_blocks(model: HookedKVTransformer, stack: contextlib.ExitStack, mlp_in: Change, out: Change) -> None:
+def change_blocks(model: HookedKVTransformer, stack: contextlib.ExitStack, mlp_in: TensorChange, out: TensorChange) -> None:
     """Until ``stack`` is closed, pass the inputs of every MLP and the outputs of every block through a function."""
     for layer, block in enumerate(model.blocks):
         handle = block.mlp.register_forward_pre_hook(lambda _, args, layer=layer: (mlp_in(args[0], layer), *args[1:]))
@@ -132,7 +132,7 @@ def check_changeable(what: str, model: HookedKVTransformer, bias: KVBias) -> Non
         )
 
 
-def _read(model: HookedKVTransformer, texts: Int[Tensor, "text pos"], mlp_in: Change, out: Change) -> None:
+def _read(model: HookedKVTransformer, texts: Int[Tensor, "text pos"], mlp_in: TensorChange, out: TensorChange) -> None:
     """One pass over the texts in which the inputs of every MLP and the outputs of every block go through a function."""
     with contextlib.ExitStack() as stack:
         change_blocks(model, stack, mlp_in, out)

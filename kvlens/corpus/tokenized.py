@@ -36,8 +36,8 @@ from kvlens.files import write_atomically
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.tokenizer import with_bos
 
-BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|bos|>", "<|eos|>", "<|pad|>"
+SPECIAL_TOKENS = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
 MIN_VOCAB_SIZE, MOST_TOKENS = 256 + 3, 2**20
 _NAME = "kvlens-byte-bpe"
 
@@ -69,7 +69,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[BOS, EOS, PAD],
+        special_tokens=[BOS_TOKEN, EOS_TOKEN, PAD_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

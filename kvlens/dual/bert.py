@@ -20,14 +20,12 @@ from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
 
 from kvlens.components.heads import ACTIVATIONS
 from kvlens.errors import KVLensError
-from kvlens.files import read_json
+from kvlens.files import WEIGHTS, read_json
 from kvlens.model import AttentionVariantConfig, Augmented
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 from kvlens.pretrained.checkpoint_files import check_checkpoint
 from kvlens.pretrained.transformers_model import check_loaded, without_progress_bars
 from kvlens.tokenizer import read_tokenizer
-
-WEIGHTS = "model.safetensors"
 
 
 class VariantSelfAttention(nn.Module):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.dual.head_inputs import LayerReading, TextTokens, check_index, read_layers
+from kvlens.dual.head_inputs import LayerReading, TokenRow, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE
@@ -46,7 +46,7 @@ class QueryFigures(NamedTuple):
 
 @checked
 def dual_figures(
-    model: HookedKVTransformer, tokens: TextTokens, n_demonstrations: int | None = None, *, cosines: bool = True
+    model: HookedKVTransformer, tokens: TokenRow, n_demonstrations: int | None = None, *, cosines: bool = True
 ) -> QueryFigures:
     """The measures of every layer, head and query [layer, head, query], in float64; 0 for heads that a layer lacks.
 
@@ -205,7 +205,7 @@ class DemonstrationFigures(NamedTuple):
 
 @checked
 def demonstration_figures(
-    model: HookedKVTransformer, tokens: TextTokens, query_pos: int = -1, n_demonstrations: int | None = None
+    model: HookedKVTransformer, tokens: TokenRow, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> DemonstrationFigures:
     """The measures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
 

@@ -23,11 +23,11 @@ from jaxtyping import Float
 
 from kvlens.errors import KVLensError, nearest
 
-METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
+GLUE_METRICS = dict(cola="matthews", mrpc="accuracy", stsb="pearson", rte="accuracy")
 """The metric by which fine-tuned models are compared, by task."""
 CHANCE = dict(cola=0.0, mrpc=0.68, stsb=0.0, rte=0.5)
 """That metric of the more frequent label alone."""
-TASKS = (*METRICS,)
+GLUE_TASKS = (*GLUE_METRICS,)
 RTE_LABELS = {"entailment": 0.0, "not_entailment": 1.0}
 Numbers = Float[np.ndarray, " example"]
 
@@ -47,8 +47,8 @@ def read_examples(folder: str | Path, task: str, split: str) -> Examples:
     Raises:
         KVLensError: an unknown task (the nearest is suggested), a missing file or column, or an invalid label.
     """
-    if task not in TASKS:
-        raise KVLensError(f"glue: unknown task {task!r}{nearest(task, TASKS)}; there are {', '.join(TASKS)}")
+    if task not in GLUE_TASKS:
+        raise KVLensError(f"glue: unknown task {task!r}{nearest(task, GLUE_TASKS)}; there are {', '.join(GLUE_TASKS)}")
     path = Path(folder) / f"{split}.tsv"
     if not path.is_file():
         raise KVLensError(f"glue: {path} is missing; give the task's folder as GLUE distributes it, with train.tsv and dev.tsv")
@@ -136,13 +136,13 @@ def fine_tune(
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-            figures = metrics_of(task, predict(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
+            figures = metrics_of(task, classify(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), **figures})
     return pd.DataFrame(rows)
 
 
 @torch.no_grad()
-def predict(model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128) -> Numbers:
+def classify(model: Any, tokenizer: Any, examples: Examples, task: str, batch_size: int = 32, max_length: int = 128) -> Numbers:
     """Classes, or scores for stsb, without dropout."""
     model.eval()
     parts = torch.arange(len(examples.labels)).split(batch_size)

@@ -22,7 +22,7 @@ from kvlens.model import Augmented, HookedKVTransformer, heads_per_layer
 from kvlens.ops import dual as ops
 from kvlens.ops.feature_maps import draw_projections
 
-TextTokens = Int[Tensor, " pos"]
+TokenRow = Int[Tensor, " pos"]
 
 
 class LayerReading(NamedTuple):
@@ -56,7 +56,7 @@ class LayerReading(NamedTuple):
 @torch.no_grad()
 def read_layers(
     model: HookedKVTransformer,
-    tokens: TextTokens,
+    tokens: TokenRow,
     visit: Callable[[int, LayerReading], None],
     layers: Sequence[int] | None = None,
 ) -> None:
@@ -246,7 +246,7 @@ def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[st
     )
 
 
-Kernel = Literal["exact", "random", "landmark"]
+KernelName = Literal["exact", "random", "landmark"]
 BiasRole = Literal["initial", "demonstrations"]
 
 
@@ -318,7 +318,7 @@ def exact_tokens(reading: LayerReading, order: list[int]) -> HeadTokens:
 
 
 def approximate_tokens(
-    reading: LayerReading, order: list[int], kernel: Kernel, n_features: int | None, seed: int
+    reading: LayerReading, order: list[int], kernel: KernelName, n_features: int | None, seed: int
 ) -> HeadTokens:
     """The same head with finite features instead of the softmax kernel, normalized by their own sum."""
     if reading.scale is None:
@@ -334,7 +334,7 @@ def approximate_tokens(
     if kernel == "random":
         m = 16 * keys.shape[-1] if n_features is None else n_features
         drawn = draw_projections(1, m, keys.shape[-1], "orthogonal", torch.Generator().manual_seed(seed)).to(keys)
-        (phi_k, log_k), (phi_q, log_q) = (ops.random_log_features(x, drawn, reading.scale) for x in (keys, query))
+        (phi_k, log_k), (phi_q, log_q) = (ops.scaled_random_features(x, drawn, reading.scale) for x in (keys, query))
     else:
         m = max(1, keys.shape[1] // 4) if n_features is None else n_features
         phi_k, phi_q, log_k, log_q, _ = ops.landmark_features(keys, query, reading.scale, m)

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.dual.head_inputs import TextTokens, check_index
+from kvlens.dual.head_inputs import TokenRow, check_index
 from kvlens.dual.model import DualModel
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
@@ -59,7 +59,7 @@ class DualLayer:
     def from_layer(
         cls,
         model: HookedKVTransformer,
-        tokens: TextTokens,
+        tokens: TokenRow,
         layer: int,
         head: int,
         query_pos: int = -1,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvlens import KVModel
 from kvlens.explanation.claims import may_be_lost
-from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
+from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 from kvlens.units import Layout, Unit, cut
 
 MANY = 12
@@ -26,7 +26,6 @@ questions about two or three documents: none of the 12 sentences in such documen
 fall was 0.33 nats; with a bound of 1 none of 29.)"""
 MOST_TOGETHER, MOST_PAIRED = 5, 5
 """Sets of the strongest units up to so many, and pairs of so many."""
-Set = tuple[int, ...]
 
 
 class UnitGroup(NamedTuple):
@@ -101,7 +100,7 @@ class UnitSearch:
             self.each = dict(enumerate(first))
         return nothing
 
-    def causes(self) -> list[Set]:
+    def causes(self) -> list[IndexSet]:
         """The statements on units; of each claim the first set that loses it."""
         claims = range(len(self.explaining.claims))
         for number in claims:
@@ -146,30 +145,30 @@ class UnitSearch:
         order = sorted(self.each, key=lambda unit: -self.fall(number, self.each[unit]))
         return [unit for unit in order if self.explaining.lost(number, self.each[unit])]
 
-    def _cause(self, number: int, single: list[int]) -> Set:
-        breaking: list[Set] = [(unit,) for unit in single if self._closed(number, (unit,), self.each[unit])]
+    def _cause(self, number: int, single: list[int]) -> IndexSet:
+        breaking: list[IndexSet] = [(unit,) for unit in single if self._closed(number, (unit,), self.each[unit])]
         several = len(self.everything) > 1 and self.explaining.lost(number, self.explaining.nothing)
         n_tokens = 2 * len(self.each or self.first) * len(self.explaining.prompt)
         if not breaking and several and self.explaining.room("sets of units", n_tokens):
             breaking = self._together(number)
-        for parts in breaking[:1]:
-            self._only(number, parts)
+        for members in breaking[:1]:
+            self._only(number, members)
         return breaking[0] if breaking else ()
 
-    def _closed(self, number: int, parts: Iterable[int], kept: Outcome) -> bool:
+    def _closed(self, number: int, members: Iterable[int], kept: Outcome) -> bool:
         """Whether a set that loses the claim with its gap kept does so with its gap closed."""
-        now = self.runs.without([parts], "closed")[0]
+        now = self.runs.without([members], "closed")[0]
         lost = bool(self.explaining.lost(number, now))
-        self.add(number, now, "breaking" if lost else "each", parts, gap="closed")
+        self.add(number, now, "breaking" if lost else "each", members, gap="closed")
         if lost:
-            self.add(number, kept, "breaking", parts)
+            self.add(number, kept, "breaking", members)
         return lost
 
-    def _together(self, number: int) -> list[Set]:
+    def _together(self, number: int) -> list[IndexSet]:
         """The smallest set of units that loses the claim, of those that were tried."""
         if self.groups:
             self._open([self.groups[i] for i in self._groups_together(number)])
-            single: list[Set] = [(i,) for i in self._losing(number) if self._closed(number, (i,), self.each[i])]
+            single: list[IndexSet] = [(i,) for i in self._losing(number) if self._closed(number, (i,), self.each[i])]
             if single:
                 return single
         units = sorted(self.each)
@@ -205,23 +204,23 @@ class UnitSearch:
         strength = [self.fall(number, a) - self.fall(number, b) for a, b in zip(gone, only, strict=True)]
         return sorted(range(len(sets)), key=lambda i: -strength[i])
 
-    def _first_lost(self, number: int, sets: Sequence[Set]) -> Set | None:
+    def _first_lost(self, number: int, sets: Sequence[IndexSet]) -> IndexSet | None:
         outcomes = self.runs.without(sets)
-        for parts, now in zip(sets, outcomes, strict=True):
-            self.add(number, now, "together", parts)
-        for parts, now in zip(sets, outcomes, strict=True):
-            if self.explaining.lost(number, now) and self._closed(number, parts, now):
-                return parts
+        for members, now in zip(sets, outcomes, strict=True):
+            self.add(number, now, "together", members)
+        for members, now in zip(sets, outcomes, strict=True):
+            if self.explaining.lost(number, now) and self._closed(number, members, now):
+                return members
         return None
 
-    def _only(self, number: int, parts: Set) -> None:
+    def _only(self, number: int, members: IndexSet) -> None:
         """Add the statement on the run in which only this set of units is left."""
-        others = self.everything - set(parts)
+        others = self.everything - set(members)
         if others:
-            self.add(number, self.runs.without([others])[0], "only", parts, others=True)
+            self.add(number, self.runs.without([others])[0], "only", members, others=True)
 
     def fall(self, number: int, now: Outcome) -> float:
         return float(self.explaining.fall(self.explaining.claims[number], now))
 
-    def add(self, number: int, now: Outcome, role: str, parts: Iterable[int], **named: Any) -> None:
-        self.explaining.add(number, now, "units", role, sorted(parts), **named)
+    def add(self, number: int, now: Outcome, role: str, members: Iterable[int], **named: Any) -> None:
+        self.explaining.add(number, now, "units", role, sorted(members), **named)

@@ -33,7 +33,7 @@ from kvlens.analyses.bias.exchange import (
     in_one_space,
 )
 from kvlens.explanation.claims import may_be_lost
-from kvlens.explanation.runs import Outcome
+from kvlens.explanation.runs import IndexSet, Outcome
 from kvlens.texts import token_texts
 from kvlens.units import Layout, pieces_of_tokens
 
@@ -41,7 +41,7 @@ MOST_PAIRED, MOST_LAYERS = 5, 8
 """How many of the strongest layers are exchanged in pairs, and how many at most in a set."""
 AT_ONCE = 3
 Place = tuple[str, int] | None
-"""What a position is a part of: a message or document, the question, or what follows it; None for marks in front."""
+"""What a position belongs to: a message or document, the question, or what follows it; None for marks in front."""
 QUESTION, BEHIND = ("question", -1), ("behind", -1)
 POSITION_GROUPS = {
     "cause": "the cause's own words",
@@ -54,7 +54,7 @@ POSITION_GROUPS = {
 
 
 def places_of(layout: Layout, n_tokens: int) -> list[Place]:
-    """What each position of a prompt is a part of. Behind a raw prompt, all that follows is the question."""
+    """What each position of a prompt belongs to. Behind a raw prompt, all that follows is the question."""
     pieces = pieces_of_tokens(layout)
     found: list[Place] = [
         None if piece is None else QUESTION if piece in layout.asked else (piece.name, piece.start) for piece in pieces
@@ -152,7 +152,7 @@ class _Search:
     Args:
         explaining: the explanation.
         number: of the claim.
-        kind: what the sets consist of, the column ``about`` of `STATEMENTS`.
+        kind: what the sets consist of, the column ``about`` of `STATEMENT_COLUMNS`.
         exchange: of the whole prompt's bias for that without the cause.
         members: name of each layer, head or group -> its parts of the exchange.
         cause: units that the other prompt lacks.
@@ -211,9 +211,6 @@ class _Search:
                 return
 
 
-Set = tuple[int, ...]
-
-
 class _Layers(_Search):
     """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
@@ -227,10 +224,10 @@ class _Layers(_Search):
             keeping = [each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)]
             self.read(keeping[:1])
 
-    def breaking(self) -> list[Set]:
+    def breaking(self) -> list[IndexSet]:
         """The single layers that lose the claim, the strongest first; else the first set that does."""
         outcomes = self.run("each", [(layer,) for layer in self.members], self.may_be_lost)
-        breaking: list[Set] = [(layer,) for layer in self.order if self.explaining.lost(self.number, outcomes[layer])]
+        breaking: list[IndexSet] = [(layer,) for layer in self.order if self.explaining.lost(self.number, outcomes[layer])]
         if not breaking:
             pairs = itertools.combinations(self.order[:MOST_PAIRED], 2)
             breaking = self._first_lost([tuple(sorted(pair)) for pair in pairs])
@@ -247,7 +244,7 @@ class _Layers(_Search):
                 self.run("keeping", [each], lambda now: not self.may_be_lost(now), others=True)
                 return
 
-    def _first_lost(self, sets: Sequence[Set]) -> list[Set]:
+    def _first_lost(self, sets: Sequence[IndexSet]) -> list[IndexSet]:
         """The set that loses the claim and by which it falls most; texts are generated for a few at a time."""
         read = dict(zip(sets, self.run("together", sets, lambda now: False), strict=True))
         promising = sorted(filter(lambda each: self.may_be_lost(read[each]), sets), key=lambda each: -self.fall(read[each]))
@@ -259,5 +256,5 @@ class _Layers(_Search):
                 return lost[:1]
         return []
 
-    def _strongest(self, least: int) -> list[Set]:
+    def _strongest(self, least: int) -> list[IndexSet]:
         return [tuple(sorted(self.order[:size])) for size in range(least, min(MOST_LAYERS, len(self.order)) + 1)]

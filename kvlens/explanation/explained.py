@@ -14,7 +14,7 @@ from kvlens.explanation.presentation import explanation_view, in_words
 from kvlens.explanation.runs import Outcome
 from kvlens.texts import Response
 
-CLAIMS = Columns(
+CLAIM_COLUMNS = Columns(
     claim=("int64", "from 0, in the response's order"),
     text=("str", "as the response has it"),
     start=("int64", "its first token in the response"),
@@ -23,7 +23,7 @@ CLAIMS = Columns(
     p=("float64", "its probability with the whole prompt, what stands before it given"),
     cause=("str", "units by number, such as ``3`` or ``2+5``: the first set that loses it; empty where none was found"),
 )
-UNITS = Columns(
+UNIT_COLUMNS = Columns(
     unit=("int64", "from 0"),
     name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
@@ -36,7 +36,7 @@ UNITS = Columns(
     group=("str", "the document or paragraph that was removed first, whole; empty where single units were from the start"),
     alone=("bool", "whether it was removed by itself; it was not where nothing changes without its whole group"),
 )
-EFFECTS = Columns(
+EFFECT_COLUMNS = Columns(
     unit=("int64", "from 0"),
     word=("int64", "of the response, from 0"),
     text=("str", "the word"),
@@ -45,13 +45,13 @@ EFFECTS = Columns(
         "by which the word falls without the unit, nats, the words before it given; NaN where it was not removed by itself",
     ),
 )
-WORDS = Columns(
+WORD_COLUMNS = Columns(
     word=("int64", "from 0"),
     text=("str", "the word, or a mark"),
     nats=("float64", "by which it falls when all units are gone"),
     claim=("int64", "the claim that it belongs to; -1: none"),
 )
-STATEMENTS = Columns(
+STATEMENT_COLUMNS = Columns(
     claim=("int64", "which claim it is about"),
     about=("str", "``units``, ``layers``, ``groups`` (key-value groups), ``heads`` or ``positions``: what the set consists of"),
     role=(
@@ -71,7 +71,7 @@ STATEMENTS = Columns(
     p_after=("float64", "under the intervention"),
     says=("str", "the whole text that is said instead; missing where there is no firm difference, or it was not generated"),
 )
-POSITIONS = Columns(
+POSITION_COLUMNS = Columns(
     group=("str", "``cause``, ``document``, ``between``, ``question`` or ``end``"),
     position=("int64", "in the prompt"),
     token=("str", "there"),
@@ -92,15 +92,15 @@ class Explained:
         response_tokens: its tokens, [pos].
         cut_after: how many tokens these are where the model would have gone on; None where it ended by itself, and of a given
             answer.
-        claims: its claims, `CLAIMS`; the whole response as one where no word depends on the units.
+        claims: its claims, `CLAIM_COLUMNS`; the whole response as one where no word depends on the units.
         about: the number of the claim that heads the page.
         is_whole: whether that claim is the whole response.
-        units: `UNITS`.
-        effects: `EFFECTS`.
-        words: `WORDS`.
+        units: `UNIT_COLUMNS`.
+        effects: `EFFECT_COLUMNS`.
+        words: `WORD_COLUMNS`.
         cause: the heading claim's cause, by number of units; empty where none was found.
-        statements: `STATEMENTS`, a row for each intervention and claim.
-        positions: `POSITIONS`, of each group that was exchanged; empty unless asked for.
+        statements: `STATEMENT_COLUMNS`, a row for each intervention and claim.
+        positions: `POSITION_COLUMNS`, of each group that was exchanged; empty unless asked for.
         without: what the model says without any unit; None where that has no firm difference.
         n_layers: how many layers were tried one by one; 0 where none were.
         n_tokens: how many tokens the model read.
@@ -198,8 +198,8 @@ def found_by(
         effects=_table_of_effects(explaining, each),
         words=_table_of_words(explaining),
         cause=causes[heading],
-        statements=STATEMENTS.frame({name: statements[name].tolist() for name in statements}),
-        positions=POSITIONS.frame({name: positions.get(name, []) for name in POSITIONS}),
+        statements=STATEMENT_COLUMNS.frame({name: statements[name].tolist() for name in statements}),
+        positions=POSITION_COLUMNS.frame({name: positions.get(name, []) for name in POSITION_COLUMNS}),
         without=explaining.nothing.text,
         n_layers=n_layers,
         n_tokens=explaining.runs.n_tokens,
@@ -208,7 +208,7 @@ def found_by(
 
 
 def _table_of_claims(explaining: Any, causes: list[tuple[int, ...]]) -> pd.DataFrame:
-    return CLAIMS.frame(
+    return CLAIM_COLUMNS.frame(
         {
             "claim": range(len(explaining.claims)),
             "text": [claim.text for claim in explaining.claims],
@@ -225,7 +225,7 @@ def _table_of_units(explaining: Any, each: dict[int, Outcome], heading: int, cau
     claim, units = explaining.claims[heading], range(len(explaining.units))
     group_of = {unit: group for group in explaining.read.groups for unit in group.members}
     nearest_run = {unit: each.get(unit) or explaining.runs.without([group_of[unit].members])[0] for unit in units}
-    return UNITS.frame(
+    return UNIT_COLUMNS.frame(
         {
             "unit": units,
             "name": [unit.name for unit in explaining.units],
@@ -245,7 +245,7 @@ def _table_of_units(explaining: Any, each: dict[int, Outcome], heading: int, cau
 def _table_of_effects(explaining: Any, each: dict[int, Outcome]) -> pd.DataFrame:
     words = explaining.response.words
     missing = [math.nan] * len(words)
-    return EFFECTS.frame(
+    return EFFECT_COLUMNS.frame(
         {
             "unit": [unit for unit in range(len(explaining.units)) for _ in words],
             "word": [*range(len(words))] * len(explaining.units),
@@ -261,7 +261,7 @@ def _table_of_effects(explaining: Any, each: dict[int, Outcome]) -> pd.DataFrame
 
 def _table_of_words(explaining: Any) -> pd.DataFrame:
     words = explaining.response.words
-    return WORDS.frame(
+    return WORD_COLUMNS.frame(
         {
             "word": range(len(words)),
             "text": [word.text for word in words],

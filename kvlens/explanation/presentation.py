@@ -33,7 +33,7 @@ MEANINGS = (
 MOST_NAMED = 3
 """How many of the units or layers that lose a claim alone are described."""
 FULL_SHADE = 8.0
-"""How many nats give a word or a part the full color."""
+"""How many nats give a word or a unit the full color."""
 
 
 class PrintedSentence(NamedTuple):
@@ -75,7 +75,7 @@ def quoted(text: str, longest: int = LONGEST_SAID) -> str:
     return f'"{line if len(line) <= longest else line[: longest - 1].rstrip() + "…"}"'
 
 
-def percent(p: float) -> str:
+def p_in_words(p: float) -> str:
     """A probability as people read it."""
     if p >= 0.9995:
         return "> 99.9 %"
@@ -116,7 +116,7 @@ def outcome(named: str, row: Any) -> str:
     if said is not None:
         return said
     instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
-    p = f"({percent(row.p_before)} to {percent(row.p_after)})"
+    p = f"({p_in_words(row.p_before)} to {p_in_words(row.p_after)})"
     if row.verdict == LOST:
         return f"{instead}: {named} is lost {p}"
     if row.verdict == PARTLY:
@@ -370,7 +370,7 @@ def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
     said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
     cause = " It is a cause: the claim is also lost when the gap is closed." if is_cause else ""
-    return f"Without {unit}, {said}. {claim}: {row.verdict}, {percent(row.p_before)} to {percent(row.p_after)}.{cause}"
+    return f"Without {unit}, {said}. {claim}: {row.verdict}, {p_in_words(row.p_before)} to {p_in_words(row.p_after)}.{cause}"
 
 
 def _strip(found: Any) -> str:

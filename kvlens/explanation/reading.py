@@ -27,7 +27,7 @@ from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.bias.exchange import HEAD, LayerExchange
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
-from kvlens.analyses.segments import Progress, bar_unless
+from kvlens.analyses.segments import OnProgress, bar_unless
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.arguments import Span
 from kvlens.chat import prompt_layout
@@ -80,9 +80,9 @@ def reading_layers(
     answer: str | int | Int[Tensor, " answer_pos"],
     without: str | Sequence[str] | Sequence[Span],
     heads: bool = True,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
-    """How far an answer falls when one layer, group or head reads the prompt without a part of it.
+    """How far an answer falls when one layer, group or head reads the prompt without some units of it.
 
     >>> from kvlens import HookedKVTransformer
     >>> from kvlens.analyses import reading_layers
@@ -108,7 +108,7 @@ def reading_layers(
         {columns}
 
     Raises:
-        KVLensError: parts that are not in the prompt, the prompt's last token among them, an empty answer.
+        KVLensError: units that are not in the prompt, the prompt's last token among them, an empty answer.
 
     Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
     """
@@ -163,7 +163,7 @@ class _Reading:
         log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
         return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
-    def heads(self, tell: Progress) -> list[_Found]:
+    def heads(self, tell: OnProgress) -> list[_Found]:
         """Exchange each group, then each head."""
         starts, writes = self._both()
         of_groups, of_heads = list[_Found](), list[_Found]()

@@ -21,7 +21,7 @@ from kvlens.errors import nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
-from kvlens.explanation.explained import SEPARATOR, STATEMENTS, Explained, found_by
+from kvlens.explanation.explained import SEPARATOR, STATEMENT_COLUMNS, Explained, found_by
 from kvlens.explanation.presentation import answered, listed
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
@@ -72,7 +72,7 @@ def explain(
         budget: tokens that may be read; what is left out then is named in ``left_out``.
         on_progress: called with a description and the fraction done, in 0..1, about; None shows a bar on a terminal or in a
             notebook, if it takes long.
-        on_found: called with a line of text as soon as something is known: the response, then each part that was removed.
+        on_found: called with a line of text as soon as something is known: the response, then each unit that was removed.
 
     Raises:
         KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is too small to
@@ -94,7 +94,7 @@ def explain(
 
 
 @analysis(
-    STATEMENTS,
+    STATEMENT_COLUMNS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
     options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
 )
@@ -128,7 +128,7 @@ class _Prompt:
         tokens: [pos].
         units: what is removed.
         groups: documents or paragraphs that are removed first; none where that does not pay.
-        places: what each position is a part of.
+        places: what each position belongs to.
     """
 
     tokens: Tensor

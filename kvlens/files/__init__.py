@@ -23,9 +23,11 @@ from kvlens.files.atomic import (
     write_file,
     write_folder,
 )
-from kvlens.files.reading import (
+from kvlens.files.untrusted import (
     CARD,
+    CONFIG,
     LIST,
+    WEIGHTS,
     check_listed,
     check_regular,
     check_regular_files,
@@ -43,7 +45,9 @@ from kvlens.files.reading import (
 
 __all__ = [
     "CARD",
+    "CONFIG",
     "LIST",
+    "WEIGHTS",
     "FolderKind",
     "check_folder",
     "check_listed",

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvlens.errors import KVLensError
-from kvlens.files.reading import check_regular, check_version, checksum
+from kvlens.files.untrusted import check_regular, check_version, checksum
 
 CHECKSUM = "checksum"
 

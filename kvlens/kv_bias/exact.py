@@ -17,7 +17,7 @@ from kvlens.kv_bias.kv_bias import KVBias
 from kvlens.kv_bias.storage import padded
 
 
-class PromptTokens(NamedTuple):
+class PromptBatch(NamedTuple):
     """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
 
     Attributes:
@@ -63,7 +63,7 @@ class PromptReading(NamedTuple):
     recurrent: RecurrentStates = NO_STATES
 
 
-def exact_bias(reading: PromptReading, prompt: PromptTokens, old: KVBias | None, fingerprint: Fingerprint) -> KVBias:
+def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, fingerprint: Fingerprint) -> KVBias:
     """The bias of a prompt alone, with a batch axis; states of recurrent layers cover the prompt and everything before it.
 
     Args:

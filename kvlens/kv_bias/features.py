@@ -35,8 +35,8 @@ from kvlens.ops.softmax_features import (
 )
 
 F = TypeVar("F", bound="SoftmaxFeatures")
-Queries = Float[Tensor, "batch pos head d_key"]
-Positions = Int[Tensor, "#batch pos"]
+QueryVectors = Float[Tensor, "batch pos head d_key"]
+QueryPositions = Int[Tensor, "#batch pos"]
 Used = Bool[Tensor, "#batch head d_phi"]
 LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
@@ -70,7 +70,7 @@ class SoftmaxFeatures(ABC):
 
     @abstractmethod
     def of_queries(
-        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         """phi(q), of the features of one layer.
 
@@ -83,9 +83,9 @@ class SoftmaxFeatures(ABC):
 
     def read(
         self,
-        q: Queries,
+        q: QueryVectors,
         rule: ScoreRule,
-        positions: Positions | None,
+        positions: QueryPositions | None,
         log_scale: Float[Tensor, "#batch kv_head"],
         b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
         b_d: Float[Tensor, "#batch some_head d_phi"],
@@ -113,11 +113,11 @@ class PositiveFeatures(SoftmaxFeatures):
     """A kind of features that are exponentials, given by their logarithms."""
 
     @abstractmethod
-    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+    def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         """log phi(q), of the features of one layer; arguments as in :meth:`of_queries`."""
 
     def of_queries(
-        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         return scaled_exp(self.log_features(q, rule, positions), used)
 
@@ -145,7 +145,7 @@ class VirtualKeys(PositiveFeatures):
         keys, distance = self.keys[layer], self.distance[layer]
         return VirtualKeys(keys, distance) if keys.dim() == 4 else VirtualKeys(keys[None], distance[None])
 
-    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+    def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         return virtual_key_scores(q, self.keys.to(q), rule, self.distance.to(q.device), positions)
 
     def further(self, n_tokens: int | Int[Tensor, " batch"]) -> "VirtualKeys":
@@ -169,7 +169,7 @@ class RandomFeatures(PositiveFeatures):
     def n_features(self) -> int:
         return self.projection.shape[-2]
 
-    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+    def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         return random_log_features(q, self.projection.to(q), rule.scale)
 
 
@@ -185,7 +185,7 @@ class LearnedFeatures(PositiveFeatures):
     def n_features(self) -> int:
         return self.weight.shape[-2]
 
-    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+    def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         return learned_log_features(q, self.weight.to(q), self.offset.to(q))
 
 
@@ -203,7 +203,7 @@ class EluFeatures(PositiveFeatures):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def log_features(self, q: Queries, rule: ScoreRule, positions: Positions | None) -> LogFeatures:
+    def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         return elu_log_features(q, rule.scale)
 
 
@@ -222,7 +222,7 @@ class TaylorFeatures(SoftmaxFeatures):
         return {}
 
     def of_queries(
-        self, q: Queries, rule: ScoreRule, positions: Positions | None = None, used: Used | None = None
+        self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None = None, used: Used | None = None
     ) -> ScaledFeatures:
         return taylor_features(q, rule.scale)
 

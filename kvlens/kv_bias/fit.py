@@ -367,34 +367,34 @@ def _summed(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-Record = BiasFit | None
+FitRecord = BiasFit | None
 
 
-def since(record: Record, step: str) -> Record:
+def since(record: FitRecord, step: str) -> FitRecord:
     """The record after ``step``, an operation that keeps exact biases exact."""
     return None if record is None else _after(record, step)
 
 
-def of_sum(records: Iterable[Record], step: str) -> Record:
+def of_sum(records: Iterable[FitRecord], step: str) -> FitRecord:
     """The record of a sum."""
     approximate = [record for record in records if record is not None]
     return BiasFit.of_several(approximate, step) if approximate else None
 
 
-def replaced(record: Record, before: Mapping[str, Any], now: Mapping[str, Any]) -> Record:
+def after_replacing(record: FitRecord, before: Mapping[str, Any], now: Mapping[str, Any]) -> FitRecord:
     """The record after dataclasses.replace, given the old and new values of fields by name."""
     names = [name for name, value in before.items() if not _same(value, now[name])]
     return _after(record, f"{', '.join(names)} replaced") if names else record
 
 
-def rounded(bias: Any, dtype: torch.dtype) -> Record:
+def after_rounding(bias: Any, dtype: torch.dtype) -> FitRecord:
     """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
     lost = torch.finfo(dtype).eps > max(torch.finfo(bias.stored()["b_KV"].dtype).eps, torch.finfo(torch.float32).eps)
     is_softmax = bias.fingerprint.attention != "linear"
     return _after(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else bias.fit
 
 
-def _after(record: Record, step: str) -> BiasFit:
+def _after(record: FitRecord, step: str) -> BiasFit:
     return BiasFit.of_several([] if record is None else [record], step)
 
 

@@ -35,7 +35,7 @@ from kvlens.kv_bias.arithmetic import (
 )
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
 from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
-from kvlens.kv_bias.fit import BiasFit, replaced, rounded, since
+from kvlens.kv_bias.fit import BiasFit, after_replacing, after_rounding, since
 from kvlens.kv_bias.storage import KeyGroups, as_numbers, fields_of_groups, padded, read_bias_file, used_keys, write_bias_file
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
@@ -121,7 +121,7 @@ class KVBias:
         """Record that a field was replaced, if the record itself was not."""
         made_of = {name: getattr(self, name) for name in READ}
         if self._record is not None and self._record[0] is self.fit:
-            object.__setattr__(self, "fit", replaced(self.fit, self._record[1], made_of))
+            object.__setattr__(self, "fit", after_replacing(self.fit, self._record[1], made_of))
         object.__setattr__(self, "_record", (self.fit, made_of))
 
     def _made(self, fit: BiasFit | None, **changed: Any) -> "KVBias":
@@ -316,7 +316,7 @@ class KVBias:
 
         moved = self._changed(move)
         if to_dtype:
-            return self._made(rounded(self, moved["last_k"].dtype), **moved)
+            return self._made(after_rounding(self, moved["last_k"].dtype), **moved)
         for name in COUNTS:
             value = getattr(self, name)
             moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value

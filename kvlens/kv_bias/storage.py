@@ -60,7 +60,7 @@ def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer
     return used.unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
 
 
-def packed(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
+def without_unused_keys(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
     """The tensors of a bias without unused virtual keys; unchanged if every key is used."""
     used = used_keys(tensors["b_KV"], tensors["b_D"], n_kv_heads)
     if bool(used.all()):
@@ -70,7 +70,7 @@ def packed(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :func:`packed`, except that unused keys are 0, at distance 1.
+    """The inverse of :func:`without_unused_keys`, except that unused keys are 0, at distance 1.
 
     Raises:
         ValueError: the numbers of rows do not fit.
@@ -231,7 +231,7 @@ def write_bias_file(path: str | Path, bias: Any) -> None:
     whole = bias.padded()
     tensors = whole.tensors()
     if isinstance(whole.features, VirtualKeys) and not bias.fingerprint.layers_differ:
-        tensors = packed(tensors, bias.fingerprint.n_kv_heads)
+        tensors = without_unused_keys(tensors, bias.fingerprint.n_kv_heads)
     if whole.features is not None:
         meta |= {"features": whole.features.kind, "fit": None if bias.fit is None else bias.fit.to_json()}
     if bias.fit is not None:

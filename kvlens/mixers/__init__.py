@@ -57,6 +57,6 @@ def test_pattern_and_carried_keys():
 """
 
 from kvlens.mixers.families import has_mixer, mixer_for
-from kvlens.mixers.mixer import HOOKS, Mixer, MixerInputs, RecurrentState
+from kvlens.mixers.mixer import MIXER_HOOKS, Mixer, MixerInputs, RecurrentState
 
-__all__ = ["HOOKS", "Mixer", "MixerInputs", "RecurrentState", "has_mixer", "mixer_for"]
+__all__ = ["MIXER_HOOKS", "Mixer", "MixerInputs", "RecurrentState", "has_mixer", "mixer_for"]

@@ -75,7 +75,7 @@ class MixerInputs(NamedTuple):
     conv: Float[Tensor, "batch rows channel"] | None
 
 
-class Read(NamedTuple):
+class RuleOutputs(NamedTuple):
     """What a rule returns: z of the context, qbar if a bias is to be read, and the state after the tokens."""
 
     z: Float[Tensor, "batch pos head d_v"]
@@ -91,7 +91,7 @@ class Rule(ABC):
     """
 
     @abstractmethod
-    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> RuleOutputs:
         """z of the context alone and the state after the last real token; with ``with_map`` also qbar and P."""
 
     @abstractmethod
@@ -121,18 +121,18 @@ class DeltaRule(Rule):
     def __init__(self, chunk_size: int = delta_rule.CHUNK_SIZE) -> None:
         self.chunk_size = chunk_size
 
-    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> RuleOutputs:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
         decodes = inputs.v.shape[1] == 1
         if with_map:
             carried = delta_rule.recurrent_carried_delta_rule if decodes else delta_rule.carried_delta_rule
-            return Read(*carried(*arguments, state.state_map))
+            return RuleOutputs(*carried(*arguments, state.state_map))
         if decodes:
             z, final = delta_rule.recurrent_delta_rule(*arguments, output_final_state=True)
         else:
             z, final = delta_rule.chunked_delta_rule(*arguments, output_final_state=True, chunk_size=self.chunk_size)
         assert final is not None
-        return Read(z, None, final, None)
+        return RuleOutputs(z, None, final, None)
 
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
         return delta_rule.carried_queries(inputs.q, inputs.k, inputs.log_decay, _write(inputs), mask)
@@ -150,14 +150,14 @@ class DeltaRule(Rule):
 class Lightning(Rule):
     """T_t = a I, with one a per head: lightning attention and retention (:mod:`kvlens.ops.lightning`)."""
 
-    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> RuleOutputs:
         form = recurrent_lightning if inputs.v.shape[1] == 1 else chunked_lightning
         context = None if state.context is None else state.context.to(inputs.v)
         z, final = form(inputs.q, inputs.k, inputs.v, inputs.log_decay, mask, context, output_final_state=True)
         assert final is not None
         if not with_map:
-            return Read(z, None, final, None)
-        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+            return RuleOutputs(z, None, final, None)
+        return RuleOutputs(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
 
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
         return lightning.carried_queries(inputs.q, inputs.log_decay, mask)
@@ -189,14 +189,14 @@ class StateSpace(Rule):
         """The form of the recurrence for that many tokens."""
         return recurrent_ssd if n_tokens == 1 else chunked_ssd
 
-    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> Read:
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> RuleOutputs:
         arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, _write(inputs), mask, state.context)
         z, final = self.form(inputs.v.shape[1])(*arguments, output_final_state=True)
         assert final is not None
         z = z + self.skip.to(z)[:, None] * (inputs.v if mask is None else without_padding(inputs.v, mask))
         if not with_map:
-            return Read(z, None, final, None)
-        return Read(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+            return RuleOutputs(z, None, final, None)
+        return RuleOutputs(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
 
     def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
         carried: Tensor = self.carries.carried_queries(inputs.q, inputs.log_decay, mask)
@@ -281,7 +281,7 @@ class Mixer(nn.Module, ABC):
         super().__init__()
         self._held = (module,)  # in a tuple, so that its weights do not become this module's parameters too
         self.layer = layer
-        for name in HOOKS:
+        for name in MIXER_HOOKS:
             setattr(self, name, HookPoint())
 
     def as_module_returns(self, output: Float[Tensor, "batch pos d_model"]) -> Any:
@@ -313,7 +313,7 @@ class Mixer(nn.Module, ABC):
 
     def is_hooked(self) -> bool:
         """Whether any of the hook points has a hook."""
-        return is_hooked(*(getattr(self, name) for name in HOOKS))
+        return is_hooked(*(getattr(self, name) for name in MIXER_HOOKS))
 
     def forward(
         self,
@@ -374,5 +374,5 @@ class Mixer(nn.Module, ABC):
         return z + torch.einsum("bihk,bhkd->bihd", self.rule.carried_queries(inputs, mask), state.context.to(z))
 
 
-HOOKS = tuple(name for name in Mixer.__annotations__ if name.startswith("hook_"))
+MIXER_HOOKS = tuple(name for name in Mixer.__annotations__ if name.startswith("hook_"))
 """The hook points of every mixer, not in firing order."""

@@ -34,8 +34,8 @@ class HeadsRead(NamedTuple):
         pattern: the attention pattern, which has no columns for a bias; for a recurrent layer the exact effective attention.
         values: of each query head.
         z: the heads' outputs, before the output projection (and, in a recurrent layer, before its norm and gate).
-        z_context: the part of z that comes from the text; z itself if no bias is read.
-        z_bias: the part that comes from the bias; None without one.
+        z_context: the summand of z that comes from the text; z itself if no bias is read.
+        z_bias: the one that comes from the bias; None without one.
         gate: what the heads' outputs are multiplied by before z is read; None without one.
         factor: what z is multiplied by before W_O, the norm and gate of a recurrent layer as they are in this pass, in float64;
             None without one.

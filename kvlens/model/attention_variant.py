@@ -17,7 +17,7 @@ from kvlens.errors import KVLensError, nearest
 @checked
 @dataclass(frozen=True)
 class Regularised:
-    """Subtract a part of each token's own value.
+    """Subtract a share of each token's own value.
 
     Args:
         alpha: strength, of either sign; 0 is plain attention.

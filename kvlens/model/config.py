@@ -15,7 +15,7 @@ import torch
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.config import NORM_OVER_ALL_HEADS
-from kvlens.checks import MOST, Within, checked, ensure, one_of
+from kvlens.checks import INT_MAX, Within, checked, ensure, one_of
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
@@ -54,7 +54,7 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         if field.name in OTHERS or value is field.default:
             continue
         value = ensure(field.name, kinds[field.name], value)
-        is_huge = isinstance(value, int) and abs(value) > MOST and field.name != "seed"
+        is_huge = isinstance(value, int) and abs(value) > INT_MAX and field.name != "seed"
         setattr(cfg, field.name, float(value) if is_huge else value)
     check_device("device", cfg.device)
     if cfg.attn_only and cfg.parallel_attn_mlp:

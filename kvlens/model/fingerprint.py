@@ -10,13 +10,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kvlens.base.config import HEADS
+from kvlens.base.config import HEAD_SIZES
 from kvlens.errors import warn
 from kvlens.kv_bias import Fingerprint
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
-NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEADS)}
+NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEAD_SIZES)}
 WITHOUT_EFFECT = {
     *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
     *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),

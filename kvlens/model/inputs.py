@@ -213,10 +213,10 @@ WITHOUT_BATCH = ("shift_coef", ".experts.")
 IN_ROWS = (".q_norm.", ".k_norm.", ".hook_expert_")
 """Parts of names of tensors that may be matrices with the positions of all texts as rows."""
 
-Hooks = list[tuple[str, Callable]]
+NamedHooks = list[tuple[str, Callable]]
 
 
-def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any, **how: Any) -> tuple[Hooks, Hooks]:
+def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any, **how: Any) -> tuple[NamedHooks, NamedHooks]:
     """Forward and backward hooks that save the tensors at hook points, sliced by ``pos_slice``.
 
     Args:
@@ -227,10 +227,10 @@ def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any,
     """
     forwards = _Saver(cache, Slice.unwrap(pos_slice), **how)
     backwards = _Saver(cache, forwards.pos_slice, **how, suffix="_grad", positions=forwards.positions)
-    fwd: Hooks = [(name, forwards) for name in names]
-    bwd: Hooks = [(name, backwards) for name, _ in fwd]
+    fwd: NamedHooks = [(name, forwards) for name in names]
+    bwd: NamedHooks = [(name, backwards) for name, _ in fwd]
     layers = {_block(name) for name, _ in fwd if any(part in name for part in IN_ROWS)}
-    watching: Hooks = [(f"{block}.hook_resid_pre", forwards.note_positions) for block in sorted(layers)]
+    watching: NamedHooks = [(f"{block}.hook_resid_pre", forwards.note_positions) for block in sorted(layers)]
     return (fwd if forwards.pos_slice.mode == "identity" else watching + fwd), bwd
 
 

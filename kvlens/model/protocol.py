@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from kvlens.checks.values import CALLED
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.kv_bias.exact import PromptReading, PromptTokens
+from kvlens.kv_bias.exact import PromptBatch, PromptReading
 from kvlens.ops.softmax_features import ScoreRule
 
 Form = Callable[[Tensor], Tensor] | None
 """What makes [batch, pos, head, d] of what passes a hook point; None where it has this form."""
 
-Point = tuple[nn.Module, Form]
+ReadPoint = tuple[nn.Module, Form]
 
 
 class HeadMatrices(NamedTuple):
@@ -70,7 +70,7 @@ class Part:
         """b_O."""
         return None
 
-    def attention_points(self) -> dict[str, Point]:
+    def attention_points(self) -> dict[str, ReadPoint]:
         """Where to look, and in which form: pattern, values (before a shift), z, z_context, z_bias and, where there is one,
         gate."""
         return {}
@@ -257,7 +257,7 @@ class QueriesRead(NamedTuple):
 class ReadsPrompts(KVModel, Protocol):
     """What conversion asks of a :class:`KVModel` with softmax attention. Layers are counted among those with attention."""
 
-    def read_prompt(self, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+    def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
         """One pass over a prompt, after any attached bias; with its queries if they are asked for."""
 
     def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:
@@ -291,10 +291,10 @@ class AttentionPart(Part):
         """b_O."""
         return self.attn.b_O
 
-    def attention_points(self) -> dict[str, Point]:
+    def attention_points(self) -> dict[str, ReadPoint]:
         """See :meth:`Part.attention_points`."""
         clip = self.attn.cfg.clip_qkv
-        values: Point = self.attn.hook_v, None if clip is None else lambda v: v.clamp(min=-clip, max=clip)
+        values: ReadPoint = self.attn.hook_v, None if clip is None else lambda v: v.clamp(min=-clip, max=clip)
         others = ("pattern", "z", "z_context", "z_bias")
         return {"values": values, **{name: (getattr(self.attn, f"hook_{name}"), None) for name in others}}
 

@@ -18,7 +18,9 @@ from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, brief, warn
 from kvlens.files import (
     CARD,
+    CONFIG,
     LIST,
+    WEIGHTS,
     FolderKind,
     check_folder,
     check_regular_files,
@@ -40,7 +42,6 @@ from kvlens.tokenizer import read_tokenizer
 M = TypeVar("M", bound=HookedTransformer)
 """The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def _own_files(folder: Path) -> set[str] | None:

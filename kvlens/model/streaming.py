@@ -40,7 +40,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
-from kvlens.model.protocol import PromptReading, PromptTokens, QueriesRead
+from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
 
 MULTIPLE = 64
 """Segments consist of whole chunks of the chunked form."""
@@ -380,7 +380,7 @@ def logits_of(
     return logits
 
 
-def read_prompt(model: Any, prompt: PromptTokens, with_queries: bool = False) -> PromptReading:
+def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask, _, keeps_positions = prompt
     cache = model.empty_cache(len(tokens))

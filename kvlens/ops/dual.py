@@ -231,7 +231,7 @@ def landmark_features(
     return LandmarkFeatures(features[:, :n_keys], features[:, n_keys:], log_keys, log_queries, chosen)
 
 
-def random_log_features(
+def scaled_random_features(
     x: Float[Tensor, "head token d"], projection: Float[Tensor, "head m d"], scale: float
 ) -> tuple[Float[Tensor, "head token m"], Float[Tensor, "head token"]]:
     """Positive random features, scaled to a largest entry of 1 per row, and the logarithm of that scale.

@@ -127,7 +127,7 @@ def through_layers(
 
 
 class BoundTerms(NamedTuple):
-    """Natural logarithms of the bound's parts.
+    """Natural logarithms of the bound's terms.
 
     Attributes:
         log_trace: log Tr K_S.

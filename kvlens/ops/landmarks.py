@@ -206,7 +206,7 @@ class Queries(NamedTuple):
         return Queries(self.q[:, rows], self.z[:, rows], self.log_n[:, rows], self.positions[rows])
 
 
-def joined(parts: Sequence[Queries]) -> Queries:
+def joined_queries(parts: Sequence[Queries]) -> Queries:
     """The queries of several groups of texts after one another."""
     return parts[0] if len(parts) == 1 else Queries(*map(torch.cat, zip(*parts, strict=True), (1, 1, 1, 0)))
 
@@ -259,7 +259,7 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
 
 
 def shares(queries: Queries, prompt: PromptKeys) -> Shares:
-    """The share psi of every key, the prompt's parts p and a of normalizer and output, and the whole output z."""
+    """The share psi of every key, the prompt's shares p and a of normalizer and output, and the whole output z."""
     psi = key_shares(queries, prompt)
     z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", g=prompt.keys.shape[1])
     return Shares(psi, psi.sum(dim=-1), psi @ rearrange(prompt.values, "b g key d -> (b g) key d"), z)
@@ -427,7 +427,7 @@ def _matching_pursuit(
 # the level of an earlier step.
 
 FIRST_STEPS = 4
-"""A path's first part has this many times the average number of keys; only those still above the waterline then go on."""
+"""A path's first stretch has this many times the average number of keys; only those still above the waterline then go on."""
 
 
 def levels(gain: Float[Tensor, "*cell r"]) -> Float[Tensor, "*cell r"]:
@@ -504,7 +504,7 @@ def lazy_paths(
 RIDGE_WEIGHTS, RIDGE_VALUES = 1e-9, 1e-6
 """Relative to the mean diagonal of the Gram matrix; 1e-8 to 1e-5 change the error of the logits by less than 1 %."""
 RESOLVED = 1e-6
-"""The smallest part of a normalizer that is larger than the rounding of shares in float32."""
+"""The smallest share of a normalizer that is larger than the rounding of shares in float32."""
 
 
 class Errors(NamedTuple):
@@ -581,7 +581,7 @@ def output_errors(
 ) -> Errors:
     """Root mean square errors over the queries if features ``phi``, b_KV and b_D replace the prompt, in float64.
 
-    The output's error is relative to the outputs, the mass's relative to the prompt's part of the normalizer. Where the whole
+    The output's error is relative to the outputs, the mass's relative to the prompt's share of the normalizer. Where the whole
     normalizer is lost (below :data:`RESOLVED` of what it was: the prompt had all of the attention, and the features have none),
     what is left of the text is below the rounding of the shares, and the output counts as lost, an error of 100 %.
     """

@@ -147,7 +147,7 @@ def ffn_with_state(
 
     Exact where attention and FFN read the same stream and add to it side by side, as in GPT-J, and where the normalizer is 1:
     there the two sums only change places. In a block whose FFN reads what attention wrote it is not, and a normalizer would
-    divide attention's own part by the prompt's, which the FFN does not see.
+    divide attention's own summand by the prompt's, which the FFN does not see.
 
     Args:
         ffn: the FFN's output.

@@ -105,7 +105,7 @@ class _Rotation(torch.autograd.Function):
 
 ROWS_KEPT = 8192
 """Number of rows from position 0 that are kept once computed; later rows are computed on request."""
-Rows = tuple[Tensor, Tensor]
+CosSinRows = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
@@ -122,8 +122,8 @@ class RotaryTable:
     def __init__(self, compute: Callable[..., tuple[Tensor, Tensor]]):
         self._compute = compute
         self._frequencies: tuple[Tensor, Tensor] | None = None
-        self._kept: dict[tuple[torch.device, torch.dtype], Rows] = {}
-        self._last: tuple[tuple[int, int, torch.device, torch.dtype], Rows] | None = None
+        self._kept: dict[tuple[torch.device, torch.dtype], CosSinRows] = {}
+        self._last: tuple[tuple[int, int, torch.device, torch.dtype], CosSinRows] | None = None
 
     def rows(
         self, first: int, n: int, device: torch.device, dtype: torch.dtype
@@ -149,7 +149,7 @@ class RotaryTable:
         cos, sin = self.rows(first, last - first + 1, positions.device, dtype)
         return cos[positions - first], sin[positions - first]
 
-    def _kept_rows(self, n: int, device: torch.device, dtype: torch.dtype) -> Rows:
+    def _kept_rows(self, n: int, device: torch.device, dtype: torch.dtype) -> CosSinRows:
         held = self._kept.get((device, dtype))
         if held is None or held[0].shape[0] < n:
             size = min(ROWS_KEPT, max(n, 256 if held is None else 2 * held[0].shape[0]))
@@ -158,7 +158,7 @@ class RotaryTable:
                 held = self._kept[device, dtype] = cos.to(device, dtype), sin.to(device, dtype)
         return held
 
-    def _rows_at(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> Rows:
+    def _rows_at(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> CosSinRows:
         with torch.inference_mode(False), torch.no_grad():
             if self._frequencies is None:
                 sin, cos = self._compute(n_ctx=2)

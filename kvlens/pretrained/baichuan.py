@@ -29,8 +29,8 @@ from torch.nn.functional import normalize
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
-from kvlens.pretrained.families import BAICHUAN_M1, check_first_n_layers_and_n_ctx
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient
+from kvlens.pretrained.translation import BAICHUAN_M1, check_first_n_layers_and_n_ctx
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvlens.errors import KVLensError, brief
 from kvlens.files import check_regular, check_regular_files, file_in, read_json
 
 INDEX_SUFFIX = ".index.json"
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 """Fields of a configuration that count modules, each of which is built before Transformers looks at the weights."""
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Fields of a configuration that say how long a text may be."""
@@ -115,7 +115,7 @@ def check_counts(door: str, source: Path, config: Mapping[str, Any], names: Coll
         if numbered := re.match(r"(.*?)\.(\d+)\.", name):
             rows[numbered[1]].add(numbered[2])
     longest = max(map(len, rows.values()), default=0)
-    for part, field in _fields(config, COUNTS):
+    for part, field in _fields(config, COUNT_FIELDS):
         most = longest if part is config or part is config.get("text_config") else len(names)
         if isinstance(part[field], int) and part[field] > most:
             raise KVLensError(

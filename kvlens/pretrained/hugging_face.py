@@ -1,6 +1,6 @@
 """Pretrained weights without a network: from a local Hugging Face folder, or from a model already in memory.
 
-The configuration is translated and the weights are renamed by the table in :mod:`kvlens.pretrained.families`, and
+The configuration is translated and the weights are renamed by the table in :mod:`kvlens.pretrained.translation`, and
 :mod:`kvlens.pretrained.trial` compares the result with transformers' own model.
 Shift coefficients that a checkpoint holds in addition to the weights of a known architecture are read too,
 and Baichuan-M1, which transformers does not know, has its own translation (:mod:`kvlens.pretrained.baichuan`).
@@ -33,16 +33,6 @@ from kvlens.pretrained.baichuan import (
     is_baichuan_m1_weight,
 )
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions, read_tensors
-from kvlens.pretrained.families import (
-    FAMILIES,
-    SAME_TEXT_MODEL,
-    SUPPORTED_ARCHITECTURES,
-    alibi_slopes,
-    architecture_of,
-    convert_weights,
-    translate_config,
-    unsupported,
-)
 from kvlens.pretrained.names import (
     OWN_FORMAT,
     SHORTER,
@@ -65,6 +55,16 @@ from kvlens.pretrained.transformers_model import (
     read_model,
     refuse_to_run_code,
     without_progress_bars,
+)
+from kvlens.pretrained.translation import (
+    FAMILIES,
+    SAME_TEXT_MODEL,
+    SUPPORTED_ARCHITECTURES,
+    alibi_slopes,
+    architecture_of,
+    convert_weights,
+    translate_config,
+    unsupported,
 )
 from kvlens.pretrained.trial import Trial, run_trial
 from kvlens.tokenizer import find_tokenizer

@@ -20,7 +20,7 @@ from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAME
 from kvlens.arguments import path_of
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError, nearest, nearest_name
-from kvlens.pretrained.families import convert
+from kvlens.pretrained.translation import convert
 from kvlens.zoo import fetch
 from kvlens.zoo import names as shipped_names
 

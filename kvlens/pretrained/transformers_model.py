@@ -107,7 +107,7 @@ def read_model(
         The model, and what Transformers says about loading.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise quantized(door, source or str(folder))
+        raise quantized_model_error(door, source or str(folder))
     check_size(door, source or str(folder), config, n_stored)
     # eager: the file may name a kernel of the hub, which transformers would fetch and run
     options = {"attn_implementation": "eager", **options, **SAFE}
@@ -125,7 +125,7 @@ def read_model(
     return model, report
 
 
-def quantized(door: str, what: str) -> KVLensError:
+def quantized_model_error(door: str, what: str) -> KVLensError:
     """Make the error for a model whose weights stand for other numbers."""
     return KVLensError(
         f"{door}{what} holds a quantized model: its weights are quantized, and kvlens reads weights as numbers; dequantize "

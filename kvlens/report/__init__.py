@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlens.report.build import Report, build_report
-    from kvlens.report.inputs import EXAMPLE_MODEL, Example, check_folder, example_for
+    from kvlens.report.example import EXAMPLE_MODEL, Example, check_report_folder, example_for
     from kvlens.report.page import write_report
-    from kvlens.report.terminal import print_report
+    from kvlens.report.printed import print_report
 
 _HOMES = {
-    "EXAMPLE_MODEL": "kvlens.report.inputs",
-    "Example": "kvlens.report.inputs",
+    "EXAMPLE_MODEL": "kvlens.report.example",
+    "Example": "kvlens.report.example",
     "Report": "kvlens.report.build",
     "build_report": "kvlens.report.build",
-    "check_folder": "kvlens.report.inputs",
-    "example_for": "kvlens.report.inputs",
-    "print_report": "kvlens.report.terminal",
+    "check_report_folder": "kvlens.report.example",
+    "example_for": "kvlens.report.example",
+    "print_report": "kvlens.report.printed",
     "write_report": "kvlens.report.page",
 }
 
@@ -29,7 +29,7 @@ __all__ = [
     "Example",
     "Report",
     "build_report",
-    "check_folder",
+    "check_report_folder",
     "example_for",
     "print_report",
     "write_report",

@@ -38,9 +38,9 @@ from kvlens.explanation import Explained, explain
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.transformer import TEMPERATURE
-from kvlens.report.inputs import FORMAT
+from kvlens.report.example import FORMAT
 from kvlens.report.summary import (
-    CONDITIONS,
+    SHOWN_CONDITIONS,
     answer_figures,
     continuation_figures,
     conversion_figures,
@@ -58,12 +58,12 @@ MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 MOST_EXPLAINED = 4096
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
-By = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
+UnitName = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
 """Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"
 """What pages call ``ablation_kl``."""
-MEASURES = {
+HEAD_MEASURES = {
     "ablation_kl": ABLATION,
     "loss_change": "change in loss without the head, nats per token",
     "bias_share": "share of the bias in the output",
@@ -109,7 +109,7 @@ class Report:
 
 def ranked_heads(report: Report) -> pd.DataFrame:
     """The heads, by the KL divergence of the predictions when a head has BOS's part of the bias alone."""
-    return report.tables["bias_by_head"].rename(columns=MEASURES).sort_values(ABLATION, ascending=False, kind="stable")
+    return report.tables["bias_by_head"].rename(columns=HEAD_MEASURES).sort_values(ABLATION, ascending=False, kind="stable")
 
 
 @checked
@@ -124,7 +124,7 @@ def build_report(
     seed: int = 0,
     dual: bool = False,
     method: str | ConversionMethod = "exact",
-    by: By | None = "sentence",
+    by: UnitName | None = "sentence",
     about: str | None = None,
     answer: str | None = None,
     on_progress: Callable[[str, float], None] | None = None,
@@ -189,7 +189,7 @@ def build_report(
     if "prompt_copies" not in missing:
         copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.28, 0.32))
     generated = {}
-    for i, condition in enumerate(CONDITIONS):
+    for i, condition in enumerate(SHOWN_CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.32 + 0.08 * i / 3)
         generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
     written = _generated_table(model, text_tokens, generated)

@@ -16,12 +16,12 @@ import pandas as pd
 from kvlens.checks import checked
 from kvlens.explanation import Explained, explanation_view
 from kvlens.files import plain, write_folder
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.model import KVModel
-from kvlens.report.build import ABLATION, MEASURES, MOST_EXPLAINED, Report, ranked_heads
-from kvlens.report.inputs import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, SUMMARY
+from kvlens.report.build import ABLATION, HEAD_MEASURES, MOST_EXPLAINED, Report, ranked_heads
+from kvlens.report.example import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, REPORT_SUMMARY
 from kvlens.report.summary import (
-    CONDITIONS,
+    SHOWN_CONDITIONS,
     answer_figures,
     continuation_in_a_sentence,
     heads_in_words,
@@ -141,7 +141,7 @@ def _not_explained(summary: dict[str, Any]) -> str:
 
 
 def _head_table(ranked: pd.DataFrame) -> Piece:
-    share = MEASURES["bias_share"]
+    share = HEAD_MEASURES["bias_share"]
     shown = pd.DataFrame(
         {
             "head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()],
@@ -229,7 +229,7 @@ def _effect(figures: dict[str, Any]) -> Piece:
         "next_token_agreement": "same predicted next token, fraction",
         "loss_nats_per_token": "loss, nats per token",
     }
-    rows = [[title, *(figures[condition][key] for condition in CONDITIONS)] for key, title in names.items()]
+    rows = [[title, *(figures[condition][key] for condition in SHOWN_CONDITIONS)] for key, title in names.items()]
     return error_table(pd.DataFrame(rows, columns=["mean over the text", *TITLES.values()]), title="three conditions")
 
 
@@ -304,7 +304,7 @@ def _attention(report: Report, ranked: pd.DataFrame) -> Piece:
 
 
 def _generated(summary: dict[str, Any]) -> Piece:
-    texts = {TITLES[condition]: summary["generation"][condition] for condition in CONDITIONS}
+    texts = {TITLES[condition]: summary["generation"][condition] for condition in SHOWN_CONDITIONS}
     return generated_text(texts, start=summary["text"]["text"].split("\n")[-1], title="three conditions")
 
 
@@ -349,7 +349,7 @@ def write_report(report: Report, folder: str | Path, *, overwrite: bool = False)
 
 def report_files(report: Report) -> list[str]:
     """The files of the report, relative to its folder. Whatever is written must stand here, or it blocks overwriting."""
-    return [SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS, PAGE]
+    return [REPORT_SUMMARY, *(f"{name}.parquet" for name in report.tables), BIAS, PAGE]
 
 
 @checked
@@ -379,7 +379,7 @@ def write_explanation(
         "versions": versions(),
         "model": model_facts(model, model_name),
         "answer": answer_figures(found),
-        "files": (names := [SUMMARY, *tables, EXPLANATION_PAGE]),
+        "files": (names := [REPORT_SUMMARY, *tables, EXPLANATION_PAGE]),
     }
 
     def fill(temporary: Path) -> None:
@@ -394,4 +394,4 @@ def write_explanation(
 
 def _write_summary(summary: Mapping[str, Any], folder: Path) -> None:
     text = json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False)
-    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+    (folder / REPORT_SUMMARY).write_text(text + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from kvlens.model import HookedKVTransformer, KVModel
 from kvlens.texts import stripped, token_texts
 from kvlens.viz._text import percent
 
-CONDITIONS = ("with_prompt", "converted", "without_prompt")
+SHOWN_CONDITIONS = ("with_prompt", "converted", "without_prompt")
 SHOWN_WHOLE = 1024
 """Up to this many prompt tokens the page shows nearly everything."""
 HARMED = 3
@@ -100,9 +100,9 @@ def effect_figures(effect: pd.DataFrame) -> dict[str, Any]:
             "next_token_agreement": float(means.loc[condition, "argmax_agrees"]),
             "loss_nats_per_token": float(means.loc[condition, "loss"]),
         }
-        for condition in CONDITIONS
+        for condition in SHOWN_CONDITIONS
     }
-    losses = {condition: figures[condition]["loss_nats_per_token"] for condition in CONDITIONS}
+    losses = {condition: figures[condition]["loss_nats_per_token"] for condition in SHOWN_CONDITIONS}
     return {**figures, "gain_nats_per_token": losses["without_prompt"] - losses["converted"]}
 
 

@@ -59,19 +59,19 @@ from kvlens.model import HookedKVRegressor, HookedKVTransformerConfig
 from kvlens.tasks.task import Batch, Model, Task, draw_distinct
 
 Points = Float[Tensor, "batch point dim"]
-Values = Float[Tensor, "batch point"]
+FunctionValues = Float[Tensor, "batch point"]
 
 SPARSITY = 3
 TREE_DEPTH = 4
 N_HIDDEN = 100
 
 
-def linear(x: Points, generator: torch.Generator) -> Values:
+def linear(x: Points, generator: torch.Generator) -> FunctionValues:
     """w.x with w ~ N(0, I/d)."""
     return _project(x, _directions(x, generator))
 
 
-def sparse_linear(x: Points, generator: torch.Generator) -> Values:
+def sparse_linear(x: Points, generator: torch.Generator) -> FunctionValues:
     """w.x where all but SPARSITY coordinates of w are 0; d must be at least that."""
     batch, _, dim = x.shape
     places = draw_distinct(dim, batch, SPARSITY, generator)
@@ -79,14 +79,14 @@ def sparse_linear(x: Points, generator: torch.Generator) -> Values:
     return _project(x, torch.zeros(batch, dim).scatter_(1, places, values))
 
 
-def trigonometric(x: Points, generator: torch.Generator) -> Values:
+def trigonometric(x: Points, generator: torch.Generator) -> FunctionValues:
     """A sine wave along a random direction, with a random phase."""
     w = _directions(x, generator)
     phase = 2 * math.pi * torch.rand(len(x), 1, generator=generator)
     return math.sqrt(2) * torch.sin(_project(x, w) + phase)
 
 
-def exponential(x: Points, generator: torch.Generator) -> Values:
+def exponential(x: Points, generator: torch.Generator) -> FunctionValues:
     """exp(w.x/2) with |w| = 1, standardized to mean 0 and variance 1."""
     w = torch.nn.functional.normalize(_directions(x, generator), dim=1)
     variance = 0.25  # of w.x/2; exp of it is lognormal
@@ -95,7 +95,7 @@ def exponential(x: Points, generator: torch.Generator) -> Values:
     return (torch.exp(_project(x, w) / 2) - mean) / deviation
 
 
-def decision_tree(x: Points, generator: torch.Generator) -> Values:
+def decision_tree(x: Points, generator: torch.Generator) -> FunctionValues:
     """The value of the leaf that x reaches."""
     batch, n_points, dim = x.shape
     # Nodes are numbered as in a heap: the children of node n are 2n + 1 and 2n + 2, and the leaves come last.
@@ -109,7 +109,7 @@ def decision_tree(x: Points, generator: torch.Generator) -> Values:
     return leaves.gather(1, node - n_inner)
 
 
-def two_layer_relu(x: Points, generator: torch.Generator) -> Values:
+def two_layer_relu(x: Points, generator: torch.Generator) -> FunctionValues:
     """A network with one hidden layer of ReLU units."""
     batch, _, dim = x.shape
     w = torch.randn(batch, dim, N_HIDDEN, generator=generator) / math.sqrt(dim)
@@ -122,7 +122,7 @@ def _directions(x: Points, generator: torch.Generator) -> Float[Tensor, "batch d
     return torch.randn(len(x), x.shape[2], generator=generator) / math.sqrt(x.shape[2])
 
 
-def _project(x: Points, w: Float[Tensor, "batch dim"]) -> Values:
+def _project(x: Points, w: Float[Tensor, "batch dim"]) -> FunctionValues:
     return torch.einsum("bpd,bd->bp", x, w)
 
 

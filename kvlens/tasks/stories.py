@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.corpus.tokenized import BOS, EOS, PAD, SPECIAL_TOKENS
+from kvlens.corpus.tokenized import BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, SPECIAL_TOKENS
 from kvlens.tokenizer import with_bos
 
 
@@ -89,7 +89,7 @@ class Kind:
 
 
 # fmt: off
-KINDS: tuple[Kind, ...] = (
+STATEMENT_KINDS: tuple[Kind, ...] = (
     Kind(
         "place", THINGS, PLACES,
         ("The {s} is in the {v}.", "The {s} stands in the {v}.",
@@ -149,9 +149,9 @@ def words_of(sentence: str) -> list[str]:
 @cache
 def token_ids(pronouns: bool = False, hops: bool = False) -> dict[str, int]:
     """The id of every word and mark, after the special tokens; words of two-hop stories require ``pronouns=True`` as well."""
-    words: dict[str, None] = dict.fromkeys((BOS, EOS, PAD, UNK, *MARKS, *_words_of_kinds(KINDS)))
+    words: dict[str, None] = dict.fromkeys((BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, UNK, *MARKS, *_words_of_kinds(STATEMENT_KINDS)))
     if pronouns or hops:
-        words.update(dict.fromkeys(word for kind in KINDS for word in words_of(kind.pronoun) if word != "{v}"))
+        words.update(dict.fromkeys(word for kind in STATEMENT_KINDS for word in words_of(kind.pronoun) if word != "{v}"))
     if hops:
         words.update(dict.fromkeys(_words_of_kinds((INSIDE, ROOM))))
     return {word: number for number, word in enumerate(words)}
@@ -167,7 +167,7 @@ def _words_of_kinds(kinds: Sequence[Kind]) -> list[str]:
 @cache
 def word_tokenizer(pronouns: bool = False, hops: bool = False) -> PreTrainedTokenizerFast:
     """Build the tokenizer: it prepends BOS unless ``add_special_tokens=False``, and pads on the right."""
-    special = (BOS, EOS, PAD, UNK)
+    special = (BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, UNK)
     ids = {word if word in (*special, *MARKS) else SPACE + word: number for word, number in token_ids(pronouns, hops).items()}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -186,8 +186,8 @@ HELDOUT_SHARE = 8
 MOST_OF_A_KIND = 6
 """The largest number of facts of one kind in a story."""
 MOST_FACTS = 3 * MOST_OF_A_KIND
-LONGEST_STATEMENT = max(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
-LONGEST_QUESTION = max(len(words_of(kind.question)) + len(words_of(kind.answer)) for kind in KINDS)
+LONGEST_STATEMENT = max(len(words_of(statement)) for kind in STATEMENT_KINDS for statement in kind.statements)
+LONGEST_QUESTION = max(len(words_of(kind.question)) + len(words_of(kind.answer)) for kind in STATEMENT_KINDS)
 """With its answer."""
 
 
@@ -290,22 +290,22 @@ class Story:
     @property
     def prompt(self) -> str:
         """The story as text."""
-        return written([word for sentence in self.sentences for word in sentence.words])
+        return text_of_words([word for sentence in self.sentences for word in sentence.words])
 
     @property
     def text(self) -> str:
         """Questions and answers as text."""
-        return written([word for question in self.questions for word in question.words])
+        return text_of_words([word for question in self.questions for word in question.words])
 
     @property
     def tokens(self) -> list[int]:
         """BOS, story, questions and answers as token ids."""
         ids = token_ids(pronouns=True, hops=True)  # the full vocabulary; a word has the same id in the smaller ones
         parts: tuple[Sentence | StoryQuestion, ...] = (*self.sentences, *self.questions)
-        return [ids[BOS], *(ids[word] for part in parts for word in part.words)]
+        return [ids[BOS_TOKEN], *(ids[word] for part in parts for word in part.words)]
 
 
-def written(words: Sequence[str]) -> str:
+def text_of_words(words: Sequence[str]) -> str:
     """Join words and marks into text."""
     return "".join(word if word in MARKS else " " + word for word in words).strip()
 
@@ -329,7 +329,7 @@ def draw_facts(n_facts: int, random: Random, *, heldout: bool) -> list[Fact]:
     least = -(-n_facts // MOST_OF_A_KIND)
     n_kinds = random.randint(least, max(least, min(3, n_facts // 2)))
     while True:
-        kinds = random.sample(KINDS, n_kinds)
+        kinds = random.sample(STATEMENT_KINDS, n_kinds)
         subjects = {kind.subjects: random.sample(kind.subjects, -(-n_facts // n_kinds)) for kind in kinds}
         counts = [n_facts // n_kinds + (i < n_facts % n_kinds) for i in range(n_kinds)]
         facts = [

@@ -36,23 +36,23 @@ from kvlens.files import (
     reason,
     write_atomically,
 )
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.model.fingerprint import is_weight
+from kvlens.tasks import SPLITS
 from kvlens.training.run import Progress, Row, Run
 
 FORMAT, FORMAT_VERSION = "kvlens.training", 2
-CHECKPOINT, METRICS, SECONDS, LOCK = "checkpoint.safetensors", "metrics.parquet", "seconds.json", ".lock"
+CHECKPOINT, METRICS, SECONDS, RUN_LOCK = "checkpoint.safetensors", "metrics.parquet", "seconds.json", ".lock"
 ARITHMETIC = 1
 """Raised by one when equal model, task and settings train to other numbers than before, rounding aside; runs kept under an
 earlier number are then not found (`run_name`)."""
-SPLITS = ("train", "heldout")
 RUN_FOLDER = FolderKind(
     "a run with a checkpoint",
     lambda folder: {CHECKPOINT} if (folder / CHECKPOINT).is_file() else None,
     operation="train",
     allow=None,
-    ignored=lambda path: path.name == LOCK or is_temporary(path.name),
+    ignored=lambda path: path.name == RUN_LOCK or is_temporary(path.name),
 )
 JSON_TYPES = (bool, int, float, str, tuple, type(None))
 
@@ -89,7 +89,7 @@ class CheckpointFolder:
         header["progress"] = json.dumps(progress)
         header["watched_steps"] = json.dumps([step for step, _ in self.run.watched])
         write_atomically(self.path / SECONDS, f"{self.run.seconds}\n")
-        write_atomically(self._file, checked_tensor_bytes(tensors_of(self.run), header))
+        write_atomically(self._file, checked_tensor_bytes(tensors_of_run(self.run), header))
         write_atomically(self.path / METRICS, table_bytes(metrics_frame(self.run.progress.rows)))
 
     def resume(self) -> bool:
@@ -158,7 +158,7 @@ def only_run_in(folder: Path, *, wait: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock(folder / LOCK, patience=-1 if wait else 0))
+            stack.enter_context(lock(folder / RUN_LOCK, patience=-1 if wait else 0))
         except TimeoutError as error:
             raise KVLensError(f"train: another process is training in {folder}; wait for it, or use another folder") from error
         except OSError as error:
@@ -191,7 +191,7 @@ def usual_values(run: Run) -> dict[str, dict[str, Any]]:
     }
 
 
-def tensors_of(run: Run) -> dict[str, Tensor]:
+def tensors_of_run(run: Run) -> dict[str, Tensor]:
     """Every tensor of a run, on the CPU, by a descriptive name."""
     tensors = {f"model/{name}": value for name, value in run.model.state_dict().items() if is_weight(name)}
     tensors |= {f"best/{name}": value for name, value in (run.best or {}).items()}
@@ -206,7 +206,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(run: Run, progress: dict[str, Any], watched_steps: list[int], tensors: dict[str, Tensor]) -> None:
-    """Undo `tensors_of`."""
+    """Undo `tensors_of_run`."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "adam": {}, "watched": {}}
     for name, value in tensors.items():
         kind, _, rest = name.partition("/")

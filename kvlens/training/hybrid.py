@@ -28,14 +28,13 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from kvlens.bridge import KVTransformerBridge
 from kvlens.errors import KVLensError, first_line
-from kvlens.files import files_in
+from kvlens.files import CONFIG, files_in
 from kvlens.mixers import has_mixer, mixer_for
 from kvlens.mixers.mixer import DeltaRule
 from kvlens.tasks import Batch, Task
 from kvlens.training.run import CrossEntropy, Run, Score, TrainSettings
 from kvlens.training.trainer import TrainResult, run_to_end
 
-CONFIG = "config.json"
 TIME_STEPS = (1e-3, 0.2)
 EMBEDDING_RANGE, WRITTEN_SCALE = 0.5, 0.2
 CHUNK_SIZE = 24

@@ -223,7 +223,7 @@ def in_float(predicted: Tensor) -> Tensor:
     return predicted.to(torch.promote_types(predicted.dtype, torch.float32))
 
 
-class Objective(nn.Module):
+class ModelAndLoss(nn.Module):
     """A model and its loss as one module, so that data parallelism sees one forward pass.
 
     Args:
@@ -245,7 +245,7 @@ class Objective(nn.Module):
             return self.loss.score(self.model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
 
 
-def score_in_parts(objective: Objective, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
+def score_in_parts(objective: ModelAndLoss, batch: Batch, batch_size: int) -> Float[Tensor, "3"]:
     """Summed loss, number of correct predictions and number of scored positions of ``batch``, summed in float64.
 
     ``batch_size`` sequences are processed at a time.
@@ -313,7 +313,7 @@ class Run:
         self.optimizer = build_optimizer(model, settings)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._last_good = [p.detach().clone() for p in self._parameters]
-        self._objective = Objective(model, loss, autocast=settings.precision == "bfloat16")
+        self._objective = ModelAndLoss(model, loss, autocast=settings.precision == "bfloat16")
         self._heldout = task.heldout(settings.eval_sequences, settings.seed)
         self._started = perf_counter()
         self._rate = 0.0

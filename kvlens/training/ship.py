@@ -17,14 +17,14 @@ from torch import nn
 from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
 from kvlens.checks import checked
-from kvlens.files import CARD, LIST, check_folder, list_files, plain, read_json, write_folder
-from kvlens.files.tables import table_bytes
+from kvlens.files import CARD, CONFIG, LIST, check_folder, list_files, plain, read_json, write_folder
+from kvlens.files.parquet import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task, make_task
-from kvlens.training.checkpoint import LOCK, RUN_FOLDER, check_run_folder, only_run_in
-from kvlens.training.hybrid import CONFIG, AnswerLoss, new_hybrid, train_hybrid, write_hybrid
+from kvlens.training.checkpoint import RUN_FOLDER, RUN_LOCK, check_run_folder, only_run_in
+from kvlens.training.hybrid import AnswerLoss, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.recipes import Recipe, build_model, command_of
-from kvlens.training.run import Loss, Objective, TrainSettings, loss_of, score_in_parts
+from kvlens.training.run import Loss, ModelAndLoss, TrainSettings, loss_of, score_in_parts
 from kvlens.training.trainer import TrainResult, train
 
 FACTS, WATCHED = "training.json", "watched.parquet"
@@ -36,7 +36,7 @@ MEASURE_SEED = 1
 def _trained_hybrid(folder: Path) -> set[str] | None:
     """The files of a folder that :func:`train_recipe` wrote for a hybrid; None for any other folder."""
     listed = read_json("train", folder / "model" / CONFIG).get(LIST) if (folder / "model" / FACTS).is_file() else None
-    return {LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
+    return {RUN_LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
 
 
 HYBRID_FOLDER = RUN_FOLDER._replace(
@@ -132,7 +132,7 @@ def facts_of(
 @torch.no_grad()
 def measure(model: Any, task: Task, loss: Loss) -> dict[str, Any]:
     """Held-out loss and accuracy of a saved model, and the task's own measurements."""
-    objective, heldout = Objective(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
+    objective, heldout = ModelAndLoss(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
     total, correct, count = score_in_parts(objective, heldout, 32).tolist()
     accuracy = None if math.isnan(correct) else correct / count
     measured = {"sequences": MEASURED_SEQUENCES, "loss": total / count, "accuracy": accuracy}

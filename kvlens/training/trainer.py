@@ -27,7 +27,7 @@ from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.tasks.task import Model
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
-from kvlens.training.run import Loss, Objective, Row, Run, TrainSettings, loss_for, score_in_parts
+from kvlens.training.run import Loss, ModelAndLoss, Row, Run, TrainSettings, loss_for, score_in_parts
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def score_heldout(
     Returns:
         Loss (nats, or squared error) and accuracy (NaN for numbers).
     """
-    objective = Objective(model, loss_for(model, task, loss))
+    objective = ModelAndLoss(model, loss_for(model, task, loss))
     task.check_batch("n_sequences", n_sequences)
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvlens.texts import joined
 
-POSITIVE, NEGATIVE = "#1d5fa8", "#c0392b"
+POSITIVE_COLOR, NEGATIVE_COLOR = "#1d5fa8", "#c0392b"
 
 
-FULL = 0.98
+FULL_COLOR = 0.98
 """The quantile of magnitudes that gets full color if many values share a scale: otherwise a single token, often the first, that
 attracts most of a head's attention would leave all others white. ``static/base.js`` has the same number."""
 
@@ -70,7 +70,7 @@ def diverging_map() -> Any:
     """The scale as a matplotlib color map, for values in -top..top."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("kvlens", [NEGATIVE, "white", POSITIVE])
+    return LinearSegmentedColormap.from_list("kvlens", [NEGATIVE_COLOR, "white", POSITIVE_COLOR])
 
 
 MAX_TEXT = 40

@@ -22,9 +22,9 @@ from kvlens.arguments import numbers_of
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
 from kvlens.viz._figures import (
-    FULL,
-    NEGATIVE,
-    POSITIVE,
+    FULL_COLOR,
+    NEGATIVE_COLOR,
+    POSITIVE_COLOR,
     beyond,
     block_means,
     block_size,
@@ -84,7 +84,7 @@ def attention_view(
     numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if positions is None else positions
     marked = [f"{'p' * (i < n_prompt)}{numbers[i]}:{label(token)}" for i, token in enumerate(tokens)]
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
-    top = rounded(strongest(square.flatten().tolist(), FULL)) or 1.0
+    top = rounded(strongest(square.flatten().tolist(), FULL_COLOR)) or 1.0
     if axes is not None:
         _draw(list(np.ravel(axes))[: len(names)], square, labels, names, top)
         return axes
@@ -103,8 +103,8 @@ def attention_view(
         "attentionHeadNames": names,
         "maxValue": top,
         "minValue": -top,
-        "positiveColor": POSITIVE,
-        "negativeColor": NEGATIVE,
+        "positiveColor": POSITIVE_COLOR,
+        "negativeColor": NEGATIVE_COLOR,
         "maskUpperTri": True,
     }
     body = (
@@ -338,7 +338,7 @@ def _draw_arcs(ax: Any, data: dict[str, Any], title: str) -> Any:
     n = len(data["tokens"])
     for _, _, query, key, share, shifted in data["arcs"]:
         width, style = 0.3 + 3 * abs(share or 0.0), "--" if shifted else "-"
-        color = NEGATIVE if (share or 0.0) < 0 else POSITIVE
+        color = NEGATIVE_COLOR if (share or 0.0) < 0 else POSITIVE_COLOR
         middle, span = (query + key) / 2, query - key
         ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=color))
     for i, token in enumerate(data["tokens"]):
@@ -349,7 +349,7 @@ def _draw_arcs(ax: Any, data: dict[str, Any], title: str) -> Any:
     if any(shifted for *_, shifted in data["arcs"]):
         sizes.append(("by the key shift", dict(linewidth=1.0, linestyle="--")))
     for words, look in sizes:
-        ax.plot([], [], color=POSITIVE, label=words, **look)
+        ax.plot([], [], color=POSITIVE_COLOR, label=words, **look)
     ax.legend(title="share of attention", frameon=False, fontsize=6, title_fontsize=6, loc="upper left")  # no arc is there
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")

@@ -19,7 +19,7 @@ from kvlens.arguments import numbers_of
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.viz._figures import (
-    FULL,
+    FULL_COLOR,
     beyond,
     block_means,
     block_size,
@@ -142,7 +142,7 @@ def details_json(details: HeadDetails) -> dict[str, Any]:
 
 def _by_head(values: Tensor, coarse: bool) -> list[list[dict[str, Any]]]:
     """[layer][head]: the numbers of a head, to three digits of its largest or, if ``coarse``, what their common colors show."""
-    precision: dict[str, Any] = {"full": strongest(values.flatten().tolist(), FULL), "levels": LEVELS} if coarse else {}
+    precision: dict[str, Any] = {"full": strongest(values.flatten().tolist(), FULL_COLOR), "levels": LEVELS} if coarse else {}
     return [[quantized(head, **precision) for head in layer] for layer in values]
 
 

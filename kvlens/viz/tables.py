@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvlens.checks import Count, checked
-from kvlens.viz._figures import NEGATIVE, POSITIVE, strongest
+from kvlens.viz._figures import NEGATIVE_COLOR, POSITIVE_COLOR, strongest
 from kvlens.viz._text import html_text, number
 from kvlens.viz.page import Piece
 
@@ -121,7 +121,7 @@ def _figure(names: list[str], numbers: list[float], value: str, title: str) -> A
 
 
 def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
-    ax.barh(range(len(names)), numbers, color=[NEGATIVE if x < 0 else POSITIVE for x in numbers])
+    ax.barh(range(len(names)), numbers, color=[NEGATIVE_COLOR if x < 0 else POSITIVE_COLOR for x in numbers])
     ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     ax.invert_yaxis()
     ax.axvline(0, color="black", linewidth=0.8)

@@ -13,7 +13,7 @@ from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.texts import NEWLINE, joined
 from kvlens.viz._figures import (
-    FULL,
+    FULL_COLOR,
     beyond,
     diverging_map,
     strongest,
@@ -66,7 +66,7 @@ def colored_tokens(
         size = math.ceil(len(shown) / MAX_TOKENS)
         title += f" (blocks of {size} of the {len(shown):,} tokens, mean of each)"
         shown, numbers = _in_blocks(shown, numbers, size)
-    full = strongest(numbers, FULL) if top is None else top
+    full = strongest(numbers, FULL_COLOR) if top is None else top
     if ax is not None:
         return _draw(ax, _line_parts(shown, numbers), full, title, printable(unit))
     spans = "".join(_span(token, value, full, i, unit) for i, (token, value) in enumerate(zip(shown, numbers, strict=True)))

@@ -60,7 +60,7 @@ def test_the_docstring_gets_the_table_at_its_placeholder():
     lines = inspect.getdoc(function).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    ==="))
     assert lines[first + 1].split() == ["place", "int64", "from", "0"] and "{columns}" not in function.__doc__
-    assert max(map(len, lines)) <= declaration.WIDTH and lines[-1].strip() == "Nothing."
+    assert max(map(len, lines)) <= declaration.TABLE_WIDTH and lines[-1].strip() == "Nothing."
     assert " ".join(function.__doc__.split()).count("or missing") == 12
 
 

@@ -27,7 +27,7 @@ import torch
 import transformer_lens  # before anything is in float64, which the defaults of its functions would keep
 
 from kvlens.base.weights import allowed_steps
-from kvlens.pretrained.families import architecture_of, translate
+from kvlens.pretrained.translation import architecture_of, translate
 
 WIDE = {"dtype": torch.float64}
 FROZEN = Path(__file__).with_name("transformer_lens_3_9.npz")

@@ -12,7 +12,7 @@ from kvlens.model import head_hooks
 
 _DENSE = ["gemma", "phi", "olmo", "olmo3", "glm", "glm4", "granite", "starcoder2", "seed_oss", "mistral", "qwen2"]
 LIKE_THE_OTHERS = [*_DENSE, "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "granite_hybrid"]
-"""Families whose layers the bridge computes as those of :data:`FAMILIES`: held by the table of families and, among the slow
+"""Families whose layers the bridge computes as those of :data:`MODEL_TYPES`: held by the table of families and, among the slow
 tests, by exactness and the names of hooks."""
 _OTHERS = (*LIKE_THE_OTHERS, *PURELY_RECURRENT, "falcon_h1_direct")
 FAMILIES = [name for name in (*ON_BRIDGE_ALONE, *ON_BOTH) if name not in _OTHERS]

@@ -23,7 +23,7 @@ from kvlens.conversion import (
     TaylorPolynomial,
 )
 from kvlens.conversion.gradients import effects_on_logits
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import attention_parts
 from kvlens.ops.softmax_features import virtual_key_scores
 
@@ -82,7 +82,7 @@ def test_the_queries_and_the_rule_are_those_of_the_scores(model):
     bias = convert_prompt(model, PROMPT)
     with model.holding(bias):
         read = model.read_queries(TEXT)
-        keys = model.read_prompt(PromptTokens(TEXT, None, True)).keys
+        keys = model.read_prompt(PromptBatch(TEXT, None, True)).keys
     n, positions = TEXT.shape[1], torch.arange(TEXT.shape[1])[None]
     assert len(read) == len(keys) == len(attention_parts(model)) > 0
     for layer, (part, (q, _, log_n)) in enumerate(zip(attention_parts(model), read, strict=True)):

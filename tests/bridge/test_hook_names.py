@@ -10,7 +10,7 @@ from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, T
 from precision import LAW, relative_error
 
 from kvlens import convert_prompt
-from kvlens.bridge.native import POINTS
+from kvlens.bridge.native import NATIVE_POINTS
 from kvlens.bridge.softmax import BETWEEN, HOOKS
 
 BOTH = torch.cat([PROMPT, TEXT], dim=1)
@@ -18,7 +18,7 @@ SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in LIKE_THE_OTHERS]
 CHANGED_BY_A_SWITCH = {("falcon_h1", "use_split_qkv_input"), ("falcon_h1", "use_attn_in")}
 """TransformerLens' split inputs lose Falcon-H1's multiplier of keys, so that the logits are another model's."""
-ALONE = {*POINTS, *BETWEEN}
+ALONE = {*NATIVE_POINTS, *BETWEEN}
 """Whether one of these is hooked decides how a layer is computed: each is edited in passes of its own, the others together."""
 
 

@@ -25,7 +25,7 @@ REFUSED = ["bloom", "gpt_neo", "gptj", "opt"]
 @pytest.mark.parametrize("family", MODELS)
 def test_a_row_says_what_happens(family, bridge_of):
     model = bridge_of(family)
-    row = table.FAMILIES[model.original_model.config.model_type]
+    row = table.MODEL_TYPES[model.original_model.config.model_type]
     parts = model.__dict__["_parts"]
     assert row.attention == any(isinstance(part, SoftmaxLayer) for part in parts)
     assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})
@@ -62,9 +62,9 @@ def rule_of(mixer):
 
 def test_the_reference_has_a_row_for_every_tested_family():
     tested = {tiny_hf_model(family).config.model_type for family in MODELS}
-    assert tested == set(table.FAMILIES)
-    assert {type(tiny_hf_model(kind)).__name__ for kind in REFUSED} == set(table.REFUSED)
-    for row in table.FAMILIES.values():
+    assert tested == set(table.MODEL_TYPES)
+    assert {type(tiny_hf_model(kind)).__name__ for kind in REFUSED} == set(table.NOT_BRIDGED)
+    for row in table.MODEL_TYPES.values():
         assert f"| {row.name} | exact | yes | {row.patterns} |" in table.__doc__
 
 
@@ -75,8 +75,8 @@ def test_a_refusal_names_the_family_and_what_can_be_done(kind):
     with pytest.raises(KVLensError, match=f"{architecture} has no way to read a KV bias yet: layer 0") as refused:
         KVTransformerBridge.boot_transformers(model)
     says = str(refused.value)
-    assert table.NAMES in says and "a plain TransformerBridge runs this one without a bias" in says
-    assert ("HookedKVTransformer runs it" in table.REFUSED[architecture]) == ("HookedKVTransformer.from_pretrained" in says)
+    assert table.SUPPORTED in says and "a plain TransformerBridge runs this one without a bias" in says
+    assert ("HookedKVTransformer runs it" in table.NOT_BRIDGED[architecture]) == ("HookedKVTransformer.from_pretrained" in says)
 
 
 def test_the_comparison_leaves_a_model_in_training_as_it_is():

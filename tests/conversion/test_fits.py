@@ -296,13 +296,13 @@ def test_half_precision_is_fitted_in_float32(method, few_steps):
 
 def test_the_first_token_of_a_continuation_is_drawn_from_the_models_own_logits():
     """Soft-capped at 1e-3 they are all alike; without the cap they differ by hundreds, and one token would win every draw."""
-    from kvlens.conversion.prompt import PromptTokens
+    from kvlens.conversion.prompt import PromptBatch
     from kvlens.conversion.prompt_pass import convert_exactly
     from kvlens.conversion.reference_queries import sample_continuations
 
     model = peaked("softmax, learned", output_logits_soft_cap=1e-3)
     model.W_U.data.mul_(1e3)
-    exact = convert_exactly(model, PromptTokens(PROMPT, None, True), (), None, model.fingerprint())
+    exact = convert_exactly(model, PromptBatch(PROMPT, None, True), (), None, model.fingerprint())
     drawn = sample_continuations(model, exact, exact.bias, n=64, length=2, seed=0)
     assert len(drawn[0, :, 0].unique()) > 10
 

@@ -7,7 +7,7 @@ from small_models import small_model, tokens
 
 from kvlens import Chat, KVLensError, convert_prompt
 from kvlens.conversion import reference_queries
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.reference_queries import REPEAT, repetition
 
 QUICK = dict(method="landmark", n_features=3, n_held_out=0, verbose=False)
@@ -15,7 +15,7 @@ QUICK = dict(method="landmark", n_features=3, n_held_out=0, verbose=False)
 
 def test_a_prompt_is_repeated_whole_in_pieces_of_one_length(monkeypatch):
     model, row = small_model(n_ctx=120), tokens(1, 7)
-    prompt = PromptTokens(row, None, False)
+    prompt = PromptBatch(row, None, False)
     assert torch.equal(repetition(model, prompt, room=9), row[:, None])
     monkeypatch.setattr(reference_queries, "LONGEST_PIECE", 3)
     a, b, c, d, e, f, g = row[0].tolist()
@@ -25,7 +25,7 @@ def test_a_prompt_is_repeated_whole_in_pieces_of_one_length(monkeypatch):
 
 def test_a_shorter_prompt_of_a_batch_begins_again():
     both = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
-    prompt = PromptTokens(both, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(), True)
+    prompt = PromptBatch(both, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(), True)
     assert repetition(small_model(), prompt, room=20)[:, 0].tolist() == [[3, 4, 5, 6], [7, 8, 7, 8]]
 
 
@@ -42,11 +42,11 @@ def test_an_instruction_in_the_templates_words_comes_before_the_repetition_and_m
     model = reader(TEMPLATES[template])
     tokenizer, row = model.tokenizer, Chat.ask("Who?", ["The cat sat."]).tokens(reader(TEMPLATES[template]))
     special = set(tokenizer.all_special_ids)
-    texts = repetition(model, PromptTokens(row[None], None, False), room=10**6)
+    texts = repetition(model, PromptBatch(row[None], None, False), room=10**6)
     lead = tokenizer(LEADS[template].format(REPEAT), add_special_tokens=False)["input_ids"]
     assert texts[0, 0].tolist() == [*lead, *(token for token in row.tolist() if token not in special)]
     room = len(lead) + 4
-    pieces = repetition(model, PromptTokens(row[None], None, False), room=room)
+    pieces = repetition(model, PromptBatch(row[None], None, False), room=room)
     assert pieces.shape[2] <= room and pieces[0, :, : len(lead)].unique(dim=0).tolist() == [lead]
 
 

@@ -9,7 +9,7 @@ import torch
 import kvlens
 from kvlens import KVLensError, convert_prompt
 from kvlens.explanation import explanation_view, paragraphs, runs
-from kvlens.report.terminal import print_explanation
+from kvlens.report.printed import print_explanation
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"

@@ -74,13 +74,13 @@ def report(place: Path) -> Case:
     from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
     from kvlens import KVBias
-    from kvlens.report import build_report, check_folder, write_report
+    from kvlens.report import build_report, check_report_folder, write_report
 
     built = [build_report(tiny_text_model(), prompt, TEXT, model_name="t", new_tokens=1) for prompt in (PROMPT, PROMPT + "s")]
     turn = Turn()
 
     def read(folder: Path) -> object:
-        check_folder(folder / "rst", overwrite=True)  # whole, with its own files alone
+        check_report_folder(folder / "rst", overwrite=True)  # whole, with its own files alone
         assert (folder / "rst" / "report.html").read_text().rstrip().endswith("</html>")
         return KVBias.load(folder / "rst" / "bias.safetensors").n_prompt_tokens
 

@@ -19,7 +19,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens.cli import main
 from kvlens.files import atomic, check_folder
 from kvlens.papers.harness.run import EXPERIMENT_FOLDER
-from kvlens.report.inputs import EXPLANATION_FOLDER, REPORT_FOLDER
+from kvlens.report.example import EXPLANATION_FOLDER, REPORT_FOLDER
 
 STEPS = {"bias": 5, "model": 20, "outcome-": 20, "run": 30, "table": 10}
 """At least so many steps each has on the file system. All folders are written by one function, with swaps (here `model`) or

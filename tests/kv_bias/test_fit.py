@@ -10,7 +10,7 @@ from small_models import linear_model, peaked, relative_error, small_model, toke
 
 from kvlens import HookedKVTransformer, KVBias, carry_bias, combine, convert_prompt
 from kvlens.conversion import TextOptions
-from kvlens.conversion.prompt import PromptTokens
+from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.conversion.reference_queries import reference_text
 
@@ -157,9 +157,9 @@ def test_a_file_keeps_the_record(model, few, tmp_path):
 def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> torch.Tensor:
     """The texts that an error is measured on where the reference is the prompt: [text, pos]."""
     with contextlib.nullcontext() if old is None else model.kv_bias(old):
-        exact = convert_exactly(model, PromptTokens(prompt[None], None, False), (), old, model.fingerprint())
+        exact = convert_exactly(model, PromptBatch(prompt[None], None, False), (), old, model.fingerprint())
     whole, options = convert_prompt(model, prompt[None], initial=old), TextOptions(n_held_out=n, continuation_length=6)
-    return reference_text(model, PromptTokens(prompt[None], None, False), exact, whole, options, fits=False).held_out[0]
+    return reference_text(model, PromptBatch(prompt[None], None, False), exact, whole, options, fits=False).held_out[0]
 
 
 @pytest.mark.parametrize("start", ["nothing", "the prompt's BOS", "what was converted before"])
@@ -201,9 +201,9 @@ def test_no_fit_has_seen_the_texts_that_answers_are_measured_on(model, few):
     """The prompt repeated and nine continuations are fitted; three more are read for the heads, and thrice for the answers."""
     assert few.fit.answers.n_texts == 3 and few.fit.n_held_out_tokens == 3 * 6
     assert few.fit.tokens == {"prompt": 24, "sampled": 12 * 6, "read": 24 + 9 * 6 + 4 * 3 * 6, "with gradients": 24 + 9 * 6}
-    exact = convert_exactly(model, PromptTokens(PROMPT[None], None, False), (), None, model.fingerprint())
+    exact = convert_exactly(model, PromptBatch(PROMPT[None], None, False), (), None, model.fingerprint())
     seen, held_out, _ = reference_text(
-        model, PromptTokens(PROMPT[None], None, False), exact, exact.bias, TextOptions(continuation_length=6)
+        model, PromptBatch(PROMPT[None], None, False), exact, exact.bias, TextOptions(continuation_length=6)
     )
     assert [tuple(group.shape) for group in seen] == [(1, 1, 24), (1, 24, 6)]
     assert not {tuple(x) for x in seen[1][0].tolist()} & {tuple(x) for x in held_out[0].tolist()}

@@ -9,7 +9,7 @@ from precision import LAW, float64, relative_error, share
 from tiny_hf import HYBRIDS, PURELY_RECURRENT, tiny_hf_model
 
 from kvlens.errors import KVLensError
-from kvlens.mixers import HOOKS, RecurrentState, has_mixer, mixer_for
+from kvlens.mixers import MIXER_HOOKS, RecurrentState, has_mixer, mixer_for
 from kvlens.ops.linear_attention import without_padding
 
 BATCH, POS = 3, 70
@@ -136,7 +136,7 @@ def test_prompts_of_unequal_length(family):
 def fired(mixer, run):
     seen = {}
     handles = []
-    for name in HOOKS:
+    for name in MIXER_HOOKS:
         point = getattr(mixer, name)
         handles.append(point.register_forward_hook(lambda _m, _i, out, name=name: seen.setdefault(name, out)))
     run()
@@ -153,7 +153,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
     quiet = {"hook_conv_state", "hook_write_strength"} if family == "minimax" else set()
     for pos, before in ((6, state), (1, after)):
         seen = fired(mixer, lambda pos=pos, before=before: mixer(x[:, :pos], before))
-        assert set(seen) == set(HOOKS) - quiet
+        assert set(seen) == set(MIXER_HOOKS) - quiet
         heads = (BATCH, pos, mixer.n_heads)
         assert seen["hook_q"].shape == seen["hook_k"].shape == (BATCH, pos, mixer.n_key_heads, mixer.d_k)
         for name in ("hook_v", "hook_z", "hook_z_bias", "hook_z_context"):
@@ -170,7 +170,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
             from_pattern = torch.einsum("bhij,bjhd->bihd", seen["hook_pattern"], seen["hook_v"])
             assert relative_error(from_pattern, seen["hook_z_context"]) < LAW
     without = fired(mixer, lambda: mixer(x))
-    assert set(HOOKS) - set(without) == quiet | {"hook_b_kv", "hook_z_bias", "hook_z_context"}
+    assert set(MIXER_HOOKS) - set(without) == quiet | {"hook_b_kv", "hook_z_bias", "hook_z_context"}
     assert not mixer.is_hooked()
 
 

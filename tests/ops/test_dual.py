@@ -229,7 +229,7 @@ def test_random_log_features_are_the_feature_map():
 
     x = normal(2, 7, 3, seed=81)
     projection = draw_projections(2, 11, 3, "iid", torch.Generator().manual_seed(0)).double()
-    features, log_scale = dual.random_log_features(x, projection, 1.9)
+    features, log_scale = dual.scaled_random_features(x, projection, 1.9)
     expected = random_features(x.transpose(0, 1), projection, 1.9).transpose(0, 1)
     torch.testing.assert_close(features * log_scale.exp()[..., None], expected, **TIGHT)
 

@@ -132,7 +132,7 @@ OPS: dict[Any, dict[str, Any]] = {
     dual.dual_loss: dict(weight=WEIGHT, inputs=INPUTS, labels=LABELS, normalizer=torch.ones(()), eta=1.0),
     dual.weight_after: dict(weight=WEIGHT, added=WEIGHT, n_steps=2),
     dual.landmark_features: dict(keys="h p d", queries="h key d", scale=2.0, n_landmarks=2),
-    dual.random_log_features: dict(x="h p d", projection="h m d", scale=2.0),
+    dual.scaled_random_features: dict(x="h p d", projection="h m d", scale=2.0),
     dual_layers.fold_mlp: dict(W_in="d e", b_in="e", W_out="e d", b_out="d", activation=torch.relu, pre="e"),
     dual_layers.prefix_lm_attention: dict(x="p d", weights=HEAD, scale=2.0),
     dual_layers.bound_terms: dict(log_norm="h", log_rho="h", log_trace="h", n_demonstrations=3, d_out=4, delta=0.1),

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.pretrained import SUPPORTED_ARCHITECTURES
-from kvlens.pretrained.families import alibi_slopes
+from kvlens.pretrained.translation import alibi_slopes
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

@@ -12,8 +12,8 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load, loading, zoo
 from kvlens.base import HookedTransformer, HookedTransformerConfig
 from kvlens.cli import main
-from kvlens.pretrained.families import FAMILIES
 from kvlens.pretrained.names import OTHER_CODE, OWN_FORMAT, official_names, step_of
+from kvlens.pretrained.translation import FAMILIES
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig
 from kvlens.base import HookedTransformer
 from kvlens.base.weights import allowed_steps
-from kvlens.pretrained import PretrainedParts, check_trial, families, is_local_folder, load_pretrained_parts, official_name
-from kvlens.pretrained.families import FAMILIES
+from kvlens.pretrained import PretrainedParts, check_trial, is_local_folder, load_pretrained_parts, official_name, translation
+from kvlens.pretrained.translation import FAMILIES
 
 TOKENS = torch.randint(0, D_VOCAB, (2, 17), generator=torch.Generator().manual_seed(7))
 
@@ -368,8 +368,8 @@ TRIED = ["gpt2", "gpt_neox", "llama", "bloom", "mixtral", "olmo3"]
 @pytest.fixture
 def wrong_eps(monkeypatch):
     """A field that is forgotten: the norms keep another epsilon than the configuration's."""
-    translate = families.translate
-    monkeypatch.setattr(families, "translate", lambda *args: {**translate(*args), "eps": 0.01})
+    translate = translation.translate
+    monkeypatch.setattr(translation, "translate", lambda *args: {**translate(*args), "eps": 0.01})
 
 
 @pytest.mark.parametrize("kind", TRIED)

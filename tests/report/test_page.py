@@ -15,7 +15,7 @@ from kvlens import HookedKVTransformer
 from kvlens.analyses import HeadDetails, LinkedShares
 from kvlens.report import build_report
 from kvlens.report.build import ABLATION, Report, ranked_heads
-from kvlens.report.inputs import example_for
+from kvlens.report.example import example_for
 from kvlens.report.page import build_page
 from kvlens.report.summary import n_parameters
 

@@ -28,7 +28,7 @@ from kvlens.analyses import (
     readings,
 )
 from kvlens.files import atomic
-from kvlens.report import build_report, check_folder, page, print_report, write_report
+from kvlens.report import build_report, check_report_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths
 from kvlens.report.page import build_page
 from kvlens.report.summary import effect_figures, harm_note
@@ -339,7 +339,7 @@ def test_a_path_that_is_not_writable(monkeypatch, tmp_path):
 
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # file modes do not stop root, which runs many a container
     with pytest.raises(KVLensError, match="Permission denied; choose another folder"):
-        check_folder(tmp_path / "a" / "r")
+        check_report_folder(tmp_path / "a" / "r")
     assert listing(tmp_path) == []
 
 

@@ -16,7 +16,7 @@ from kvlens.tasks import Batch, make_task
 from kvlens.training import Loss, Score, TrainSettings, build_model, score_heldout, ship, train
 from kvlens.training.run import (
     CrossEntropy,
-    Objective,
+    ModelAndLoss,
     SquaredError,
     batch_generator,
     decayed_parameters,
@@ -148,14 +148,14 @@ def test_watched_parameters_are_recorded_at_every_evaluation():
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weights(folder, tmp_path, monkeypatch):
     twin, model = tiny_model(), tiny_model()
-    forward, calls = Objective.forward, []
+    forward, calls = ModelAndLoss.forward, []
 
     def spoiled(self, batch: Batch):
         score = forward(self, batch)
         calls.append(1)
         return score._replace(loss=score.loss * math.nan) if len(calls) == 5 else score
 
-    monkeypatch.setattr(Objective, "forward", spoiled)
+    monkeypatch.setattr(ModelAndLoss, "forward", spoiled)
     with pytest.raises(KVLensError, match="loss .nan. of step 5 is not finite"):
         run(model, eval_every=100, folder=tmp_path / "run" if folder else None)
     assert weights(model).isfinite().all()
@@ -166,7 +166,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_weight
             run(resumed, eval_every=100, folder=tmp_path / "run")
         assert all(torch.equal(p, good[f"model/{name}"]) for name, p in resumed.named_parameters())
     if folder:  # the checkpoint of step 3 stands, and a healthy run goes on from it to the same end
-        monkeypatch.setattr(Objective, "forward", forward)
+        monkeypatch.setattr(ModelAndLoss, "forward", forward)
         again = tiny_model()
         run(again, eval_every=100, folder=tmp_path / "run")
         run(twin, eval_every=100)

@@ -24,7 +24,7 @@ from kvlens.viz import (
     induction_arcs,
     linked_view,
 )
-from kvlens.viz._figures import FULL, block_means, block_size, strongest, strongest_positions
+from kvlens.viz._figures import FULL_COLOR, block_means, block_size, strongest, strongest_positions
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
 from kvlens.viz.heads import MAX_CELLS, details_json
 
@@ -142,7 +142,7 @@ def test_details_of_512_tokens_stay_small(n_layers, n_heads, exact):
     n_prompt, n_columns = len(data["columns"]["prompt"]), len(data["columns"]["prompt"] + data["columns"]["text"])
     shown = [values(head) for layer in data["pattern"] for head in layer]
     cells = torch.tensor(shown).view(n_layers, n_heads, 64, n_columns)
-    unit = float(cells.max()) / 999 if exact else strongest(cells.flatten().tolist(), FULL) / 63
+    unit = float(cells.max()) / 999 if exact else strongest(cells.flatten().tolist(), FULL_COLOR) / 63
     expected = block_means(pattern[..., :512], -(-512 // n_prompt))
     torch.testing.assert_close(cells[..., :n_prompt], expected, rtol=0, atol=0.51 * unit)
 

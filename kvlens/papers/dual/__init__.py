@@ -58,7 +58,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | theorem 3.2 | $O(\cdot)$ without constants, for tokens drawn independently | tokens of text are not independent, so the value is not a guarantee |
 """  # noqa: E501
 
-from kvlens.papers.claims import claims_table, read_claims
+from kvlens.papers.paper_claims import claims_table, read_claims
 
 CLAIMS = read_claims(r"""
 th. 3.1, figs. 3, 11, 12 | after one step the dual model's prediction "is exactly equivalent to the ICL inference result"
@@ -135,6 +135,6 @@ app. F, eq. 35 | von Oswald et al.'s weights are one step of gradient descent on
 app. F, eq. 36-37 | and one step of the dual model, whose labels are the residuals
     gradient-descent | holds | largest relative difference 5.8e-16 | the layer is one step of its dual model
 """)  # noqa: E501
-"""What the paper claims, in its order, in the form of `kvlens.papers.claims`."""
+"""What the paper claims, in its order, in the form of `kvlens.papers.paper_claims`."""
 
 __doc__ = f"{__doc__}\n# Claims\n\n{claims_table(CLAIMS)}"

@@ -27,10 +27,10 @@ from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from kvlens.dual.bert import WEIGHTS, load_bert, swap_self_attention
-from kvlens.dual.glue import CHANCE, METRICS, TASKS, fine_tune
+from kvlens.dual.bert import load_bert, swap_self_attention
+from kvlens.dual.glue import CHANCE, GLUE_METRICS, GLUE_TASKS, fine_tune
 from kvlens.errors import KVLensError, nearest
-from kvlens.files import checksum
+from kvlens.files import WEIGHTS, checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
@@ -57,7 +57,7 @@ class BertHypothesis(NamedTuple):
 
 CLAIMS = {
     LARGE: BertHypothesis("with too large an alpha it is significantly worse", ()),
-    "augmented values": BertHypothesis("augmented values are better", TASKS),
+    "augmented values": BertHypothesis("augmented values are better", GLUE_TASKS),
     "regularised, alpha -0.1": BertHypothesis(
         "regularised attention with a small alpha is better, but on RTE", ("cola", "mrpc", "stsb")
     ),
@@ -119,7 +119,7 @@ def bert_variants(settings: Settings, tell: Tell) -> Reproduction:
             for seed in settings["seeds"]:
                 course = fine_tuned(label, task, source, seed, settings)
                 courses.append(course.assign(task=task, model=label, seed=seed))
-                tell(f"{task}, {label}, seed {seed}: {METRICS[task]} {course[METRICS[task]].iloc[-1]:.3g}")
+                tell(f"{task}, {label}, seed {seed}: {GLUE_METRICS[task]} {course[GLUE_METRICS[task]].iloc[-1]:.3g}")
     curves = pd.concat(courses, ignore_index=True)
     return Reproduction(
         tables={"curves": curves},
@@ -208,7 +208,7 @@ def bert(source: str, n_outputs: int, seed: int) -> tuple[Any, Any]:
 
 def compare(curves: pd.DataFrame, task: str) -> list[Comparison]:
     """Compare every variant with plain fine-tuning on one task, after the last epoch."""
-    metric = METRICS[task]
+    metric = GLUE_METRICS[task]
     course = curves.rename(columns={"epoch": "step"})
     last, goal = course[course["step"] == course["step"].max()], Goal(CHANCE[task], best=1.0, share=0.25, y=metric)
     why = goal.why_not_learned(course[course["model"] == PLAIN], PLAIN)
@@ -224,5 +224,5 @@ def compare(curves: pd.DataFrame, task: str) -> list[Comparison]:
 
 def draw(curves: pd.DataFrame) -> Figure:
     """The metric on dev against epochs, a panel per task."""
-    value = pd.concat([rows[METRICS[str(task)]] for task, rows in curves.groupby("task", sort=False)])
+    value = pd.concat([rows[GLUE_METRICS[str(task)]] for task, rows in curves.groupby("task", sort=False)])
     return draw_panels(curves.assign(metric=value), "epoch", "metric", panel="task", ylabel="metric on dev")

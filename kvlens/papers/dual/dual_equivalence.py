@@ -119,7 +119,7 @@ def _features(q: Tensor, k: Tensor, scale: float, kernel: str, seed: int) -> tup
         f = dual.landmark_features(k[None], q[None, None], scale, max(1, len(k) // 2))
         return f.keys[0] * f.log_keys[0].exp()[:, None], f.queries[0, 0] * f.log_queries[0].exp()
     drawn = draw_projections(1, 100 * len(q), len(q), "orthogonal", torch.Generator().manual_seed(seed)).double()
-    (phi_k, log_k), (phi_q, log_q) = (dual.random_log_features(x, drawn, scale) for x in (k[None], q[None, None]))
+    (phi_k, log_k), (phi_q, log_q) = (dual.scaled_random_features(x, drawn, scale) for x in (k[None], q[None, None]))
     return phi_k[0] * log_k[0].exp()[:, None], phi_q[0, 0] * log_q[0].exp()
 
 

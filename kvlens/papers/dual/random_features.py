@@ -66,7 +66,7 @@ def random_features(settings: Settings, tell: Tell) -> Reproduction:
         exact = (q @ k.transpose(-1, -2) / scale).softmax(dim=-1)
         for m, kind in itertools.product(settings["n_features"], KINDS):
             projection = _projection(kind, m, d, torch.Generator().manual_seed(1000 * seed + m))
-            (phi_q, _), (phi_k, log_k) = (dual.random_log_features(x, projection, scale) for x in (q, k))
+            (phi_q, _), (phi_k, log_k) = (dual.scaled_random_features(x, projection, scale) for x in (q, k))
             kernel = dual.kernel_values(dual.feature_kernel(phi_q, phi_k, None, log_k - log_k.max()))
             pattern = kernel / kernel.sum(dim=-1, keepdim=True)
             for what, error in (("attention", pattern - exact), ("output", (pattern - exact) @ v)):

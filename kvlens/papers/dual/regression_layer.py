@@ -147,7 +147,7 @@ def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> R
     return RegressionLayer(weights(1), weights(2), weights(3), variant, keys, values)
 
 
-def losses(layer: RegressionLayer, sequences: Sequences) -> Float[Tensor, " seed"]:
+def squared_errors(layer: RegressionLayer, sequences: Sequences) -> Float[Tensor, " seed"]:
     """Mean squared error of the last token's label, of every seed."""
     predicted = layer.outputs(sequences.tokens, last=1)[..., -1, -1]
     return (predicted - sequences.answers).square().mean(dim=1)
@@ -194,12 +194,12 @@ def train_layer(
         for step in range(block, min(block + BLOCK, steps + 1)):
             if step % every == 0 or step == steps:
                 with torch.no_grad():
-                    error = losses(layer, heldout) / variance
+                    error = squared_errors(layer, heldout) / variance
                 course.append((step, error.where(error.isfinite(), torch.inf)))
             if step == steps:
                 break
             here = slice((step - block) * settings["batch_size"], (step - block + 1) * settings["batch_size"])
-            loss = losses(layer, Sequences(batches.tokens[:, here], batches.answers[:, here])).sum()
+            loss = squared_errors(layer, Sequences(batches.tokens[:, here], batches.answers[:, here])).sum()
             gradients = torch.autograd.grad(loss, layer.parameters)
             with torch.no_grad():
                 for parameter, gradient in zip(layer.parameters, gradients, strict=True):

@@ -17,7 +17,7 @@ rounding, raise `ARITHMETIC` in `kvlens/training/checkpoint.py`; a test reminds 
 from functools import partial
 
 from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_heldout, train_cells
-from kvlens.papers.harness.plots import PLAIN, SHIFTED, draw_panels
+from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, experiment
 from kvlens.tasks import make_task
 
@@ -35,7 +35,8 @@ def shift_by_length(settings, tell):
     '''Train both models at every length, and compare them at each.'''
     curves, _ = train_cells(cells(settings), settings, tell)
     final = last_heldout(curves, by=("length", "model", "seed"))
-    figure = partial(draw_panels, final, "length", title="Induction with one layer", colors={"shift": SHIFTED, "plain": PLAIN})
+    colors = {"shift": SHIFTED_COLOR, "plain": PLAIN_COLOR}
+    figure = partial(draw_panels, final, "length", title="Induction with one layer", colors=colors)
     return Reproduction({"curves": curves, "final": final}, figure, [*compare(final, of_heldout(curves))])
 
 

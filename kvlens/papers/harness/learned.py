@@ -42,7 +42,7 @@ import pandas as pd
 import torch
 
 from kvlens.files import checksum_of_json, write_atomically
-from kvlens.files.tables import read_table, table_bytes
+from kvlens.files.parquet import read_table, table_bytes
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.run import Settings, Tell
 from kvlens.papers.harness.significance import Comparison

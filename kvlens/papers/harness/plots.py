@@ -11,7 +11,7 @@ from kvlens.papers.harness.learned import mean_course
 
 PALETTE = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that color-blind readers can tell apart (Okabe and Ito 2008), without their yellow, which is too light for a line."""
-PLAIN, SHIFTED = PALETTE[:2]
+PLAIN_COLOR, SHIFTED_COLOR = PALETTE[:2]
 """Colors of models without and with KV shift, in every figure."""
 MARKERS, DASHES = ("o", "s", "^", "D", "v", "P", "X", "*"), ("-", "--", ":")
 

@@ -21,7 +21,7 @@ from kvlens import load
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief, nearest
 from kvlens.files import FolderKind, listed_in, plain, write_folder
-from kvlens.files.tables import table_bytes
+from kvlens.files.parquet import table_bytes
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.significance import Comparison
 

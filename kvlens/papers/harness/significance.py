@@ -47,11 +47,11 @@ POWER, N_SAMPLES = 0.8, 2000
 Z = 1.96
 """Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
 
-Values = Sequence[float | int] | Real[np.ndarray, " value"]
+Measurements = Sequence[float | int] | Real[np.ndarray, " value"]
 """One for each seed, prompt or sequence."""
 
 
-def above(values: Values, bound: float | int = 0.0) -> bool | None:
+def above(values: Measurements, bound: float | int = 0.0) -> bool | None:
     """Whether ``values`` lie significantly above ``bound`` (True), below it (False), or neither (None: inconclusive).
 
     Args:
@@ -62,7 +62,7 @@ def above(values: Values, bound: float | int = 0.0) -> bool | None:
     return None if side == 0 else bool(side > 0)
 
 
-def detectable(values: Values) -> float | None:
+def detectable(values: Measurements) -> float | None:
     """The smallest distance of the mean from its bound that would be significant in `POWER` of the cases.
 
     Args:
@@ -124,7 +124,7 @@ def chance_of_student(distances: Float[np.ndarray, "case value"]) -> Float[np.nd
     return np.where((distances == 0).all(axis=1), 1.0, student_tails(angle, n - 1))
 
 
-def interval_of_mean(values: Values) -> tuple[float, float] | None:
+def interval_of_mean(values: Measurements) -> tuple[float, float] | None:
     """The mean's 95 % interval, mean -+ t standard errors; None for fewer than two values, or one that is not finite."""
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2 or not np.isfinite(sample).all():
@@ -307,7 +307,7 @@ class Comparison:
         cls,
         what: str,
         claim: str,
-        values: Values,
+        values: Measurements,
         bound: float | int = 0.0,
         *,
         below: bool = False,

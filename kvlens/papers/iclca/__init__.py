@@ -61,7 +61,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | decay, padding, absolute positions, prompts after prompts | not treated | see `kvlens.convert_prompt`: $b_{KV}$ decays by $\gamma^M$; without RoPE after the map, $R$ drops out and ``position_offset`` grows by $M$ |
 """  # noqa: E501
 
-from kvlens.papers.claims import claims_table, read_claims
+from kvlens.papers.paper_claims import claims_table, read_claims
 
 CLAIMS = read_claims(r"""
 sec. 1 | "The converted extra bias term only amounts to about 1% of the total number of parameters"
@@ -124,6 +124,6 @@ sec. 5 | kvlens' fitted keys against methods that keep keys (ours)
     compaction --scale paper | holds | 0.42 / 0.39 / 0.40 times the error of Attention Matching's pursuit at 8 / 16 / 32 keys (table under "The field's methods") | the ratio is below 1; answers about the story stay right
     softmax-conversion --scale paper | holds | fitted keys against the most attended ones without a fit, at 8 / 16 / 32 keys: 1.76 / 1.00 / 0.49 % against 5.4 / 4.0 / 2.5 % | the ratio is below 1
 """)  # noqa: E501
-"""What the paper claims, in its order, in the form of `kvlens.papers.claims`."""
+"""What the paper claims, in its order, in the form of `kvlens.papers.paper_claims`."""
 
 __doc__ = f"{__doc__}\n# Claims\n\n{claims_table(CLAIMS)}"

@@ -34,7 +34,7 @@ from kvlens.papers.harness.learned import TrainingRun, trained_further
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
-from kvlens.papers.iclca.conversion_error import float64_logits, relative_error
+from kvlens.papers.iclca.conversion_error import float64_logits, pair_errors
 from kvlens.tasks import Batch, make_task
 from kvlens.tasks.ngrams import BigramTask
 from kvlens.training import find_recipe
@@ -150,8 +150,8 @@ def measure(model: HookedKVTransformer, task: BigramTask, settings: Settings, te
         logits = read_three_ways(model, batch.inputs, cut)
         exact = float64_logits(model, batch.inputs.to(model.W_E.device)).cpu()[:, cut:]
         error = {
-            "conversion": relative_error(logits[CONVERTED], logits[PROMPTED]),
-            "forward_pass": relative_error(logits[PROMPTED], exact),
+            "conversion": pair_errors(logits[CONVERTED], logits[PROMPTED]),
+            "forward_pass": pair_errors(logits[PROMPTED], exact),
         }
         errors.append(pd.DataFrame({"sequence": range(done, done + n), **{name: e.numpy() for name, e in error.items()}}))
         predictions.append(score(task, Batch(*(part[:, cut:] for part in batch)), logits, first_sequence=done))

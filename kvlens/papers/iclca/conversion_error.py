@@ -110,10 +110,10 @@ def error_of_conversion(
     """Relative error of every pair's converted logits, and the reference: the logits with the prompt in context."""
     old = model(torch.cat([prompt, text], dim=1))[:, prompt.shape[1] :]
     with model.kv_bias(convert_prompt(model, prompt)):
-        return relative_error(model(text), old), old
+        return pair_errors(model(text), old), old
 
 
-def relative_error(new: Float[Tensor, " pair *rest"], old: Float[Tensor, " pair *rest"]) -> Float[Tensor, " pair"]:
+def pair_errors(new: Float[Tensor, " pair *rest"], old: Float[Tensor, " pair *rest"]) -> Float[Tensor, " pair"]:
     """||new - old|| / ||old|| of every pair, in float64."""
     return (new.double() - old.double()).flatten(1).norm(dim=1) / old.double().flatten(1).norm(dim=1)
 
@@ -152,7 +152,7 @@ def _measure(model: HookedKVTransformer, prompt: Tensor, text: Tensor) -> pd.Dat
     for accumulation in ACCUMULATIONS:
         model.cfg.accumulation_dtype = accumulation
         converted, old = error_of_conversion(model, prompt, text)
-        for measure, error in ((CONVERSION, converted), (FORWARD, relative_error(old, exact))):
+        for measure, error in ((CONVERSION, converted), (FORWARD, pair_errors(old, exact))):
             parts.append(pd.DataFrame(dict(measure=measure, accumulation=accumulation, relative_error=error.numpy())))
     return pd.concat(parts, ignore_index=True)
 

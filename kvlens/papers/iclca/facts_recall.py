@@ -31,7 +31,7 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison, share_interval
 from kvlens.tasks.facts import FactsTask, Story, answers_after_story, answers_with_bias, answers_without_story, guess_in_story
-from kvlens.tasks.stories import KINDS, LONGEST_STATEMENT, words_of
+from kvlens.tasks.stories import LONGEST_STATEMENT, STATEMENT_KINDS, words_of
 
 LOGITS, EQUAL, NO_FIT, POLISHED, EXACT, DROPPED = "logits", "equal", "no fit", "polished", "exact", "dropped"
 FEWER_KEYS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ FEWER_KEYS: dict[str, dict[str, Any]] = {
 """The options of :class:`kvlens.conversion.Landmark` other than the number of keys."""
 AIM, AIM_RATIO = 0.99, 0.25
 """The share of answers to be kept at this share of the story's keys."""
-SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in KINDS for statement in kind.statements)
+SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in STATEMENT_KINDS for statement in kind.statements)
 """The number of tokens by which two statements may differ."""
 
 

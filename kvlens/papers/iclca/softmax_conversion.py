@@ -33,7 +33,7 @@ from kvlens.conversion import (
     convert_prompt,
     distill_prompt,
 )
-from kvlens.conversion.distillation import Objective
+from kvlens.conversion.distillation import DistillationObjective
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
@@ -47,7 +47,7 @@ DROPPED, TOP, WINDOW, TAYLOR = "prompt left out", "chosen keys, no fit", "slidin
 IID, ORTHOGONAL, LEARNED = "random features, iid", "random features, orthogonal", "learned features"
 EQUAL, LOGITS = "landmark, equal budgets", "landmark, budgets by logits"
 EQUAL_POLISHED, POLISHED = "landmark, equal and polished", "landmark, by logits and polished"
-OBJECTIVES: tuple[Objective, ...] = ("pairs", "distributions")
+OBJECTIVES: tuple[DistillationObjective, ...] = ("pairs", "distributions")
 DISTILLED = {objective: f"context distillation, {objective}" for objective in OBJECTIVES}
 FROM = {"random features": "fine-tuning from random features", "keys": "fine-tuning from the fewest fitted keys"}
 SMOOTHED = 10
@@ -209,7 +209,7 @@ def _distilled(
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
     bias, old = convert_prompt(model, prompt), prompted_logits(model, prompt, texts)
     asked = dict(rank=None, which=lambda name: True, steps=steps, learning_rates=settings["distil_rates"], seed=seed)
-    runs: list[tuple[str, Objective, KVBias | None]] = [(DISTILLED[objective], objective, None) for objective in OBJECTIVES]
+    runs: list[tuple[str, Any, KVBias | None]] = [(DISTILLED[objective], objective, None) for objective in OBJECTIVES]
     runs += [(name, "distributions", start) for name, start in starts.items()]
     target = math.inf
     for method, objective, start in runs:

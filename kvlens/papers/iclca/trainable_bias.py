@@ -11,14 +11,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_heldout, train_cells
-from kvlens.papers.harness.plots import PALETTE, PLAIN, draw_panels
+from kvlens.papers.harness.plots import PALETTE, PLAIN_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.tasks import make_task
 from kvlens.training import find_recipe
 
 WITHOUT, WITH = "without bias terms", "with trainable bias terms"
-COLORS = {WITHOUT: PLAIN, WITH: PALETTE[2]}
+COLORS = {WITHOUT: PLAIN_COLOR, WITH: PALETTE[2]}
 
 
 _PAPER = find_recipe("bigram-linear")

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.conversion.distillation import TEXTS_PER_STEP, distill_prompt
-from kvlens.conversion.gradients import LEARNING_RATE, Polished, descend
+from kvlens.conversion.gradients import POLISHING_RATE, Polished, descend
 from kvlens.conversion.prompt_pass import as_batch
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
@@ -208,7 +208,7 @@ def freed(
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
     how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
-    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=LEARNING_RATE, **how), start=1):
+    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=POLISHING_RATE, **how), start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = state.bias(one).select_prompt(0)

@@ -80,7 +80,7 @@ take 128.
 | the first token | has no predecessor: zeros | its shifted value is $\beta_1$ times its own value, which is why ``fold_value_biases`` is refused for shifted models |
 """  # noqa: E501
 
-from kvlens.papers.claims import claims_table, read_claims
+from kvlens.papers.paper_claims import claims_table, read_claims
 
 CLAIMS = read_claims(r"""
 sec. 2.1, eq. 2 | virtual attention heads: A2 A1 of two layers is the attention of one
@@ -186,6 +186,6 @@ app. J, fig. 10a | shifted queries: "it seems that the two are similar"
 app. J, fig. 10b, c | "the performance of shifting QKV is not as good as shifting KV, and even not as good as the vanilla"
     - | not tested | benchmarks of a model of 19 billion parameters |
 """)  # noqa: E501
-"""What the paper claims, in its order, in the form of `kvlens.papers.claims`."""
+"""What the paper claims, in its order, in the form of `kvlens.papers.paper_claims`."""
 
 __doc__ = f"{__doc__}\n# Claims\n\n{claims_table(CLAIMS)}"

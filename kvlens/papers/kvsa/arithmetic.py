@@ -24,7 +24,7 @@ from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, lead,
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
+from kvlens.papers.kvsa.models import MODEL_COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.tasks import ArithmeticTask
 from kvlens.tasks.arithmetic import STEP_LENGTH
 
@@ -181,7 +181,7 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
 def draw(answers: pd.DataFrame) -> Figure:
     """Accuracy against the number of operations; numbers that were not trained on are shaded."""
     scored, title = _scored(answers), "Share correct in some step of the generated solution; shaded: longer than in training"
-    figure = draw_panels(scored, "n_ops", panel="row", title=title, colors=COLORS, ticks=True)
+    figure = draw_panels(scored, "n_ops", panel="row", title=title, colors=MODEL_COLORS, ticks=True)
     for axes, (_, rows) in zip(figure.axes, scored.groupby("row", sort=False), strict=True):
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
     return figure

@@ -19,7 +19,7 @@ from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_hel
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
+from kvlens.papers.kvsa.models import MODEL_COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.tasks import HopsTask, make_task
 from kvlens.tasks.task import Model
 
@@ -59,7 +59,7 @@ def hops(settings: Settings, tell: Tell) -> Reproduction:
         final = last_heldout(curves, by=("n_layers", "k", "model", "seed"))
     chances = {k: HopsTask(k=k, **settings["task"]).chance for k in settings["hops"]}
     final = final.assign(chance=final["k"].map(chances))
-    figure = partial(draw_panels, final, "k", panel="n_layers", xlabel="hops k", colors=COLORS, ticks=True)
+    figure = partial(draw_panels, final, "k", panel="n_layers", xlabel="hops k", colors=MODEL_COLORS, ticks=True)
     differences = [
         f"Vocabulary {settings['task']['vocab_size']}, length {settings['task']['length']}, width "
         f"{settings['model']['d_model']}, depths {settings['depths']}, k in {settings['hops']}, at most "

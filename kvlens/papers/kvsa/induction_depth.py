@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, last_heldout, of_heldout, steps_to, train_cells
-from kvlens.papers.harness.plots import PLAIN, SHIFTED, draw_panels
+from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import LLAMA_BLOCKS, steps_in_words
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 FEW, DEEP = "one layer or two", "two layers or four"
 """What is compared, on sequences of ``task`` and on those of ``deep_task``."""
 COMPARED = {FEW: (SHIFT_1, PLAIN_2, PLAIN_1), DEEP: (PLAIN_2, PLAIN_4)}
-COLORS = {SHIFT_1: SHIFTED, PLAIN_2: PLAIN, PLAIN_1: "#D55E00", PLAIN_4: "#CC79A7"}
+COLORS = {SHIFT_1: SHIFTED_COLOR, PLAIN_2: PLAIN_COLOR, PLAIN_1: "#D55E00", PLAIN_4: "#CC79A7"}
 LEARNED = 0.99
 """The accuracy that counts as having learned induction."""
 

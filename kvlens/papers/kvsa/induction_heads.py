@@ -23,7 +23,7 @@ import torch
 
 from kvlens.analyses import induction_heads as score_heads
 from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, of_heldout, train_cells
-from kvlens.papers.harness.plots import PLAIN, SHIFTED, draw_panels
+from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import LLAMA_BLOCKS, MORE_SEEDS, SMALL_SEEDS
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     SHIFT_2: dict(n_layers=2, kv_shift=True),
     PLAIN_2: dict(n_layers=2),
 }
-COLORS = {SHIFT_1: SHIFTED, SHIFT_2: "#009E73", PLAIN_2: PLAIN}
+COLORS = {SHIFT_1: SHIFTED_COLOR, SHIFT_2: "#009E73", PLAIN_2: PLAIN_COLOR}
 BLOCKS, SHORT = "repeated blocks", "A B A"
 """What is read in training."""
 FRESH = 1

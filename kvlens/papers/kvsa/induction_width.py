@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvlens.errors import KVLensError
 from kvlens.papers.harness.learned import Cell, last_heldout, lead, steps_to, train_cells
-from kvlens.papers.harness.plots import PLAIN, SHIFTED, draw_panels
+from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import LLAMA_BLOCKS, steps_in_words
@@ -51,7 +51,7 @@ def induction_width(settings: Settings, tell: Tell) -> Reproduction:
     accuracy = last_heldout(curves, by=("d_model", "model", "seed"))
     title, colors = (
         "Induction: the width needed by one shifted layer and by two plain layers",
-        {SHIFT_1: SHIFTED, PLAIN_2: PLAIN},
+        {SHIFT_1: SHIFTED_COLOR, PLAIN_2: PLAIN_COLOR},
     )
     figure = partial(draw_panels, accuracy, "d_model", title=title, colors=colors, log="x", ticks=True)
     differences = [

@@ -169,12 +169,12 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> Iterator[Comparison]:
     yield Comparison(what, "the loss of th. 3 is the loss of one head with KV shift", float(error.max()), rounds)
     leads_there = (plane["descent_alpha_1"] < 0) & (plane["descent_beta_1"] > 0)
     shares = {int(str(T)): float(share) for T, share in leads_there.groupby(plane["T"]).mean().items()}
-    for before, (T, part) in zip((None, *shares.values()), shares.items(), strict=False):
+    for before, (T, share) in zip((None, *shares.values()), shares.items(), strict=False):
         what = f"share of the unit square where descent leads left and up, T = {T} (O(T) = {T - 4})"
         if before is None:
-            yield Comparison(what, "for small O(T) descent is not monotone everywhere", part, part < 1)
+            yield Comparison(what, "for small O(T) descent is not monotone everywhere", share, share < 1)
         else:
-            yield Comparison(what, "with larger O(T) its direction is more consistent", part, part > before)
+            yield Comparison(what, "with larger O(T) its direction is more consistent", share, share > before)
     # the caption: "the contour lines become sparse, which means the convergence speed slows down"
     gradient = (plane["descent_alpha_1"] ** 2 + plane["descent_beta_1"] ** 2).pow(0.5)
     slopes = gradient.groupby(plane["T"]).mean().to_dict()

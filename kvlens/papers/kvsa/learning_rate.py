@@ -18,14 +18,14 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import LEVEL, Comparison
 from kvlens.papers.kvsa.models import (
-    COLORS,
     MODEL,
+    MODEL_COLORS,
     MODELS,
     PLAIN,
     SHIFTED,
     SMALL_RATES,
     SMALL_SEEDS,
-    TEXT,
+    TEXT_TASK,
     TRAINING,
     text_goal,
     tokens_seen,
@@ -43,7 +43,7 @@ PAPER_RATE, PAPER_SEEDS = 1e-2, 5
         "seconds",
         "forty minutes on one core, twenty after `variants`",
     ),
-    task=TEXT,
+    task=TEXT_TASK,
     model=MODEL,
     training=(dict(steps=2, batch_size=4, eval_every=2, eval_sequences=4), *TRAINING[1:]),
     rates=([3e-2, 3.0], [1e-3, *SMALL_RATES, 3e-2]),
@@ -169,4 +169,4 @@ def draw(runs: pd.DataFrame, no_context: float) -> Figure:
     """Plot the final held-out loss against the learning rate; losses off the chart are drawn at its top."""
     top = no_context + 0.25 * (no_context - runs["heldout_loss"].min())
     shown, lines = runs.assign(heldout_loss=runs["heldout_loss"].clip(upper=top)), {"token frequencies alone": no_context}
-    return draw_panels(shown, "learning_rate", "heldout_loss", colors=COLORS, lines=lines, log="x")
+    return draw_panels(shown, "learning_rate", "heldout_loss", colors=MODEL_COLORS, lines=lines, log="x")

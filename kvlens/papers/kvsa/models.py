@@ -19,7 +19,7 @@ from kvlens.tasks.text import TextTask
 PLAIN, SHIFTED = "plain", "KV shift"
 MODELS: dict[str, dict[str, Any]] = {PLAIN: dict(kv_shift=False), SHIFTED: dict(kv_shift=True)}
 """Label -> fields of the model's config."""
-COLORS = {PLAIN: plots.PLAIN, SHIFTED: plots.SHIFTED}
+MODEL_COLORS = {PLAIN: plots.PLAIN_COLOR, SHIFTED: plots.SHIFTED_COLOR}
 
 LLAMA_BLOCKS: dict[str, Any] = dict(act_fn="silu", gated_mlp=True, normalization_type="RMS", positional_embedding_type="rotary")
 """Fields of a config (sec. 3.2: "the same architecture as Llama"): RMSNorm, rotary positions, a gated MLP with SiLU."""
@@ -32,7 +32,7 @@ SMALL_RATES = [5e-3, 1e-2]
 SMALL_SEEDS = [11, 12, 13, 14, 15, 16]
 MORE_SEEDS = [17, 18, 19, 20, 21, 22]
 """At the small scale the experiments on text share their runs: equal task, model, training, rates and seeds."""
-TEXT = (TINY_TEXT, SMALL_TEXT)
+TEXT_TASK = (TINY_TEXT, SMALL_TEXT)
 MODEL = (dict(n_layers=1, d_model=16, d_head=8, attn_only=True), SMALL_MODEL)
 TRAINING = (dict(steps=2, batch_size=4, eval_every=1, eval_sequences=4), SMALL_TRAINING)
 RATES, SEEDS = ([1e-2], SMALL_RATES), ([0, 1], SMALL_SEEDS)

@@ -15,7 +15,7 @@ from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_hel
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.kvsa.models import COLORS, MODELS, PLAIN, SHIFTED
+from kvlens.papers.kvsa.models import MODEL_COLORS, MODELS, PLAIN, SHIFTED
 from kvlens.tasks import make_task
 
 
@@ -47,7 +47,7 @@ def ngram(settings: Settings, tell: Tell) -> Reproduction:
     """Train both models of every size, and compare them at each."""
     curves, _ = train_cells(cells(settings), settings, tell)
     heldout, sizes = of_heldout(curves), settings["sizes"]
-    figure = partial(draw_panels, heldout, "step", panel="size", ylabel="held-out accuracy on 3-grams", colors=COLORS)
+    figure = partial(draw_panels, heldout, "step", panel="size", ylabel="held-out accuracy on 3-grams", colors=MODEL_COLORS)
     pairs = [f"{size['task']['vocab_size'] ** 2:,} ({size['label']})" for size in sizes]
     parameters = curves[curves["model"] == PLAIN].groupby("size")["n_parameters"].first()
     counts = [f"{size['label']} ({parameters[size['label']]:,} parameters)" for size in sizes]

@@ -29,14 +29,14 @@ from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import (
-    COLORS,
+    MODEL_COLORS,
     MODELS,
     PLAIN,
     RATES,
     SEEDS,
     SHIFTED,
     SMALL_MODEL,
-    TEXT,
+    TEXT_TASK,
     TRAINING,
     text_goal,
     tokens_seen,
@@ -52,7 +52,7 @@ from kvlens.training import build_model
         "seconds",
         "seventy minutes on one core, fifty-five after `variants`",
     ),
-    task=TEXT,
+    task=TEXT_TASK,
     sizes=(
         {"d 16": dict(n_layers=1, d_model=16, d_head=8), "d 24": dict(n_layers=1, d_model=24, d_head=8)},
         {
@@ -164,5 +164,5 @@ def compare_course(course: pd.DataFrame, why: Mapping[Any, str | None]) -> Compa
 def draw(finals: pd.DataFrame) -> Figure:
     """Final loss against parameters outside the embeddings; on these axes a power law is a straight line."""
     return draw_panels(
-        finals, "non_embedding", "heldout_loss", xlabel="parameters outside the embeddings", colors=COLORS, log="xy"
+        finals, "non_embedding", "heldout_loss", xlabel="parameters outside the embeddings", colors=MODEL_COLORS, log="xy"
     )

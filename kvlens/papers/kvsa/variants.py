@@ -25,7 +25,7 @@ from kvlens.papers.harness.learned import (
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.kvsa.models import MODEL, MORE_SEEDS, RATES, SMALL_SEEDS, TEXT, TRAINING, text_goal, tokens_seen
+from kvlens.papers.kvsa.models import MODEL, MORE_SEEDS, RATES, SMALL_SEEDS, TEXT_TASK, TRAINING, text_goal, tokens_seen
 from kvlens.tasks.text import TextTask
 
 FREE = "keys + values (free)"
@@ -66,7 +66,7 @@ CLEAR = (NONE, "window 2")
         "seconds",
         "two hours on one core (132 runs)",
     ),
-    task=TEXT,
+    task=TEXT_TASK,
     model=MODEL,
     variants=list(CLAIMS),
     training=TRAINING,

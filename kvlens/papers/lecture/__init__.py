@@ -30,7 +30,7 @@ but should predict $T(P) \approx f(x')$. Then it has learned an algorithm rather
 | sec. 3 | equivariance is stated for the layer | it requires bidirectional attention: a causal mask alone breaks it, even without positional embeddings (`kvlens.papers.lecture.equivariance` measures both) |
 """  # noqa: E501
 
-from kvlens.papers.claims import claims_table, read_claims
+from kvlens.papers.paper_claims import claims_table, read_claims
 
 CLAIMS = read_claims(r"""
 introduction, eq. 1 | T(P) is close to f(x') for functions that the transformer was not trained on
@@ -60,6 +60,6 @@ sec. 3 | learned positions end with the training's length, sinusoidal ones do no
     function-classes | holds | all longer prompts are refused with learned positions, by construction | learned positions end where the table ends
     function-classes | inconclusive | sinusoidal: they are read, at an error of 0.22 after 15 examples, 0.07 after 9 in training; tested against twice that and 0.05 | sinusoidal positions have no limit
 """)  # noqa: E501
-"""What the paper claims, in its order, in the form of `kvlens.papers.claims`."""
+"""What the paper claims, in its order, in the form of `kvlens.papers.paper_claims`."""
 
 __doc__ = f"{__doc__}\n# Claims\n\n{claims_table(CLAIMS)}"

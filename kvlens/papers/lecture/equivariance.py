@@ -31,7 +31,7 @@ from kvlens.tasks import Batch, RegressionTask
 
 KINDS = (("bidirectional", "none"), ("causal", "none"), ("bidirectional", "standard"), ("bidirectional", "sinusoidal"))
 """(attention_dir, positional_embedding_type); only the first is equivariant."""
-DTYPES = (torch.float64, torch.float32)
+PRECISIONS = (torch.float64, torch.float32)
 
 
 def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int, n_prompts: int, n_models: int) -> pd.DataFrame:
@@ -45,7 +45,7 @@ def equivariance_table(model: Mapping[str, Any], n_positions: int, d_input: int,
         n_models: number of draws of weights, inputs and pi.
     """
     rows = []
-    for (attention_dir, positions), dtype, seed in itertools.product(KINDS, DTYPES, range(n_models)):
+    for (attention_dir, positions), dtype, seed in itertools.product(KINDS, PRECISIONS, range(n_models)):
         kind = dict(attention_dir=attention_dir, positional_embedding_type=positions, dtype=dtype, seed=seed)
         cfg = HookedKVTransformerConfig(**{**model, **kind, "n_ctx": n_positions, "d_vocab": 1, "device": "cpu"})
         own = dict(attention_dir=attention_dir, positions=positions, dtype=str(dtype).removeprefix("torch."), seed=seed)
@@ -77,8 +77,8 @@ def permutation_rounding(cfg: HookedKVTransformerConfig) -> float:
     return cfg.n_layers * (2 * cfg.n_ctx + 4 * cfg.d_model + d_mlp) * torch.finfo(cfg.dtype).eps
 
 
-Numbers = Literal["index", "share"]
-NUMBERS: tuple[Numbers, ...] = ("index", "share")
+Numbering = Literal["index", "share"]
+NUMBERS: tuple[Numbering, ...] = ("index", "share")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class NumberedRegression(RegressionTask):
 
     name: ClassVar[str] = "numbered regression"
 
-    numbers: Numbers = "index"
+    numbers: Numbering = "index"
 
     @property
     def d_input(self) -> int:
@@ -99,10 +99,10 @@ class NumberedRegression(RegressionTask):
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
         batch = super().sample(batch_size, generator, split)
-        return batch._replace(inputs=numbered(batch.inputs, numbers_of(self.numbers, self.n_positions)))
+        return batch._replace(inputs=numbered(batch.inputs, position_numbers(self.numbers, self.n_positions)))
 
 
-def numbers_of(kind: Numbers, n_positions: int) -> Float[Tensor, " pos"]:
+def position_numbers(kind: Numbering, n_positions: int) -> Float[Tensor, " pos"]:
     """The number of every position."""
     index = torch.arange(1, n_positions + 1, dtype=torch.float32)
     return index if kind == "index" else index / (n_positions + 1)

@@ -30,7 +30,7 @@ from kvlens.papers.harness.learned import Goal, TrainingRun
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.lecture.equivariance import NUMBERS, NumberedRegression, equivariance_table, numbered, numbers_of
+from kvlens.papers.lecture.equivariance import NUMBERS, NumberedRegression, equivariance_table, numbered, position_numbers
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import HELDOUT_NOISE, SHIFTS
@@ -269,8 +269,8 @@ def _prompts(positions: str, short: Batch, longer: Batch) -> Iterator[tuple[str,
         yield from ((name, batch, batch.inputs) for name, batch in batches.items())
         return
     for name, batch in batches.items():
-        yield name, batch, numbered(batch.inputs, numbers_of(positions, batch.inputs.shape[1]))
-    last = numbers_of(positions, longer.inputs.shape[1])[-short.inputs.shape[1] :]
+        yield name, batch, numbered(batch.inputs, position_numbers(positions, batch.inputs.shape[1]))
+    last = position_numbers(positions, longer.inputs.shape[1])[-short.inputs.shape[1] :]
     yield RENUMBERED, short, numbered(short.inputs, last)
 
 

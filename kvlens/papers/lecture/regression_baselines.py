@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Points = Float[Tensor, "prompt point dim"]
-Answers = Float[Tensor, "prompt point_minus_1"]
+PromptPoints = Float[Tensor, "prompt point dim"]
+GivenLabels = Float[Tensor, "prompt point_minus_1"]
 Predictions = Float[Tensor, "prompt point"]
 
 
-def least_squares(x: Points, y: Answers) -> Predictions:
+def least_squares(x: PromptPoints, y: GivenLabels) -> Predictions:
     """Minimum-norm least squares.
 
     Args:
@@ -40,7 +40,7 @@ def least_squares(x: Points, y: Answers) -> Predictions:
     return (x[:, :, None] @ w).flatten(1)
 
 
-def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
+def ridge(x: PromptPoints, y: GivenLabels, penalty: float | int) -> Predictions:
     """Least squares with ``penalty`` |w|^2, which is positive, added to the squared error.
 
     Arguments and result as of `least_squares`, which is the limit for a penalty of 0.
@@ -52,7 +52,7 @@ def ridge(x: Points, y: Answers, penalty: float | int) -> Predictions:
     return (x * w).sum(-1)
 
 
-def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
+def nearest_neighbors(x: PromptPoints, y: GivenLabels, k: int) -> Predictions:
     """The mean answer of the ``k`` nearest examples; arguments and result as of `least_squares`."""
     # Differences are computed directly; by products, the distance of a point to itself would be about the root of eps.
     distance = torch.cdist(x, x[:, :-1], compute_mode="donot_use_mm_for_euclid_dist")
@@ -63,7 +63,7 @@ def nearest_neighbors(x: Points, y: Answers, k: int) -> Predictions:
     return (answers * counts).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
-def _earlier(x: Points) -> Float[Tensor, "point point_minus_1"]:
+def _earlier(x: PromptPoints) -> Float[Tensor, "point point_minus_1"]:
     """1 if an example precedes a point, else 0."""
     return torch.ones(x.shape[1], x.shape[1] - 1).to(x).tril(-1)
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvlens.analyses.batch.storage import (
+from kvlens.analyses.batch.journal import (
     Journal,
     JournalCounts,
     differences,

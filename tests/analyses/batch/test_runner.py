@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from batch_probes import letters
 from kvlens.analyses.batch import runner, workers
+from kvlens.analyses.batch.journal import Journal
 from kvlens.analyses.batch.runner import Input, run_batch
-from kvlens.analyses.batch.storage import Journal
 from kvlens.analyses.batch.work import Resources, Work
 from tiny_text_model import tiny_text_model
 

@@ -10,7 +10,7 @@ from analysis_models import centered
 from kvlens.analyses.declaration import Record
 from kvlens.analyses.heads import induction, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
-from kvlens.analyses.heads.repeated_text import KINDS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
+from kvlens.analyses.heads.repeated_text import PATTERNS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
 from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from small_models import sharp
 from transformer_lens.head_detector import detect_head
@@ -262,7 +262,7 @@ def test_columns_order_seeds_and_parts(monkeypatch, tmp_path, table, columns):
     by_head = frame if "kind" not in frame else frame[frame["kind"] == "current_token"]
     assert list(zip(by_head["layer"], by_head["head"], strict=True)) == [(i, j) for i in range(2) for j in range(5)]
     if "kind" in frame:
-        assert frame["kind"].tolist() == list(KINDS) * 10
+        assert frame["kind"].tolist() == list(PATTERNS) * 10
         assert (frame["contrast"].isna() == frame["kind"].isin(["previous_token", "current_token"])).all()
     pd.testing.assert_frame_equal(frame, table(model, n_sequences=5, n_repeated=N))
     assert not frame.equals(table(model, n_sequences=5, n_repeated=N, seed=1))

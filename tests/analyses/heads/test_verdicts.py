@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvlens.analyses.heads.ablation import standard_error, swap_costs
 from kvlens.analyses.heads.induction import measure_heads
-from kvlens.analyses.heads.repeated_text import KINDS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
+from kvlens.analyses.heads.repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
 from kvlens.analyses.heads.verdicts import (
     CONTRAST,
     COSTLY,
@@ -184,7 +184,7 @@ def test_the_value_side_decides_and_a_common_factor_does_not():
     reads_after_shift = mixed(n, n - 2, 0.9, slice(n, 2 * n))  # attends one position too late, reads the one before
     assert verdict(reads_after_shift, n, reads_before).name == "induction"
     assert verdict(reads_after_shift, n, -7 * reads_before) == verdict(reads_after_shift, n, reads_before)
-    assert KINDS[0] == "prefix_matching"
+    assert PATTERNS[0] == "prefix_matching"
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_a_faint_head_is_named_by_what_swapping_costs():
     head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == "induction" and 2 < head["prefix_matching_contrast"] < CONTRAST
     assert head["prefix_matching_loss_change"] > head["ablation_loss_change"] / 2 > COSTLY
-    assert all(head[f"{kind}_loss_change"] < 0.1 * head["prefix_matching_loss_change"] for kind in KINDS[1:])
+    assert all(head[f"{kind}_loss_change"] < 0.1 * head["prefix_matching_loss_change"] for kind in PATTERNS[1:])
 
 
 @pytest.mark.parametrize(("loudness", "name"), [(-20.0, OTHER), (20.0, HARMFUL)])
@@ -304,7 +304,7 @@ def test_two_kinds_of_which_none_is_more_are_named_together(n):
 
 
 def by_loss(cost, swaps, by_pattern=(), noise=0.01, between=0.02):
-    kinds = KINDS[: len(swaps)]
+    kinds = PATTERNS[: len(swaps)]
     errors = {(a, b): noise if a == b else between for a in kinds for b in kinds}
     named = Named(VERDICTS[by_pattern[0]] if by_pattern else INCONCLUSIVE, by_pattern)
     return name_by_loss(VERDICTS, named, (cost, noise), dict(zip(kinds, swaps, strict=True)), errors).name
@@ -320,11 +320,11 @@ def test_names_by_the_loss_have_a_sign_a_margin_and_ties():
     assert by_loss(-0.5, [0.01, -0.01]) == HARMFUL and by_loss(0.5, [0.01, -0.01]) == OTHER
     assert by_loss(-1.2, [0.3, 0.01]) == HARMFUL  # what it reads there helps by a quarter of the harm
     assert by_loss(-0.2, [0.3, 0.01]) == "induction"
-    assert by_loss(0.5, [0.01, 0.01], by_pattern=KINDS[:1]) == OTHER
-    assert by_loss(0.5, [0.12, 0.01], by_pattern=KINDS[:1]) == "induction"
+    assert by_loss(0.5, [0.01, 0.01], by_pattern=PATTERNS[:1]) == OTHER
+    assert by_loss(0.5, [0.12, 0.01], by_pattern=PATTERNS[:1]) == "induction"
     for within in (0.15, -0.15):  # above 0.1 nats, and within two standard errors of 0
         assert by_loss(within, [0.15, 0.01], noise=0.08) == INCONCLUSIVE
-        assert by_loss(within, [0.15, 0.01], by_pattern=KINDS[:1], noise=0.08) == "induction"
+        assert by_loss(within, [0.15, 0.01], by_pattern=PATTERNS[:1], noise=0.08) == "induction"
     assert by_loss(0.05, [0.05, 0.01]) == by_loss(0.001, [math.nan, math.nan]) == NO_VERDICT
     assert by_loss(0.05, [0.05, 0.01], noise=0.03) == INCONCLUSIVE  # it may be worth more than 0.1 nats
 

@@ -13,7 +13,7 @@ from kvlens.dual import layer
 from kvlens.dual.glue import read_examples
 from kvlens.papers.dual import bert_variants, dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.dual.dual_equivalence import after_one_step
-from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, losses, train_layer
+from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, squared_errors, train_layer
 from kvlens.tasks import make_task
 
 SETTINGS = dict(n_demonstrations=5, batch_size=3, heldout_sequences=4)
@@ -76,9 +76,9 @@ def test_the_last_label_is_hidden():
 def test_variants_that_are_nothing_are_plain():
     W, seeds = draw_tasks([0], 2), [0]
     sequences = draw_sequences(W, "linear", seeds, 4, 3, 5)
-    plain = losses(draw_layer(seeds, 3, Variant()), sequences)
-    assert torch.equal(losses(draw_layer(seeds, 3, Variant(negatives=2, beta=0.0)), sequences), plain)
-    assert not torch.equal(losses(draw_layer(seeds, 3, Variant(alpha=0.1)), sequences), plain)
+    plain = squared_errors(draw_layer(seeds, 3, Variant()), sequences)
+    assert torch.equal(squared_errors(draw_layer(seeds, 3, Variant(negatives=2, beta=0.0)), sequences), plain)
+    assert not torch.equal(squared_errors(draw_layer(seeds, 3, Variant(alpha=0.1)), sequences), plain)
 
 
 def test_one_step_is_attention_and_wrong_labels_are_not():

@@ -41,7 +41,7 @@ def tiny_model(**changes):
 def test_relative_error_by_hand():
     old = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 0.0], [0.0, 0.0]]])
     new = old + torch.tensor([[[0.0, 0.3], [0.4, 0.0]], [[0.0, 0.0], [0.0, 0.25]]])
-    error = conversion_error.relative_error(new, old)
+    error = conversion_error.pair_errors(new, old)
     assert error.dtype == torch.float64
     assert error.tolist() == pytest.approx([0.5 / 5, 0.25], rel=1e-6)  # 0.3 and 0.4 are float32's
 

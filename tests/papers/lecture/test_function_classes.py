@@ -15,7 +15,7 @@ from precision import relative_error
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model import HookedKVRegressor
 from kvlens.papers.lecture import equivariance, function_classes
-from kvlens.papers.lecture.equivariance import NumberedRegression, numbers_of
+from kvlens.papers.lecture.equivariance import NumberedRegression, position_numbers
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
 from kvlens.tasks.regression import SHIFTS
@@ -309,7 +309,8 @@ def test_claims_about_length_can_fail(there, holds):
 
 def test_the_numbers_of_positions_by_a_pencil():
     """In (0, 1), and those of a longer prompt are other ones; an index does not change."""
-    assert numbers_of("index", 3).tolist() == [1, 2, 3] and numbers_of("share", 3).tolist() == [0.25, 0.5, 0.75]
+    assert position_numbers("index", 3).tolist() == [1, 2, 3]
+    assert position_numbers("share", 3).tolist() == [0.25, 0.5, 0.75]
     task = NumberedRegression(dimensions=2, n_points=3, numbers="share")
     plain = RegressionTask(dimensions=2, n_points=3).heldout(2)
     batch = task.heldout(2)

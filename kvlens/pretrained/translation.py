@@ -190,7 +190,7 @@ SAME_TEXT_MODEL = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 BAICHUAN_M1 = "BaichuanM1ForCausalLM"
 """The one that Transformers does not have, in :mod:`kvlens.pretrained.baichuan`."""
 
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     **{name: name for name in ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu2")},
     "swish": "silu",
     "gelu_python": "gelu",
@@ -262,7 +262,7 @@ def _first(hf_config: Any, *names: str) -> Any:
 
 
 def _activation(hf_config: Any, architecture: str) -> str:
-    known = {**ACTIVATIONS, **({"xielu": "xielu"} if architecture == "ApertusForCausalLM" else {})}  # learned there alone
+    known = {**ACTIVATION_NAMES, **({"xielu": "xielu"} if architecture == "ApertusForCausalLM" else {})}  # learned there alone
     names = ("activation_function", "hidden_activation", "hidden_act")
     name = next((n for n in names if hasattr(hf_config, n)), "no activation")
     given = getattr(hf_config, name, "gelu")

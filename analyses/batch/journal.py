@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from kvlens import KVLensError
 from kvlens.checks import checked
 from kvlens.files import checksum, lock, reason, write_file
-from kvlens.files.tables import TableWriter, checked_bytes
+from kvlens.files.parquet import TableWriter, checked_bytes
 
 METADATA = b"kvlens.batch"
 REFUSED, FAILED, DIED = "refused", "failed", "died"

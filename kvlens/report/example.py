@@ -12,10 +12,10 @@ from kvlens import files
 from kvlens.checks import checked
 
 FORMAT = "kvlens.report"
-SUMMARY = "summary.json"
+REPORT_SUMMARY = "summary.json"
 FORMAT_OF_EXPLANATION = "kvlens.explanation"
-REPORT_FOLDER = files.FolderKind("a kvlens report", files.listed_in(SUMMARY, FORMAT, "files"))
-EXPLANATION_FOLDER = files.FolderKind("an explanation", files.listed_in(SUMMARY, FORMAT_OF_EXPLANATION, "files"))
+REPORT_FOLDER = files.FolderKind("a kvlens report", files.listed_in(REPORT_SUMMARY, FORMAT, "files"))
+EXPLANATION_FOLDER = files.FolderKind("an explanation", files.listed_in(REPORT_SUMMARY, FORMAT_OF_EXPLANATION, "files"))
 
 EXAMPLE_MODEL = "facts-linear"
 """What the report is made of when neither a model nor a prompt is given."""
@@ -72,7 +72,7 @@ The widget is""",
 
 
 @checked
-def check_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
+def check_report_folder(folder: str | Path, *, overwrite: bool = False) -> Path:
     """Return the absolute path of a folder that a report may be written to; only what dead writers left is cleared.
 
     Args:

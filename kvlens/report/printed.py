@@ -14,8 +14,8 @@ from kvlens.checks import checked
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
 from kvlens.explanation.presentation import MEANINGS, answered
-from kvlens.report.build import ABLATION, MEASURES, Report, ranked_heads
-from kvlens.report.summary import CONDITIONS, continuation_in_a_sentence, heads_in_words
+from kvlens.report.build import ABLATION, HEAD_MEASURES, Report, ranked_heads
+from kvlens.report.summary import SHOWN_CONDITIONS, continuation_in_a_sentence, heads_in_words
 from kvlens.terminal import WIDTH, make_console, visible
 from kvlens.texts import NEWLINE, joined
 from kvlens.viz._text import percent
@@ -24,7 +24,7 @@ SHADES = " ░▒▓█"
 CELL = 6
 TOP = 5
 MOST_ROWS, BAR = 12, 10
-"""The most parts of a prompt in an explanation's table, and the characters of the longest bar."""
+"""The most units in an explanation's table, and the characters of the longest bar."""
 LONGEST_SHOWN = 320
 """Characters of the prompt and of the text that are shown at the top of the report (four lines)."""
 _TITLES = {"with_prompt": "with the prompt", "converted": "converted", "without_prompt": "without the prompt"}
@@ -114,14 +114,14 @@ def _conversion(summary: dict[str, Any]) -> Padding:
 
 
 def _effect(figures: dict[str, Any]) -> Padding:
-    table = _table(("mean over the text", *(_TITLES[c] for c in CONDITIONS)))
+    table = _table(("mean over the text", *(_TITLES[c] for c in SHOWN_CONDITIONS)))
     rows = (
         ("KL(with the prompt || this), nats", "kl_from_with_prompt", _nats),
         ("same predicted next token", "next_token_agreement", percent),
         ("loss, nats per token", "loss_nats_per_token", _nats),
     )
     for title, key, shown in rows:
-        table.add_row(title, *(shown(figures[c][key]) for c in CONDITIONS))
+        table.add_row(title, *(shown(figures[c][key]) for c in SHOWN_CONDITIONS))
     return Padding(table, (0, 0, 0, 2))
 
 
@@ -159,9 +159,9 @@ def _print_heads(console: Console, report: Report) -> None:
         table.add_row(
             f"L{row['layer']}H{row['head']}",
             _nats(row[ABLATION]),
-            _signed(row[MEASURES["loss_change"]]),
-            percent(row[MEASURES["bias_share"]]),
-            f"{row[MEASURES['b_kv_norm']]:.3g}",
+            _signed(row[HEAD_MEASURES["loss_change"]]),
+            percent(row[HEAD_MEASURES["bias_share"]]),
+            f"{row[HEAD_MEASURES['b_kv_norm']]:.3g}",
         )
     console.print()
     console.print(Padding(table, (0, 0, 0, 2)))
@@ -194,7 +194,7 @@ def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
 def _print_generated(console: Console, summary: dict[str, Any]) -> None:
     generation = summary["generation"]
     start = summary["text"]["text"].split("\n")[-1]
-    for condition in CONDITIONS:
+    for condition in SHOWN_CONDITIONS:
         console.print(Text(f"  {_TITLES[condition]}", style="cyan"))
         shown = Text(_printable(start), style="dim")
         shown.append(_printable(generation[condition]), style="not dim")

@@ -17,7 +17,7 @@ import xxhash
 from kvlens.arguments import path_of
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.files.reading import check_regular
+from kvlens.files.untrusted import check_regular
 
 KEY = "kvlens.checksum"
 MARK = b"xxh3-128:" + b"0" * 32

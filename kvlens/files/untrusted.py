@@ -18,7 +18,7 @@ import xxhash
 
 from kvlens.errors import KVLensError, brief
 
-CONFIG, LIST, CARD = "config.json", "beside", "MODEL_CARD.md"
+CONFIG, WEIGHTS, LIST, CARD = "config.json", "model.safetensors", "beside", "MODEL_CARD.md"
 
 
 def check_regular(what: str, path: Path) -> None:
