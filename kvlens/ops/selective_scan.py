@@ -108,7 +108,7 @@ def _real(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
 
 
 def _summed(log_decay: LogDecay, mask: Mask | None) -> LogDecay:
-    """G, as :func:`kvlens.ops.ssd.carried.summed_decay` sums a decay for each head, of each state."""
+    """G, as :func:`kvlens.ops.ssd.summed_decay` sums a decay for each head, of each state."""
     by_state = rearrange(log_decay, "batch pos head n -> batch pos (head n)")
     return rearrange(summed_decay(by_state, mask), "batch pos (head n) -> batch pos head n", n=log_decay.shape[3])
 
