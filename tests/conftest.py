@@ -67,6 +67,12 @@ def in_float64():
         yield
 
 
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="session")
 def bridge_of():
     """``bridge_of(family)``: a tiny model in float64 on the bridge, loaded once for all tests, which leave it as it is."""

@@ -206,6 +206,11 @@ def tokens(batch: int, pos: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, SIZES["d_vocab"], (batch, pos), generator=torch.Generator().manual_seed(seed))
 
 
+def logits_under(model: Any, bias: Any, text: torch.Tensor) -> torch.Tensor:
+    with model.kv_bias(bias):
+        return model(text)
+
+
 def by_steps(model: Any, wanted: bool = True) -> Any:
     """``with by_steps(model): ...``: every layer computes scores and pattern as the base does, since they are hooked."""
     return model.hooks(fwd_hooks=[(lambda name: wanted and name.endswith("hook_pattern"), lambda x, hook: None)])

@@ -19,7 +19,7 @@ from kvlens.analyses.batch.workers import REFUSED, PromptResult
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import linear_model, small_model
-from tiny_hf import tiny_hf_model, tiny_tokenizer
+from tiny_hf import tiny_hf_folder, tiny_hf_model, tiny_tokenizer
 from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -273,12 +273,6 @@ DEEP = "[" * 100_000 + "]" * 100_000
 LONG = '{"a": ' + "9" * (sys.get_int_max_str_digits() + 700) + "}"
 
 
-def hugging_face(folder):
-    tiny_hf_model("gpt2").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def sharded(folder):
     tiny_hf_model("gpt2").save_pretrained(folder, max_shard_size="20KB")
     return folder
@@ -289,7 +283,7 @@ def ours(folder):
     return folder
 
 
-FOLDERS = {"hugging_face": hugging_face, "sharded": sharded, "ours": ours}
+FOLDERS = {"hugging_face": tiny_hf_folder, "sharded": sharded, "ours": ours}
 SPECIAL = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
 
 
@@ -349,7 +343,7 @@ def test_the_files_of_a_model_of_ours_are_inside_its_folder(name, tmp_path):
 
 def test_a_link_to_a_file_is_a_file(tmp_path):
     """transformers' own cache holds links from a folder's names to files that stand elsewhere."""
-    folder = hugging_face(tmp_path / "m")
+    folder = tiny_hf_folder(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "blob")
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
     HookedKVTransformer.from_pretrained(folder)
@@ -358,7 +352,7 @@ def test_a_link_to_a_file_is_a_file(tmp_path):
 
 @pytest.mark.parametrize("text", [DEEP, LONG, f'{{"weight_map": {DEEP}}}'], ids=["deep", "long", "deeper"])
 def test_json_beyond_what_python_reads_is_damage(text, tmp_path):
-    for make, its_own in ((hugging_face, HookedKVTransformer.from_pretrained), (ours, HookedKVTransformer.load)):
+    for make, its_own in ((tiny_hf_folder, HookedKVTransformer.from_pretrained), (ours, HookedKVTransformer.load)):
         folder = make(tmp_path / make.__name__)
         for name in sorted(path.name for path in folder.glob("*.json")):
             whole = (folder / name).read_text()

@@ -120,8 +120,4 @@ class TransformerBlock(nn.Module):
     def mlp_input(self, resid: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """What the MLP reads: the normalized stream."""
         resid = self.hook_mlp_in(resid.clone()) if self.cfg.use_hook_mlp_in else resid
-        return resid if self.norms_follow else self.normed(self.ln2, resid)
-
-    def normed(self, module: nn.Module, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """``x`` after the norm ``module``."""
-        return module(x)
+        return resid if self.norms_follow else self.ln2(resid)

@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import SUPPORTED_ACTIVATIONS, get_offset_position_ids
 from transformer_lens.utilities.activation_functions import XIELU
 
 FULL = (torch.float32, torch.float64)
 """In narrower dtypes a norm is computed in float32."""
+
+
+def is_hooked(*modules: nn.Module) -> bool:
+    """Whether anything is hooked directly to one of ``modules``."""
+    for m in modules:  # noqa: SIM110  (each pass asks thousands of times)
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return True
+    return False
 
 
 class Norm(nn.Module):
@@ -40,7 +48,13 @@ class Norm(nn.Module):
         self.hook_normalized = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized over the last axis; ``hook_scale`` shows what x is divided by, ``hook_normalized`` the quotient."""
+        """Normalized over the last axis; ``hook_scale`` shows what x is divided by, ``hook_normalized`` the quotient.
+
+        A LayerNorm of which neither is hooked is torch's fused one, equal up to rounding.
+        """
+        is_plain = self.centers and x.dtype in FULL and not torch.is_autocast_enabled(x.device.type)
+        if is_plain and not is_hooked(self.hook_scale, self.hook_normalized):
+            return layer_norm(x, x.shape[-1:], getattr(self, "w", None), getattr(self, "b", None), self.eps)
         x = x if self.cfg.dtype in FULL else x.float()
         if self.centers:
             x = x - x.mean(dim=-1, keepdim=True)

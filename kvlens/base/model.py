@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache, TransformerLensKeyValueCacheEntry
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import USE_DEFAULT_VALUE, get_dataset, get_device_for_block_index, lm_cross_entropy_loss
+from transformer_lens.utilities import USE_DEFAULT_VALUE, get_device_for_block_index, lm_cross_entropy_loss
 from transformer_lens.utilities.activation_functions import apply_softcap
 
 from kvlens.base.block import TransformerBlock
@@ -26,10 +26,6 @@ from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError, brief
 
 RETURNS = ("logits", "loss", "both", None)
-DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
-    ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
-)
-"""Samples of what models were trained on, by architecture."""
 ON_REQUEST = {
     "hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -65,7 +61,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
         HookedRootModule.__init__(self)
         self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
         self._check(cfg)
-        self.tokenizer, self.dataset = None, None
+        self.tokenizer = None
         tokenizer = tokenizer if tokenizer is not None or cfg.tokenizer_name is None else self.tokenizer_by_name(cfg)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
@@ -227,7 +223,7 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
         if stop_at_layer is not None:
             return residual
         if self.cfg.normalization_type is not None:
-            residual = self.normed(residual)
+            residual = self.ln_final(residual)
         if return_type is None:
             return None
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
@@ -237,10 +233,6 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
             raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
-
-    def normed(self, residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The stream after the last norm."""
-        return self.ln_final(residual)
 
     def loss_fn(
         self,
@@ -314,16 +306,3 @@ class HookedTransformer(ReadsText, Generates, HasWeights):
     def mps(self) -> Any:
         """:meth:`to` Apple's GPU."""
         return self.to(torch.device("mps"))
-
-    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
-        """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
-        self.dataset = get_dataset(DATASETS[self.cfg.original_architecture], **kwargs)
-        return self.dataset
-
-    def sample_datapoint(
-        self, tokenize: bool = False, prepend_bos: bool | None = USE_DEFAULT_VALUE, padding_side: str | None = USE_DEFAULT_VALUE
-    ) -> Any:
-        """A random text of ``dataset``, or its tokens."""
-        dataset = self.dataset if self.dataset is not None else self.load_sample_training_dataset()
-        text = dataset[int(torch.randint(len(dataset), (1,)))]["text"]
-        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text

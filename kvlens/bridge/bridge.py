@@ -278,9 +278,7 @@ class KVTransformerBridge(TransformerBridge):
 
     # --- what conversion asks --------------------------------------------------------------------------------------------
 
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Raise KVLensError unless every token id lies in the vocabulary."""
-        check_tokens(self.cfg, tokens)
+    check_tokens = check_tokens
 
     def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""

@@ -20,7 +20,7 @@ For linear attention ``hook_attn_scores`` and ``hook_pattern`` hold the implied 
 """  # noqa: E501
 
 from kvlens.components.attention import KVAttention
-from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed, norm
+from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
@@ -44,7 +44,6 @@ __all__ = [
     "hidden_tokens_keep_positions",
     "is_hooked",
     "layer_bias_of",
-    "norm",
     "per_head",
     "runs_fused",
     "upgrade_cache",

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from kvlens.base import Norm, PosEmbed, TransformerBlock
+from kvlens.base import PosEmbed, TransformerBlock
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
 from kvlens.components.heads import all_take_positions, counted_by, is_hooked
 from kvlens.errors import KVLensError
@@ -30,11 +30,7 @@ class KVBlock(TransformerBlock):
         """As in the base; the usual stream is normalized once, not for queries, keys and values each."""
         if not self._is_usual():
             return super().attention_inputs(resid_pre, positions)
-        return (norm(self.ln1, resid_pre),) * 3
-
-    def normed(self, module: nn.Module, x: Tensor) -> Tensor:
-        """As in the base, fused in usual blocks."""
-        return norm(module, x) if self._is_usual() else module(x)
+        return (self.ln1(resid_pre),) * 3
 
     def cut_point(self) -> str:
         """The hook point at which a hook may keep only the last positions: behind it no position reads another. That is where
@@ -46,16 +42,6 @@ class KVBlock(TransformerBlock):
         split = cfg.use_attn_in or cfg.use_split_qkv_input
         after = cfg.use_normalization_before_and_after or self.norms_follow
         return not split and not after and cfg.positional_embedding_type != "shortformer"
-
-
-def norm(module: Any, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-    """``module(x)``, with a LayerNorm computed by torch's fused one (equal up to rounding) unless hooked."""
-    if not (isinstance(module, Norm) and module.centers) or x.dtype not in (torch.float32, torch.float64):
-        return module(x)
-    if torch.is_autocast_enabled(x.device.type) or is_hooked(module, module.hook_scale, module.hook_normalized):
-        return module(x)
-    weight, shift = getattr(module, "w", None), getattr(module, "b", None)
-    return nn.functional.layer_norm(x, x.shape[-1:], weight, shift, module.eps)
 
 
 class _Offset(nn.Module):

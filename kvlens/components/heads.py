@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
+from kvlens.base.layers import is_hooked
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 KVLENS_HOOKS = (
@@ -48,14 +49,6 @@ OF_A_SOFTMAX_BIAS = ("hook_b_keys", "hook_phi_q", "hook_normalizer")
 """``hook_b_keys`` fires only if the bias has keys: not with random, learned or Taylor features."""
 OF_A_SHIFT_STATE = ("hook_last_k", "hook_last_v", "hook_last_q")
 """Fire if a KV bias is attached."""
-
-
-def is_hooked(*modules: nn.Module) -> bool:
-    """Whether anything is hooked directly to one of ``modules``."""
-    for m in modules:  # noqa: SIM110  (each pass asks thousands of times)
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            return True
-    return False
 
 
 def through(hook: HookPoint, x: Tensor) -> Tensor:

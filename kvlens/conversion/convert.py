@@ -146,7 +146,7 @@ def convert_prompt(
         )
     with contextlib.ExitStack() as stack:
         if isinstance(model, HookedKVTransformer):
-            stack.enter_context(model._thread.passes(model._has_bias))
+            stack.enter_context(model._thread.passes(model.attached_kv_bias is not None))
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and initial is None and model.attached_kv_bias is None
         tokens = _read_prompt(model, prompt, without, replace, positions, prepend_bos)
@@ -201,7 +201,6 @@ METHODS: dict[str, type[ConversionMethod]] = {
 """The methods by name: the classes listed in :data:`kvlens.conversion_methods.CONVERSION_METHODS`."""
 
 
-@checked
 def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:
     """The method given as an object, or by name and options.
 
@@ -234,7 +233,6 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
     return kind(**given)
 
 
-@checked
 def option_names(kind: type[ConversionMethod]) -> list[str]:
     """The options of a method, with their shorthand."""
     return [*(field.name for field in fields(kind)), *kind.shorthand]  # type: ignore[arg-type]

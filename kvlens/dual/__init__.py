@@ -2,7 +2,7 @@
 
 from kvlens.dual.figures import DemonstrationFigures, QueryFigures, demonstration_figures, dual_figures
 from kvlens.dual.head_inputs import LayerReading, check_attention, read_layers
-from kvlens.dual.layer import DualLayer, dual_logits
+from kvlens.dual.layer import DualLayer
 from kvlens.dual.model import DualModel
 
 __all__ = [
@@ -14,6 +14,5 @@ __all__ = [
     "check_attention",
     "demonstration_figures",
     "dual_figures",
-    "dual_logits",
     "read_layers",
 ]

@@ -12,7 +12,6 @@ The folder holds ``train.tsv`` and ``dev.tsv`` as GLUE distributes them:
 
 import csv
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,6 @@ def fine_tune(
     learning_rate: float = 2e-5,
     max_length: int = 128,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> pd.DataFrame:
     """Train on ``train.tsv`` and evaluate on ``dev.tsv`` after every epoch; the paper's settings are the defaults.
 
@@ -109,7 +107,6 @@ def fine_tune(
         task: "cola", "mrpc", "stsb" or "rte".
         epochs, batch_size, learning_rate, max_length: settings of the training.
         seed: seed for the order of the examples and for dropout.
-        tell: called with a sentence after each epoch.
 
     Returns:
         One row per epoch: ``epoch`` from 1, ``train_loss``, and the task's metrics on ``dev.tsv``.
@@ -141,7 +138,6 @@ def fine_tune(
                 losses.append(float(loss.detach()))
             figures = metrics_of(task, classify(model, tokenizer, dev, task, batch_size, max_length), dev.labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), **figures})
-            tell(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in rows[-1].items() if name != "epoch"))
     return pd.DataFrame(rows)
 
 

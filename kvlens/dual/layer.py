@@ -1,4 +1,4 @@
-"""DualLayer: a head and the MLP after it as one dual model (DUAL th. B.1); and the dual models of all layers in sequence.
+"""DualLayer: a head and the MLP after it as one dual model (DUAL th. B.1).
 
 In a real block, for one query and with the norm's scale fixed at its value there, the residual stream after the block is an
 affine function of a head's output:
@@ -20,8 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.dual.figures import predicted_outputs
-from kvlens.dual.head_inputs import TokenRow, check_attention, check_index, layer_reading, reading_hooks
+from kvlens.dual.head_inputs import TokenRow, check_index
 from kvlens.dual.model import DualModel
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
@@ -125,35 +124,6 @@ class DualLayer:
         """|f(q) after one step - the block's output| / |the block's output|."""
         after = self.head.after_one_step() @ self.label_map + self.bias
         return float((after - self.output).norm() / self.output.norm())
-
-
-@checked
-@torch.no_grad()
-def dual_logits(model: HookedKVTransformer, tokens: TokenRow) -> Float[Tensor, "pos d_vocab"]:
-    """Logits of a text when every head's output, at every token and in every layer, is its dual model's after one step.
-
-    The causal form of th. B.2, our extension: every token is a query with the tokens before it as demonstrations, and the dual
-    models of each layer are built from the predictions of those of the layer before. Equal to the model's own logits up to
-    rounding.
-    """
-    check_attention(model, len(tokens))
-    held: dict[str, Tensor] = {}
-
-    def keep(x: Tensor, hook: Any) -> None:
-        held[hook.name] = x
-
-    def replace(z: Tensor, hook: Any) -> Tensor:
-        held[hook.name] = z
-        reading = layer_reading(model, int(hook.name.split(".")[1]), held)
-        held.clear()
-        return predicted_outputs(reading).transpose(0, 1)[None].to(z.dtype)
-
-    hooks: list[Any] = []
-    for layer in range(model.cfg.n_layers):
-        z, *others = reading_hooks(model, layer)
-        hooks += [*((name, keep) for name in others), (z, replace)]
-    text = tokens[None].to(model.W_E.device)
-    return model.run_with_hooks(text, attention_mask=torch.ones_like(text), fwd_hooks=hooks)[0]
 
 
 def _check_block(model: HookedKVTransformer, exact: bool) -> None:

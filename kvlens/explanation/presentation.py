@@ -93,18 +93,18 @@ def _ended(sentence: str) -> str:
     return sentence if sentence.endswith(('."', '!"', '?"')) else f"{sentence}."
 
 
-def _some(words: list[str], most: int = 6) -> str:
-    """List words in quotation marks, each once, at most so many of them."""
+def _some(words: list[str]) -> str:
+    """List words in quotation marks, each once, at most six of them."""
     words = list(dict.fromkeys(words))
-    n = len(words) - most
+    n = len(words) - 6
     more = [f"{n} other{'s' if n > 1 else ''}"] if n > 0 else []
-    return listed([*map(repr, words[:most]), *more])
+    return listed([*map(repr, words[:6]), *more])
 
 
-def unit_named(found: Any, number: int, with_text: bool = True) -> str:
+def unit_named(found: Any, number: int) -> str:
     """A unit by its name, with its text."""
     row = found.units.iloc[number]
-    text = f" ({quoted(row.unit_text, LONGEST_UNIT)})" if with_text and row.unit_text.strip() != row["name"] else ""
+    text = f" ({quoted(row.unit_text, LONGEST_UNIT)})" if row.unit_text.strip() != row["name"] else ""
     return f"{row['name']}{text}"
 
 
@@ -286,12 +286,11 @@ def _places(row: Any) -> str:
 # --- the page ---
 
 
-def explanation_view(found: Any, title: str = "why the model said that") -> Piece:
+def explanation_view(found: Any) -> Piece:
     """Draw an explanation.
 
     Args:
         found: a :class:`kvlens.explanation.Explained`.
-        title: of its own file.
     """
     told = "".join(
         f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>'
@@ -309,7 +308,7 @@ def explanation_view(found: Any, title: str = "why the model said that") -> Piec
         f"<details><summary>What the words mean</summary><dl>{meanings}</dl></details>"
         f"{data_script(_data(found))}</figure>"
     )
-    return Piece(title, body)
+    return Piece("why the model said that", body)
 
 
 def _shade(nats: float) -> str:

@@ -261,8 +261,9 @@ def reading_shares(tables: pd.DataFrame, case: str = "prompt_id", seed: int = 0)
     )
 
 
-def wilson(share: Float[np.ndarray, " _"], n: int, z: float = 1.96) -> tuple[Float[np.ndarray, " _"], Float[np.ndarray, " _"]]:
+def wilson(share: Float[np.ndarray, " _"], n: int) -> tuple[Float[np.ndarray, " _"], Float[np.ndarray, " _"]]:
     """The 95 % interval of shares of n (Wilson 1927)."""
+    z = 1.96
     middle, half = share + z * z / (2 * n), z * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return np.maximum(0.0, middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 

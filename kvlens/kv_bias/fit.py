@@ -187,12 +187,6 @@ class Recall:
             )
         return pd.DataFrame(rows)
 
-    def table_of_words(self) -> Any:
-        """One row per word that counts; a DataFrame."""
-        import pandas as pd
-
-        return pd.DataFrame(self.words, columns=RecalledWord._fields)
-
     def summary(self) -> str:
         """A short description: the share that is kept, and the worst words by name."""
         if not self.words:

@@ -37,7 +37,8 @@ def hashed_once(model: nn.Module, weights: Callable[[], Mapping[str, Tensor]]) -
     To hash the weights of a real model takes longer than to read a token.
     """
     now = WeightsThen(model)
-    held, numbers = list(map(ref, now.tensors)), now.numbers()
+    writes, places, firsts = now.seen
+    held, numbers = list(map(ref, now.tensors)), (writes, places, [of.tolist() for of in firsts])
     held_then, numbers_then, found = _HASHED.get(model, ((), None, ""))
     if numbers != numbers_then or not all(map(operator.is_, held, held_then)):
         found = weights_hash(weights())
@@ -76,11 +77,6 @@ class WeightsThen:
                 self.firsts.setdefault((tensor.device, tensor.dtype), []).append(first)
         self.seen = self._look()
 
-    def numbers(self) -> tuple[list[int], list[int], list[list[float]]]:
-        """What was seen of the weights, without the tensors themselves."""
-        writes, places, firsts = self.seen
-        return writes, places, [of.tolist() for of in firsts]
-
     def changed(self) -> bool:
         """Whether anything of the above was seen."""
         if not all(map(operator.is_, map(dict.get, self.owners, self.names), self.tensors)):
@@ -118,8 +114,9 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
     """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
-    linear = cfg.attention == "linear"
-    decay = cfg.decay_per_head()
+    linear, shift, decay = cfg.attention == "linear", cfg.kv_shift, cfg.decay_per_head()
+    shift_words = () if shift is None else (f"{k} {v}" for k, v in asdict(shift).items() if k != "init")
+    layers = map(cfg.of_layer, range(cfg.n_layers))
     return Fingerprint(
         attention=cfg.attention,
         n_layers=cfg.n_layers,
@@ -135,17 +132,11 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         positional_embedding_type=cfg.positional_embedding_type,
         rotary_placement=cfg.rotary_placement,
         decay="none" if decay is None else ", ".join(f"{g:.9g}" for g in decay.tolist()),
-        kv_shift="none" if cfg.kv_shift is None else _shift_words(cfg),
+        kv_shift=", ".join(shift_words) or "none",
         rest=_rest(cfg),
-        heads=heads_of_layers(cfg),
+        heads=tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if linear else 0) for of in layers),
         weights=hashed_once(model, model.state_dict),
     )
-
-
-def heads_of_layers(cfg: HookedKVTransformerConfig) -> tuple[tuple[int, int, int, int], ...]:
-    """Query heads, key-value heads, d_head and d_phi (0 for softmax) of each layer."""
-    layers = map(cfg.of_layer, range(cfg.n_layers))
-    return tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if cfg.attention == "linear" else 0) for of in layers)
 
 
 def weights_hash(state: Mapping[str, Tensor]) -> str:
@@ -162,11 +153,6 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
 def is_weight(name: str) -> bool:
     """Whether a name in the state dict is a weight rather than a table that TransformerLens recomputes."""
     return name.rsplit(".", 1)[-1] not in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-
-
-def _shift_words(cfg: HookedKVTransformerConfig) -> str:
-    shift = {k: v for k, v in asdict(cfg.kv_shift).items() if k != "init"}  # type: ignore[arg-type]
-    return ", ".join(f"{k} {v}" for k, v in shift.items())
 
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:

@@ -83,15 +83,16 @@ def check_text(what: str, given: Any) -> None:
         check_characters(what, text)
 
 
-def check_tokens(cfg: Any, tokens: Tensor) -> None:
-    """Raise KVLensError unless ``tokens``, of any shape, is not empty and holds integers in 0..``cfg.d_vocab`` - 1."""
+def check_tokens(model: Any, tokens: Tensor) -> None:
+    """Raise KVLensError unless ``tokens``, of any shape, is not empty and holds integers below the model's ``cfg.d_vocab``."""
+    n = model.cfg.d_vocab
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
         raise KVLensError(f"tokens must be integers (int64 or int32), got {tokens.dtype}")
     if tokens.numel() == 0:
         raise KVLensError("the text is empty: give at least one token (a bias replaces a prompt, not the text)")
     least, largest = map(int, tokens.aminmax())
-    if least < 0 or largest >= cfg.d_vocab:
-        raise KVLensError(f"token ids must lie in 0..{cfg.d_vocab - 1} (d_vocab={cfg.d_vocab}), got {least}..{largest}")
+    if least < 0 or largest >= n:
+        raise KVLensError(f"token ids must lie in 0..{n - 1} (d_vocab={n}), got {least}..{largest}")
 
 
 def check_left_padding(tokenizer: Any, tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"]) -> None:
@@ -168,16 +169,16 @@ class OneThread:
                     self._owner = None
 
     @contextlib.contextmanager
-    def passes(self, attached: Callable[[], bool]) -> Iterator[None]:
-        """Enclose a forward pass; ``attached`` returns whether a bias is attached.
+    def passes(self, attached: bool) -> Iterator[None]:
+        """Enclose a forward pass; ``attached``: whether a bias is.
 
         Raises:
             KVLensError: the bias belongs to another thread.
         """
         me, running = threading.current_thread(), threading.get_ident()
         with _LOCK:
-            self._check_owner("forward pass", me, may_replace=not attached())
-            if attached() and self._owner is None:
+            self._check_owner("forward pass", me, may_replace=not attached)
+            if attached and self._owner is None:
                 self._owner = me  # a copied model with a bias belongs to the first thread that uses it
             self._running[running] += 1
         try:

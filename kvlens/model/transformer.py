@@ -24,7 +24,6 @@ from kvlens.components import (
     SinusoidalPosEmbed,
     counted_by,
     layer_bias_of,
-    norm,
     upgrade_cache,
 )
 from kvlens.errors import KVLensError, first_line
@@ -146,7 +145,7 @@ class HookedKVTransformer(LoadsAndSaves):
         check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
         if self._may_be_silent:
             warn_of_silent_hooks(self)
-        with self._thread.turn, self._thread.passes(self._has_bias), self._warns_of_the_bias():
+        with self._thread.turn, self._thread.passes(self._attached is not None), self._warns_of_the_bias():
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
@@ -181,14 +180,6 @@ class HookedKVTransformer(LoadsAndSaves):
         *read, mask = super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
         hides_nothing = self.cfg.attention == "linear" and mask is not None and bool(mask.all())
         return *read, None if hides_nothing else mask
-
-    def normed(self, residual: Tensor) -> Tensor:
-        """The stream after the last norm, which is computed as those of the layers are."""
-        return norm(self.ln_final, residual)
-
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Raise KVLensError unless every token id lies in the vocabulary."""
-        check_tokens(self.cfg, tokens)
 
     def get_residual(
         self,
@@ -339,6 +330,7 @@ class HookedKVTransformer(LoadsAndSaves):
         return super().add_caching_hooks(names_filter, *args, **kwargs)
 
     # what conversion and analyses read of a model: functions of it, in modules of their own
+    check_tokens = check_tokens
     layers, ends = layers_of, ends_of
     logits_on, logits_of = streaming.logits_on, streaming.logits_of
     read_prompt, read_queries = streaming.read_prompt, streaming.read_queries

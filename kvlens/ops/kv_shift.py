@@ -79,17 +79,11 @@ def kv_shift(
     if mask is not None:
         return _shift_real_tokens(x, coef, initial_state, mask)
     extended = torch.cat([initial_state, x], dim=1)  # row w + i is token i
-    return _shift_all(x, coef, extended), extended[:, x.shape[1] :].clone()
-
-
-def _shift_all(x: Tensor, coef: Tensor, extended: Tensor) -> Tensor:
-    """Out of place, because each in-place sum over a slice would cost the backward pass a copy."""
-    window, pos = coef.shape[1] - 1, x.shape[1]
-    taps = coef.to(x.dtype)[:, :, None]
+    pos, taps = x.shape[1], coef.to(x.dtype)[:, :, None]
     shifted = x * taps[:, 0]
-    for s in range(1, window + 1):
+    for s in range(1, window + 1):  # out of place: an in-place sum over a slice would cost the backward pass a copy
         shifted = torch.addcmul(shifted, extended[:, window - s : window - s + pos], taps[:, s])
-    return shifted
+    return shifted, extended[:, pos:].clone()
 
 
 def _shift_real_tokens(x: Tensor, coef: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

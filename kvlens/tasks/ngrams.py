@@ -144,20 +144,6 @@ class BigramTask(Task):
         self.check_ids(tokens)
         return "".join(ALPHABET[token] for token in tokens.tolist())
 
-    @checked
-    def text_as_tokens(self, text: str) -> Int[Tensor, " pos"]:
-        """Return the token ids of a text of letters.
-
-        Raises:
-            KVLensError: a character is not a letter of this task.
-        """
-        strangers = sorted(set(text) - set(ALPHABET[: self.n_letters]))
-        if strangers:
-            raise KVLensError(
-                f"task 'bigrams': the letters are {ALPHABET[: self.n_letters]}, got {', '.join(map(repr, strangers))}"
-            )
-        return torch.tensor([ALPHABET.index(letter) for letter in text], dtype=torch.long)
-
     def _draw_letters(self, batch_size: int, generator: torch.Generator) -> Int[Tensor, "batch pos_plus_1"]:
         """Draw sequences one letter longer than the inputs, for the last target."""
         shape = (batch_size, self.length + 1)

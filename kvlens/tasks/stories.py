@@ -218,11 +218,6 @@ class Sentence:
     pronoun: bool = False
 
     @property
-    def subject_position(self) -> int:
-        """Position of the subject's token, or of the first token of the pronoun that replaces it."""
-        return self.start if self.pronoun else self.start + self.words.index(self.fact.subject)
-
-    @property
     def value_position(self) -> int:
         """Position of the value's token, which a model must find to answer."""
         return self.start + len(self.words) - 2

@@ -42,9 +42,3 @@ def both_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(family, bridge_of):
     return bridge_of(family)
-
-
-@pytest.fixture
-def without_gradients():
-    with torch.no_grad():
-        yield

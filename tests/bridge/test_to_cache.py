@@ -6,6 +6,7 @@ import pytest
 import torch
 from bridge_models import N_PROMPT, PROMPT, TEXT, some_tokens
 from precision import LAW, float64, relative_error
+from small_models import logits_under
 from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, law_of, tiny_hf_model
 from transformers import DynamicCache
 
@@ -37,11 +38,6 @@ def plain_logits(hf, bias, text=TEXT):
     return hf(text, past_key_values=bias.to_cache()).logits
 
 
-def logits_under(model, bias, text=TEXT):
-    with model.kv_bias(bias):
-        return model(text)
-
-
 def hooked(family, processed=False):
     load = HookedKVTransformer.from_pretrained if processed else HookedKVTransformer.from_pretrained_no_processing
     return load("x", hf_model=tiny_hf_model(family), dtype=torch.float64, device="cpu")
@@ -67,7 +63,7 @@ def test_plain_transformers_reads_a_prompt_of_the_bridge(model, family):
     cache = bias.to_cache()
     assert type(cache) is DynamicCache and cache.get_seq_length() == N_PROMPT
     logits = hf(TEXT, past_key_values=cache).logits
-    assert relative_error(logits, logits_under(model, bias)) < LAW
+    assert relative_error(logits, logits_under(model, bias, TEXT)) < LAW
     assert relative_error(logits, hf(torch.cat([PROMPT, TEXT], dim=1)).logits[:, N_PROMPT:]) < LAW
 
 
@@ -76,7 +72,7 @@ def test_plain_transformers_reads_a_prompt_of_a_hooked_model(family):
     model, hf = hooked(family), tiny_hf_model(family)
     bias = convert_prompt(model, PROMPT)
     logits = plain_logits(hf, bias)
-    assert relative_error(logits, logits_under(model, bias)) < law_of(family)
+    assert relative_error(logits, logits_under(model, bias, TEXT)) < law_of(family)
 
 
 @pytest.mark.parametrize("family", WEIGHTED)
@@ -85,9 +81,9 @@ def test_keys_with_weights_are_read_by_the_attention_function_of_kvlens(model, f
     hf.set_attn_implementation("kvlens")
     cache = bias.to_cache()
     first, then = (hf(text, past_key_values=cache).logits for text in TEXT.split([5, TEXT.shape[1] - 5], dim=1))
-    expected = logits_under(model, bias)
+    expected = logits_under(model, bias, TEXT)
     assert relative_error(torch.cat([first, then], dim=1), expected) < LAW
-    assert relative_error(expected, logits_under(model, convert_prompt(model, PROMPT))) > 1e-3  # the weights matter
+    assert relative_error(expected, logits_under(model, convert_prompt(model, PROMPT), TEXT)) > 1e-3  # the weights matter
     without_cache = tiny_hf_model(family)(TEXT).logits
     assert relative_error(hf(TEXT).logits, without_cache) < LAW  # without a bias it is Transformers' own attention
 
@@ -111,9 +107,9 @@ def test_beams_and_repeated_prompts_take_their_rows(model_of_llama):
     hf.set_attn_implementation("kvlens")
     cache = bias.to_cache()
     cache.batch_repeat_interleave(2)
-    assert relative_error(hf(TEXT, past_key_values=cache).logits, logits_under(model_of_llama, bias)) < LAW
+    assert relative_error(hf(TEXT, past_key_values=cache).logits, logits_under(model_of_llama, bias, TEXT)) < LAW
     cache.crop(-TEXT.shape[1])
-    assert relative_error(hf(TEXT, past_key_values=cache).logits, logits_under(model_of_llama, bias)) < LAW
+    assert relative_error(hf(TEXT, past_key_values=cache).logits, logits_under(model_of_llama, bias, TEXT)) < LAW
     cache.reset()
     assert cache.get_seq_length() == N_PROMPT and cache.layers[0].keys.shape[-2] == 7
     with pytest.raises(RuntimeError):  # Transformers' own attention cannot read it by mistake
@@ -153,7 +149,7 @@ def test_weights_are_finer_than_half_precision(model_of_llama):
 def test_what_is_processed_without_changing_values_is_a_cache():
     model = hooked("llama", processed=True)
     bias = convert_prompt(model, PROMPT)
-    found, expected = plain_logits(tiny_hf_model("llama"), bias), logits_under(model, bias)
+    found, expected = plain_logits(tiny_hf_model("llama"), bias), logits_under(model, bias, TEXT)
     assert relative_error(found.log_softmax(-1), expected.log_softmax(-1)) < LAW  # the processed model's logits are centered
 
 

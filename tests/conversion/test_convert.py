@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import small_models
 import torch
-from small_models import linear_model, relative_error, small_model, tokens
+from small_models import linear_model, logits_under, relative_error, small_model, tokens
 from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
 from tokenizers import normalizers
 
@@ -21,11 +21,6 @@ ROUNDING = 1e-14  # float64: tens of terms through two layers
 
 def model_of(name, **more):
     return small_models.model_of("linear", name, **more)
-
-
-def logits_under(model, bias, text):
-    with model.kv_bias(bias):
-        return model(text)
 
 
 def test_an_attached_bias_is_continued():

@@ -100,7 +100,6 @@ def test_shares_and_tables_by_hand():
     assert table["n_words"].tolist() == [2, 0, 1] and table["worst_word"].tolist() == ["Rotterdam", "", "Pavel"]
     assert table["first_share"].fillna(-1).tolist() == [0.5, -1, -1]
     assert table["largest_loss"].fillna(-1).tolist() == [4.0, -1, 1.5]
-    assert found.table_of_words()["loss"].tolist() == [4.0, -0.5, 1.5]
     assert found.summary() == "recall 33% of 3 words of the prompt; lost most: 'Rotterdam' (4.0 nats), 'Pavel' (1.5 nats)"
     assert "no word" in Recall(("Yes.",), ()).summary() and math.isnan(Recall(("Yes.",), ()).share)
 

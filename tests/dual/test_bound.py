@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from ops_cases import normal
 
 from kvlens import HookedKVTransformer
 from kvlens.analyses import dual_bound
@@ -15,10 +16,6 @@ from kvlens.ops.dual import feature_kernel
 from kvlens.ops.dual_layers import bound_terms, log_effective_trace, log_trace
 
 N_TOKENS, D_PHI, D_OUT, NORM, DELTA, DRAWS = 500, 6, 4, 1.0, 0.05, 200
-
-
-def normal(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def excess(phi, v, chosen):

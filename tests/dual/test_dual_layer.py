@@ -3,16 +3,13 @@
 import pytest
 import torch
 from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from ops_cases import normal
 from small_models import small_model
 from torch.nn import functional
 
-from kvlens import KVLensError, convert_prompt
-from kvlens.dual import DualLayer, dual_logits, layer
+from kvlens import KVLensError
+from kvlens.dual import DualLayer, layer
 from kvlens.ops import dual_layers
-
-
-def normal(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def relu_model(**changes):
@@ -147,22 +144,6 @@ def test_prefix_lm_attention_by_loops():
         scores = torch.stack([(x[i] @ weights.W_Q) @ (x[j] @ weights.W_K) / 1.7 for j in seen]).softmax(0)
         expected = sum(p * (x[j] @ weights.W_V) for p, j in zip(scores, seen, strict=True))
         torch.testing.assert_close(out[i], expected, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
-def test_logits_by_dual_models_alone(name):
-    model = model_of(name)
-    tokens = text_for(model, 11)
-    own = model(tokens[None])[0]
-    assert (dual_logits(model, tokens) - own).norm() / own.norm() < 1e-11
-
-
-def test_logits_by_dual_models_under_a_bias():
-    model = model_of("rope after")
-    with model.kv_bias(convert_prompt(model, text_for(model, 9, seed=1))):
-        tokens = text_for(model, 7, seed=2)
-        own = model(tokens[None])[0]
-        assert (dual_logits(model, tokens) - own).norm() / own.norm() < 1e-11
 
 
 def test_rank_bound():

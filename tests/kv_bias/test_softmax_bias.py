@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops_cases import normal
 from precision import LAW, relative_error
 
 from kvlens import KVBias, KVLensError, combine
@@ -21,10 +22,6 @@ def fingerprint() -> Fingerprint:
         feature_map="none", normalizer="softmax", attn_scale=RULE.scale, positional_embedding_type="rotary",
         rotary_placement=None, decay="none", kv_shift="none", heads=((HEADS, KV, D, 0),) * LAYERS, rest="", weights="0",
     )  # fmt: skip
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def features(kind: str, lead: tuple[int, ...], seed: int, r: int = R):

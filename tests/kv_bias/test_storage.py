@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from precision import LAW, relative_error
-from small_models import sharp, tokens
+from small_models import logits_under, sharp, tokens
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVBias, KVTransformerBridge, combine, convert_prompt
@@ -53,18 +53,13 @@ def rotary():
     return sharp("softmax, rotary, grouped", gain=1)
 
 
-def logits(model, bias, text):
-    with model.kv_bias(bias):
-        return model(text)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("prompt", [PROMPT, tokens(2, N_PROMPT)], ids=["one prompt", "a batch"])
 def test_a_model_reads_it_as_the_padded_one(model, prompt):
     padded = thinned(convert_prompt(model, prompt))
     compact, text = compact_of(padded), tokens(2, 9, seed=1)
     for some in (text, text[:, :1]):  # one query has a form of its own
-        assert relative_error(logits(model, compact, some), logits(model, padded, some)) < LAW
+        assert relative_error(logits_under(model, compact, some), logits_under(model, padded, some)) < LAW
     assert compact._groups is not None  # nobody asked for the padded tensors
 
 
@@ -73,7 +68,7 @@ def test_gradients_of_the_text_are_the_same(model):
     weights = [p for p in model.parameters() if p.requires_grad]
     compact, found = compact_of(padded), []
     for bias in (compact, padded):
-        gradients = torch.autograd.grad(logits(model, bias, text).square().sum(), weights, allow_unused=True)
+        gradients = torch.autograd.grad(logits_under(model, bias, text).square().sum(), weights, allow_unused=True)
         found.append(torch.cat([x.flatten() for x in gradients if x is not None]))
     assert compact._groups is not None and relative_error(*found) < LAW
 
@@ -85,7 +80,7 @@ def test_gradients_of_the_bias_pass_through_its_groups(rotary):
         padded = thinned(exact)
         leaf = padded.b_KV.clone().requires_grad_()
         bias = form(replace(padded, b_KV=leaf))
-        (gradient,) = torch.autograd.grad(logits(rotary, bias, text).square().sum(), leaf)
+        (gradient,) = torch.autograd.grad(logits_under(rotary, bias, text).square().sum(), leaf)
         found.append(gradient * (padded.b_D != 0)[..., None])
     assert relative_error(*found) < LAW
 
@@ -123,11 +118,11 @@ def test_arithmetic_is_that_of_the_padded_one_and_stays_compact(rotary):
     for name, make in made.items():
         expected, found = make(a, b), make(a.compact(), b.compact())
         assert found.num_stored < expected.num_stored, name
-        assert relative_error(logits(rotary, found, text), logits(rotary, expected, text)) < LAW, name
+        assert relative_error(logits_under(rotary, found, text), logits_under(rotary, expected, text)) < LAW, name
         assert found.num_parameters == expected.num_parameters, name
     batch = a.compact().repeat(2)
-    assert relative_error(logits(rotary, batch, text.repeat(2, 1)), logits(rotary, a, text.repeat(2, 1))) < LAW
-    assert relative_error(logits(rotary, batch.select_prompt(1), text), logits(rotary, a, text)) < LAW
+    assert relative_error(logits_under(rotary, batch, text.repeat(2, 1)), logits_under(rotary, a, text.repeat(2, 1))) < LAW
+    assert relative_error(logits_under(rotary, batch.select_prompt(1), text), logits_under(rotary, a, text)) < LAW
 
 
 @torch.no_grad()
@@ -149,7 +144,7 @@ def test_a_fit_is_compact_and_so_is_what_its_file_gives(rotary, tmp_path):
         assert torch.equal(same[name][used], whole[name][used])
     assert again.fit.history == bias.fit.history == ()
     text = tokens(1, 5, seed=1)
-    assert torch.equal(logits(rotary, again, text), logits(rotary, bias, text))
+    assert torch.equal(logits_under(rotary, again, text), logits_under(rotary, bias, text))
 
 
 @torch.no_grad()
@@ -162,7 +157,7 @@ def test_its_padded_tensors_can_be_written_to_while_it_is_attached(model):
     after = model(text)
     model.detach_kv_bias()
     assert relative_error(after, before) > 1e-6
-    assert relative_error(after, logits(model, replace(bias, b_KV=bias.b_KV.clone()), text)) < LAW
+    assert relative_error(after, logits_under(model, replace(bias, b_KV=bias.b_KV.clone()), text)) < LAW
 
 
 def test_a_replaced_field_is_recorded_as_that_of_any_other(rotary):

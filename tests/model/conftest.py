@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import Shared, model_of
 
 
 @pytest.fixture
@@ -14,3 +15,11 @@ def empty_is_nan(monkeypatch):
         return out.fill_(torch.nan) if out.is_floating_point() and not out.is_meta else out
 
     monkeypatch.setattr(torch, "empty", filled)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """``shared(kind, row)``: a model of a row, built once for all tests of a file, which leave it as it is."""
+    models = Shared(model_of)
+    yield models
+    models.assert_untouched()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from precision import LAW
 from small_models import ATTENTION_VARIANTS as VARIANTS
-from small_models import PARALLEL, WITHOUT_BIAS, Shared, model_of, relative_error, small_model, tokens
+from small_models import PARALLEL, WITHOUT_BIAS, model_of, relative_error, small_model, tokens
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
@@ -16,13 +16,6 @@ BUILD = ("softmax", "linear")
 
 def variant_model(kind, variant, **changes):
     return model_of(kind, "self-attention form", attention_variant=variant, **changes)
-
-
-@pytest.fixture(scope="module")
-def shared():
-    models = Shared(model_of)
-    yield models
-    models.assert_untouched()
 
 
 def expected_z(model, x):

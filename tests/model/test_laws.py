@@ -3,7 +3,7 @@
 import pytest
 import torch
 from precision import LAW
-from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, Shared, by_steps, model_of, relative_error, tokens
+from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, by_steps, relative_error, tokens
 
 from kvlens import convert_prompt
 
@@ -16,13 +16,6 @@ CONVERTIBLE = [(kind, name) for kind, name in KINDS if name not in WITHOUT_BIAS]
 
 def each(kinds):
     return pytest.mark.parametrize(("kind", "name"), kinds, ids=[f"{kind}, {name}" for kind, name in kinds])
-
-
-@pytest.fixture(scope="module")
-def shared():
-    models = Shared(model_of)
-    yield models
-    models.assert_untouched()
 
 
 def in_each_form(model, linear=("auto",)):

@@ -5,6 +5,7 @@ so that a swapped axis, a forgotten bias or a norm weight taken as one changes t
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,3 +245,10 @@ def tiny_tokenizer(name: str = "tiny-tokenizer") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>", name_or_path=name
     )
+
+
+def tiny_hf_folder(folder: Path) -> Path:
+    """A tiny GPT-2 and its tokenizer in ``folder``."""
+    tiny_hf_model("gpt2").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import linear_model, small_model
-from tiny_hf import ROWS, tiny_hf_model, tiny_tokenizer
+from tiny_hf import ROWS, tiny_hf_folder, tiny_hf_model, tiny_tokenizer
 from tiny_text_model import tiny_text_model
 from transformers import GPT2Config, GPT2LMHeadModel, dynamic_module_utils
 
@@ -293,12 +293,6 @@ TOKENIZER_CODE = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "to
 MODEL_CODE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
 
 
-def hugging_face_folder(folder: Path) -> Path:
-    tiny_hf_model("gpt2").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def kvlens_folder(folder: Path) -> Path:
     tiny_text_model().save(folder)
     return folder
@@ -308,7 +302,7 @@ def kvlens_folder(folder: Path) -> Path:
     ("make", "read"),
     [
         (kvlens_folder, HookedKVTransformer.load),
-        (hugging_face_folder, HookedKVTransformer.from_pretrained),
+        (tiny_hf_folder, HookedKVTransformer.from_pretrained),
         (kvlens_folder, lambda folder: make_task("text", corpus="topics", tokenizer=str(folder)).built_tokenizer),
     ],
     ids=["load", "from_pretrained", "task"],
@@ -321,13 +315,13 @@ def test_a_tokenizer_that_is_code_is_refused_by_its_folder(make, read, tmp_path,
 
 
 def test_a_model_that_is_code_is_refused_by_its_folder(tmp_path, evil):
-    folder = with_code_in(hugging_face_folder(tmp_path / "model"), "config.json", evil, model_type="evil", **MODEL_CODE)
+    folder = with_code_in(tiny_hf_folder(tmp_path / "model"), "config.json", evil, model_type="evil", **MODEL_CODE)
     with pytest.raises(KVLensError, match=f"cannot read {folder}"):
         HookedKVTransformer.from_pretrained(folder)
 
 
 def test_code_next_to_a_known_architecture_is_not_read(tmp_path, evil):
-    folder = hugging_face_folder(tmp_path / "model")
+    folder = tiny_hf_folder(tmp_path / "model")
     expected = HookedKVTransformer.from_pretrained(folder)
     with_code_in(
         folder, "config.json", evil, **MODEL_CODE, attn_implementation="evil/kernels", _attn_implementation="evil/kernels"
@@ -347,7 +341,7 @@ def test_code_next_to_a_known_architecture_is_not_read(tmp_path, evil):
 @pytest.mark.parametrize("source", ["folder", "hub", "memory"])
 def test_asking_for_it_is_refused(source, wrong, message, tmp_path):
     hf_model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=4, n_head=2, vocab_size=7)) if source == "memory" else None
-    name = hugging_face_folder(tmp_path / "model") if source == "folder" else "gpt2"
+    name = tiny_hf_folder(tmp_path / "model") if source == "folder" else "gpt2"
     for door in (HookedKVTransformer.from_pretrained, HookedKVTransformer.from_pretrained_no_processing):
         with pytest.raises(KVLensError, match=message):
             door(name, hf_model=hf_model, **wrong)

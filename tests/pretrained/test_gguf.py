@@ -74,12 +74,6 @@ def write(path: Path, architecture="llama", further=None, **changes) -> Path:
 
 
 @pytest.fixture
-def without_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
 def file(tmp_path):
     return write(tmp_path / "model.gguf")
 

@@ -51,7 +51,8 @@ def test_the_ground_truth_points_at_subject_value_and_answer_and_the_story_alone
         last = {(s.fact.kind.name, s.fact.subject): i for i, s in enumerate(story.sentences)}
         for i, sentence in enumerate(story.sentences):
             assert sentence.outdated == (last[sentence.fact.kind.name, sentence.fact.subject] != i)
-            named = word[sentence.subject_position].removeprefix("\u2581")
+            subject = sentence.start if sentence.pronoun else sentence.start + sentence.words.index(sentence.fact.subject)
+            named = word[subject].removeprefix("\u2581")
             assert named in ("It", "This") if sentence.pronoun else named == sentence.fact.subject
             assert not sentence.pronoun or story.sentences[i - 1].fact.subject == sentence.fact.subject
             assert word[sentence.value_position] == "\u2581" + sentence.fact.value

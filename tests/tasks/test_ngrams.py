@@ -66,7 +66,6 @@ def test_a_trigger_cut_off_from_its_follower_is_not_settled():
 def test_letters_are_a_to_z_then_capitals():
     task = BigramTask()
     assert task.tokens_as_text(torch.tensor([0, 25, 26, 51])) == "azAZ"
-    assert task.text_as_tokens("azAZ").tolist() == [0, 25, 26, 51]
 
 
 def test_in_a_chain_what_follows_no_trigger_is_uniform_over_the_whole_alphabet():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -26,3 +27,13 @@ def run(model=None, task=None, **changes: Any):
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def course(model, seed, accuracies, steps=None, **more):
+    """Held-out rows of a table of runs, one run's."""
+    steps = range(10, 10 * len(accuracies) + 1, 10) if steps is None else steps
+    return pd.DataFrame(dict(model=model, seed=seed, step=list(steps), split="heldout", accuracy=accuracies, **more))
+
+
+def runs(*rows, columns):
+    return pd.DataFrame(rows, columns=columns)

@@ -124,12 +124,12 @@ def chance_of_student(distances: Float[np.ndarray, "case value"]) -> Float[np.nd
     return np.where((distances == 0).all(axis=1), 1.0, student_tails(angle, n - 1))
 
 
-def interval_of_mean(values: Measurements, share: float = 0.95) -> tuple[float, float] | None:
-    """Student's interval of the mean: mean -+ t standard errors; None for fewer than two values, or one that is not finite."""
+def interval_of_mean(values: Measurements) -> tuple[float, float] | None:
+    """The mean's 95 % interval, mean -+ t standard errors; None for fewer than two values, or one that is not finite."""
     sample = np.asarray(values, dtype=float)
     if len(sample) < 2 or not np.isfinite(sample).all():
         return None
-    half = _quantile(len(sample) - 1, share) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+    half = _quantile(len(sample) - 1, 0.95) * float(sample.std(ddof=1)) / math.sqrt(len(sample))
     return float(sample.mean()) - half, float(sample.mean()) + half
 
 

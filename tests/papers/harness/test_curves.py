@@ -6,6 +6,7 @@ import matplotlib.colors
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from tiny_runs import course, runs
 
 from kvlens.papers.harness import learned, plots
 from kvlens.papers.harness.learned import Cell, train_cells
@@ -19,16 +20,6 @@ MODELS = {
 }
 TRAINING = dict(steps=5, eval_every=3, batch_size=2, eval_sequences=7)
 COLUMNS = ["model", "seed", "n_parameters", "step", "split", "loss", "accuracy"]
-
-
-def course(model, seed, accuracies, steps=None, **more):
-    """Held-out rows of one run."""
-    steps = range(10, 10 * len(accuracies) + 1, 10) if steps is None else steps
-    return pd.DataFrame(dict(model=model, seed=seed, step=list(steps), split="heldout", accuracy=accuracies, **more))
-
-
-def runs(*rows, columns):
-    return pd.DataFrame(rows, columns=columns)
 
 
 # --- training and comparing ---

@@ -151,14 +151,18 @@ def bigram_model(**changes):
     return conversion_error.random_model(2, 30, 10, **{**fields, **changes})
 
 
+def ids_of(letters):
+    return torch.tensor([LETTERS.index(letter) for letter in letters])
+
+
 def test_uses_are_counted_from_one_for_each_trigger():
-    text = TASK.text_as_tokens("dabaaecbka")[None]
+    text = ids_of("dabaaecbka")[None]
     assert conversion_accuracy.use_of_trigger(text, 3).tolist() == [[0, 1, 1, 2, 3, 0, 1, 2, 0, 4]]
 
 
 def test_what_follows_the_end_of_the_prompt_is_not_scored():
     """The prompt ``adbea`` shows a -> d and b -> e and ends in a: the text opens with d, which would give a away."""
-    inputs = TASK.text_as_tokens("adbeadfabe")[None]
+    inputs = ids_of("adbeadfabe")[None]
     scored = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]], dtype=torch.bool)
     hidden = conversion_accuracy.hide_open_trigger(Batch(inputs, inputs.roll(-1, 1), scored), 5)
     assert hidden.scored.nonzero().tolist() == [[0, 8]]
@@ -166,8 +170,8 @@ def test_what_follows_the_end_of_the_prompt_is_not_scored():
 
 def test_predictions_by_hand():
     """Text ``ada``: at the second a, d follows. One condition has it right by a margin of 2, one wrong, one right by 0.5."""
-    text = TASK.text_as_tokens("ada")[None]
-    batch = Batch(text, TASK.text_as_tokens("dad")[None], torch.tensor([[True, False, True]]))
+    text = ids_of("ada")[None]
+    batch = Batch(text, ids_of("dad")[None], torch.tensor([[True, False, True]]))
     logits = torch.zeros(3, 1, 3, len(LETTERS))
     logits[0, 0, 2, 3], logits[1, 0, 2, 4], logits[2, 0, 2, 3] = 2, 1, 0.5
     logits[:, 0, 0, 3] = 3

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
+from tiny_runs import course, runs
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.papers import find_experiment
@@ -19,17 +20,6 @@ from kvlens.papers.kvsa.models import LLAMA_BLOCKS
 from kvlens.tasks import ArithmeticTask, HopsTask, make_task
 from kvlens.tasks.arithmetic import END as ARITHMETIC_END
 from kvlens.training import TrainSettings, build_model
-
-
-def course(model, seed, accuracies, steps=None, **more):
-    """Held-out rows of one run."""
-    steps = range(10, 10 * len(accuracies) + 1, 10) if steps is None else steps
-    return pd.DataFrame(dict(model=model, seed=seed, step=list(steps), split="heldout", accuracy=accuracies, **more))
-
-
-def runs(*rows, columns):
-    return pd.DataFrame(rows, columns=columns)
-
 
 # --- induction: depth and width ---
 
