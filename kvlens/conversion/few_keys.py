@@ -269,10 +269,11 @@ class AttentionMatching(FewKeys):
             if self.on_policy and layer:
                 so_far = continued(teacher.old, assembled(teacher.exact, layers))
                 own = teacher.read(so_far, teacher.seen, range(layer, layer + 1))[0]
-            layers.append(self._layer(teacher, layer, own, budgets[layer].flatten()))
+            layers.append(self.layer(teacher, layer, own, budgets[layer].flatten()))
         return assembled(teacher.exact, layers)
 
-    def _layer(self, teacher: Teacher, layer: int, queries: Queries, counts: Int[Tensor, " cell"]) -> LayerKeys:
+    def layer(self, teacher: Teacher, layer: int, queries: Queries, counts: Int[Tensor, " cell"]) -> LayerKeys:
+        """The keys of one layer, given how many each prompt and key-value head keeps."""
         prompt = teacher.keys(layer)
         matched = match_among(queries, prompt, max(1, int(counts.max())), self.keys)
         index = matched.keys

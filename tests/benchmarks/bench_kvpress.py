@@ -1,18 +1,24 @@
-"""Whether kvlens' eviction methods keep the same keys as kvpress, on the same model and prompts.
+"""Whether kvlens' eviction methods keep the same keys as kvpress, and how many answers about documents kvpress' own code keeps.
 
     python -m venv kvpress-env && kvpress-env/bin/pip install "kvpress==0.5.5"
     python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python [--seeds 5]
+    python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python --answers FOLDER [--ratios 0.1 0.25]
 
 kvpress needs an older Transformers than kvlens, hence the second interpreter, which runs this file with ``--theirs``. Models
 are random, of Llama's architecture with grouped heads and sharp attention; prompts are random tokens. Two of kvpress' methods
 are changed for the comparison: KVzip repeats the context without an instruction, and ``ObservedAttentionPress``, "related to
 H2O", sums attention as H2O does instead of averaging it over the queries that see a key (kvlens' H2O with ``recent=0``).
+
+With ``--answers``, FOLDER is a chat model as Transformers saves it, and the documents, questions and counting are those of
+``bench_recall.py``; kvpress runs as it is published, in Transformers: its presses drop keys of the chat up to the question.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +121,104 @@ def _positions(attention: Any, whole: Any, cache: Any, head: int) -> list[int]:
     return sorted(torch.cdist(cache.keys[0, head], whole.keys[0, head]).argmin(dim=1).tolist())
 
 
+PRESSES = ("kvzip", "kvzip+", "adakv expected_attention", "kvcompose", "snapkv")
+MOST = 16
+"""Tokens of an answer."""
+
+
+def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
+    """Writes what the model says to the questions of each document under each press."""
+    import kvpress
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    torch.set_num_threads(1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    stops = {tokenizer.eos_token_id, *torch.tensor(model.generation_config.eos_token_id).view(-1).tolist()}
+    made = {
+        "kvzip": kvpress.KVzipPress,
+        "kvzip+": lambda evicted: kvpress.KVzipPress(evicted, kvzip_plus_normalization=True),
+        "adakv expected_attention": lambda evicted: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(evicted)),
+        "kvcompose": lambda evicted: kvpress.KVComposePress(compression_ratio=evicted, structured=False),
+        "snapkv": kvpress.SnapKVPress,
+    }
+
+    def said(cache: Any, question: list[int], n_before: int) -> str:
+        lengths, text, step = [layer.keys.shape[2] for layer in cache.layers], [], question
+        at = n_before
+        while len(text) < MOST:
+            positions = torch.arange(at, at + len(step))[None]
+            logits = model(torch.tensor([step]), past_key_values=cache, position_ids=positions).logits[0, -1]
+            at, step = at + len(step), [int(logits.argmax())]
+            if step[0] in stops:
+                break
+            text += step
+        for layer, n in zip(cache.layers, lengths, strict=True):
+            layer.keys, layer.values = layer.keys[:, :, :n], layer.values[:, :, :n]
+        return tokenizer.decode(text, skip_special_tokens=True)
+
+    rows = []
+    with torch.no_grad():
+        for document in json.loads(documents.read_text()):
+            before = torch.tensor([document["before"]])
+            for name, ratio in [("exact", 1.0), *((name, ratio) for ratio in ratios for name in PRESSES)]:
+                cache, began = DynamicCache(), time.process_time()
+                with made[name](1 - ratio)(model) if name in made else contextlib.nullcontext():
+                    model.model(input_ids=before, past_key_values=cache)
+                taken = time.process_time() - began
+                texts = [said(cache, question, before.shape[1]) for question in document["questions"]]
+                rows.append(dict(document=document["name"], way=name, ratio=ratio, said=texts, processor=taken))
+                print(document["name"], name, ratio, flush=True)
+    documents.with_name("said.json").write_text(json.dumps(rows))
+
+
+def answers(folder: str, python: str, ratios: list[float], temporary: Path, names: list[str] | None) -> None:
+    """Prints how many answers each press keeps."""
+    from bench_recall import CHOICE, DOCUMENTS, asked, gaps, right, table
+
+    import kvlens
+
+    every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
+    every = [each for each in every if (each["name"] in names if names else each["name"] not in CHOICE)]
+    model, made, written = kvlens.load(folder), {}, []
+    for document in every:
+        before, questions = made[document["name"]] = asked(model, document)
+        tokens = dict(before=before.tolist(), questions=[question.tolist() for question in questions])
+        written.append(dict(name=document["name"], **tokens))
+    (temporary / "documents.json").write_text(json.dumps(written))
+    theirs = ["--theirs", str(temporary), "--answers", folder, "--ratios", *map(str, ratios)]
+    subprocess.run([python, "-W", "ignore", __file__, *theirs], check=True, env={})
+    texts = {each["name"]: each for each in every}
+    rows = json.loads((temporary / "said.json").read_text())
+    rows = [row | {"right": right(row["said"], texts[row["document"]])} for row in rows]
+    for row in rows:
+        if row["way"] == "exact":
+            before, questions = made[row["document"]]
+            exact = kvlens.convert_prompt(model, before, prepend_bos=False)
+            row["gap"] = gaps(model, exact, questions, row["said"], texts[row["document"]])
+    print(table(rows))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", help="an interpreter that has kvpress")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--theirs", type=Path, help="used by this program itself")
+    parser.add_argument("--answers", metavar="FOLDER", help="a chat model that is asked about documents")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
+    parser.add_argument("--documents", nargs="+", help="names; without them the six final ones")
     asked = parser.parse_args(argv)
+    if asked.theirs is not None and asked.answers:
+        answers_there(asked.answers, asked.theirs / "documents.json", asked.ratios)
+        return
     if asked.theirs is not None:
         found = [kept_there(seed, asked.theirs / str(seed)) for seed in range(asked.seeds)]
         (asked.theirs / "kept.json").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        if asked.answers:
+            answers(asked.answers, asked.python, asked.ratios, folder, asked.documents)
+            return
         for seed in range(asked.seeds):
             write_model(seed, folder / str(seed))
         ours = [kept_here(seed, folder / str(seed)) for seed in range(asked.seeds)]

@@ -6,11 +6,14 @@ MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has n
 each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
 model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
 those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS are
-of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped.
+of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped. With ``--joined N``, each N
+documents are one, about which all of their questions are asked.
 
 All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
-and "kvzip fitted", its keys with fitted weights and values; and fitted keys of ``Landmark`` with the budgets that KVzip gives
-("shares"), or with the mean of the budgets that "logits" gave to the other documents ("others").
+and "kvzip fitted", its keys with fitted weights and values; fitted keys of ``Landmark`` with the budgets that KVzip gives
+("shares"), or with the mean of the budgets that "logits" gave to the other documents ("others"); and ``AttentionMatching``
+with equal budgets ("matching"), or with that mean ("matching others"), as its authors determine budgets once per model.
+An answer is clear if under the exact bias each token up to its end is at least twice as probable as any other (:data:`CLEAR`).
 
 Of every conversion its recall is measured, too, and validated at the end: conversions of one ratio by their recall and by the
 answers that they keep, and answers by the largest loss of their words in the first sentence of the document that holds them.
@@ -19,6 +22,7 @@ answers that they keep, and answers by the largest loss of their words in the fi
 import argparse
 import functools
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -29,7 +33,7 @@ import torch
 from bench_explanation import has_answer
 
 import kvlens
-from kvlens.conversion import KVzip, Landmark, Teacher
+from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
 from kvlens.conversion.few_keys import assembled, fitted_keys, root_of
 from kvlens.conversion.gradients import logit_metrics
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
@@ -42,9 +46,12 @@ from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
 CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
-WAYS = ("logits", "equal", "shares", "others", "kvzip", "kvzip fitted")
+WAYS = ("logits", "equal", "shares", "others", "kvzip", "kvzip fitted", "matching", "matching others")
+CLEAR = math.log(2)
 MOST = 16
 """Tokens of an answer; the short answers have at most six."""
+LONG = 600
+"""Tokens above which the paths of the heads are computed for each ratio, and only as far as they get keys."""
 Made = dict[str, Any]
 
 
@@ -72,6 +79,9 @@ class Prepared:
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """The bias of the document alone, with a batch axis, and the budgets."""
         kvzip = KVzip(ratio=ratio)
+        if way == "logits" and len(self.before) > LONG:
+            bias = Landmark(ratio=ratio).fit(self.teacher)
+            return bias, (bias.b_D != 0).sum(dim=-1)
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
         n_layers, n_heads = self.teacher.n_layers, self.teacher.n_kv_heads
@@ -80,16 +90,21 @@ class Prepared:
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
         else:
-            index = [path.keys for path in self.paths]
             if way == "logits":
                 budgets = budgets_by_gain([path.gain for path in self.paths], wanted * n_layers * n_heads)
             elif way == "shares":
                 budgets = kvzip.kept(self.teacher).sum(dim=-1)
-            elif way == "others":
+            elif way.endswith("others"):
                 share = torch.stack(others).mean(dim=0) * len(self.before)
                 budgets = share.round().long().clamp(max=len(self.before))[:, None]
             else:
                 budgets = wanted[None, :, None].expand(n_layers, 1, n_heads)
+            if way.startswith("matching"):
+                matching = AttentionMatching(ratio=ratio)
+                each = enumerate(zip(self.queries, budgets, strict=True))
+                layers = [matching.layer(self.teacher, i, own, counts.flatten()) for i, (own, counts) in each]
+                return assembled(self.teacher.exact, layers), budgets
+            index = [path.keys for path in self.paths]
         every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
         return assembled(self.teacher.exact, [fitted_keys(*each) for each in every]), budgets
 
@@ -106,7 +121,7 @@ class Prepared:
         said = answers(self.model, alone, self.questions)
         row |= {"right": right(said, self.document), "said": said, "prepared": self.teacher.seconds}
         if budgets is None:
-            return row
+            return row | {"gap": gaps(self.model, alone, self.questions, said, self.document)}
         row |= {"recall": self.recall(alone).to_json()}
         off = answer_errors(self.model, self.teacher.whole, bias, self.teacher.without, self.teacher.held_out)
         off = off.map(lambda x: x[0])
@@ -140,6 +155,30 @@ def answers(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor]) -> l
     return [model.tokenizer.decode(text, skip_special_tokens=True) for text in answered]
 
 
+@torch.no_grad()
+def gaps(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor], said: list[str], document: Made) -> list[float]:
+    """How much more probable, in nats, every token up to the end of the right answer is at least than the second choice; 0
+    where what is said has no right answer.
+    """
+    found = []
+    with model.kv_bias(bias):
+        for question, text, (_, answer) in zip(questions, said, document["questions"], strict=True):
+            tokens = question.new_tensor(model.tokenizer(text, add_special_tokens=False)["input_ids"])
+            ends = (n for n in range(1, len(tokens) + 1) if has_answer(model.tokenizer.decode(tokens[:n]), [answer]))
+            n = next(ends, 0)
+            if n:
+                first, second = model.logits_on(torch.cat([question, tokens[:n]])[None], n + 1)[0, :-1].topk(2).values.T
+            found.append(float((first - second).min()) if n else 0.0)
+    return found
+
+
+def joined(documents: list[Made]) -> Made:
+    """Several documents as one, with the questions of all."""
+    text = "\n\n".join(each["text"] for each in documents)
+    name = " and ".join(each["name"] for each in documents)
+    return {"name": name, "text": text, "questions": [pair for each in documents for pair in each["questions"]]}
+
+
 def right(said: list[str], document: Made) -> list[bool]:
     return [has_answer(text, [answer]) for text, (_, answer) in zip(said, document["questions"], strict=True)]
 
@@ -147,15 +186,17 @@ def right(said: list[str], document: Made) -> list[bool]:
 def table(rows: list[Made]) -> str:
     """Answers kept by way and ratio, pooled over the documents that have all of them."""
     exact = {row["document"]: row["right"] for row in rows if row["way"] == "exact"}
+    clear = {row["document"]: [gap >= CLEAR for gap in row["gap"]] for row in rows if row["way"] == "exact"}
     lines = [f"{len(exact)} documents, {sum(map(len, exact.values()))} questions, {sum(map(sum, exact.values()))} right"]
     for way, ratio in dict.fromkeys((row["way"], row["ratio"]) for row in rows if row["way"] != "exact"):
         some = [row for row in rows if (row["way"], row["ratio"]) == (way, ratio)]
-        kept = sum(a and b for row in some for a, b in zip(row["right"], exact[row["document"]], strict=True))
-        n = sum(sum(exact[row["document"]]) for row in some)
+        each = [pair for row in some for pair in zip(row["right"], exact[row["document"]], clear[row["document"]], strict=True)]
+        kept, n = sum(a and b for a, b, _ in each), sum(b for _, b, _ in each)
+        sure = [a for a, b, is_clear in each if b and is_clear]
         error = sum(row.get("error", float("nan")) for row in some) / len(some)
         seconds = sum(row["processor"] for row in some) / len(some)
-        share = f"{way} at {ratio:.0%}: {kept} of {n} kept ({kept / max(n, 1):.0%}), {len(some)} documents"
-        lines.append(f"{share}; error on own text {error:.1%}; {seconds:.0f} s of processor time a fit")
+        share = f"{way} at {ratio:.0%}: {kept} of {n} kept ({kept / max(n, 1):.0%}), {sum(sure)} of {len(sure)} clear ones"
+        lines.append(f"{share}, {len(some)} documents; error on own text {error:.1%}; {seconds:.0f} s of processor time a fit")
     return "\n".join(lines)
 
 
@@ -218,19 +259,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--documents", nargs="+", help='names, "choice", or "final" (the default)', default=["final"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
+    parser.add_argument("--joined", type=int, default=1, help="how many documents are one")
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
     args = parser.parse_args(argv)
     every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
     sets = {"choice": CHOICE, "final": [each["name"] for each in every if each["name"] not in CHOICE]}
     names = [name for some in args.documents for name in sets.get(some, [some])]
+    some = [each for each in every if each["name"] in names]
+    if args.joined > 1:
+        some = [joined(some[i : i + args.joined]) for i in range(0, len(some), args.joined)]
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {(row["document"], row["way"], row["ratio"]) for row in rows}
     wanted = [("exact", 1.0), *((way, ratio) for ratio in args.ratios for way in args.ways)]
     model = None
-    for document in every:
+    for document in some:
         name = document["name"]
         cells = [cell for cell in wanted if (name, *cell) not in done]
-        if name not in names or not cells:
+        if not cells:
             continue
         model = kvlens.load(args.model).requires_grad_(False) if model is None else model
         prepared = Prepared(model, document, args.reference)
@@ -243,8 +288,8 @@ def main(argv: list[str] | None = None) -> None:
             with args.out.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             print(name, way, ratio, sum(rows[-1]["right"]), f"{rows[-1]['processor']:.0f} s", flush=True)
-    rows = [row for row in rows if row["document"] in names]
-    print(table(rows), validation(rows, every), sep="\n")
+    rows = [row for row in rows if row["document"] in {each["name"] for each in some}]
+    print(table(rows), validation(rows, some), sep="\n")
 
 
 if __name__ == "__main__":
