@@ -47,6 +47,10 @@ FAMILIES = ["gpt2", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "fal
 REST = ["gpt_neox", "phi3", "qwen3", "gemma3", "olmo2", "smollm3", "granite", "kimi_linear", "nemotron_h", "minimax", "lfm2"]
 
 
+FITTED = 1e-9
+"""Of fitted numbers: their systems have condition numbers of up to 1 / ``RIDGE_WEIGHTS``, 1e9, by which rounding grows."""
+
+
 def slow(families):
     return [pytest.param(family, marks=pytest.mark.slow) for family in families]
 
@@ -73,7 +77,7 @@ def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch)
     pairs |= {name: (getattr(theirs.fit, name), getattr(ours.fit, name)) for name in ("head_output_error", "mass_error")}
     pairs["logits"] = theirs.fit.answers.logits_error, ours.fit.answers.logits_error
     for name, (a, b) in pairs.items():
-        assert relative_error(b, a) < LAW, name
+        assert relative_error(b, a) < (FITTED if name in ("b_KV", "b_D") else LAW), name
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *slow(REST)], scope="module")

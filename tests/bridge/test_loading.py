@@ -203,7 +203,7 @@ def test_changes_of_the_configuration_take_effect(tmp_path):
     assert changed.cfg.n_ctx == 40 and changed.cfg.dtype == torch.float64
     assert relative_error(changed(TEXT), plain(TEXT)) > 0.01  # it matters
     hf = KVTransformerBridge.boot_transformers(tmp_path, hf_model=tiny_hf_model("llama"))
-    assert torch.equal(hf(TEXT), plain(TEXT))
+    assert relative_error(hf(TEXT), plain(TEXT)) < LAW
 
 
 def test_a_keyword_that_attention_does_not_understand_is_refused(bridge_of):
