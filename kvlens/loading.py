@@ -42,8 +42,8 @@ def load(
 
     Args:
         source: the name of a model that ships with kvlens; a folder that ``HookedKVTransformer.save`` wrote, or one in Hugging
-            Face's format; a llama2.c checkpoint; or a name on the hub whose files are in Hugging Face's cache. A string that
-            names a shipped model is that model, a Path never is.
+            Face's format; a GGUF file; a llama2.c checkpoint; or a name on the hub whose files are in Hugging Face's cache. A
+            string that names a shipped model is that model, a Path never is.
         tokenizer: the file of a llama2.c tokenizer; everything else brings its own.
         device: None takes CUDA where there is one.
         dtype: of the weights; None keeps the stored one of a kvlens folder, and is float32 elsewhere.

@@ -5,9 +5,9 @@ pure functions are in :mod:`kvlens.ops.feature_maps`.
 
 **A feature map.** A feature map is one class: its name, its number of features, where RoPE is applied, whether it is positive,
 its parameters and their initial values, and phi. The configuration, attention, conversion and file formats read all of this
-from the class, so there is nothing else to change. `FeatureMap` documents each attribute. The same function is applied to
-queries and keys. A token's features must not depend on the other tokens in the batch, because a prompt's features are stored
-and later combined with those of its continuation.
+from the class, and find it by its line in `FEATURE_MAPS`. `FeatureMap` documents each attribute. The same function is applied
+to queries and keys. A token's features must not depend on the other tokens in the batch, because a prompt's features are
+stored and later combined with those of its continuation.
 
 ```python
 import torch

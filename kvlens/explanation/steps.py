@@ -67,8 +67,8 @@ def explain(
             ends its response, or `MOST_TOKENS` tokens, where it is cut off; behind a ``text``, which it continues, up to the
             end of a sentence.
         by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
-        depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim; "positions"
-            (instead) which positions of the prompt hold what the model reads there about the cause.
+        depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim, "positions"
+            in place of heads which positions of the prompt hold what the model reads there about the cause.
         budget: tokens that may be read; what is left out then is named in ``left_out``.
         on_progress: called with a description and the fraction done, in 0..1, about; None shows a bar on a terminal or in a
             notebook, if it takes long.
