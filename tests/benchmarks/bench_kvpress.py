@@ -10,7 +10,7 @@ are changed for the comparison: KVzip repeats the context without an instruction
 H2O", sums attention as H2O does instead of averaging it over the queries that see a key (kvlens' H2O with ``recent=0``).
 
 With ``--answers``, FOLDER is a chat model as Transformers saves it, and the documents, questions and counting are those of
-``bench_recall.py``; kvpress runs as it is published, in Transformers: its presses drop keys of the chat up to the question.
+``bench_recall.py``; kvpress' KVzip runs as it is published, in Transformers: it drops keys of the chat up to the question.
 """
 
 import argparse
@@ -121,26 +121,18 @@ def _positions(attention: Any, whole: Any, cache: Any, head: int) -> list[int]:
     return sorted(torch.cdist(cache.keys[0, head], whole.keys[0, head]).argmin(dim=1).tolist())
 
 
-PRESSES = ("kvzip", "kvzip+", "adakv expected_attention", "kvcompose", "snapkv")
 MOST = 16
 """Tokens of an answer."""
 
 
 def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
-    """Writes what the model says to the questions of each document under each press."""
+    """Writes what the model says to the questions of each document with the keys that KVzip keeps."""
     import kvpress
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     torch.set_num_threads(1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     stops = {tokenizer.eos_token_id, *torch.tensor(model.generation_config.eos_token_id).view(-1).tolist()}
-    made = {
-        "kvzip": kvpress.KVzipPress,
-        "kvzip+": lambda evicted: kvpress.KVzipPress(evicted, kvzip_plus_normalization=True),
-        "adakv expected_attention": lambda evicted: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(evicted)),
-        "kvcompose": lambda evicted: kvpress.KVComposePress(compression_ratio=evicted, structured=False),
-        "snapkv": kvpress.SnapKVPress,
-    }
 
     def said(cache: Any, question: list[int], n_before: int) -> str:
         lengths, text, step = [layer.keys.shape[2] for layer in cache.layers], [], question
@@ -160,9 +152,9 @@ def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
     with torch.no_grad():
         for document in json.loads(documents.read_text()):
             before = torch.tensor([document["before"]])
-            for name, ratio in [("exact", 1.0), *((name, ratio) for ratio in ratios for name in PRESSES)]:
+            for name, ratio in [("exact", 1.0), *(("kvzip", ratio) for ratio in ratios)]:
                 cache, began = DynamicCache(), time.process_time()
-                with made[name](1 - ratio)(model) if name in made else contextlib.nullcontext():
+                with kvpress.KVzipPress(1 - ratio)(model) if name == "kvzip" else contextlib.nullcontext():
                     model.model(input_ids=before, past_key_values=cache)
                 taken = time.process_time() - began
                 texts = [said(cache, question, before.shape[1]) for question in document["questions"]]
@@ -172,7 +164,7 @@ def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
 
 
 def answers(folder: str, python: str, ratios: list[float], temporary: Path, names: list[str] | None) -> None:
-    """Prints how many answers each press keeps."""
+    """Prints how many answers KVzip keeps."""
     from bench_recall import CHOICE, DOCUMENTS, asked, gaps, right, table
 
     import kvlens
