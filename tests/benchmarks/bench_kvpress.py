@@ -122,7 +122,7 @@ def _positions(attention: Any, whole: Any, cache: Any, head: int) -> list[int]:
 
 
 MOST = 16
-"""Tokens of an answer."""
+"""Tokens of an answer, as in ``bench_recall.py``, which the other interpreter cannot import."""
 
 
 def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:

@@ -6,8 +6,7 @@ MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has n
 each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
 model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
 those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS are
-of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped. With ``--joined N``, each N
-documents are one, about which all of their questions are asked.
+of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped.
 
 All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
 and "kvzip fitted", its keys with fitted weights and values; fitted keys of ``Landmark`` with the budgets that KVzip gives
@@ -50,8 +49,6 @@ WAYS = ("logits", "equal", "shares", "others", "kvzip", "kvzip fitted", "matchin
 CLEAR = math.log(2)
 MOST = 16
 """Tokens of an answer; the short answers have at most six."""
-LONG = 600
-"""Tokens above which the paths of the heads are computed for each ratio, and only as far as they get keys."""
 Made = dict[str, Any]
 
 
@@ -79,9 +76,6 @@ class Prepared:
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """The bias of the document alone, with a batch axis, and the budgets."""
         kvzip = KVzip(ratio=ratio)
-        if way == "logits" and len(self.before) > LONG:
-            bias = Landmark(ratio=ratio).fit(self.teacher)
-            return bias, (bias.b_D != 0).sum(dim=-1)
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
         n_layers, n_heads = self.teacher.n_layers, self.teacher.n_kv_heads
@@ -172,13 +166,6 @@ def gaps(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor], said: l
     return found
 
 
-def joined(documents: list[Made]) -> Made:
-    """Several documents as one, with the questions of all."""
-    text = "\n\n".join(each["text"] for each in documents)
-    name = " and ".join(each["name"] for each in documents)
-    return {"name": name, "text": text, "questions": [pair for each in documents for pair in each["questions"]]}
-
-
 def right(said: list[str], document: Made) -> list[bool]:
     return [has_answer(text, [answer]) for text, (_, answer) in zip(said, document["questions"], strict=True)]
 
@@ -259,15 +246,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--documents", nargs="+", help='names, "choice", or "final" (the default)', default=["final"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
-    parser.add_argument("--joined", type=int, default=1, help="how many documents are one")
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
     args = parser.parse_args(argv)
     every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
     sets = {"choice": CHOICE, "final": [each["name"] for each in every if each["name"] not in CHOICE]}
     names = [name for some in args.documents for name in sets.get(some, [some])]
     some = [each for each in every if each["name"] in names]
-    if args.joined > 1:
-        some = [joined(some[i : i + args.joined]) for i in range(0, len(some), args.joined)]
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {(row["document"], row["way"], row["ratio"]) for row in rows}
     wanted = [("exact", 1.0), *((way, ratio) for ratio in args.ratios for way in args.ways)]

@@ -231,9 +231,8 @@ def test_irrelevant_fields_move_no_logits(kind):
     after = tiny_hf_model(kind, **change)
     shared = {name: weight for name, weight in before.state_dict().items() if name in after.state_dict()}
     after.load_state_dict(shared, strict=False)  # cross-attention has its own random weights, which are not used
-    assert relative_error(after(TOKENS).logits, before(TOKENS).logits) < law_of(
-        kind
-    )  # with and without a cache round differently
+    # with and without a cache, sums may round differently
+    assert relative_error(after(TOKENS).logits, before(TOKENS).logits) < law_of(kind)
     model = HookedKVTransformer.from_pretrained_no_processing("x", hf_model=after, device="cpu", dtype=torch.float64)
     assert relative_error(model(TOKENS), before(TOKENS).logits) < law_of(kind)
 
