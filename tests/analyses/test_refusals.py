@@ -1,18 +1,26 @@
-"""What the analyses refuse, and their words; those of a batch stand in tests/analyses/batch."""
+"""What the analyses, the dual model and a batch refuse, and their words."""
 
 import functools
+import math
+from pathlib import Path
 
 import pytest
 import torch
 from analysis_models import tokens
-from small_models import shared, sharp
+from kvlens.analyses.batch.runner import Input, run_batch
+from kvlens.analyses.batch.work import Resources, Work
+from small_models import shared, sharp, small_model
+from tiny_text_model import PROMPT as WORDS
+from tiny_text_model import tiny_text_model
 
 from kvlens import analyses, convert_prompt
+from kvlens.dual import DualLayer, DualModel
 from kvlens.model.streaming import run_in_segments
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 PROMPT, OTHER, TEXT, SPAN = tokens(7), tokens(7, seed=5), tokens(5, seed=1), (2, 5)
+LONGER = tokens(9)
 
 
 linear = functools.partial(shared)
@@ -80,6 +88,77 @@ def random_features():
 
 def variant(**parts):
     return lambda: sharp(attention_variant=parts)
+
+
+def dual(model=None, tokens=LONGER, layer=0, head=0, **given):
+    return DualModel.from_head(model or softmax(), tokens, layer, head, **given)
+
+
+def by_random_features(**given):
+    return dual(kernel="random", **given)
+
+
+def dual_under(kernel, **options):
+    with softmax().kv_bias(convert_prompt(softmax(), LONGER, **options)):
+        dual(tokens=LONGER[:5], kernel=kernel)
+
+
+def dual_layer(**changes):
+    return DualLayer.from_layer(small_model(act_fn="relu", **changes), LONGER, 0, 0)
+
+
+def dual_figures(**given):
+    return analyses.dual_losses(tiny_text_model(attention="softmax"), given.pop("tokens", WORDS), **given)
+
+
+LETTERS = "batch_probes.letters:LETTERS"
+WORK = [
+    ("no analysis is called 'bias_by_haed'", dict(analysis="bias_by_haed")),
+    ("did you mean 'bias_by_head'", dict(analysis="bias_by_haed")),
+    ("there is no module 'batch_probes.lettres'", dict(analysis="batch_probes.lettres:LETTERS")),
+    (
+        "'ANALYSIS' of 'os.path' is no function with the decorator",
+        dict(analysis="os.path:ANALYSIS"),
+    ),
+    ("it has LETTERS; did you mean 'LETTERS'", dict(analysis="batch_probes.letters:LETERS")),
+    ("expected MODULE:FUNCTION", dict(analysis=".letters:LETTERS")),
+    ("expected MODULE:FUNCTION", dict(analysis="batch_probes.letters:")),
+    ("letters has no column 'leter'; it has place, letter, layers; did you mean 'letter'", dict(columns=("leter",))),
+    ("the column 'place' is given twice", dict(columns=("place", "place"))),
+    ("letters has no option 'uper'; it has upper, times; did you mean 'upper'", dict(options={"uper": True})),
+    ("times must be a whole number, got True", dict(options={"times": True})),
+    ("the model 'm' is given twice", dict(models=("m", "m"))),
+    ("no model is given; name at least one", dict(models=())),
+    ("did you mean 'docs-linear'", dict(models=("docs-liner",))),
+    ("Work: models must be a tuple", dict(models="docs-linear")),
+    ("Work: columns must be a tuple", dict(columns="layer")),
+    ("Work: options must be a dict", dict(options=["x"])),
+    ("dtype must be one of float32, float64, bfloat16, float16, got 'int8'", dict(dtype="int8")),
+    ("device: 'meta' cannot be used here", dict(device="meta")),
+    ("device: 'abacus' cannot be used here", dict(device="abacus")),
+    ("folder: expected a path", dict(folder="a\0b")),
+    ("folder: 'nowhere' is not a folder; give the one with the module of the analysis", dict(folder="nowhere")),
+    ("prompts: letters needs them: a JSONL file, a text file or a folder", dict(prompts=None)),
+    *(("prompts: expected a path", dict(prompts=x)) for x in (3, "", "a\0b")),
+    ("prompts: cannot read nowhere: No such file or directory", dict(prompts="nowhere")),
+]
+RESOURCES = [
+    ("engine must be one of processes, ray, got 'rays'; did you mean 'ray'", dict(engine="rays")),
+    ("workers must be at least 1, got 0", dict(workers=0)),
+    ("workers must be a whole number of at least 1, got True", dict(workers=True)),
+    ("workers: at most", dict(workers=10**9)),
+    ("threads must be at least 1", dict(threads=-1)),
+    ("threads: at most", dict(threads=10**9)),
+    ("prompts_per_job must be at least 1", dict(prompts_per_job=0)),
+    ("gpus_per_worker must be at least 0, got -1", dict(gpus_per_worker=-1)),
+    ("gpus_per_worker must be a number of at least 0, got nan", dict(gpus_per_worker=math.nan, engine="ray")),
+    ("gpus_per_worker is for the engine ray; for processes, choose the device", dict(gpus_per_worker=0.5)),
+]
+
+
+def batch(**given):
+    source = Input(given.pop("prompts", Path(__file__)))
+    return run_batch(Work(**{"analysis": LETTERS, "models": ("docs-linear",), **given}), source, "out.parquet")
 
 
 BATCH_SIZE = "batch_size must be at least 1, got 0"
@@ -200,6 +279,57 @@ REFUSED = [
     ("token ids must lie in 0..16", lambda: verdicts(prompt=torch.tensor([[1, 17]]))),
     ("this model has none", lambda: verdicts(prepend_bos=True)),
     ("kinds must be a list", lambda: analyses.composition(linear(), kinds="QQ")),
+    # the dual model
+    ("layer 2 does not exist; there are 2", lambda: dual(layer=2)),
+    ("head 5 does not exist; there are 5", lambda: dual(head=5)),
+    ("query_pos 9 does not exist; there are 9", lambda: dual(query_pos=9)),
+    ("no demonstrations", lambda: dual(query_pos=0)),
+    ("no demonstrations", lambda: dual(n_demonstrations=0)),
+    ("stands before its 4 demonstrations", lambda: dual(query_pos=2, n_demonstrations=4)),
+    ("number of tokens", lambda: dual(n_demonstrations=-1)),
+    ("did you mean 'exact'", lambda: dual(kernel="exakt")),
+    ("bias must be one of initial, demonstrations", lambda: dual(bias="first")),
+    ("1 to 9", lambda: dual(kernel="landmark", n_features=10)),
+    ("n_features must be at least 1, got 0", lambda: by_random_features(n_features=0)),
+    ("seed must be at least 0, got -1", lambda: by_random_features(seed=-1)),
+    ("[pos]", lambda: dual(tokens=LONGER[None])),
+    ("tokens must be integers (int64 or int32), got torch.float32", lambda: dual(tokens=torch.ones(3))),
+    ("the text is empty: give at least one token", lambda: dual(tokens=LONGER[:0])),
+    ("linear attention has its own features", lambda: dual(linear(), kernel="random")),
+    *(("no finite features", lambda name=name: getattr(dual(), name)) for name in ("weight", "inputs", "query")),
+    ("eta, the learning rate, must be above 0, got 0", lambda: by_random_features().loss(0)),
+    ("eta, the learning rate, must be above 0, got -1", lambda: by_random_features().step(-1)),
+    ("eta must be a number, got nan", lambda: by_random_features().loss(math.nan)),
+    ("alpha must be a number, got nan", lambda: by_random_features().loss(1.0, math.nan)),
+    ("n_steps must be at least 0, got -1", lambda: dual().losses(-1)),
+    ("minimize: alpha must be above 0, got 0.0", lambda: by_random_features().minimize(0.0)),
+    ("delta must be above 0 and below 1, got 0", lambda: by_random_features().bound(0)),
+    ("delta must be above 0 and below 1, got 2", lambda: by_random_features().bound(2)),
+    ("n_negative must be at least 0, got -1", lambda: by_random_features().bound(0.1, None, -1)),
+    ("1 to 8", lambda: dual(linear()).bound(n_negative=9)),
+    # attention without a dual model
+    ("soft-capped", lambda: dual(small_model(attn_scores_soft_cap=5.0))),
+    ("bidirectional", lambda: dual(small_model(attention_dir="bidirectional"))),
+    ("a different loss", lambda: dual(small_model(attention_variant={"ridge": {"strength": 1.0}}))),
+    ("a different loss", lambda: dual(small_model(attention_variant={"negative": {"k": 1, "beta": 0.1}}))),
+    ("local windows", lambda: dual(small_model(use_local_attn=True, window_size=5, attn_types=["local", "global"]))),
+    ("virtual keys have them", lambda: dual_under("exact", method="random", n_features=8, verbose=False)),
+    ("use kernel='exact'", lambda: dual_under("landmark")),
+    # layers
+    ("no MLPs", lambda: dual_layer(attn_only=True)),
+    ("in parallel with the attention", lambda: dual_layer(parallel_attn_mlp=True)),
+    ("norms after attention", lambda: dual_layer(positional_embedding_type="rotary", original_architecture="Olmo2ForCausalLM")),
+    # analyses of it
+    ("n_demonstrations must be at least 1 (or None), got 0", lambda: dual_figures(n_demonstrations=0)),
+    ("comes after 1000000000 demonstrations; give a longer text", lambda: dual_figures(n_demonstrations=10**9)),
+    ("expected a string or token ids [pos] or [1, pos], got NoneType", lambda: dual_figures(tokens=None)),
+    ("tokens must be integers (int64 or int32), got torch.float32", lambda: dual_figures(tokens=torch.ones(3))),
+    ("does not exist", lambda: analyses.dual_demonstrations(softmax(), LONGER, query_pos=9)),
+    ("delta must be above 0 and below 1", lambda: analyses.dual_bound(linear(), LONGER, delta=1.5)),
+    # a batch, before it starts
+    *((words, functools.partial(batch, **given)) for words, given in WORK),
+    *((words, functools.partial(Resources, **given)) for words, given in RESOURCES),
+    ("Input: text must be a string or None, got 3", lambda: Input("p.jsonl", 3)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Every op refuses inconsistent tensors with its own message, and accepts consistent ones."""
+"""Every op refuses inconsistent tensors with its own message, and accepts consistent ones; what else some of them refuse."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,7 +20,11 @@ from kvlens.ops import (
 )
 from kvlens.ops import softmax_attention as softmax
 from kvlens.ops import softmax_features as features
+from kvlens.ops.feature_maps import draw_projections
+from kvlens.ops.induction import landscape_loss, naive_landscape_loss
 from kvlens.ops.landmarks import Products
+from kvlens.ops.linear_attention import retnet_decay
+from kvlens.ops.short_convolution import short_convolution
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 SIZES = dict(b=2, p=7, key=7, h=6, g=3, d=4, f=5, r=5, m=8, w=1, t=2, c=6, n=3, e=9, one=1, two=2, all=6)
@@ -181,3 +185,26 @@ def test_an_op_takes_what_fits_and_refuses_what_does_not(op):
                 op(**{n: made(wrong if n == name else y) for n, y in arguments.items()})
             refused += 1
     assert refused
+
+
+PAIR = torch.tensor([0.0, 1.0], dtype=torch.float64)
+REFUSED = [
+    ("retnet_decay: n_heads must be at least 1, got 0", lambda: retnet_decay(0)),
+    ("retnet_decay: n_heads must be a whole number of at least 1, got 1.5", lambda: retnet_decay(1.5)),
+    ("retnet_decay: n_heads must be from 1 to 2**63 - 1", lambda: retnet_decay(2**70)),
+    ("draw_projections: n_heads must be at least 1, got 0", lambda: draw_projections(0, 2, 3, "iid")),
+    ("draw_projections: n_features must be at least 1, got -2", lambda: draw_projections(1, -2, 3, "iid")),
+    ("draw_projections: d_head must be a whole number of at least 1", lambda: draw_projections(1, 2, 1.5, "iid")),
+    ("kind must be one of iid, orthogonal, got 'i'; did you mean 'iid'?", lambda: draw_projections(1, 2, 3, "i")),
+    *(("landscape: T must be at least 4", lambda f=f: f(PAIR, PAIR, 3)) for f in (landscape_loss, naive_landscape_loss)),
+    *((f"1 < i < T - 1 = 6, got i = {i}", lambda i=i: naive_landscape_loss(PAIR, PAIR, 7, i)) for i in (1, 6)),
+    (
+        "needs an initial state of 3 rows, got 2",
+        lambda: short_convolution(torch.ones(1, 4, 5), torch.ones(5, 4), initial_state=torch.ones(1, 2, 5)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_is_refused(words, call, refuses):
+    refuses(words, call)
