@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from analysis_models import heads_and_verdicts, two_layer_circuit
 from kvlens.analyses.batch.work import load_analysis
 from kvlens.analyses.declaration import Columns, Record
 from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
 from kvlens.analyses.segments import bar_unless
 from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from pictures import data_of
-from repeated_models import heads_and_verdicts, two_layer_circuit
 from small_models import sharp
 from tiny_text_model import PROMPT, TEXT, linear, tiny_text_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from paper_claims import unlisted
+from test_papers import unlisted
 
 from kvlens.cli import main, reproduce
 from kvlens.conversion import features

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import LINEAR, PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, centered, pencil_model, tokens
+from analysis_models import LINEAR, PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, centered, growth, pencil_model, tokens
 from kvlens.analyses.bias.decomposition import effective_rank
-from live_bytes import growth
 from small_models import sharp
 
 from kvlens import KVShiftConfig, convert_prompt, run_in_segments

@@ -6,12 +6,20 @@ import math
 import pandas as pd
 import pytest
 import torch
-from analysis_models import centered
+from analysis_models import (
+    D_VOCAB,
+    HEAD_TAPS,
+    SHARP,
+    blank_model,
+    centered,
+    heads_and_verdicts,
+    shifted_heads,
+    two_layer_circuit,
+)
 from kvlens.analyses.declaration import Record
 from kvlens.analyses.heads import induction, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
 from kvlens.analyses.heads.repeated_text import PATTERNS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
-from repeated_models import D_VOCAB, HEAD_TAPS, SHARP, blank_model, heads_and_verdicts, shifted_heads, two_layer_circuit
 from small_models import sharp
 from transformer_lens.head_detector import detect_head
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from analysis_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
 from kvlens.analyses.heads.ablation import standard_error, swap_costs
 from kvlens.analyses.heads.induction import measure_heads
 from kvlens.analyses.heads.repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
@@ -23,7 +24,6 @@ from kvlens.analyses.heads.verdicts import (
     name_by_loss,
     name_heads,
 )
-from repeated_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
 from small_models import sharp
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 import torch
+from analysis_models import blank_model
 from kvlens.analyses.heads.head_pairs import COLUMNS as PAIRS
-from repeated_models import blank_model
 from small_models import sharp
 
 from kvlens.analyses import composition, induction_verdicts
