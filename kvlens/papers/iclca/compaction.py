@@ -9,8 +9,9 @@ on. The logits at every token of the texts are compared with the prompt in conte
     relative error = mean of |new - old| / |old|         effect lost = rms |new - old| / rms |without - old|
 
 The divergence of the next token, KL(old || new), is given as mean, median and 95th percentile. *Same continuation* is the share
-of greedily generated tokens that equal those after the prompt itself. Tables: ``methods`` (means over contexts, with
-intervals), ``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, with
+of greedily generated tokens that equal those after the prompt itself; ``recall`` the share of the prompt's own words that the
+model would still say under few keys (:mod:`kvlens.kv_bias.fit`). Tables: ``methods`` (means over contexts, with intervals),
+``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, with
 ``facts_model``, ``facts`` and ``facts_by_sentence``.
 
 Sources: those of the methods are listed at `kvlens.papers`.
@@ -39,6 +40,7 @@ from kvlens.conversion import (
     WeightChange,
     convert_prompt,
     distill_prompt,
+    recall,
     thought_matrices,
     thought_vectors,
     token_patches,
@@ -264,8 +266,10 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
             same: float | None = None
             if way.any_text:
                 same = float((_continuation(model, way, texts, settings["n_generated"]) == said).double().mean())
+            known = None if way.bias.fit is None else recall(model, prompt, way.bias)
             cost = {"stored_numbers": way.numbers, "reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
-            yield "contexts", {**size, **cost, **_errors(old, new, without), "same_continuation": same}
+            words = {"same_continuation": same, "recall": None if known is None else known.share}
+            yield "contexts", {**size, **cost, **_errors(old, new, without), **words}
             for head in () if way.bias.fit is None else way.bias.fit.rows():
                 yield "heads", {**size, **head}
             for position, error in enumerate(relative_errors(new, old).mean(dim=0).tolist()):
