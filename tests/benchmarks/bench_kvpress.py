@@ -2,7 +2,7 @@
 
     python -m venv kvpress-env && kvpress-env/bin/pip install "kvpress==0.5.5"
     python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python [--seeds 5]
-    python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python --answers FOLDER [--ratios 0.1 0.25]
+    python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python --answers FOLDER [--joined 3] [--presses ...]
 
 kvpress needs an older Transformers than kvlens, hence the second interpreter, which runs this file with ``--theirs``. Models
 are random, of Llama's architecture with grouped heads and sharp attention; prompts are random tokens. Two of kvpress' methods
@@ -10,11 +10,13 @@ are changed for the comparison: KVzip repeats the context without an instruction
 H2O", sums attention as H2O does instead of averaging it over the queries that see a key (kvlens' H2O with ``recent=0``).
 
 With ``--answers``, FOLDER is a chat model as Transformers saves it, and the documents, questions and counting are those of
-``bench_recall.py``; kvpress' KVzip runs as it is published, in Transformers: it drops keys of the chat up to the question.
+``bench_recall.py``; kvpress' own methods run as they are published, in Transformers: they drop keys of the chat up to the
+question.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import tempfile
@@ -125,8 +127,8 @@ MOST = 16
 """Tokens of an answer, as in ``bench_recall.py``, which the other interpreter cannot import."""
 
 
-def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
-    """Writes what the model says to the questions of each document with the keys that KVzip keeps."""
+def answers_there(folder: str, documents: Path, ratios: list[float], presses: list[str]) -> None:
+    """Writes what the model says to the questions of each document with the keys that each press keeps."""
     import kvpress
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -152,9 +154,9 @@ def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
     with torch.no_grad():
         for document in json.loads(documents.read_text()):
             before = torch.tensor([document["before"]])
-            for name, ratio in [("exact", 1.0), *(("kvzip", ratio) for ratio in ratios)]:
+            for name, ratio in [("exact", 1.0), *itertools.product(presses, ratios)]:
                 cache, began = DynamicCache(), time.process_time()
-                with kvpress.KVzipPress(1 - ratio)(model) if name == "kvzip" else contextlib.nullcontext():
+                with contextlib.nullcontext() if name == "exact" else getattr(kvpress, name)(1 - ratio)(model):
                     model.model(input_ids=before, past_key_values=cache)
                 taken = time.process_time() - began
                 texts = [said(cache, question, before.shape[1]) for question in document["questions"]]
@@ -163,22 +165,32 @@ def answers_there(folder: str, documents: Path, ratios: list[float]) -> None:
     documents.with_name("said.json").write_text(json.dumps(rows))
 
 
-def answers(folder: str, python: str, ratios: list[float], temporary: Path, names: list[str] | None) -> None:
-    """Prints how many answers KVzip keeps."""
-    from bench_recall import CHOICE, DOCUMENTS, asked, gaps, right, table
+def answers(args: argparse.Namespace, temporary: Path) -> None:
+    """Prints how many answers each press keeps."""
+    from bench_recall import CHOICE, DOCUMENTS, asked, gaps, joined, right, table
 
     import kvlens
 
     every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
-    every = [each for each in every if (each["name"] in names if names else each["name"] not in CHOICE)]
-    model, made, written = kvlens.load(folder), {}, []
+    names = args.documents or [each["name"] for each in every if each["name"] not in CHOICE]
+    every = list(joined([each for each in every if each["name"] in names], args.joined))
+    model, made, written = kvlens.load(args.answers), {}, []
     for document in every:
         before, questions = made[document["name"]] = asked(model, document)
         tokens = dict(before=before.tolist(), questions=[question.tolist() for question in questions])
         written.append(dict(name=document["name"], **tokens))
     (temporary / "documents.json").write_text(json.dumps(written))
-    theirs = ["--theirs", str(temporary), "--answers", folder, "--ratios", *map(str, ratios)]
-    subprocess.run([python, "-W", "ignore", __file__, *theirs], check=True, env={})
+    theirs = [
+        "--theirs",
+        str(temporary),
+        "--answers",
+        args.answers,
+        "--ratios",
+        *map(str, args.ratios),
+        "--presses",
+        *args.presses,
+    ]
+    subprocess.run([args.python, "-W", "ignore", __file__, *theirs], check=True, env={})
     texts = {each["name"]: each for each in every}
     rows = json.loads((temporary / "said.json").read_text())
     rows = [row | {"right": right(row["said"], texts[row["document"]])} for row in rows]
@@ -198,9 +210,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--answers", metavar="FOLDER", help="a chat model that is asked about documents")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--documents", nargs="+", help="names; without them the six final ones")
+    parser.add_argument("--joined", type=int, default=1, help="documents in one chat (default: 1)")
+    parser.add_argument("--presses", nargs="+", default=["KVzipPress"], help="classes of kvpress that take a compression ratio")
     asked = parser.parse_args(argv)
     if asked.theirs is not None and asked.answers:
-        answers_there(asked.answers, asked.theirs / "documents.json", asked.ratios)
+        answers_there(asked.answers, asked.theirs / "documents.json", asked.ratios, asked.presses)
         return
     if asked.theirs is not None:
         found = [kept_there(seed, asked.theirs / str(seed)) for seed in range(asked.seeds)]
@@ -209,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if asked.answers:
-            answers(asked.answers, asked.python, asked.ratios, folder, asked.documents)
+            answers(asked, folder)
             return
         for seed in range(asked.seeds):
             write_model(seed, folder / str(seed))

@@ -1,12 +1,13 @@
 """How many answers about a document a fitted bias keeps: questions asked behind the document with a few of its keys.
 
-    python tests/benchmarks/bench_recall.py MODEL --out FILE [--documents final] [--ratios 0.05 0.1] [--ways logits ...]
+    python tests/benchmarks/bench_recall.py MODEL --out FILE [--documents final] [--joined 3] [--ratios 0.05 0.1] [--ways ...]
 
 MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has nine invented documents of 320 to 400 tokens,
 each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
 model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
 those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS are
-of the other six. One JSON line for each document, way and ratio; a run is resumed where it stopped.
+of the other six. ``--joined N`` puts N documents into one chat. One JSON line for each chat, way and ratio; a run is resumed
+where it stopped.
 
 All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
 and "kvzip fitted", its keys with fitted weights and values; fitted keys of ``Landmark`` with the budgets that KVzip gives
@@ -24,6 +25,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,14 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
-from kvlens.conversion.few_keys import assembled, fitted_keys, root_of
+from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, root_of
 from kvlens.conversion.gradients import logit_metrics
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
-from kvlens.ops.landmarks import budgets_by_gain, choose_among
+from kvlens.ops.landmarks import choose_among
 from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
@@ -67,10 +69,13 @@ class Prepared:
         return self.teacher.read(self.teacher.whole, self.teacher.seen)
 
     @functools.cached_property
+    def metrics(self) -> list[torch.Tensor]:
+        return logit_metrics(self.teacher)
+
+    @functools.cached_property
     def paths(self) -> list[Any]:
-        """Every head's whole path: cut at the waterline, what ``Landmark`` computes."""
-        metrics = logit_metrics(self.teacher)
-        every = enumerate(zip(self.queries, metrics, strict=True))
+        """Every head's whole path, for budgets that are given."""
+        every = enumerate(zip(self.queries, self.metrics, strict=True))
         return [choose_among(own, self.teacher.keys(i), root_of(metric), len(self.before)) for i, (own, metric) in every]
 
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
@@ -79,14 +84,14 @@ class Prepared:
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
         n_layers, n_heads = self.teacher.n_layers, self.teacher.n_kv_heads
-        wanted = Landmark(ratio=ratio).wanted(self.teacher).cpu()
+        wanted = Landmark(ratio=ratio).wanted(self.teacher)
         if way == "kvzip fitted":
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
+        elif way == "logits":
+            index, budgets = chosen_keys(self.teacher, self.queries, self.metrics, wanted, equal=False)
         else:
-            if way == "logits":
-                budgets = budgets_by_gain([path.gain for path in self.paths], wanted * n_layers * n_heads)
-            elif way == "shares":
+            if way == "shares":
                 budgets = kvzip.kept(self.teacher).sum(dim=-1)
             elif way.endswith("others"):
                 share = torch.stack(others).mean(dim=0) * len(self.before)
@@ -132,7 +137,7 @@ class Prepared:
 
 def asked(model: Any, document: Made) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The tokens before the questions, and those of each question; all of these begin with the last token that they share."""
-    chats = [kvlens.Chat.ask(q, {document["name"]: document["text"]}).tokens(model) for q, _ in document["questions"]]
+    chats = [kvlens.Chat.ask(q, document["texts"]).tokens(model) for q, _ in document["questions"]]
     shortest = min(map(len, chats))
     same = (torch.stack([chat[:shortest] for chat in chats]) == chats[0][:shortest]).all(dim=0)
     n_before = int(same.long().cumprod(dim=0).sum()) - 1
@@ -164,6 +169,14 @@ def gaps(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor], said: l
                 first, second = model.logits_on(torch.cat([question, tokens[:n]])[None], n + 1)[0, :-1].topk(2).values.T
             found.append(float((first - second).min()) if n else 0.0)
     return found
+
+
+def joined(documents: list[Made], n: int) -> Iterator[Made]:
+    """Chats about ``n`` documents each: their texts by name, and the questions about all of them."""
+    for some in (documents[i : i + n] for i in range(0, len(documents), n)):
+        questions = [question for each in some for question in each["questions"]]
+        texts = {each["name"]: each["text"] for each in some}
+        yield {"name": " ".join(texts), "text": "\n".join(texts.values()), "texts": texts, "questions": questions}
 
 
 def right(said: list[str], document: Made) -> list[bool]:
@@ -244,6 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", help="folder or GGUF file of a chat model")
     parser.add_argument("--out", type=Path, required=True, help="a file of one JSON line for each cell")
     parser.add_argument("--documents", nargs="+", help='names, "choice", or "final" (the default)', default=["final"])
+    parser.add_argument("--joined", type=int, default=1, help="documents in one chat (default: 1)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
@@ -251,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
     sets = {"choice": CHOICE, "final": [each["name"] for each in every if each["name"] not in CHOICE]}
     names = [name for some in args.documents for name in sets.get(some, [some])]
-    some = [each for each in every if each["name"] in names]
+    some = list(joined([each for each in every if each["name"] in names], args.joined))
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {(row["document"], row["way"], row["ratio"]) for row in rows}
     wanted = [("exact", 1.0), *((way, ratio) for ratio in args.ratios for way in args.ways)]

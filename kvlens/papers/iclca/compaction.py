@@ -9,9 +9,10 @@ on. The logits at every token of the texts are compared with the prompt in conte
     relative error = mean of |new - old| / |old|         effect lost = rms |new - old| / rms |without - old|
 
 The divergence of the next token, KL(old || new), is given as mean, median and 95th percentile. *Same continuation* is the share
-of greedily generated tokens that equal those after the prompt itself. Tables: ``methods`` (means over contexts, with
-intervals), ``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, with
-``facts_model``, ``facts`` and ``facts_by_sentence``.
+of greedily generated tokens that equal those after the prompt itself; ``recall`` the share of the prompt's own words that the
+model would still say under few keys (:mod:`kvlens.kv_bias.fit`). Tables: ``methods`` (means over contexts, with intervals),
+``contexts``, ``heads`` (error of each head's output), ``positions`` (error at each token of the texts), and, of
+``facts_model``, ``facts``, ``facts_by_sentence`` and ``answers``.
 
 Sources: those of the methods are listed at `kvlens.papers`.
 """
@@ -39,6 +40,7 @@ from kvlens.conversion import (
     WeightChange,
     convert_prompt,
     distill_prompt,
+    recall,
     thought_matrices,
     thought_vectors,
     token_patches,
@@ -111,19 +113,20 @@ def compaction(settings: Settings, tell: Tell) -> Reproduction:
                 rows[table].append({"context": context, "prompt_tokens": length, **row})
             tell(f"{context + 1} of {settings['n_contexts']} contexts, {length} tokens")
     contexts, heads, positions = (pd.DataFrame(rows[table]) for table in rows)
+    answers = facts(settings, tell)
     tables = {
         "methods": summary(contexts),
         "contexts": contexts,
         "heads": _means(heads, ["layer", "head"]),
         "positions": _means(positions, ["text_position"]),
+        "facts": kept(answers, []),
+        "facts_by_sentence": kept(answers, ["sentence"]),
+        "answers": answers,
     }
-    if settings["facts_model"] is not None:
-        answers = facts(settings, tell)
-        tables |= {"facts": kept(answers, []), "facts_by_sentence": kept(answers, ["sentence"]), "answers": answers}
     return Reproduction(
         tables=tables,
         figure=lambda: draw(tables["methods"], settings["model"]),
-        comparisons=[*compare(contexts), *compare_facts(tables.get("facts"))],
+        comparisons=[*compare(contexts), *compare_facts(tables["facts"])],
         differences=[
             f"The papers compress the caches of large models and score answers; here {settings['model']} continues its own "
             "texts, and logits are compared.",
@@ -264,8 +267,10 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
             same: float | None = None
             if way.any_text:
                 same = float((_continuation(model, way, texts, settings["n_generated"]) == said).double().mean())
+            known = None if way.bias.fit is None else recall(model, prompt, way.bias)
             cost = {"stored_numbers": way.numbers, "reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
-            yield "contexts", {**size, **cost, **_errors(old, new, without), "same_continuation": same}
+            words = {"same_continuation": same, "recall": None if known is None else known.share}
+            yield "contexts", {**size, **cost, **_errors(old, new, without), **words}
             for head in () if way.bias.fit is None else way.bias.fit.rows():
                 yield "heads", {**size, **head}
             for position, error in enumerate(relative_errors(new, old).mean(dim=0).tolist()):
@@ -423,9 +428,9 @@ def compare(contexts: pd.DataFrame) -> Iterator[Comparison]:
             yield Comparison.tested_on(what, "the ratio is below 1", ratio.to_numpy(), below=True, ours=ours)
 
 
-def compare_facts(table: pd.DataFrame | None) -> Iterator[Comparison]:
+def compare_facts(table: pd.DataFrame) -> Iterator[Comparison]:
     """The share of correct answers that each method keeps, without verdicts."""
-    for row in () if table is None else table.itertuples():
+    for row in table.itertuples():
         what = f"right answers kept, {row.method} ({row.n_kept:,} of {row.n_answers:,})"
         yield Comparison.stated(what, "answers about the story stay right", float(row.share_kept))
 

@@ -10,6 +10,7 @@ import torch
 from precision import LAW, relative_error
 
 from kvlens import KVLensError, convert_prompt
+from kvlens.conversion import recall
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import keeping_runs, trained_further
 from kvlens.papers.iclca import (
@@ -517,6 +518,16 @@ def test_errors_are_those_of_the_logits(compacted):
     kl = (old.softmax(dim=-1) * (old.log_softmax(dim=-1) - new.log_softmax(dim=-1))).sum(dim=-1)
     assert found["kl"] == pytest.approx(float(kl.mean()), rel=LAW)
     assert found["kl_95"] == pytest.approx(float(np.quantile(kl.detach(), 0.95)), rel=LAW)
+
+
+def test_recall_is_that_of_the_bias_and_of_few_keys_alone(compacted):
+    model, rows = compacted
+    prompt, _ = context_of(model, TINY_COMPACTION, seed=2)
+    for name, method in compaction.methods(3, TINY_COMPACTION, seed=2):
+        found = recall(model, prompt, convert_prompt(model, prompt, method=method, verbose=False))
+        assert found is not None and rows[name]["recall"] == pytest.approx(found.share, abs=LAW)
+    assert {rows[name]["recall"] for name in ("prompt left out", "every key kept", *CHANGED)} == {None}
+    assert len({rows[name]["recall"] for name in KEPT}) > 1
 
 
 def test_the_prompts_whole_effect_is_that_of_all_but_its_bos(compacted):
