@@ -72,7 +72,10 @@ def test_a_copy_of_a_model_at_hand_is_independent_of_it(processed):
     assert torch.equal(plain(x), expected)
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *BLOCKS, *ATTENTION_VARIANTS, *(f"softmax, {row}" for row in SOFTMAX)])
+KEPT = [*LINEAR, *ATTENTION_VARIANTS, *(f"softmax, {row}" for row in (*SOFTMAX, *BLOCKS))]
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_save_and_load_keep_everything(name, tmp_path):
     model = sharp(name)
     model.save(tmp_path / "model")
@@ -163,13 +166,31 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
     assert torch.equal(loaded.W_E, model.W_E.half().float())
 
 
+WITHOUT_PROCESSING = ("softmax, RMS at the end", "softmax, shortformer")
+WRONG = {
+    "softmax, clamped": "value biases are folded although values are clamped with them",
+    "softmax, norms over all heads": "the norm behind the heads is folded as if it were before them",
+}
+"""What processing changes without a word, until it refuses it."""
+
+
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kwargs", [{}, dict(kv_shift=None), dict(normalizer="none")])
-def test_weight_processing_keeps_the_output_of_a_linear_model(kwargs):
-    model = linear_model(**kwargs)
-    x = tokens(2, 9)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=WRONG[name])] if name in WRONG else [])
+        for name in KEPT
+        if name not in ATTENTION_VARIANTS
+    ],
+)
+def test_weight_processing_keeps_the_output_or_is_refused(name):
+    model, x = sharp(name), tokens(2, 9)
     expected = model(x).log_softmax(-1)
-    model.process_weights_()
+    if name in WITHOUT_PROCESSING:
+        with pytest.raises(KVLensError, match="fold_ln and center_writing_weights would change"):
+            model.process_weights_()
+    else:
+        model.process_weights_()
     assert relative_error(model(x).log_softmax(-1), expected) < LAW
 
 
