@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from precision import LAW
-from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, by_steps, relative_error, small_model, tokens
+from small_models import (
+    ATTENTION_VARIANTS,
+    LINEAR,
+    SOFTMAX,
+    WITHOUT_BIAS,
+    by_steps,
+    model_of,
+    relative_error,
+    small_model,
+    tokens,
+)
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.model import AttentionVariantConfig, Augmented, Regularised
@@ -109,6 +119,20 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
         assert bias.features.keys.shape == (2, 3, n_kv_heads, 7, 6)
     else:
         assert bias.b_KV.shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
+
+
+@each(CONVERTIBLE)
+def test_gradients_through_a_conversion_are_those_of_the_whole_text(kind, name):
+    model, prompt, text = model_of(kind, name).requires_grad_(True), tokens(2, 6, seed=1), tokens(2, 7)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(logits):
+        found = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
+        return torch.cat([g.flatten() for g in found if g is not None])
+
+    whole = gradients(model(torch.cat([prompt, text], dim=1))[:, 6:])
+    with model.kv_bias(convert_prompt(model, prompt, detach=False)):
+        assert relative_error(gradients(model(text)), whole) < LAW
 
 
 @each(CONVERTIBLE)
