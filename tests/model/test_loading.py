@@ -166,23 +166,11 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
     assert torch.equal(loaded.W_E, model.W_E.half().float())
 
 
-WITHOUT_PROCESSING = ("softmax, RMS at the end", "softmax, shortformer")
-WRONG = {
-    "softmax, clamped": "value biases are folded although values are clamped with them",
-    "softmax, norms over all heads": "the norm behind the heads is folded as if it were before them",
-}
-"""What processing changes without a word, until it refuses it."""
+WITHOUT_PROCESSING = ("softmax, RMS at the end", "softmax, shortformer", "softmax, norms over all heads")
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True, reason=WRONG[name])] if name in WRONG else [])
-        for name in KEPT
-        if name not in ATTENTION_VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in KEPT if name not in ATTENTION_VARIANTS])
 def test_weight_processing_keeps_the_output_or_is_refused(name):
     model, x = sharp(name), tokens(2, 9)
     expected = model(x).log_softmax(-1)
@@ -192,6 +180,14 @@ def test_weight_processing_keeps_the_output_or_is_refused(name):
     else:
         model.process_weights_()
     assert relative_error(model(x).log_softmax(-1), expected) < LAW
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_value_biases_and_factors_stay_where_values_are_clamped():
+    model = sharp("softmax, clamped")
+    for step in ("fold_value_biases", "refactor_factored_attn_matrices"):
+        with pytest.raises(KVLensError, match=f"{step}.* would change this model's output: values are clamped"):
+            model.process_weights_(**{step: True})
 
 
 @pytest.mark.usefixtures("in_float64")
