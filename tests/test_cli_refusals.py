@@ -31,7 +31,6 @@ REFUSED = [
     ("no recipe or task is called 'docs-linea'; did you mean 'docs-linear'?", "train docs-linea --out m"),
     ("photos is not empty and not a run with a checkpoint, so it is left alone", "train docs-linear --out photos"),
     ("--device: 'meta' cannot be used here", "train induction --out m --device meta"),
-    ("--device: 'cudda' cannot be used here", "train induction --out m --device cudda"),
     ("--device: '' cannot be used here", "train induction --out m --device ''"),
     ("argument --steps: invalid int value: 'x' (see kvlens train --help)", "train induction --out m --steps x"),
     ("steps must be at least 1, got 0", "train induction --out m --steps 0"),
@@ -48,11 +47,8 @@ REFUSED = [
     ("learning", "train induction --out m --set learning_rate=Infinity"),
     ("learning_rate must be a number above 0, got 'nan'", "train induction --out m --set learning_rate=nan"),
     ("betas", "train induction --out m --set 'betas=[\"a\", 0.9]'"),
-    ("batch_size must be from 1 to", f"train induction --out m --set batch_size={10**15}"),
-    ("watch must be part of a parameter's name, got '/etc'", "train induction --out m --set watch=/etc"),
     ("task 'induction' has no setting 'vocab'; did you mean 'vocab_size'?", "train induction --out m --task vocab=3"),
     ("task 'induction': length must be a whole number of at least 3, got []", "train induction --out m --task length=[]"),
-    ("task 'bigrams': there are 52 letters", "train bigrams --out m --task n_letters=99"),
     ("task 'text': cannot read no: No such file or directory", "train text --out m --task corpus=no"),
     ("task 'text': the folder empty holds no .txt file", "train text --out m --task corpus=empty"),
     ("task 'text': corpus: expected a path, got ''", "train text --out m --task corpus="),
@@ -60,8 +56,6 @@ REFUSED = [
     ("task 'text': corpus must be a string, got 5", "train text --out m --task corpus=5"),
     ("model: unknown field 'n_layer'; did you mean 'n_layers'?", "train induction --out m --model n_layer=1"),
     ("model: unknown field 'device'", "train induction --out m --model device=cpu"),
-    ("n_layers must be a whole number, got 'x'", "train induction --out m --model n_layers=x"),
-    ("d_model=33 is not a multiple of d_head=32; give n_heads", "train induction --out m --model d_model=33"),
     (
         "KVShiftConfig: unknown field 'windo'; did you mean 'window'?",
         "train induction --out m --model 'kv_shift={\"windo\":2}'",
@@ -74,7 +68,6 @@ REFUSED = [
     ("--seed must be at least 0, got -1", f"{REPORT} --seed -1"),
     ("argument --seed: invalid int value: 'x'", f"{REPORT} --seed x"),
     ("--device: 'meta' cannot be used here", f"{REPORT} --device meta"),
-    ("--device: 'cudda' cannot be used here", f"{REPORT} --device cudda"),
     ("argument --temperature: invalid float value: 'x'", f"{REPORT} --temperature x"),
     ("argument --dtype: invalid choice: 'int8'", f"{REPORT} --dtype int8"),
     ("--temperature must be at least 0, got -1.0", f"{REPORT} --temperature -1"),
@@ -141,21 +134,17 @@ REFUSED = [
         (f"device: '{device}' cannot be used here", f"{ANALYSE} t.parquet --device '{device}'")
         for device in ("meta", "cudda", "")
     ),
-    ("workers: at most", f"{ANALYSE} t.parquet --workers 99999999"),
     ("--workers must be at least 1, got 0", f"{ANALYSE} t.parquet --workers 0"),
     (
         "argument --workers: invalid int value: '1.5' (see kvlens analyse bias_decomposition",
         f"{ANALYSE} t.parquet --workers 1.5",
     ),
-    ("threads: at most", f"{ANALYSE} t.parquet --threads 99999999"),
     ("--threads must be at least 1, got 0", f"{ANALYSE} t.parquet --threads 0"),
     ("--prompts-per-job must be at least 1, got 0", f"{ANALYSE} t.parquet --prompts-per-job 0"),
     *(("has no column ''; it has layer, head", f"{ANALYSE} t.parquet --columns {columns}") for columns in ("''", "layer,")),
     ("has no column 'layr'; it has layer, head", f"{ANALYSE} t.parquet --columns layr"),
-    ("the column 'layer' is given twice", f"{ANALYSE} t.parquet --columns layer,layer"),
     ("argument --dtype: invalid choice: 'int8'", f"{ANALYSE} t.parquet --dtype int8"),
     ("argument --engine: invalid choice: 'rey'", f"{ANALYSE} t.parquet --engine rey"),
-    ("gpus_per_worker must be a number of at least 0, got nan", f"{ANALYSE} t.parquet --gpus-per-worker nan"),
     ("gpus_per_worker is for the engine ray", f"{ANALYSE} t.parquet --gpus-per-worker 1"),
 ]
 WRITERS = [REPORT, EXPLAIN, "train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]

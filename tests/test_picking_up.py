@@ -150,7 +150,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder(t
     for command in commands:
         program, *words = shlex.split(command)
         if "--download" in words:
-            continue  # of a real model: tests/real/test_readme_command.py
+            continue  # of a real model: tests/real/test_explanation.py
         if program == "kvlens":
             assert main([*words, *IN_SECONDS.get(words[0], [])]) == 0, capsys.readouterr().err
         elif program == "pip":

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
@@ -269,7 +270,8 @@ def check_weight_processing(cfg: HookedKVTransformerConfig, fold_value_biases: b
     if fold_value_biases and reason:
         raise KVLensError(f"fold_value_biases would change this model's output: {reason}. Pass fold_value_biases=False.")
     between = "the shift acts" if cfg.kv_shift is not None else "an attention variant may act"
-    if refactor and (cfg.attention == "linear" or cfg.kv_shift is not None or cfg.attention_variant is not None):
+    differs = cfg.attention == "linear" or cfg.clip_qkv is not None
+    if refactor and (differs or cfg.kv_shift is not None or cfg.attention_variant is not None):
         raise KVLensError(
             "refactor_factored_attn_matrices keeps only q.k and folds b_V away, which would change this model's output: "
             f"{reason or f'{between} between the two factors'}. Pass refactor_factored_attn_matrices=False."
@@ -292,6 +294,8 @@ def refuse_wrong_folding(
     layer_norm = kind in ("LN", "LNPre")
     if center_writing_weights and layer_norm and cfg.num_experts:
         _refuse("TransformerLens centers the experts' router too", False, True)
+    if cfg.original_architecture in POST_NORM_ARCHITECTURES and (fold_ln or center_writing_weights) and kind is not None:
+        _refuse("its norms stand behind the layers, not before them", fold_ln, center_writing_weights)
     if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
         _refuse("the final RMS norm, unlike a LayerNorm, depends on the mean of the stream", fold_ln, center_writing_weights)
     if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):
@@ -331,6 +335,8 @@ def _why_not_fold(cfg: HookedKVTransformerConfig) -> str | None:
         return GROUPS_DIFFER
     if cfg.use_attention_sinks:
         return "with attention sinks the rows of the pattern sum to less than 1"
+    if cfg.clip_qkv is not None:
+        return "values are clamped after b_V is added"
     return None if cfg.attention_variant is None else _why_not_fold_under(cfg.attention_variant)
 
 

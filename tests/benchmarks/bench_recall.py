@@ -187,16 +187,17 @@ def table(rows: list[Made]) -> str:
     """Answers kept by way and ratio, pooled over the documents that have all of them."""
     exact = {row["document"]: row["right"] for row in rows if row["way"] == "exact"}
     clear = {row["document"]: [gap >= CLEAR for gap in row["gap"]] for row in rows if row["way"] == "exact"}
-    lines = [f"{len(exact)} documents, {sum(map(len, exact.values()))} questions, {sum(map(sum, exact.values()))} right"]
+    lines = [f"{len(exact)} chats, {sum(map(len, exact.values()))} questions, {sum(map(sum, exact.values()))} right"]
     for way, ratio in dict.fromkeys((row["way"], row["ratio"]) for row in rows if row["way"] != "exact"):
         some = [row for row in rows if (row["way"], row["ratio"]) == (way, ratio)]
         each = [pair for row in some for pair in zip(row["right"], exact[row["document"]], clear[row["document"]], strict=True)]
         kept, n = sum(a and b for a, b, _ in each), sum(b for _, b, _ in each)
         sure = [a for a, b, is_clear in each if b and is_clear]
-        error = sum(row.get("error", float("nan")) for row in some) / len(some)
+        errors = [row["error"] for row in some if "error" in row]
+        error = f"; error on own text {sum(errors) / len(errors):.1%}" if errors else ""
         seconds = sum(row["processor"] for row in some) / len(some)
         share = f"{way} at {ratio:.0%}: {kept} of {n} kept ({kept / max(n, 1):.0%}), {sum(sure)} of {len(sure)} clear ones"
-        lines.append(f"{share}, {len(some)} documents; error on own text {error:.1%}; {seconds:.0f} s of processor time a fit")
+        lines.append(f"{share}, {len(some)} chats{error}; {seconds:.0f} s of processor time a fit")
     return "\n".join(lines)
 
 

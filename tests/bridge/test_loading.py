@@ -28,14 +28,6 @@ def lacks(weights):
     del weights["model.layers.1.self_attn.v_proj.weight"]
 
 
-def breaks(weights):
-    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
-
-
-def narrows(weights):
-    weights["model.layers.1.self_attn.v_proj.weight"] = weights["model.layers.1.self_attn.v_proj.weight"][:, :-1].contiguous()
-
-
 def loses_its_decay(weights):
     del weights["model.layers.0.linear_attn.A_log"]
 
@@ -45,12 +37,10 @@ def loses_its_decay(weights):
     [
         ("llama", lacks, {}, r"lack 1 of the model's parameters .*layers.1.self_attn.v_proj"),
         ("llama", None, {"num_hidden_layers": 2}, r"hold 9 tensors that its configuration has no place for: \['model.layers.2"),
-        ("llama", breaks, {}, r"1 weights of LlamaForCausalLM hold NaN or infinity: .*layers.1.self_attn.v_proj"),
         ("qwen3_5", loses_its_decay, {}, r"lack 1 of the model's parameters .*A_log"),
-        ("llama", narrows, {}, r"1 weights .* other shapes .*layers.1.self_attn.v_proj.weight \[12, 23\] for \[12, 24\]"),
         ("llama", None, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "are quantized.*dequantize"),
     ],
-    ids=["lacks", "layers", "nan", "decay", "shape", "quantized"],
+    ids=["lacks", "layers", "decay", "quantized"],
 )
 def test_bad_input_of_a_folder_that_does_not_fit_is_refused(family, change, config, says, tmp_path):
     tiny_hf_model(family).save_pretrained(tmp_path)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import linear_model, model_of, relative_error, small_model, tokens
+from small_models import LINEAR, linear_model, model_of, relative_error, small_model, tokens
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import carry_bias
@@ -14,7 +14,6 @@ from kvlens.model import streaming
 ROUNDING = 1e-14  # float64: tens of terms through two layers
 FIELDS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
 POS = 23
-NAMES = ["rope after", "window 3 with queries", "rope before", "taylor", "gqa decay", "learned"]
 
 
 def assert_same_bias(one, two):
@@ -28,7 +27,7 @@ def assert_same_bias(one, two):
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [*((name, 5) for name in NAMES), *((name, 1) for name in NAMES[::2]), ("learned", POS + 4)]
+    ("name", "length"), [*((name, 5) for name in LINEAR), *((name, 1) for name in [*LINEAR][::3]), ("learned", POS + 4)]
 )
 def test_in_segments_equals_in_one_pass(name, length):
     model, prompt = model_of("linear", name), tokens(2, POS)
@@ -105,7 +104,7 @@ def silenced(model, prompt, bias):
 
 
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.parametrize("name", ["rope after", "rope before", "gqa decay", "learned", "no shift", "keys only"])
+@pytest.mark.parametrize("name", LINEAR)
 def test_equals_the_conversion_of_a_prompt_without_values(name, batch):
     model = model_of("linear", name)
     first, second = (tokens(batch or 1, n, seed=n) for n in (5, 7))

@@ -276,25 +276,15 @@ def test_round_trip_of_a_view_with_a_graph_and_an_empty_shift_state(tmp_path):
     assert not loaded.b_D.requires_grad
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
-    path = tmp_path / "prompt.safetensors"
-    bias_of(1).save(path)
-    whole = path.read_bytes()
-    for n in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:n])
-        with pytest.raises(KVLensError, match="truncated or not a safetensors file"):
-            KVBias.load(path)
-    path.write_text("not a bias at all, but long enough to be one")
-    with pytest.raises(KVLensError, match="truncated or not a safetensors file"):
-        KVBias.load(path)
-
-
 def test_files_of_others_are_refused(tmp_path):
     path = tmp_path / "prompt.safetensors"
     for metadata in (None, {"format": "pt"}, {"format": "somebody.else"}):
         save_file({"b_KV": torch.zeros(2)}, path, metadata)
         with pytest.raises(KVLensError, match="was not saved by kvlens as kvlens.KVBias"):
             KVBias.load(path)
+    path.write_text("not a bias at all, but long enough to be one")
+    with pytest.raises(KVLensError, match="truncated or not a safetensors file"):
+        KVBias.load(path)
 
 
 def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_part_of_the_structure():
@@ -317,8 +307,6 @@ CHANGES = {
     "lacks a complete fingerprint": lambda tensors, metadata, meta: meta.update(fingerprint={"n_layers": 2}),
     "is damaged: its format version is 'abc'": lambda tensors, metadata, meta: metadata.update(format_version="abc"),
     "damaged .JSONDecodeError|not JSON": lambda tensors, metadata, meta: "not json",
-    "incomplete or damaged .Type(Check)?Error": lambda tensors, metadata, meta: "[]",
-    "incomplete or damaged .TypeError: 'int'": lambda tensors, metadata, meta: '{"fingerprint": 3}',
     "incomplete or damaged .KeyError": lambda tensors, metadata, meta: "{}",
 }
 

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from precision import LAW
-from small_models import ATTENTION_VARIANTS, LINEAR, SOFTMAX, WITHOUT_BIAS, by_steps, relative_error, small_model, tokens
+from small_models import (
+    ATTENTION_VARIANTS,
+    LINEAR,
+    SOFTMAX,
+    WITHOUT_BIAS,
+    by_steps,
+    model_of,
+    relative_error,
+    small_model,
+    tokens,
+)
 
 from kvlens import HookedKVTransformer, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.model import AttentionVariantConfig, Augmented, Regularised
@@ -112,6 +122,20 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
 
 
 @each(CONVERTIBLE)
+def test_gradients_through_a_conversion_are_those_of_the_whole_text(kind, name):
+    model, prompt, text = model_of(kind, name).requires_grad_(True), tokens(2, 6, seed=1), tokens(2, 7)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(logits):
+        found = torch.autograd.grad(logits.square().sum(), parameters, allow_unused=True)
+        return torch.cat([g.flatten() for g in found if g is not None])
+
+    whole = gradients(model(torch.cat([prompt, text], dim=1))[:, 6:])
+    with model.kv_bias(convert_prompt(model, prompt, detach=False)):
+        assert relative_error(gradients(model(text)), whole) < LAW
+
+
+@each(CONVERTIBLE)
 def test_the_pattern_under_a_bias_has_the_texts_columns_of_the_whole_one_and_lacks_the_prompts(kind, name, shared):
     model, both, point = shared(kind, name), tokens(2, 16), "blocks.1.attn.hook_pattern"
     whole = model.run_with_cache(both, names_filter=point)[1][point]
@@ -125,8 +149,12 @@ def test_the_pattern_under_a_bias_has_the_texts_columns_of_the_whole_one_and_lac
 def test_prompts_one_after_another_equal_their_concatenation(kind, name, shared):
     model, text, bias = shared(kind, name), tokens(1, 9), None
     pieces = [tokens(1, n, seed=n)[0] for n in (4, 1, 2, 3)]
-    for piece in pieces:
-        bias = convert_prompt(model, piece, initial=bias)
+    for i, piece in enumerate(pieces):
+        if i == 2:
+            with model.kv_bias(bias):  # an attached bias is continued, too
+                bias = convert_prompt(model, piece)
+        else:
+            bias = convert_prompt(model, piece, initial=bias)
     whole = convert_prompt(model, torch.cat(pieces))
     assert (bias.n_prompt_tokens, bias.position_offset) == (10, whole.position_offset)
     for field in ("b_KV", "b_D", "last_k", "last_v", "last_q"):

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from precision import LAW
-from small_models import SOFTMAX, linear_model, plain_model, relative_error, small_model, tokens
+from small_models import (
+    ATTENTION_VARIANTS,
+    BLOCKS,
+    LINEAR,
+    SOFTMAX,
+    linear_model,
+    plain_model,
+    relative_error,
+    sharp,
+    small_model,
+    tokens,
+)
 from tiny_hf import D_VOCAB, tiny_hf_model, tiny_tokenizer
 from tiny_hf import KINDS as ALL_KINDS
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
@@ -17,7 +28,6 @@ from transformer_lens.weight_processing import ProcessWeights
 from transformers.utils import logging as hf_logging
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, convert_prompt
-from kvlens.base import HookedTransformer
 from kvlens.base.weights import pieces, processed_end
 from kvlens.files import checksum_of_json
 from kvlens.pretrained import load_pretrained_parts
@@ -41,26 +51,6 @@ def test_loading_a_folder_writes_nothing_to_the_screen(tmp_path, capfd):
     assert hf_logging.is_progress_bar_enabled() == before
 
 
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_gives_the_logits_of_transformer_lens(kind, tmp_path):
-    """Which tests/pretrained/test_pretrained_parts.py holds to Hugging Face's."""
-    folder = tmp_path / "my-llama-run"
-    tiny_hf_model(kind).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    model = HookedKVTransformer.from_pretrained(folder, dtype=torch.float64)
-    assert isinstance(model, HookedKVTransformer)
-    assert model.tokenizer is not None
-    x = hf_tokens()
-    parts = load_pretrained_parts(folder, dtype=torch.float64)
-    plain = HookedTransformer(parts.cfg, parts.tokenizer)
-    plain.load_and_process_state_dict(dict(parts.state_dict))
-    assert relative_error(model(x).log_softmax(-1), plain(x).log_softmax(-1)) < LAW
-    # kvlens' way of processing, which takes less memory, sums the unembedding in another order
-    plain.load_state_dict({name: model.state_dict()[name] for name in plain.state_dict()})
-    assert relative_error(model(x), plain(x)) < LAW
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
 def test_a_loaded_model_and_a_shift_at_the_identity(kind):
     given = dict(hf_model=tiny_hf_model(kind), tokenizer=tiny_tokenizer())
@@ -82,19 +72,14 @@ def test_a_copy_of_a_model_at_hand_is_independent_of_it(processed):
     assert torch.equal(plain(x), expected)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        dict(feature_map="random", n_random_features=7),
-        dict(feature_map="hedgehog", trainable_kv_bias=True, decay=None),
-        dict(normalizer="none", decay=[0.5, 0.6, 0.7, 0.8, 0.9], rotary_adjacent_pairs=True),
-    ],
-)
-def test_save_and_load_keep_everything(kwargs, tmp_path):
-    model = linear_model(**kwargs)
+KEPT = [*LINEAR, *ATTENTION_VARIANTS, *(f"softmax, {row}" for row in (*SOFTMAX, *BLOCKS))]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_save_and_load_keep_everything(name, tmp_path):
+    model = sharp(name)
     model.save(tmp_path / "model")
-    loaded = HookedKVTransformer.load(tmp_path / "model")
+    loaded = HookedKVTransformer.load(tmp_path / "model").requires_grad_(False)
     assert torch.equal(loaded(tokens(2, 7)), model(tokens(2, 7)))
     assert loaded.cfg.to_json() == model.cfg.to_json()
     assert loaded.fingerprint() == model.fingerprint()
@@ -181,14 +166,28 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
     assert torch.equal(loaded.W_E, model.W_E.half().float())
 
 
+WITHOUT_PROCESSING = ("softmax, RMS at the end", "softmax, shortformer", "softmax, norms over all heads")
+
+
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("kwargs", [{}, dict(kv_shift=None), dict(normalizer="none")])
-def test_weight_processing_keeps_the_output_of_a_linear_model(kwargs):
-    model = linear_model(**kwargs)
-    x = tokens(2, 9)
+@pytest.mark.parametrize("name", [name for name in KEPT if name not in ATTENTION_VARIANTS])
+def test_weight_processing_keeps_the_output_or_is_refused(name):
+    model, x = sharp(name), tokens(2, 9)
     expected = model(x).log_softmax(-1)
-    model.process_weights_()
+    if name in WITHOUT_PROCESSING:
+        with pytest.raises(KVLensError, match="fold_ln and center_writing_weights would change"):
+            model.process_weights_()
+    else:
+        model.process_weights_()
     assert relative_error(model(x).log_softmax(-1), expected) < LAW
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_value_biases_and_factors_stay_where_values_are_clamped():
+    model = sharp("softmax, clamped")
+    for step in ("fold_value_biases", "refactor_factored_attn_matrices"):
+        with pytest.raises(KVLensError, match=f"{step}.* would change this model's output: values are clamped"):
+            model.process_weights_(**{step: True})
 
 
 @pytest.mark.usefixtures("in_float64")

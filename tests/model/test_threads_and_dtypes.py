@@ -1,4 +1,4 @@
-"""Names that stand for values, weight processing, permanent hooks, and threads that share a model."""
+"""Names that stand for values, permanent hooks, and threads that share a model."""
 
 import copy
 import sys
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from precision import LAW, relative_error
+from precision import relative_error
 from small_models import plain_model, small_model, tokens
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
@@ -24,16 +24,9 @@ def test_names_and_flags_stand_for_what_they_mean():
     assert convert_prompt(tiny_text_model(), PROMPT).to("torch.float64").b_D.dtype == torch.float64
 
 
-# --- weight processing ---
-
-
-@pytest.mark.usefixtures("in_float64")
-def test_sinusoidal_positions_are_processed_and_hooked():
-    model = small_model(positional_embedding_type="sinusoidal", normalization_type="LN", dtype=torch.float64)
-    x = tokens(3, 7)
+def test_sinusoidal_positions_are_hooked():
+    model, x = small_model(positional_embedding_type="sinusoidal"), tokens(3, 7)
     expected = model(x).log_softmax(-1)
-    model.process_weights_()
-    assert relative_error(model(x).log_softmax(-1), expected) < LAW
 
     def in_place(value, hook):
         value.add_(1.0)

@@ -1,4 +1,7 @@
-"""Linear attention: the fast forms against the loop, the loop against hand computation and a second loop."""
+"""Linear attention: the fast forms against the loop, the loop against hand computation and a second loop.
+
+The effect of tokens on the state before them, against a loop over tokens.
+"""
 
 import functools
 import itertools
@@ -21,9 +24,11 @@ from ops_cases import (
 
 from kvlens.ops.linear_attention import (
     LinearAttentionState,
+    carry_state,
     causal_scores,
     chunked_linear_attention,
     final_state,
+    naive_carry_state,
     naive_linear_attention,
     parallel_linear_attention,
     read_state,
@@ -378,3 +383,78 @@ def test_rebasing_stored_keys_equals_storing_rebased_keys():
     turned = rotate(k, cos[:, None, None], -sin[:, None, None])
     sizes = final_state(k.abs() + turned.abs() + k.abs().roll(2, -1), v.abs()).kv
     assert_within_rounding([stored], [final_state(turned, v).kv], [sizes], N_TERMS)
+
+
+HEADS, D_CARRIED = 3, 6
+EPS = torch.finfo(torch.float64).eps
+counts = st.integers(0, 17)
+FREQUENCIES = torch.tensor([1.0, 0.3])  # of 4 of the 6 features
+DECAY = torch.tensor([0.5, 0.9, 1.0], dtype=torch.float64)
+
+
+def drawn_state(seed, norm=True):
+    k_sum = normal(BATCH, HEADS, D_CARRIED, seed=seed + 1) if norm else None
+    return LinearAttentionState(normal(BATCH, HEADS, D_CARRIED, D_HEAD, seed=seed), k_sum)
+
+
+def row(position, adjacent_pairs):
+    angles = torch.as_tensor(position, dtype=torch.float64).reshape(-1, 1) * FREQUENCIES.double()
+    angles = angles.repeat_interleave(2, dim=1) if adjacent_pairs else angles.repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def close(a, b, n_tokens):
+    # each step of the loop rounds a rotation (3 roundings) and a decay; the angle of position n carries n eps
+    bound = 8 * (n_tokens + 2) * EPS * (a.kv.abs().max() + b.kv.abs().max())
+    assert (a.kv - b.kv).abs().max() <= bound
+    if a.k_sum is None or b.k_sum is None:
+        assert a.k_sum is b.k_sum
+    else:
+        assert (a.k_sum - b.k_sum).abs().max() <= 4 * EPS * (a.k_sum.abs().max() + 1)
+
+
+@laws
+@given(seeds, counts, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_carrying_equals_the_loop_over_tokens(seed, n_tokens, decays, turns, adjacent_pairs, norm):
+    before, decay = drawn_state(seed, norm), DECAY if decays else None
+    rotation = row(n_tokens, adjacent_pairs) if turns else None
+    got = carry_state(before, n_tokens, decay=decay, rotation=rotation, adjacent_pairs=adjacent_pairs)
+    expected = naive_carry_state(before, n_tokens, decay, FREQUENCIES.double() if turns else None, adjacent_pairs)
+    close(got, expected, n_tokens)
+
+
+@laws
+@given(seeds, counts, counts, st.booleans())
+def test_carrying_over_two_pieces_is_carrying_over_both(seed, m, n, adjacent_pairs):
+    before = drawn_state(seed)
+
+    def carried(start, n_tokens):
+        return carry_state(start, n_tokens, None, DECAY, row(n_tokens, adjacent_pairs), adjacent_pairs)
+
+    close(carried(carried(before, m), n), carried(before, m + n), m + n)
+
+
+@laws
+@given(seeds, st.booleans())
+def test_with_what_was_written_it_is_the_recurrence_from_the_old_state(seed, decays):
+    # without a rotation: A after the tokens is what the recurrence gives when it starts from the old state
+    pos, decay, before = 7, DECAY if decays else None, drawn_state(seed)
+    k, v = normal(BATCH, pos, HEADS, D_CARRIED, seed=seed + 5), normal(BATCH, pos, HEADS, D_HEAD, seed=seed + 6)
+    whole = naive_linear_attention(k, k, v, k, k, decay, None, before).state
+    written = naive_linear_attention(k, k, v, k, k, decay).state
+    close(carry_state(before, pos, written, decay), whole, 10 * pos)
+
+
+def test_rows_have_their_own_number_of_tokens():
+    before, lengths = drawn_state(3), torch.tensor([4, 9])
+    got = carry_state(before, lengths, decay=DECAY, rotation=row(lengths, False))
+    for i, n in enumerate(lengths.tolist()):
+        one = carry_state(LinearAttentionState(before.kv[i : i + 1], before.k_sum[i : i + 1]), n, None, DECAY, row(n, False))
+        assert torch.allclose(got.kv[i : i + 1], one.kv, rtol=0, atol=1e-15)
+
+
+def test_nothing_before_leaves_what_was_written_and_nothing_at_all_is_refused():
+    written = drawn_state(1)
+    assert torch.equal(carry_state(None, 5, written, DECAY).kv, written.kv)  # it has decayed already
+    with pytest.raises(ValueError, match="before the tokens, what they wrote, or both"):
+        carry_state(None, 5)

@@ -1,15 +1,29 @@
-"""An explanation of a real model's answer, whose statements a second program repeats with plain Transformers."""
+"""An explanation of a real model's answer, whose statements a second program repeats with plain Transformers.
 
+The chat that it reads is what Transformers writes, token by token, with BOS once. The examples of EXPLANATIONS.md and README's
+first command name the causes that these pages name.
+"""
+
+import contextlib
+import io
 import random
+import re
+import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from plain_transformers import Plain, again
 from transformers import AutoModelForCausalLM
 
+import kvlens
 from kvlens import Chat, explain
+from kvlens.chat import prompt_tokens, prompt_units
+from kvlens.cli import main
 from kvlens.explanation import paragraphs
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, stop_tokens
+from kvlens.units import always_there
 
 MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
 ASKED = Chat.ask("In which city will the new office be? Answer in one short sentence.", {"minutes.txt": MINUTES})
@@ -53,3 +67,104 @@ def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found)
         if second.text is not None:
             says = smollm2.tokenizer.decode(second.text, skip_special_tokens=True)
             assert says.split() == statement["says"].split()
+
+
+TWO_PARAGRAPHS = "Attending: Dr. Lee, Ann. We paid 3.5 euros.\n\nThe new office will be in Rotterdam. The lease ends in May.\n"
+OF_TWO_DOCUMENTS = Chat.ask(
+    "In which city will the new office be?", {"minutes.txt": TWO_PARAGRAPHS, "notes.txt": "Tea was had."}, "Be brief. Be kind."
+)
+CHATS = {
+    "documents": OF_TWO_DOCUMENTS.messages,
+    "no system": [{"role": "user", "content": "Hello!"}],
+    "turns": [
+        {"role": "system", "content": "  Be brief.\n"},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hello!\n\nHow can I help?"},
+        {"role": "user", "content": "Write <|im_end|>, ü and 你好. "},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+def test_chats_are_written_as_transformers_writes_them(smollm2, messages):
+    expected = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert Chat(messages).tokens(smollm2).tolist() == expected
+    assert prompt_tokens(smollm2, Chat(messages).text(smollm2)).tolist() == expected  # its BOS is <|im_start|>: one, not two
+    assert expected[:2] != [smollm2.tokenizer.bos_token_id] * 2
+
+
+def test_bos_is_there_once(smollm2):
+    """A second one made SmolLM2 surer of what follows."""
+    text = "<|im_start|>user\nThe color of a clear sky by day is"
+    tokens = smollm2.to_tokens(text)
+    assert tokens[0].tolist() == smollm2.tokenizer(text, add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        assert smollm2(text).equal(smollm2(tokens))
+
+
+def test_units_of_documents(smollm2):
+    units = prompt_units(smollm2, OF_TWO_DOCUMENTS)
+    assert [(unit.name, unit.text.strip()) for unit in units] == [
+        ("system, sentence 1", "Be brief."),
+        ("system, sentence 2", "Be kind."),
+        ("minutes.txt, sentence 1", "Attending: Dr. Lee, Ann."),
+        ("minutes.txt, sentence 2", "We paid 3.5 euros."),
+        ("minutes.txt, sentence 3", "The new office will be in Rotterdam."),
+        ("minutes.txt, sentence 4", "The lease ends in May."),
+        ("notes.txt, sentence 1", "Tea was had."),
+    ]
+    tokens = OF_TWO_DOCUMENTS.tokens(smollm2)
+    kept = smollm2.to_string(tokens[always_there(OF_TWO_DOCUMENTS.layout(smollm2))])
+    assert kept.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\nminutes.txt:\n")
+    assert kept.endswith("In which city will the new office be?<|im_end|>\n<|im_start|>assistant\n")
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "EXPLANATIONS.md").read_text(encoding="utf-8")
+SETUP, *EXAMPLES = PAGE.split("\n## ")
+NAMED = re.compile(r"Without (.*?), the model says|(No part) loses|(None of the parts) loses", re.DOTALL)
+
+
+def block(language, text):
+    return re.search(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def namespace(smollm2):
+    """What the page's first lines make, with the model that the other tests have loaded, since a load takes half a minute."""
+    found: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvlens, "load", {"smollm2.gguf": smollm2}.__getitem__)
+        exec(block("python", SETUP), found)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0].lower().replace(" ", "_") for text in EXAMPLES])
+def test_an_example_names_the_causes_that_the_page_names(example, namespace):
+    """Not the numbers, nor every word that is said instead, which may hang on the last bit of a processor."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(block("python", example), dict(namespace))
+    assert named(printed.getvalue()) == named(block("text", example))
+
+
+def named(text):
+    """Parts without which something else is said, and whether none loses the answer."""
+    return [next(filter(None, each)) for each in NAMED.findall(" ".join(text.split()))]
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_command_names_the_cause_that_the_readme_names(smollm2_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands, printed = (re.search(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)[1] for language in ("bash", "text"))
+    _, write, explain = commands.splitlines()
+    subprocess.run(["bash", "-c", write], check=True)
+    _, *words = shlex.split(explain)
+    words.remove("--download")
+    words[words.index("--model") + 1] = str(smollm2_file)
+    assert main(words) == 0
+    assert (
+        named(capsys.readouterr().out) == named(printed) == ['minutes.txt, sentence 2 ("The new office will be in Rotterdam.")']
+    )
