@@ -186,7 +186,6 @@ BOUND = Columns(
     options={
         "layer": Option("which layer"),
         "head": Option("which query head"),
-        "query_pos": Option("the query's position; negative ones count from the end"),
         "n_steps": Option("how many sizes of the training set"),
         "delta": Option("the probability with which the bound may fail"),
         "n_negative": Option("negative samples for each demonstration"),
@@ -203,19 +202,17 @@ def dual_bound(
     *,
     layer: int = 0,
     head: int = 0,
-    query_pos: int = -1,
     n_steps: Count = 8,
     delta: float = 0.05,
     n_negative: int = 0,
     beta: float = 0.0,
 ) -> pd.DataFrame:
-    """Compute the bound's terms for training sets that grow to all tokens before the query.
+    """Compute the bound's terms for training sets that grow to all tokens before the prompt's last, the query.
 
     Args:
         model: any whose attention has a dual model.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         layer, head: which head.
-        query_pos: the query's position; negative ones count from the end.
         n_steps: number of sizes of the training set, evenly spaced (fewer if there are fewer tokens). Each takes a pass.
         delta: the probability with which the bound may fail.
         n_negative, beta: negative samples for each demonstration, and their weight; 0 for none.
@@ -229,12 +226,11 @@ def dual_bound(
         KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1), a head that does not exist.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
-    last = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else len(tokens) - 1
-    first = max(1, n_negative)
+    first, last = max(1, n_negative), len(tokens) - 1
     sizes = torch.linspace(first, last, min(n_steps, last - first + 1)).round().long().unique().tolist()
     terms = []
     for n in sizes:
-        dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations=n)
+        dual = DualModel.from_head(model, tokens, layer, head, n_demonstrations=n)
         dual.step()
         terms.append(dual.bound(delta, n_negative=n_negative, beta=beta)._asdict())
     return BOUND.frame(

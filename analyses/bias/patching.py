@@ -25,8 +25,8 @@ the last layer they are the k and v of all prompt positions in ``transformer_len
 change what the prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over
 the normalizer of another prompt is unbounded.
 
-Shift coefficients are parameters and the same under both prompts. They are patched with *given* coefficients, by default the
-identity (1, 0, ...): what if this head did not shift the text? The prompt remains converted with its shift.
+Shift coefficients are parameters and the same under both prompts. They are patched with the identity (1, 0, ...): what if this
+head did not shift the text? The prompt remains converted with its shift.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.arguments import numbers_of
 from kvlens.checks import Count, checked
 from kvlens.errors import brief
 
@@ -168,7 +167,6 @@ def activation_patching(
     rival: Token | None = None,
     metric: Metric | None = None,
     points: str | Sequence[str] | None = None,
-    coefficients: Mapping[str, Any] | None = None,
     batch_size: Count | None = None,
     on_start: Callable[[int], None] | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -186,8 +184,6 @@ def activation_patching(
         metric: another metric, used instead.
         points: one or several of :data:`POINTS`; None takes all that the model and the
             two prompts have.
-        coefficients: "k", "v" or "q" -> the shift coefficients to patch in, a tensor or lists, [window+1] or
-            [layer, head, window+1]; the identity for those not given.
         batch_size: patches per forward pass; None takes what memory allows. Patches of shift coefficients run one per pass,
             since coefficients have no batch axis.
         on_start: called once, before the first patch, with their number.
@@ -200,8 +196,8 @@ def activation_patching(
 
     Raises:
         KVLensError: an unknown point (the nearest is proposed) or one that the model lacks, ``keys`` or ``values`` of prompts
-            that do not pair token by token, prompts of different lengths where positions are absolute, coefficients of the
-            wrong shape, a metric that is not one number per row.
+            that do not pair token by token, prompts of different lengths where positions are absolute, a metric that is not one
+            number per row.
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """
@@ -210,7 +206,7 @@ def activation_patching(
     _check(clean, corrupted)
     metric = _default_metric(model, text, answer, rival) if metric is None else metric
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
-    sources = _given_coefficients(model, coefficients or {})
+    sources = _identity_coefficients(model)
     donors = _donors(clean, corrupted)
     clean, corrupted = donors["prompt"], donors["corrupted"]
     exchange = HeadExchange(corrupted, *donors.values())
@@ -331,21 +327,13 @@ def _replaced(
     return exchange.rows(rows), torch.tensor(donor, dtype=torch.long)
 
 
-def _given_coefficients(model: HookedKVTransformer, given: Mapping[str, Any]) -> dict[tuple[str, int], Tensor]:
-    """(hook, layer) -> the coefficients [head, window+1] that are patched in."""
-    cfg = model.cfg
-    known = shifted_projections(model)
-    for x in given:
-        if x not in known:
-            raise KVLensError(f"coefficients: {x!r} is not shifted in this model; shifted are: {', '.join(known) or 'none'}")
+def _identity_coefficients(model: HookedKVTransformer) -> dict[tuple[str, int], Tensor]:
+    """(hook, layer) -> the coefficients [head, window+1] of no shift, which are patched in."""
     sources: dict[tuple[str, int], Tensor] = {}
-    for x in known:
-        full = (cfg.n_layers, cfg.n_heads if x == "q" else cfg.n_kv_heads, cfg.kv_shift.window + 1)  # type: ignore[union-attr]
-        n_heads = [of.n_heads if x == "q" else of.n_kv_heads for of in map(cfg.of_layer, range(cfg.n_layers))]
-        coef = numbers_of(given.get(x, [1.0, *[0.0] * (full[-1] - 1)]))
-        if tuple(coef.shape) not in (full, full[-1:]):
-            raise KVLensError(f"coefficients: {x!r} must be {list(full[-1:])} or {list(full)}, got {list(coef.shape)}")
-        sources |= {(f"{x}_shift_coef", layer): row[: n_heads[layer]] for layer, row in enumerate(coef.expand(full))}
+    for x in shifted_projections(model):
+        for layer, of in enumerate(map(model.cfg.of_layer, range(model.cfg.n_layers))):
+            n_heads, window = of.n_heads if x == "q" else of.n_kv_heads, model.cfg.kv_shift.window  # type: ignore[union-attr]
+            sources[f"{x}_shift_coef", layer] = torch.eye(1, window + 1).expand(n_heads, -1)
     return sources
 
 

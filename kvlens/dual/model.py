@@ -222,15 +222,13 @@ class DualModel:
     def bound(
         self,
         delta: Annotated[float, Within(above=0, below=1)] = 0.05,
-        log_norm: Finite | None = None,
         n_negative: Annotated[int, Within(0)] = 0,
         beta: Finite = 0.0,
     ) -> dual_layers.BoundTerms:
-        """The terms of the generalization bound (th. 3.2) for this training set, in logarithms.
+        """The terms of the generalization bound (th. 3.2) for this training set, with w = |W_1|, in logarithms.
 
         Args:
             delta: the probability with which the bound may fail.
-            log_norm: log w; None uses |W_1|.
             n_negative: for negative samples, the number of least similar demonstrations that each one is pushed away from. The
                 bound with them is kvlens' own: it rises where the paper's (app. C.2) falls (:mod:`kvlens.ops.dual_layers`).
             beta: their weight; not read without them.
@@ -247,7 +245,7 @@ class DualModel:
             trace = dual_layers.log_effective_trace(kernel, _least_similar(kernel, n_negative), beta)
         predictions = _at_demonstrations(self._tokens, self._tokens.values, self._n)
         rho = torch.stack([self.labels.norm(dim=-1).max(), predictions.norm(dim=-1).max()]).max()
-        norm = self._sums().square_norm(1).clamp(min=0).log() / 2 if log_norm is None else torch.tensor(log_norm)
+        norm = self._sums().square_norm(1).clamp(min=0).log() / 2
         return dual_layers.bound_terms(norm.to(trace), rho.log(), trace, self._n, self.labels.shape[-1], delta, beta)
 
     # --- the kernel form underneath ----------------------------------------------------------------------------------

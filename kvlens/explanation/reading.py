@@ -56,7 +56,7 @@ SHARES = Columns(
     fall_high=("float64", ""),
 )
 PART = ["part", "layer", "head"]
-N_RESAMPLES = 2000
+N_RESAMPLES, N_SPLITS = 2000, 200
 
 
 @analysis(
@@ -223,14 +223,13 @@ class _Reading:
 
 
 @SHARES.document
-def reading_shares(tables: pd.DataFrame, case: str = "prompt_id", seed: int = 0) -> pd.DataFrame:
+def reading_shares(tables: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """Over many cases, how often each part loses the answer, and by how much it falls, with intervals.
 
     Cases whose answer is not lost with all layers exchanged are left out.
 
     Args:
-        tables: of :func:`reading_layers`, below each other, with a column that says which case a row is of, as a batch writes.
-        case: that column.
+        tables: of :func:`reading_layers`, below each other, with a case's ``prompt_id`` in each row, as a batch writes.
         seed: of the resamples.
 
     Returns:
@@ -241,7 +240,7 @@ def reading_shares(tables: pd.DataFrame, case: str = "prompt_id", seed: int = 0)
     Raises:
         KVLensError: tables without these columns, or without a case whose answer is lost.
     """
-    lost, falls = _by_case(tables, case)
+    lost, falls = _by_case(tables)
     n = len(lost)
     again = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=N_RESAMPLES) / n
     low, high = np.quantile(again @ falls.to_numpy(), [0.025, 0.975], axis=0)
@@ -268,41 +267,40 @@ def wilson(share: Float[np.ndarray, " _"], n: int) -> tuple[Float[np.ndarray, " 
     return np.maximum(0.0, middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def reading_stability(tables: pd.DataFrame, part: str, case: str = "prompt_id", draws: int = 200, seed: int = 0) -> float:
+def reading_stability(tables: pd.DataFrame, part: str, seed: int = 0) -> float:
     """How far two halves of the cases agree on which layers, groups or heads matter: rank correlation of their mean falls.
 
     Args:
-        tables, case: as :func:`reading_shares`.
+        tables: as :func:`reading_shares`.
         part: ``layer``, ``group`` or ``head``.
-        draws: splits at random, whose mean is returned.
-        seed: of the splits.
+        seed: of the random splits, whose mean is returned.
 
     Raises:
         KVLensError: as :func:`reading_shares`; fewer than two cases, or no such part.
     """
-    falls = _by_case(tables, case)[1]
+    falls = _by_case(tables)[1]
     if part not in falls.columns.get_level_values("part") or len(falls) < 2:
         raise KVLensError(f"reading_stability: expected at least two cases with rows of part {part!r}, got {len(falls)} cases")
     values, draw = falls.xs(part, axis=1, level="part").to_numpy(), np.random.default_rng(seed)
     found = []
-    for _ in range(draws):
+    for _ in range(N_SPLITS):
         halves = np.array_split(draw.permutation(len(values)), 2)
         one, other = (pd.Series(values[half].mean(axis=0)).rank() for half in halves)
         found.append(one.corr(other))
     return float(np.mean(found))
 
 
-def _by_case(tables: pd.DataFrame, case: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _by_case(tables: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(lost, fall): a row per case whose answer all layers together lose, a column per part."""
-    missing = [name for name in (case, *COLUMNS) if name not in tables]
+    missing = [name for name in ("prompt_id", *COLUMNS) if name not in tables]
     if missing:
         raise KVLensError(
             f"reading_shares: the tables lack the columns {', '.join(missing)}; a batch of reading_layers has them"
         )
     together = tables[tables["part"] == "all"]
-    chosen = tables[tables[case].isin(together.loc[together["lost"], case])]
+    chosen = tables[tables["prompt_id"].isin(together.loc[together["lost"], "prompt_id"])]
     if chosen.empty:
         raise KVLensError("reading_shares: no case loses its answer with all layers exchanged, so that nothing is read there")
     order = pd.MultiIndex.from_frame(chosen[PART].drop_duplicates())
-    lost, falls = (chosen.pivot_table(index=case, columns=PART, values=name)[order] for name in ("lost", "fall"))
+    lost, falls = (chosen.pivot_table(index="prompt_id", columns=PART, values=name)[order] for name in ("lost", "fall"))
     return lost.astype(float), falls

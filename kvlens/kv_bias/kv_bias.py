@@ -251,12 +251,6 @@ class KVBias:
         return self.last_k.shape[1] if self.last_k.dim() == 5 else None
 
     @property
-    def num_stored(self) -> int:
-        """How many numbers are held for what :attr:`num_parameters` counts, with the padding of narrower heads."""
-        names = ("b_KV", "b_D", "features.keys", "recurrent.b_KV")
-        return sum(x.numel() for name, x in self.stored().items() if name in names)
-
-    @property
     def num_parameters(self) -> int:
         """How many numbers represent the prompt, summed over a batch: b_KV, b_D, virtual keys and states of recurrent layers.
 

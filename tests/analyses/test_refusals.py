@@ -209,8 +209,6 @@ REFUSED = [
         "it has b_kv, b_d, bias, shift_state, prompt, z_bias, k_shift_coef",
         lambda: patching(points="q_shift_coef"),
     ),
-    ("'q' is not shifted in this model; shifted are: k, v", lambda: patching(coefficients={"q": torch.ones(3)})),
-    ("'k' must be [3] or [2, 5, 3], got [2]", lambda: patching(coefficients={"k": torch.ones(2)})),
     ("one number per row, [1], ", lambda: patching(metric=lambda logits: logits[:, -1])),
     ("answer: expected a token id in 0..16", lambda: patching(answer=17)),
     ("one token has no next token", lambda: patching(answer=None, rival=None, text=TEXT[:1])),
@@ -305,7 +303,7 @@ REFUSED = [
     ("minimize: alpha must be above 0, got 0.0", lambda: by_random_features().minimize(0.0)),
     ("delta must be above 0 and below 1, got 0", lambda: by_random_features().bound(0)),
     ("delta must be above 0 and below 1, got 2", lambda: by_random_features().bound(2)),
-    ("n_negative must be at least 0, got -1", lambda: by_random_features().bound(0.1, None, -1)),
+    ("n_negative must be at least 0, got -1", lambda: by_random_features().bound(0.1, -1)),
     ("1 to 8", lambda: dual(linear()).bound(n_negative=9)),
     # attention without a dual model
     ("soft-capped", lambda: dual(small_model(attn_scores_soft_cap=5.0))),
