@@ -103,7 +103,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mu_p": dict(init_mode="muP"),
 }
 """Changes to ``SIZES``, one of each kind of part."""
-NOT_PROCESSED = {"final_rms", "solu_ln_gated", "shortformer", "shortformer_split", "olmo_2", "like_gpt_oss", "sinks", "qwen_1"}
+NOT_PROCESSED = {
+    *("final_rms", "solu_ln_gated", "shortformer", "shortformer_split", "olmo_2", "olmo_e", "like_gpt_oss", "sinks", "qwen_1")
+}
 """TransformerLens' processing gives these another function, or fails."""
 NOT_DECODED = {"bidirectional", "grouped_ungrouped"}
 """These need all tokens, or have no cache in TransformerLens."""
