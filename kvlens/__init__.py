@@ -1,4 +1,4 @@
-"""kvlens: mechanistic interpretability of the key-value side of attention, inside TransformerLens' HookedTransformer.
+"""kvlens: mechanistic interpretability of the key-value side of attention, with TransformerLens' hooks and names.
 
 What most people need is named here: `load`, `HookedKVTransformer`, `convert_prompt`, `KVBias`. Where the rest is:
 

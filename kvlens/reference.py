@@ -23,7 +23,7 @@ from kvlens.files import FolderKind, check_folder, listed_in, write_folder
 PACKAGES = ("kvlens", "kvlens.analyses")
 A_PAGE_PER_MODULE = ("kvlens.ops", "kvlens.papers", "kvlens.analyses.declaration")
 """In these, every module has its own page; elsewhere a package's page shows its public names."""
-WITHOUT_A_PAGE = ("cli", "bias", "heads", "prompt", "stream")
+WITHOUT_A_PAGE = ("cli", "bias", "heads")
 """Packages without public names: commands have --help, and the analyses are on the page of kvlens.analyses."""
 
 FORMAT, MANIFEST = "kvlens.pages", "reference.json"

@@ -111,12 +111,6 @@ def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigure
     )
 
 
-def predicted_outputs(reading: LayerReading) -> Float[Tensor, "head pos d_head"]:
-    """f(q) after one step, with every token as the query; the first one has no demonstrations, so its f(q) is due to W_0."""
-    pattern = _kernel_and_pattern(reading)[1]
-    return pattern @ reading.values + _read_bias(reading)
-
-
 def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:
     """kappa between keys, times gamma^{-s-t}, and kappa(k_t, q_i) gamma^{i-t} / D_i, causal."""
     q, k = reading.queries, reading.keys

@@ -385,10 +385,10 @@ def test_rebasing_stored_keys_equals_storing_rebased_keys():
     assert_within_rounding([stored], [final_state(turned, v).kv], [sizes], N_TERMS)
 
 
-HEADS, D_CARRIED = 3, 6
+HEADS, D_CARRIED = 3, 7
 EPS = torch.finfo(torch.float64).eps
 counts = st.integers(0, 17)
-FREQUENCIES = torch.tensor([1.0, 0.3])  # of 4 of the 6 features
+FREQUENCIES = torch.tensor([1.0, 0.3])  # of 4 of the 7 features
 DECAY = torch.tensor([0.5, 0.9, 1.0], dtype=torch.float64)
 
 
