@@ -40,11 +40,11 @@ from kvlens.conversion import (
     WeightChange,
     convert_prompt,
     distill_prompt,
-    recall,
     thought_matrices,
     thought_vectors,
     token_patches,
 )
+from kvlens.conversion.measured import recalled
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
@@ -53,6 +53,7 @@ from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.iclca.facts_recall import stories_for
 from kvlens.papers.iclca.logits import context_of, divergences, prompted_logits, relative_errors, sampled, writing_model
 from kvlens.tasks.facts import Answers, Story, answers_after_story, answers_with_bias
+from kvlens.units import layout_of_tokens
 
 SIZE = ["method", "prompt_tokens", "keys_per_head"]
 """The columns that identify a row of the table."""
@@ -253,6 +254,7 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
     """Rows with the names of their tables: one per way to store the prompt, and for each its heads and positions."""
     prompt, texts = context_of(model, {**settings, "n_prompt": length}, seed=context)
     exact, bos = convert_prompt(model, prompt), bos_alone(model, prompt)
+    layout = layout_of_tokens(model, prompt)
     with torch.no_grad():
         old = prompted_logits(model, prompt, texts).double()
     left_out = StoredPrompt(DROPPED, 0, bos, None, 0, 0.0, 0.0)
@@ -267,7 +269,7 @@ def measured(model: HookedKVTransformer, settings: Settings, context: int, lengt
             same: float | None = None
             if way.any_text:
                 same = float((_continuation(model, way, texts, settings["n_generated"]) == said).double().mean())
-            known = None if way.bias.fit is None else recall(model, prompt, way.bias)
+            known = None if way.bias.fit is None else recalled(model, layout, exact, way.bias)
             cost = {"stored_numbers": way.numbers, "reference_passes": way.passes, "cpu_seconds": way.cpu_seconds}
             words = {"same_continuation": same, "recall": None if known is None else known.share}
             yield "contexts", {**size, **cost, **_errors(old, new, without), **words}
