@@ -15,6 +15,7 @@ import math
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ BAR_AFTER = 2.0
 """Seconds after which a running pass shows a progress bar."""
 
 
+_LISTENER: ContextVar[OnProgress | None] = ContextVar("listener", default=None)
 KEPT_BYTES = 2**27
 """The most bytes of segments that are kept for a second pass."""
 
@@ -208,13 +210,24 @@ def terminal_bar(what: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def bar_unless(on_progress: OnProgress | None, what: str) -> Iterator[OnProgress]:
-    """``on_progress``, or else a :func:`terminal_bar`."""
-    if on_progress is not None:
-        yield on_progress
+def progress(what: str) -> Iterator[OnProgress]:
+    """What an analysis calls with the fraction done: it moves a :func:`terminal_bar`, or is that of :func:`telling`."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        yield listener
         return
     with terminal_bar(what) as bar:
         yield lambda done: bar.update(done - bar.n) and None
+
+
+@contextlib.contextmanager
+def telling(listener: OnProgress) -> Iterator[None]:
+    """Inside, analyses show no bar, and ``listener`` is called with the fraction done."""
+    before = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(before)
 
 
 def _of_one_text(x: Tensor, name: str) -> Tensor:

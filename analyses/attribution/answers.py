@@ -16,7 +16,7 @@ from kvlens.units import By, Layout, Unit, always_there, cut
 
 from ..declaration import Option
 from ..predictions import text_logits
-from ..segments import OnProgress, bar_unless
+from ..segments import progress
 from ..sequences import PromptTokens, TextTokens, one_sequence
 
 
@@ -34,9 +34,9 @@ class Account:
             self.on_tokens(self.n_tokens)
 
     @contextmanager
-    def bar(self, on_progress: OnProgress | None, what: str, expected: int) -> Iterator[None]:
-        """Inside, ``on_progress``, or else a bar, follows how many of about ``expected`` tokens were read."""
-        with bar_unless(on_progress, what) as tell:
+    def bar(self, what: str, expected: int) -> Iterator[None]:
+        """Inside, a bar follows how many of about ``expected`` tokens were read."""
+        with progress(what) as tell:
             self.on_tokens = lambda n: tell(min(1.0, n / expected))
             yield
             tell(1.0)

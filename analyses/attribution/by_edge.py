@@ -40,7 +40,6 @@ from kvlens.model import heads_per_layer
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..registry import on_its_front_ends
-from ..segments import OnProgress
 from ..sequences import PromptTokens, TextTokens
 from .answers import BY, Answer, LogitsAfter, Question, Rival, Spans
 from .by_part import without_each
@@ -253,14 +252,13 @@ def attribution_by_edge(
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     through_mlps: bool = True,
     n_confirmed: Annotated[int, Within(0)] | None = 20,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Which earlier heads' outputs change the queries, keys and values of which later heads, for each unit of a prompt.
 
     Estimates take six passes over prompt and text for each head but the last layer's, from its layer on; an effect takes two.
 
     Args:
-        model, prompt, text, by, answer, rival, on_progress: as
+        model, prompt, text, by, answer, rival: as
             :func:`kvlens.analyses.attribution.prompt.prompt_attribution`. Without a rival the effects of single edges fade
             where the answer is nearly certain.
         replace_by: as :func:`kvlens.analyses.attribution.by_part.attribution_by_position`. The heads then read a prompt
@@ -288,7 +286,7 @@ def attribution_by_edge(
     n_edges = len(every) if n_confirmed is None else min(n_confirmed, len(every))
     n_rows = sum(2 * n * len(INPUTS) for n in heads_per_layer(model)[:-1]) + 2 * n_edges
     expected = len(units) * sum(reading.n_tokens for _, reading in readings) * n_rows
-    with question.account.bar(on_progress, "attribution_by_edge", expected):
+    with question.account.bar("attribution_by_edge", expected):
         for number, (unit, other) in enumerate(zip(units, others, strict=True)):
             measured = [(sign, reading, *reading.other(other)) for sign, reading in readings]
             estimate = torch.stack([sign * reading.estimates(change) for sign, reading, _, change in measured]).sum(dim=0)

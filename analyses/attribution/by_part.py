@@ -30,7 +30,6 @@ from kvlens.units import Unit, positions_of
 from ..bias.exchange import HEAD, Exchange, HeadExchange, exchangeable, in_one_space
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
-from ..segments import OnProgress
 from ..sequences import PromptTokens, TextTokens
 from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .terms import ALL, PositionExchange, Terms, carriers
@@ -73,12 +72,11 @@ def attribution_by_head(
     answer: Answer = None,
     rival: Rival = None,
     positions: Positions = "kept",
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """What each head does for each unit of a prompt, and for the whole prompt against the baseline.
 
     Args:
-        model, prompt, text, by, answer, rival, positions, on_progress: as
+        model, prompt, text, by, answer, rival, positions: as
             :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
 
     Returns:
@@ -97,7 +95,7 @@ def attribution_by_head(
     nothing = convert_prompt(model, question.baseline()).select_prompt(0)
     donors = [nothing, *(others.select_prompt(i) for i in range(len(units)))]
     parts = exchangeable(bias)
-    with question.account.bar(on_progress, "attribution_by_head", len(donors) * (2 * len(parts) + 2) * question.n_read):
+    with question.account.bar("attribution_by_head", len(donors) * (2 * len(parts) + 2) * question.n_read):
         measured = [swaps(question, [HeadExchange(*in_one_space(bias, donor))]) for donor in donors]
     listed: Sequence[Unit] = [everything, *units]
     wholes, *falls = zip(*measured, strict=True)
@@ -166,12 +164,11 @@ def attribution_by_position(
     rival: Rival = None,
     replace_by: Mapping[tuple[int, int], str | Tensor] | None = None,
     each_layer: bool = False,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """What each position of the prompt holds of each unit.
 
     Args:
-        model, prompt, text, by, answer, rival, on_progress: as
+        model, prompt, text, by, answer, rival: as
             :func:`kvlens.analyses.attribution.prompt.prompt_attribution`.
         replace_by: token range of a unit -> what stands there in the counterfactual prompt, of as many tokens; a unit that is
             not named is removed.
@@ -194,7 +191,7 @@ def attribution_by_position(
     others = without_each(question, units, replace_by or {})
     carried = carriers(read.bias, positions_of(units, len(question.prompt)))
     expected = len(units) * 2 * len(layers) * len(question.prompt) * question.n_read
-    with question.account.bar(on_progress, "attribution_by_position", expected):
+    with question.account.bar("attribution_by_position", expected):
         frames = [
             _of_unit(number, unit, PositionExchange(read, other), question, layers, carried[number], tokens)
             for number, (unit, other) in enumerate(zip(units, others, strict=True))

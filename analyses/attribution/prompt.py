@@ -12,7 +12,7 @@ its units depend on each other. The smallest p-value is 1 / (1 + null effects), 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -165,7 +165,6 @@ def prompt_attribution(
     method: str | Method = "leave_one_out",
     null: Null | None = None,
     positions: Positions = "kept",
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """The effect of each unit of a prompt on an answer.
 
@@ -180,7 +179,6 @@ def prompt_attribution(
         method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.prompt.Null`); None leaves p-values out.
         positions: ``kept``: what follows a removed unit stays where it stood; ``closed``: it moves up.
-        on_progress: called with the fraction done, in 0..1, about; None shows a progress bar on a terminal if it takes long.
 
     Returns:
         One row per unit, in the prompt's order:
@@ -193,7 +191,7 @@ def prompt_attribution(
     question = Question.of(model, prompt, text, answer, rival, positions)
     units = question.units(by)
     expected = _cost(question, units, null, attribution_method(method))
-    with question.account.bar(on_progress, "prompt_attribution", expected):
+    with question.account.bar("prompt_attribution", expected):
         found = attribution_method(method).explain(question, units)
         baseline = float(question.scores(question.baseline())[0])
         whole = float(question.scores(question.rows([[]]))[0]) if found.whole is None else found.whole

@@ -29,7 +29,6 @@ The other views of the same bias are separate analyses:
 """
 
 import math
-from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,13 +39,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel
-from kvlens.checks import Count, checked
+from kvlens.checks import checked
 from kvlens.model import HeadsRead, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
 from ..logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
 from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
-from ..segments import bar_unless
+from ..segments import progress, telling
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
 from .effects import baseline_ablation, bias_ablation
 from .exchange import HEAD, heads_of, in_layers
@@ -298,8 +297,6 @@ def bias_by_head(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    batch_size: Count | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Describe the bias of each head, and ablate it.
 
@@ -309,7 +306,6 @@ def bias_by_head(
         text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it has been converted already; None converts it here. For a prompt that continues
             another one, attach that one first: it then belongs to the baseline.
-        batch_size, on_progress: as in :func:`kvlens.analyses.bias.effects.bias_ablation`.
 
     Returns:
         One row per head, by layer, then head:
@@ -321,7 +317,7 @@ def bias_by_head(
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     units = [[pair] for pair in heads_of(bias)]
-    described = _describe(model, prompt, text, bias, units, batch_size, on_progress)
+    described = _describe(model, prompt, text, bias, units)
     return BY_HEAD.frame({"head": [head for ((_, head),) in units], **described})
 
 
@@ -334,15 +330,13 @@ def bias_by_layer(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    batch_size: Count | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Describe the bias of each layer, with the outputs of its heads concatenated, and ablate all of its heads at once.
 
     Effects do not add up, since information removed from one head may still be carried by another.
 
     Args:
-        model, prompt, text, bias, batch_size, on_progress: as in :func:`bias_by_head`.
+        model, prompt, text, bias: as in :func:`bias_by_head`.
 
     Returns:
         One row per layer with heads:
@@ -354,7 +348,7 @@ def bias_by_layer(
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     units = [list(of_layer) for _, of_layer in groupby(heads_of(bias), key=itemgetter(0))]
-    return BY_LAYER.frame(_describe(model, prompt, text, bias, units, batch_size, on_progress))
+    return BY_LAYER.frame(_describe(model, prompt, text, bias, units))
 
 
 def _describe(
@@ -363,19 +357,15 @@ def _describe(
     text: Int[Tensor, " pos"],
     bias: KVBias,
     units: list[list[tuple[int, int]]],
-    batch_size: int | None,
-    on_progress: Callable[[float], None] | None,
 ) -> dict[str, Any]:
     """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)
-    with bar_unless(on_progress, "ablating the bias") as tell:
-        with_baseline = baseline_ablation(
-            model, prompt, text, units, bias=bias, batch_size=batch_size, on_progress=lambda done: tell(done / 2)
-        )
-        with_zero = bias_ablation(
-            model, bias, text, units, batch_size=batch_size, on_progress=lambda done: tell((1 + done) / 2)
-        )
+    with progress("ablating the bias") as tell:
+        with telling(lambda done: tell(done / 2)):
+            with_baseline = baseline_ablation(model, prompt, text, units, bias=bias)
+        with telling(lambda done: tell((1 + done) / 2)):
+            with_zero = bias_ablation(model, bias, text, units)
     return {
         "layer": [unit[0][0] for unit in units],
         "b_kv_norm": _norms(sizes(bias, "b_KV"), units),

@@ -19,7 +19,7 @@ Two tables, both by :class:`kvlens.analyses.bias.exchange.HeadExchange`: :func:`
 in :func:`kvlens.analyses.bias.decomposition.bias_by_head`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
@@ -28,7 +28,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
-from kvlens.checks import Count, checked
+from kvlens.checks import checked
 from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Field, Option, analysis, read_tokens
@@ -42,7 +42,7 @@ from ..predictions import (
     log_probabilities,
     next_token_losses,
 )
-from ..segments import bar_unless
+from ..segments import OnProgress, progress
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
 from .exchange import (
     ALL,
@@ -136,9 +136,6 @@ def bias_effects(
     references: KVBias | None = None,
     answer: Token | None = None,
     rival: Token | None = None,
-    batch_size: Count | None = None,
-    on_start: Callable[[int], None] | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Ablate every head (or layer, or the whole) of a bias, and measure the effect on a text.
 
@@ -153,9 +150,6 @@ def bias_effects(
         references: the biases of other prompts, as a batch, for ``mean`` and ``resample``. In a softmax model they keep their
             own keys with their weights, which the mean divides by the number of references.
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
-        batch_size: ablations per forward pass; None takes what memory allows.
-        on_start: called once, before the first ablation, with their number.
-        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per ablation, by method and part in the order given, then layer, then head:
@@ -171,16 +165,14 @@ def bias_effects(
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
     baseline = [_baseline(model, prompt, bias)] if "baseline" in methods else []
-    if on_start is not None:
-        on_start(len(ablations))
     own, *others = in_one_space(bias, *_prompts(methods, references), *baseline)
     means = [mean_of(others[: len(others) - len(baseline)])] if len(others) > len(baseline) else []
     exchange = HeadExchange(own, zeros_of(own), *means, *others)
     first = {"zero": 0, "mean": 1, "resample": 2, "baseline": len(means) + len(others)}
     donor = torch.tensor([first[ablation.method] + max(ablation.reference, 0) for ablation in ablations], dtype=torch.long)
     chosen = exchange.rows([exchange.of(one.layer, one.head, KINDS_OF[one.part]) for one in ablations])
-    with bar_unless(on_progress, "bias_effects") as tell:
-        numbers = _measured(model, text, exchange, chosen, donor, target, batch_size=batch_size, on_progress=tell)
+    with progress("bias_effects") as tell:
+        numbers = _measured(model, text, exchange, chosen, donor, target, tell)
     which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
     return COLUMNS.frame({**which, **numbers})
 
@@ -192,14 +184,14 @@ def _measured(
     chosen: Bool[Tensor, "row part"],
     donor: Int[Tensor, " row"] | None,
     target: LogitTarget,
-    **options: Any,
+    tell: OnProgress,
 ) -> dict[str, list[float]]:
     """``kl``, ``loss_change`` and ``logit_change`` of each row against the whole bias; see :func:`bias_effects`."""
     whole_logits = converted_logits(model, exchange.own, text)
     whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
     whole_loss = next_token_losses(whole, text)[:-1].mean()
     found: dict[str, list[float]] = {"kl": [], "loss_change": [], "logit_change": []}
-    for logits in exchange.logits(model, text, chosen, donor, **options):
+    for logits in exchange.logits(model, text, chosen, donor, on_progress=tell):
         log_p = log_probabilities(logits)
         found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
         found["loss_change"] += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
@@ -288,9 +280,6 @@ def bias_ablation(
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     removals: Sequence[RemovedHeads],
-    *,
-    batch_size: Count | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Measure the effect of each removal relative to the whole bias.
 
@@ -299,8 +288,6 @@ def bias_ablation(
         prompt: a bias, or a string or tokens [pos], which are converted here.
         text: a string, or tokens [pos] without BOS.
         removals: for each, the (layer, head) pairs whose bias is removed; an empty one changes nothing.
-        batch_size: removals per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
-        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per removal, in the order given:
@@ -312,7 +299,7 @@ def bias_ablation(
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
     exchange = HeadExchange(bias, zeros_of(bias))
-    return _removed(model, text, exchange, _heads_taken(exchange, removals), batch_size, on_progress)
+    return _removed(model, text, exchange, _heads_taken(exchange, removals))
 
 
 @REMOVALS.document
@@ -325,8 +312,6 @@ def baseline_ablation(
     removals: Sequence[RemovedHeads],
     *,
     bias: KVBias | None = None,
-    batch_size: Count | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Replace heads of a converted prompt by those of the baseline, including the shift state, so that BOS is kept.
 
@@ -337,7 +322,7 @@ def baseline_ablation(
         model: linear or softmax, with the bias attached that the prompt continues.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        removals, batch_size, on_progress: as in :func:`bias_ablation`.
+        removals: as in :func:`bias_ablation`.
         bias: the converted prompt, if it has been converted already; None converts it here.
 
     Returns:
@@ -359,7 +344,7 @@ def baseline_ablation(
     biases = in_one_space(bias, baseline.select_prompt(0)) if has_baseline(bias) else (bias, zeros_of(bias))
     exchange = HeadExchange(*biases)
     chosen = _with_shift_states(exchange, _heads_taken(exchange, removals))
-    return _removed(model, text, exchange, chosen, batch_size, on_progress)
+    return _removed(model, text, exchange, chosen)
 
 
 def _removed(
@@ -367,13 +352,10 @@ def _removed(
     text: Tensor,
     exchange: HeadExchange,
     chosen: Bool[Tensor, "removal part"],
-    batch_size: int | None,
-    on_progress: Callable[[float], None] | None,
 ) -> pd.DataFrame:
     """The table of removals, what is chosen being replaced by the donor's."""
-    with bar_unless(on_progress, "ablating the bias") as tell:
-        options: dict[str, Any] = dict(batch_size=batch_size, on_progress=tell)
-        effects = _measured(model, text, exchange, chosen, None, logit_target(model, text), **options)
+    with progress("ablating the bias") as tell:
+        effects = _measured(model, text, exchange, chosen, None, logit_target(model, text), tell)
     removed = {"removal": range(len(chosen)), "n_heads": chosen[:, exchange.of(kinds=[HEAD_PART])].sum(dim=1)}
     return REMOVALS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 

@@ -40,14 +40,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError
-from kvlens.checks import Count, checked
+from kvlens.checks import checked
 from kvlens.errors import brief
 
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..heads.repeated_text import shifted_projections
 from ..logit_attribution import Token, logit_target
 from ..registry import on_its_front_ends
-from ..segments import bar_unless
+from ..segments import progress
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from .exchange import ALL, HEAD_PART, PART_KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
 
@@ -167,9 +167,6 @@ def activation_patching(
     rival: Token | None = None,
     metric: Metric | None = None,
     points: str | Sequence[str] | None = None,
-    batch_size: Count | None = None,
-    on_start: Callable[[int], None] | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> pd.DataFrame:
     """Patch every point, layer and head from the clean into the corrupted run.
 
@@ -184,10 +181,6 @@ def activation_patching(
         metric: another metric, used instead.
         points: one or several of :data:`POINTS`; None takes all that the model and the
             two prompts have.
-        batch_size: patches per forward pass; None takes what memory allows. Patches of shift coefficients run one per pass,
-            since coefficients have no batch axis.
-        on_start: called once, before the first patch, with their number.
-        on_progress: called with the fraction done after each forward pass; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per patch; points in the order given, each by layer, then head, then whole layers, then everything:
@@ -210,15 +203,13 @@ def activation_patching(
     donors = _donors(clean, corrupted)
     clean, corrupted = donors["prompt"], donors["corrupted"]
     exchange = HeadExchange(corrupted, *donors.values())
-    if on_start is not None:
-        on_start(len(patches))
     clean_metric, of_clean = _clean_run(model, clean, text, metric)
     sources |= of_clean
     with model.kv_bias(corrupted):
         corrupted_metric = _values(metric, model(text[None], attention_mask=torch.ones_like(text[None])))[0]
     order, values = list[int](), list[float]()
-    with bar_unless(on_progress, "activation_patching") as tell:
-        for batched, size in ((True, batch_size), (False, 1)):
+    with progress("activation_patching") as tell:
+        for batched, size in ((True, None), (False, 1)):
             chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
             order += chosen
             of_chosen = [patches[number] for number in chosen]

@@ -45,7 +45,7 @@ from ..logit_attribution import (
 )
 from ..predictions import OUTPUT_SHARE
 from ..readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import OnProgress, PromptColumns, bar_unless, zeros_by_head
+from ..segments import OnProgress, PromptColumns, progress, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
 from .exchange import HEAD
@@ -90,7 +90,6 @@ def bias_positions(
     answer: Token | None = None,
     rival: Token | None = None,
     segment_length: int | None = None,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Measure what each prompt position contributes to each head's output on the text, and to a logit.
 
@@ -107,7 +106,6 @@ def bias_positions(
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
         segment_length: tokens per segment, for linear attention; None chooses a length, and the whole text if the model has
             hooks.
-        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Returns:
         By layer, head and position of the text, then the parts of the head's output in order: one row "inherited" if the prompt
@@ -124,7 +122,7 @@ def bias_positions(
     target = logit_target(model, text, answer, rival)
     _check_view(by, at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
-    with attached, bar_unless(on_progress, "bias_positions") as tell:
+    with attached, progress("bias_positions") as tell:
         reading = reading_of(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
         numbers, parts = _read(reading, target, at)
     return _frame(model, prompt, numbers, parts, at)
@@ -365,7 +363,6 @@ def linked_shares(
     colorings: Mapping[str, Float[Tensor, "layer head"]] | None = None,
     without_zero: Collection[str] = (),
     readings: Readings | None = None,
-    on_progress: OnProgress | None = None,
 ) -> LinkedShares:
     """Compute the data that :func:`kvlens.viz.linked_view` draws.
 
@@ -377,7 +374,6 @@ def linked_shares(
         colorings: other numbers of each head that the view can show, by name.
         without_zero: names of those whose 0 is not meaningful, such as logarithms.
         readings: of this text in the three conditions, if they have been read already; None reads it here.
-        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Raises:
         KVLensError: invalid tokens.
@@ -392,7 +388,7 @@ def linked_shares(
         by_text[layer, : len(shares)] += shares.sum(dim=2)
         columns.add(between, shares.sum(dim=0), first)
 
-    with bar_unless(on_progress, "linked_shares") as tell:
+    with progress("linked_shares") as tell:
         visit_shares(model, prompt, text, add, on_progress=tell)
     readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
     check_readings(readings, CONDITIONS, len(text))

@@ -27,9 +27,6 @@ from .repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, at_lag, lags_and
 # pass, which starts at the head's own layer.
 
 
-Start = Callable[[int], None]
-
-
 class AblationEffect(NamedTuple):
     """Means over sequences and over the positions of the second copy that have a next token; the first one's standard error."""
 
@@ -43,8 +40,6 @@ def resampling_ablation(
     repeated: RepeatedTokens,
     donors: RepeatedTokens,
     *,
-    batch_size: int | None = None,
-    on_start: Start | None = None,
     on_progress: OnProgress | None = None,
 ) -> AblationEffect:
     """Ablate every head, one at a time.
@@ -53,8 +48,6 @@ def resampling_ablation(
         model: the model whose heads are ablated.
         repeated: the texts.
         donors: the same number of texts of the same length.
-        batch_size: rows per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
-        on_start: called once, before anything runs, with the number of ablations: heads times texts.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
@@ -67,8 +60,6 @@ def resampling_ablation(
     n_layers, n_heads, n_texts = model.cfg.n_layers, heads_per_layer(model), len(repeated.tokens)
     if model.cfg.positional_embedding_type == "shortformer":
         raise KVLensError("ablations: shortformer adds positions inside every layer, so a pass cannot start at a later layer")
-    if on_start is not None:
-        on_start(sum(n_heads) * n_texts)
     starts, names = residuals(model, repeated), [head_hooks(model, layer, "hook_z") for layer in range(n_layers)]
     seen = cached(model, donors.tokens, [name for of_layer in names for name in of_layer])
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
@@ -77,7 +68,7 @@ def resampling_ablation(
     for layer in (layer for layer in range(n_layers) if n_heads[layer]):
         heads, texts = torch.cartesian_prod(torch.arange(n_heads[layer]), torch.arange(n_texts)).T
         other = joined_heads([_by_head(seen[name], n) for name, n in names[layer].items()])[texts, :, heads]
-        for rows, effect in with_replaced(model, repeated, starts[layer], layer, heads, texts, other, batch_size):
+        for rows, effect in with_replaced(model, repeated, starts[layer], layer, heads, texts, other):
             change[:, layer, heads[rows], texts[rows]] = effect - whole[:, texts[rows]]
             done += len(rows)
             if on_progress is not None:
@@ -94,13 +85,12 @@ def with_replaced(
     heads: Int[Tensor, " row"],
     texts: Int[Tensor, " row"],
     other: Float[Tensor, "row pos d_head"],
-    batch_size: int | None = None,
 ) -> Iterator[tuple[Int[Tensor, " part"], Float[Tensor, "two part target"]]]:
     """Yield rows and the loss and centered logit of their targets, pass by pass, if ``heads[i]`` writes ``other[i]`` in row i.
 
     ``start`` is the residual stream before ``layer``, and ``texts[i]`` the text of row i.
     """
-    for rows in torch.arange(len(heads)).split(batch_size or rows_per_pass(model, repeated)):
+    for rows in torch.arange(len(heads)).split(rows_per_pass(model, repeated)):
         text, hooks = texts[rows], replace_heads(model, layer, heads[rows], other[rows])
         yield rows, losses_and_logits(model, start[text], layer, repeated.next_tokens[text], *hooks)
 
@@ -215,8 +205,6 @@ def swap_costs(
     donors: RepeatedTokens,
     taps: list[ShiftTaps],
     heads: Bool[Tensor, "layer head"],
-    *,
-    batch_size: int | None = None,
 ) -> SwapCosts:
     """Swap what each head reads at each kind of position, one at a time.
 
@@ -226,7 +214,6 @@ def swap_costs(
         donors: the same number of texts of the same length.
         taps: the shift coefficients of every layer.
         heads: the heads to measure.
-        batch_size: rows per forward pass; None takes what memory allows.
 
     Returns:
         Changes of the mean loss of the next tokens of the second copy.
@@ -238,7 +225,7 @@ def swap_costs(
     texts = torch.arange(len(repeated.tokens)).repeat(len(PATTERNS))
     for layer, head in heads.nonzero().tolist():
         z = _swapped(layers[layer], head, repeated)
-        effects = with_replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z, batch_size)
+        effects = with_replaced(model, repeated, starts[layer], layer, torch.full_like(texts, head), texts, z)
         losses = torch.cat([loss for _, (loss, _) in effects])
         change = rearrange(losses, "(kind text) target -> kind text target", kind=len(PATTERNS)) - whole
         costs[:, layer, head] = change.mean(dim=(1, 2))

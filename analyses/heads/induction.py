@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
-from kvlens.checks import Count, Seed, Within, checked
+from kvlens.checks import Seed, Within, checked
 from kvlens.errors import IndirectHeads
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per_layer, output_weights
@@ -29,9 +29,9 @@ from ..declaration import Columns, Option, analysis, tokens_field
 from ..logit_attribution import residual_directions
 from ..predictions import LOSS_CHANGE
 from ..registry import on_its_front_ends
-from ..segments import OnProgress, bar_unless, heads_of_model, stack_layers
+from ..segments import heads_of_model, progress, stack_layers
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence
-from .ablation import AblationEffect, Start, cached, resampling_ablation, swap_costs
+from .ablation import AblationEffect, cached, resampling_ablation, swap_costs
 from .head_pairs import wide_dtype
 from .repeated_text import (
     LONGEST_TEXT,
@@ -224,9 +224,6 @@ def induction_heads(
     seed: Seed = 0,
     prepend_bos: bool | None = None,
     ablations: bool = False,
-    batch_size: Count | None = None,
-    on_start: Start | None = None,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Score every head on repeated tokens, for each kind of attention.
 
@@ -240,9 +237,6 @@ def induction_heads(
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs), and,
             for each head that changes the loss by more than 0.005 nats, what it reads at each of the four kinds of position
             (4 n_sequences runs per head; not in models with an attention variant).
-        batch_size: rows per forward pass of the ablations; None goes by memory.
-        on_start: called with the number of ablations before they start.
-        on_progress: called with the fraction of the ablations done; None shows a bar on a terminal if it takes long.
 
     Returns:
         One row per head and kind, by layer, head, then kind in the order below:
@@ -254,7 +248,6 @@ def induction_heads(
     """
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
-        batch_size=batch_size, on_start=on_start, on_progress=on_progress,
     )  # fmt: skip
     scores = found.measured.scores
     contrast = [
@@ -302,9 +295,6 @@ def look_at_heads(
     seed: int,
     prepend_bos: bool | None,
     ablations: bool,
-    batch_size: int | None,
-    on_start: Start | None,
-    on_progress: OnProgress | None,
 ) -> HeadsFound:
     """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
     check_model(model)
@@ -319,12 +309,12 @@ def look_at_heads(
     if not ablations:
         return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, others, prepend_bos)
-    with bar_unless(on_progress, "ablating heads") as tell:
-        ablated = resampling_ablation(model, repeated, donors, batch_size=batch_size, on_start=on_start, on_progress=tell)
+    with progress("ablating heads") as tell:
+        ablated = resampling_ablation(model, repeated, donors, on_progress=tell)
     if model.cfg.attention_variant is not None:
         return HeadsFound(repeated, measured, ablated, unknown, None)
     asked = ablated.loss_change.abs() > WORTH_ASKING
-    swaps = swap_costs(model, repeated, donors, measured.taps, asked, batch_size=batch_size)
+    swaps = swap_costs(model, repeated, donors, measured.taps, asked)
     losses = Losses(ablated.loss_change, ablated.loss_error, *swaps)
     return HeadsFound(repeated, measured, ablated, swaps.costs, losses)
 
@@ -398,8 +388,6 @@ def prompt_copies(
     model: KVModel,
     prompt: PromptTokens,
     text: TextTokens,
-    *,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Measure every head's attention along the pairs that induction would use.
 
@@ -407,7 +395,6 @@ def prompt_copies(
         model: with any attention.
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
-        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Returns:
         By layer, head, text token, then earlier occurrence; no rows if no token is repeated:
@@ -428,7 +415,7 @@ def prompt_copies(
         here = (pairs[:, 1] >= first) & (pairs[:, 1] < first + rows.shape[-1])
         attention[layer, : len(rows), here] = rows[:, row[here], pairs[here, 1] - first]
 
-    with bar_unless(on_progress, "prompt_copies") as tell:
+    with progress("prompt_copies") as tell:
         visit_rows(model, torch.cat([prompt, text]), queries, pick, on_progress=tell)
     by_shift = torch.tensor([role == "induction" for row in _roles(model, prompt[:1]) for role in row])
     layer, head = heads = heads_of_model(model)

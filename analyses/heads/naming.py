@@ -23,14 +23,13 @@ from einops import rearrange
 from torch import Tensor
 
 from kvlens import KVModel
-from kvlens.checks import Count, Seed, Within, checked
+from kvlens.checks import Seed, Within, checked
 from kvlens.model import head_matrices
 
 from ..bias.exchange import HEAD
 from ..declaration import Columns, Option, analysis
 from ..predictions import LOGIT_CHANGE, LOSS_CHANGE
-from ..segments import OnProgress, heads_of_model
-from .ablation import Start
+from ..segments import heads_of_model
 from .head_pairs import composition_scores
 from .induction import (
     ABLATIONS,
@@ -111,9 +110,6 @@ def induction_verdicts(
     threshold: Annotated[float, Within(above=0, most=1)] = THRESHOLD,
     ratio: Annotated[float, Within(above=0)] = RATIO,
     ablations: bool = False,
-    batch_size: Count | None = None,
-    on_start: Start | None = None,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """Name every head by its behavior on repeated tokens.
 
@@ -125,7 +121,6 @@ def induction_verdicts(
         ratio: the share required of any kind, as a multiple of uniform attention; see :mod:`kvlens.analyses.heads.verdicts`.
         ablations: also measure the effects of resampling each head's output and of reading another text's tokens, and name
             heads by these (models with an attention variant keep the verdict of the pattern).
-        batch_size, on_start, on_progress: as for ``induction_heads``.
 
     Returns:
         One row per head, by layer, then head:
@@ -137,7 +132,6 @@ def induction_verdicts(
     """
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
-        batch_size=batch_size, on_start=on_start, on_progress=on_progress,
     )  # fmt: skip
     scores, control = found.measured.scores, found.measured.control
     verdicts = name_heads(scores, control, found.repeated, found.losses, threshold=threshold, ratio=ratio)

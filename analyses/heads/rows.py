@@ -35,7 +35,7 @@ from kvlens.texts import token_texts
 
 from ..bias.decomposition import bias_outputs, share_by_size
 from ..bias.positions import output_shares
-from ..segments import Found, Looks, OnProgress, PromptColumns, bar_unless, rows_at, stack_layers, zeros_by_head
+from ..segments import Found, Looks, OnProgress, PromptColumns, progress, rows_at, stack_layers, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, bias_of, one_bias, one_sequence, prompt_sequence, prompt_text_bias
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
@@ -311,7 +311,6 @@ def head_details(
     text: TextTokens,
     *,
     bias: KVBias | None = None,
-    on_progress: OnProgress | None = None,
 ) -> HeadDetails:
     """Run the unconverted model on prompt and text, and the converted one on the text.
 
@@ -320,7 +319,6 @@ def head_details(
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         text: a string, or tokens [pos] without BOS.
         bias: the converted prompt, if it has been converted already; None converts it here.
-        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Raises:
         KVLensError: an attached bias, an empty prompt or text.
@@ -331,7 +329,7 @@ def head_details(
     n_prompt, n_text = len(prompt), len(text)
     everything = torch.cat([prompt, text])
     queries = n_prompt + torch.linspace(0, n_text - 1, min(n_text, MAX_QUERIES)).round().long()
-    with bar_unless(on_progress, "head_details") as tell:
+    with progress("head_details") as tell:
         pattern, attended = _rows(model, everything, queries, n_prompt, lambda x: tell(0.4 * x))
         in_prompt = attended.topk(min(n_prompt, MAX_STRONGEST)).indices.sort().values
         strongest = torch.cat([in_prompt, torch.arange(max(n_prompt, len(everything) - MAX_QUERIES), len(everything))])

@@ -27,7 +27,7 @@ from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.bias.exchange import HEAD, LayerExchange
 from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
-from kvlens.analyses.segments import OnProgress, bar_unless
+from kvlens.analyses.segments import OnProgress, progress
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.arguments import Span
 from kvlens.chat import prompt_layout
@@ -80,7 +80,6 @@ def reading_layers(
     answer: str | int | Int[Tensor, " answer_pos"],
     without: str | Sequence[str] | Sequence[Span],
     heads: bool = True,
-    on_progress: OnProgress | None = None,
 ) -> pd.DataFrame:
     """How far an answer falls when one layer, group or head reads the prompt without some units of it.
 
@@ -100,7 +99,6 @@ def reading_layers(
         answer: its tokens, one token, or text, blanks in front included.
         without: what the other prompt lacks: a string that occurs in the prompt once, several of them, or ranges of tokens.
         heads: also groups and heads, which take most of the time: a row of the response's tokens each.
-        on_progress: called with the fraction done; None shows a progress bar on a terminal if it takes long.
 
     Returns:
         All layers together first, then by part, layer and head:
@@ -122,7 +120,7 @@ def reading_layers(
     whole = convert_prompt(model, layout.tokens[:-1])
     other = convert_prompt(model, counterfactuals(model, layout.tokens[:-1], gone[None, :-1])).select_prompt(0)
     reading = _Reading(model, whole, other, torch.cat([layout.tokens[-1:], between, said[:-1]]), said)
-    with bar_unless(on_progress, "reading_layers") as tell:
+    with progress("reading_layers") as tell:
         found = [*reading.layers(), *(reading.heads(tell) if heads else ())]
     return COLUMNS.frame(
         {

@@ -30,6 +30,7 @@ from kvlens.analyses.bias.decomposition import bias_outputs, share_by_size
 from kvlens.analyses.bias.exchange import baseline_of
 from kvlens.analyses.readings import read_text
 from kvlens.analyses.registry import check_front_end, reason_against
+from kvlens.analyses.segments import telling
 from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
@@ -179,15 +180,19 @@ def build_report(
         raise KVLensError("the model's logits on the text are not finite: activations overflow; try --dtype float32")
     effect = prompt_effect(model, prompt_tokens, text_tokens, bias=bias, readings=readings)
     sequences = (model, prompt_tokens, text_tokens)
-    by_head = bias_by_head(*sequences, bias=bias, on_progress=part("ablating heads", 0.08, 0.16))
-    by_layer = bias_by_layer(*sequences, bias=bias, on_progress=part("ablating layers", 0.16, 0.18))
+    with telling(part("ablating heads", 0.08, 0.16)):
+        by_head = bias_by_head(*sequences, bias=bias)
+    with telling(part("ablating layers", 0.16, 0.18)):
+        by_layer = bias_by_layer(*sequences, bias=bias)
     everything = list(by_head[["layer", "head"]].itertuples(index=False, name=None))
     total = baseline_ablation(model, prompt_tokens, text_tokens, [everything], bias=bias).iloc[0]
     heads = copies = None
     if "head_details" not in missing:
-        heads = head_details(*sequences, bias=bias, on_progress=part("attention of heads", 0.18, 0.28))
+        with telling(part("attention of heads", 0.18, 0.28)):
+            heads = head_details(*sequences, bias=bias)
     if "prompt_copies" not in missing:
-        copies = prompt_copies(*sequences, on_progress=part("looking for copies", 0.28, 0.32))
+        with telling(part("looking for copies", 0.28, 0.32)):
+            copies = prompt_copies(*sequences)
     generated = {}
     for i, condition in enumerate(SHOWN_CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.32 + 0.08 * i / 3)
@@ -252,14 +257,11 @@ def build_report(
         summary["answer"] = answer_figures(explained)
     linked = None
     if "linked_shares" not in missing:
-        linked = linked_shares(
-            *sequences,
-            bias=bias,
-            colorings={ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps},
-            without_zero=["dual loss drop (log)"],
-            readings=readings,
-            on_progress=part("linking prompt and text", 0.92, 1.0),
-        )
+        colorings = {ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps}
+        with telling(part("linking prompt and text", 0.92, 1.0)):
+            linked = linked_shares(
+                *sequences, bias=bias, colorings=colorings, without_zero=["dual loss drop (log)"], readings=readings
+            )
     return Report(summary, tables, bias, heads, linked, _bias_share(model, bias, text_tokens), explained, missing)
 
 

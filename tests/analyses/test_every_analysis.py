@@ -13,9 +13,11 @@ import pytest
 import torch
 from analysis_models import heads_and_verdicts, two_layer_circuit
 from kvlens.analyses.batch.work import load_analysis
+from kvlens.analyses.bias.exchange import HeadExchange
 from kvlens.analyses.declaration import Columns, Record
+from kvlens.analyses.heads import ablation
 from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
-from kvlens.analyses.segments import bar_unless
+from kvlens.analyses.segments import progress, telling
 from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from pictures import data_of
 from small_models import sharp
@@ -35,6 +37,7 @@ from kvlens.analyses import (
     prompt_by_depth,
     segments,
 )
+from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.viz import depth_map
 
 OTHER = "The gadget is purple.\nThe widget"  # as many tokens as PROMPT
@@ -338,20 +341,16 @@ def test_one_word_for_a_position_in_every_table():
 GIVEN = torch.arange(3, 14), torch.tensor([5, 2, 7])
 TWO_UNITS = dict(by=[(0, 5), (5, 11)])
 LONG = {
-    "attribution_by_edge": lambda model, **tell: analyses.attribution_by_edge(model, *GIVEN, **TWO_UNITS, **tell),
-    "attribution_by_head": lambda model, **tell: analyses.attribution_by_head(model, *GIVEN, **TWO_UNITS, **tell),
-    "attribution_by_position": lambda model, **tell: analyses.attribution_by_position(model, *GIVEN, **TWO_UNITS, **tell),
-    "prompt_attribution": lambda model, **tell: analyses.prompt_attribution(model, *GIVEN, **TWO_UNITS, **tell),
-    "bias_by_head": lambda model, **tell: analyses.bias_by_head(model, *GIVEN, batch_size=4, **tell),
-    "bias_by_layer": lambda model, **tell: analyses.bias_by_layer(model, *GIVEN, batch_size=2, **tell),
-    "bias_effects": lambda model, **tell: analyses.bias_effects(model, *GIVEN, batch_size=4, **tell),
-    "bias_ablation": lambda model, **tell: analyses.bias_ablation(model, *GIVEN, [[(0, 0)], [(1, 0)]], batch_size=1, **tell),
-    "activation_patching": lambda model, **tell: analyses.activation_patching(
-        model, GIVEN[0], GIVEN[0].flip(0), GIVEN[1], batch_size=4, **tell
-    ),
-    "induction_heads": lambda model, **tell: analyses.induction_heads(
-        model, ablations=True, n_sequences=2, batch_size=4, **tell
-    ),
+    "attribution_by_edge": lambda model: analyses.attribution_by_edge(model, *GIVEN, **TWO_UNITS),
+    "attribution_by_head": lambda model: analyses.attribution_by_head(model, *GIVEN, **TWO_UNITS),
+    "attribution_by_position": lambda model: analyses.attribution_by_position(model, *GIVEN, **TWO_UNITS),
+    "prompt_attribution": lambda model: analyses.prompt_attribution(model, *GIVEN, **TWO_UNITS),
+    "bias_by_head": lambda model: analyses.bias_by_head(model, *GIVEN),
+    "bias_by_layer": lambda model: analyses.bias_by_layer(model, *GIVEN),
+    "bias_effects": lambda model: analyses.bias_effects(model, *GIVEN),
+    "bias_ablation": lambda model: analyses.bias_ablation(model, *GIVEN, [[(0, 0)], [(1, 0)]]),
+    "activation_patching": lambda model: analyses.activation_patching(model, GIVEN[0], GIVEN[0].flip(0), GIVEN[1]),
+    "induction_heads": lambda model: analyses.induction_heads(model, ablations=True, n_sequences=2),
 }
 
 
@@ -361,9 +360,12 @@ def facts():
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_it_tells_how_far_it_is(facts, name):
+def test_it_tells_how_far_it_is(facts, name, monkeypatch):
     told: list[float] = []
-    LONG[name](facts, on_progress=told.append)
+    monkeypatch.setattr(HeadExchange, "_numbers_per_row", lambda *of: NUMBERS_PER_PASS)
+    monkeypatch.setattr(ablation, "rows_per_pass", lambda *of: 4)
+    with telling(told.append):
+        LONG[name](facts)
     assert len(told) > 1 and told == sorted(told) and 0.9 < told[-1] <= 1.0 and told[0] < 0.9
 
 
@@ -379,7 +381,7 @@ def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
     monkeypatch.setattr(segments, "BAR_AFTER", 0)
     monkeypatch.setattr(segments.multiprocessing, "parent_process", lambda: worker)
     monkeypatch.setattr(sys, "stderr", stderr)
-    with bar_unless(None, "looking") as tell:
+    with progress("looking") as tell:
         tell(0.5)
     assert ("looking" in stderr.getvalue()) == shown
     assert stderr.getvalue().split("\r")[-1].strip() == ""
@@ -394,13 +396,6 @@ def test_a_bar_shows_in_a_notebook_that_has_no_terminal(monkeypatch):
             super().__init__(**options | {"disable": True})
 
     monkeypatch.setattr(segments, "tqdm", tqdm_notebook)
-    with bar_unless(None, "looking") as tell:
+    with progress("looking") as tell:
         tell(0.5)
     assert seen["disable"] is False
-
-
-def test_a_callback_is_called_instead_of_showing_a_bar():
-    told = []
-    with bar_unless(told.append, "looking") as tell:
-        tell(0.25)
-    assert told == [0.25]

@@ -161,7 +161,6 @@ def batch(**given):
     return run_batch(Work(**{"analysis": LETTERS, "models": ("docs-linear",), **given}), source, "out.parquet")
 
 
-BATCH_SIZE = "batch_size must be at least 1, got 0"
 REFUSED = [
     # bias_effects
     ("methods must be a list of", lambda: effects(methods=["mode"])),
@@ -181,7 +180,6 @@ REFUSED = [
     ("removal 0 names layer 1, head 5", lambda: removed([[(1, 5)]])),
     ("batch of 2", lambda: removed([[]], lambda: bias(n_prompts=2))),
     ("weights differs", lambda: removed([[]], model=lambda: sharp(seed=4))),
-    (BATCH_SIZE, lambda: analyses.bias_by_head(linear(), PROMPT, TEXT, batch_size=0)),
     ("model must be a HookedKVTransformer", lambda: analyses.bias_by_head("docs-linear", PROMPT, TEXT)),
     # bias_positions, bias_decomposition, bias_singular_values, circuits
     ("by must be one of attended, source, got 'token'", lambda: positions(by="token")),

@@ -45,7 +45,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "bias_effects": [{}, dict(methods=("zero", "baseline"), by="head", answer=3), dict(by="layer")],
     "bias_positions": [{}, dict(at=[1, 3], answer=3)],
     "explanation": [ONE],
-    "induction_heads": [FEW, dict(**ABLATIONS, batch_size=7)],
+    "induction_heads": [FEW, ABLATIONS],
     "induction_verdicts": [FEW, ABLATIONS],
     "prompt_attribution": [dict(by="token"), dict(by=UNITS, null=NULL), dict(by=UNITS[:2], null=NULL, positions="closed")],
     "reading_layers": [dict(answer=3, without=UNITS[:1])],

@@ -10,6 +10,7 @@ import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, VARIANTS, bernoulli_kl, centered, pencil_model, tokens
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
 from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange, in_one_space
+from kvlens.analyses.segments import telling
 from precision import LAW, relative_error
 from small_models import sharp
 
@@ -22,6 +23,7 @@ from kvlens.analyses import (
     bias_effects,
     bias_singular_values,
 )
+from kvlens.memory import NUMBERS_PER_PASS
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
 OTHERS = torch.stack([tokens(7, seed=5), tokens(7, seed=6), tokens(7, seed=8)])
@@ -158,17 +160,15 @@ def test_one_token_of_text_has_no_loss():
     assert bias_effects(sharp(), PROMPT, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
 
 
-def test_the_number_is_reported_before_the_first_and_the_batch_size_changes_only_rounding():
+def test_the_rows_of_a_pass_change_only_rounding(monkeypatch):
     model, told = sharp(), []
     bias = convert_prompt(model, PROMPT)
-    tell = dict(on_start=told.append, on_progress=lambda done: told.append(round(done, 3)))
-    whole = bias_effects(model, bias, TEXT, parts=["bias"], batch_size=4, **tell)
-    assert told == [10, 0.4, 0.8, 1.0]
-    for batch_size in (None, 1, 10):
-        frame = bias_effects(model, bias, TEXT, parts=["bias"], batch_size=batch_size)
-        pd.testing.assert_frame_equal(frame, whole, rtol=1e-9, atol=1e-13)
-    told.clear()
-    bias_by_head(model, PROMPT, TEXT, batch_size=4, on_progress=told.append)
+    whole = bias_effects(model, bias, TEXT, parts=["bias"])
+    for rows in (1, 4):
+        monkeypatch.setattr(HeadExchange, "_numbers_per_row", lambda *of: NUMBERS_PER_PASS // rows)  # noqa: B023
+        pd.testing.assert_frame_equal(bias_effects(model, bias, TEXT, parts=["bias"]), whole, rtol=1e-9, atol=1e-13)
+    with telling(told.append):
+        bias_by_head(model, PROMPT, TEXT)
     assert told == pytest.approx([0.2, 0.4, 0.5, 0.7, 0.9, 1.0])
 
 

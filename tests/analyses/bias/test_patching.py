@@ -8,10 +8,13 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import SOFTMAX, VARIANTS, centered, pencil_model, tokens
+from kvlens.analyses.bias.exchange import HeadExchange
+from kvlens.analyses.segments import telling
 from small_models import sharp
 
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 from kvlens.analyses import activation_patching
+from kvlens.memory import NUMBERS_PER_PASS
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
 ANSWER, RIVAL = 3, 11
@@ -193,21 +196,19 @@ def rows_of(frame, *points):
     return pd.concat([frame[frame["point"] == point] for point in points], ignore_index=True)
 
 
-def test_the_size_of_the_batch_and_the_order_of_points_change_nothing_but_rounding_and_progress_tells_it():
-    (model, whole), points = patched("rope after"), ["v_shift_coef", "shift_state", "z_bias"]
-    expected = rows_of(whole, *points)
-    for size in (None, 1, 5):
-        started, done = [], []
-        frame = patching(model, points=points, batch_size=size, on_start=started.append, on_progress=done.append)
-        assert started == [len(frame)]
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+def test_the_rows_of_a_pass_and_the_order_of_points_change_only_rounding_and_progress_tells_it(rows, monkeypatch):
+    """Values replace b_KV in each row, and leave b_D as it is."""
+    found, done = [patched("rope after"), patched("softmax, learned")], []
+    monkeypatch.setattr(HeadExchange, "_numbers_per_row", lambda *of: NUMBERS_PER_PASS // rows)
+    for (model, whole), points in zip(found, (["v_shift_coef", "shift_state", "z_bias"], ["values"]), strict=True):
+        done.clear()
+        with telling(done.append):
+            frame = patching(model, points=points)
         assert done == sorted(done) and done[-1] == 1
         n_coef = int(frame["point"].str.endswith("coef").sum())
-        assert len(done) == n_coef + -(-(len(frame) - n_coef) // (size or 1000))  # coefficients have no batch axis
-        pd.testing.assert_frame_equal(frame, expected, rtol=1e-9, atol=1e-12)
-    model, whole = patched("softmax, learned")
-    for size in (None, 7):  # values replace b_KV in each row, and leave b_D as it is
-        frame = patching(model, points="values", batch_size=size)
-        pd.testing.assert_frame_equal(frame, rows_of(whole, "values"), rtol=1e-9, atol=1e-12)
+        assert len(done) == n_coef + -(-(len(frame) - n_coef) // rows)  # coefficients have no batch axis
+        pd.testing.assert_frame_equal(frame, rows_of(whole, *points), rtol=1e-9, atol=1e-12)
 
 
 def test_without_an_answer_the_metric_is_of_the_next_tokens():

@@ -368,7 +368,7 @@ def test_swaps_equal_one_hooked_forward_pass_each(name):
     taps = measure_heads(model, own, donors.tokens[:, -n:]).taps
     asked = torch.ones(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
     asked[0, 1] = False
-    costs, errors = swap_costs(model, own, donors, taps, asked, batch_size=2)
+    costs, errors = swap_costs(model, own, donors, taps, asked)
     assert costs[:, 0, 1].isnan().all() and errors[:, :, 0, 1].isnan().all() and not errors[..., 1, 2].isnan().any()
     (logits, cache), (_, other) = model.run_with_cache(own.tokens), model.run_with_cache(donors.tokens)
 
