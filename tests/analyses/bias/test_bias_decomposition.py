@@ -287,7 +287,7 @@ def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second,
     monkeypatch.setattr(segments, "KEPT_BYTES", room)
     model, told, seen = sharp(), [], []
     whole = bias_positions(model, LONG_PROMPT, ITS_TEXT)
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 6)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 6)
     streamed = bias_positions(model, LONG_PROMPT, ITS_TEXT, on_progress=told.append)
     pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)
     assert told == pytest.approx([6 / 32, 12 / 32, 0.5, 0.5, *second])
