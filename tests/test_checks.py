@@ -29,8 +29,7 @@ from kvlens import (
     analyses,
     convert_prompt,
 )
-from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
-from kvlens.checks.values import members, reader_of
+from kvlens.checks import Count, Finite, Seed, Within, checked, ensure, members, reader_of
 from kvlens.ops import rotary
 from kvlens.tasks import Task, make_task
 

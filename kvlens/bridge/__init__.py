@@ -27,6 +27,6 @@ without a bias.
 """
 
 from kvlens.bridge.bridge import KVTransformerBridge
-from kvlens.bridge.state_memory import LayerMemory, read_memory
+from kvlens.bridge.recurrent import LayerMemory, read_memory
 
 __all__ = ["KVTransformerBridge", "LayerMemory", "read_memory"]

@@ -22,11 +22,9 @@ from transformers.utils import TransformersKwargs
 
 from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import compare
-from kvlens.bridge.fingerprint import FRONT_END, fingerprint_of, sizes_of
 from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
-from kvlens.bridge.norms import ends_of
-from kvlens.bridge.parts import layers_of, parts_of_bridge
+from kvlens.bridge.parts import FRONT_END, ends_of, fingerprint_of, layers_of, parts_of_bridge, sizes_of
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer

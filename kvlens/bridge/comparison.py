@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlens.bridge.fingerprint import fingerprint_of
-from kvlens.bridge.parts import text_config
+from kvlens.bridge.parts import fingerprint_of, text_config
 from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError, first_line
 from kvlens.kv_bias import KVBias

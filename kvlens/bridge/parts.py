@@ -3,11 +3,18 @@
 Softmax attention that the bridge computes itself, step by step, can read a KV bias, and recurrent layers that have a mixer
 (:mod:`kvlens.mixers`). A component of another class raises an error; what one of these classes computes in its own way, the
 comparison with Transformers finds (:mod:`kvlens.bridge.comparison`).
+
+Below them stand the norms around the parts, measured and not read: families write the gain of a norm in ways of their own (as
+1 + w, in float32, as a weight of another name), but a norm is linear up to its scale, so its gain, its bias and whether it
+subtracts the mean follow from what it makes of three vectors. Last is the fingerprint of it all: Transformers' configuration,
+and a hash of the weights by Transformers' names.
 """
 
+import json
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -22,14 +29,14 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from kvlens.bridge.native import add_hook_points
-from kvlens.bridge.norms import norms_around
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.mixers import has_mixer
-from kvlens.model.protocol import Layer
+from kvlens.model.fingerprint import hashed_once
+from kvlens.model.protocol import Ends, Layer, LinearNorm
 from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
@@ -221,3 +228,151 @@ def _no_way(family: str, why: str) -> KVLensError:
         f"KVTransformerBridge: {family} has no way to read a KV bias yet: {why}. Models that have one: {SUPPORTED}, and others "
         f"whose layers the bridge computes in the same way; a plain TransformerBridge runs this one without a bias{other}"
     )
+
+
+PROBE = 1e3
+"""Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
+
+
+BEFORE = ("input_layernorm", "ln_1")
+"""What Transformers calls the norm before the attention."""
+
+
+class FoldedNorm(NamedTuple):
+    """A norm up to its scale: x -> (x - mean(x)) * gain + bias, in float64."""
+
+    gain: Float[Tensor, " d_model"]
+    bias: Float[Tensor, " d_model"]
+    centers: bool
+
+
+def measured(module: nn.Module, like: Tensor) -> FoldedNorm:
+    """The norm that a module computes on vectors of the residual stream, without hooks.
+
+    Args:
+        module: a bridge component around a norm, or around nothing (no norm).
+        like: a weight of the model, for device and dtype if the norm has no weights.
+    """
+    norm: Any = getattr(module, "original_component", module)
+    weights = next(norm.parameters(), like)
+    d_model = like.shape[0]
+
+    def apply(x: Tensor) -> Tensor:
+        result: Tensor = norm(x.to(weights)[None, None])[0, 0]
+        return result.double().cpu()
+
+    sign = torch.ones(d_model, dtype=torch.float64)
+    sign[1::2] = -1
+    sign = sign - sign.mean()  # an odd number of dimensions leaves a mean
+    there, back, raised = (apply(PROBE * x) for x in (sign, -sign, sign + 1))
+    size = sign.square().mean().sqrt()
+    centers = bool(torch.allclose(raised, there, rtol=1e-3, atol=1e-3 * float(there.abs().max())))
+    return FoldedNorm((there - back) / 2 * size / sign, (there + back) / 2, centers)
+
+
+def ends_of(model: Any) -> Ends:
+    """Return the ends of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
+    w_u, b_u = model.W_U, getattr(model, "b_U", None)
+    factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
+    w_u = w_u if factor == 1 else w_u * factor
+    norm, module = measured(model.ln_final, w_u), model.ln_final.original_component
+    b_u = torch.zeros(w_u.shape[1], device=w_u.device) if b_u is None else b_u
+    weight, bias = norm.gain.to(w_u), norm.bias.to(w_u) if float(norm.bias.abs().max()) > 1e-6 else None
+
+    def scale(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        centered = x - x.mean(dim=-1, keepdim=True) if norm.centers else x
+        y = module(x.to(next(module.parameters(), w_u))).double()
+        y = y if bias is None else y - bias.double()
+        return (centered * weight.double()).norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True)
+
+    return Ends(model.blocks[0].hook_in, getattr(model, "pos_embed", None), w_u, b_u, weight, bias, norm.centers, scale)
+
+
+def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
+    """The norms before and after a layer's heads, by what they compute; None where there are none."""
+    like, found = model.W_U, _norms_around(model.blocks[layer])
+    of = [None if norm is None else measured(norm, like) for norm in found]
+    before, behind = (None if norm is None else LinearNorm(norm.gain.to(like), norm.centers) for norm in of)
+    return before, behind
+
+
+def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms before and after a block's attention, by their names in Transformers, None where there are none.
+
+    ``post_attention_layernorm`` comes after the attention in blocks that have a norm after the MLP too (Gemma 2 and 3, OLMo 2).
+    """
+    held = block.original_component
+    before = next((getattr(held, name) for name in BEFORE if hasattr(held, name)), None)
+    return before, getattr(held, "post_attention_layernorm", None) if hasattr(held, "post_feedforward_layernorm") else None
+
+
+FRONT_END = "TransformerBridge"
+"""Distinguishes a bias of a bridge from one of a HookedKVTransformer."""
+WITHOUT_EFFECT = {
+    *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings"),
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "problem_type", "task_specific_params"),
+    *("chunk_size_feed_forward", "max_position_embeddings", "n_positions", "n_ctx", "attn_pdrop", "resid_pdrop"),
+    *("embd_pdrop", "attention_dropout", "router_aux_loss_coef", "output_router_logits", "summary_type"),
+    *("summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "pretraining_tp"),
+    *("is_encoder_decoder", "_attn_implementation", "beside", "checksum", "use_attn_in", "use_attn_result"),
+    *("use_hook_mlp_in", "use_split_qkv_input"),
+}
+"""Fields of a Transformers configuration that change no activation of a text model. All others count."""
+
+
+def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
+    """Structure and current weights. Reads every weight if one has changed since the last time, unless they are left out."""
+    cfg, config = bridge.cfg, text_config(bridge.original_model)
+    parts = bridge.__dict__["_parts"]
+    sizes, attention = sizes_of(parts), {part.layer for part in parts if isinstance(part, SoftmaxLayer)}
+    fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
+    rest = {
+        "architecture": cfg.architecture,
+        "front_end": FRONT_END,
+        "weights_processed": bool(getattr(bridge, "_weights_processed", False)),
+        **fields,
+    }
+    return Fingerprint(
+        attention="softmax",
+        n_layers=cfg.n_layers,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        d_model=cfg.d_model,
+        d_head=sizes.d_head,
+        d_phi=0,
+        d_vocab=cfg.d_vocab,
+        feature_map="none",
+        normalizer="softmax",
+        attn_scale=0.0,  # by layer, and implied by the configuration
+        positional_embedding_type=cfg.positional_embedding_type,
+        rotary_placement=None,
+        decay="none",
+        kv_shift="none",
+        heads=tuple(
+            (sizes.n_heads, sizes.n_kv_heads, sizes.d_head, 0) if n in attention else (0,) * 4 for n in range(cfg.n_layers)
+        ),
+        rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
+        weights=hashed_once(bridge, partial(_weights, bridge)) if with_weights else "",
+        d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
+    )
+
+
+def sizes_of(parts: Sequence[Any]) -> HeadSizes:
+    """The heads of the attention layers; of a model without them, those of its states."""
+    for part in parts:
+        if isinstance(part, SoftmaxLayer):
+            return part.sizes
+    mixer = parts[0].mixer
+    return HeadSizes(mixer.n_heads, mixer.n_heads, mixer.d_v, mixer.d_v)
+
+
+def _weights(bridge: Any) -> dict[str, Tensor]:
+    """Each weight once, by the name that it has in Transformers, or in the bridge where it was split there."""
+    once: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    for name, value in bridge.original_model.state_dict().items():
+        clean = name.replace("_original_component.", "")
+        key = (value.data_ptr(), tuple(value.shape), value.stride())
+        if key not in once or clean < once[key][0]:
+            once[key] = clean, value
+    return dict(once.values())

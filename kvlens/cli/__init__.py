@@ -1,19 +1,23 @@
-"""The command line: one module per command, each with ``add_command(commands)``.
+"""The command line: the commands that take a prompt (``prompts.py``) or settings (``settings.py``), and here the short ones.
 
 Torch and TransformerLens take seconds to import, so they are imported only when a command needs them.
 """
 
 import argparse
+import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import kvlens
-from kvlens.cli import analyse, explain, reference, report, reproduce, train, zoo
+from kvlens import zoo
+from kvlens.cli.prompts import add_explain, add_report
+from kvlens.cli.settings import add_reproduce, add_train
 from kvlens.errors import KVLensError, nearest
-from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, visible
+from kvlens.files import read_listed
+from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, terminal_width, visible, wrap
 
-MODULES = (report, explain, analyse, train, zoo, reproduce, reference)
-COMMANDS = tuple(module.__name__.rsplit(".", 1)[-1] for module in MODULES)
 BAD_INPUT = 2
 
 
@@ -84,6 +88,99 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvlens {kvlens.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Arguments)
-    for module in MODULES:
-        module.add_command(commands)
+    for add_command in COMMANDS.values():
+        add_command(commands)
     return parser
+
+
+def add_analyse(commands: Any) -> None:
+    """Add the command. It passes all arguments on, because its options depend on the analysis, which is not imported yet."""
+    analyse = commands.add_parser(
+        "analyse",
+        help="run an analysis over many prompts and models and write one Parquet file; without arguments, list the analyses",
+        add_help=False,
+        prefix_chars="\0",  # so that no argument, not even --help, is parsed here
+    )
+    analyse.add_argument("arguments", nargs=argparse.REMAINDER)
+    analyse.set_defaults(run=_analyse)
+
+
+def _analyse(args: argparse.Namespace) -> int:
+    from kvlens.analyses.batch.script import analyse
+
+    return analyse(args.arguments)
+
+
+LEGEND = (
+    "loss (nats) and accuracy: on held-out data, at the positions scored by the task; gain: how much a converted context "
+    "lowers the loss, in nats per token."
+)
+
+
+def add_zoo(commands: Any) -> None:
+    """Add ``zoo`` to the command line."""
+    parser = commands.add_parser(
+        "zoo",
+        help="list the models that ship with kvlens",
+        description="List the models that ship with kvlens: size, task, held-out loss and accuracy and, for language "
+        "models with linear attention, how much a converted context lowers the loss.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_zoo)
+
+
+def _zoo(args: argparse.Namespace) -> int:
+    names = zoo.names()
+    if not names:
+        print("This installation has no models; train one with: kvlens train docs-linear --out DIR")
+        return 0
+    print(f"{'name':<20}{'task':<11}{'parameters':>11}{'size':>9}{'loss':>9}{'accuracy':>10}{'gain':>8}")
+    for name in names:
+        folder = zoo.folder_of(name)
+        size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+        facts = json.loads(read_listed(folder, "training.json"))
+        held = facts["heldout"]
+        gain = f"{held['gain']:>8.3f}" if "gain" in held else f"{'':>8}"
+        print(
+            f"{name:<20}{facts['recipe']['task']:<11}{facts['n_parameters']:>11,}{size:>6.1f} MB{held['loss']:>9.4f}"
+            f"{held['accuracy']:>10.4f}{gain}"
+        )
+    example = "docs-linear" if "docs-linear" in names else names[0]
+    print("\n" + wrap(f'{LEGEND} Load a model with kvlens.load("{example}").', terminal_width()))
+    return 0
+
+
+def add_reference(commands: Any) -> None:
+    """Add ``reference`` to the command line."""
+    parser = commands.add_parser(
+        "reference",
+        help="write the API reference as HTML pages",
+        description="Write the API reference of kvlens and its analyses as HTML pages that work offline, built from the "
+        "docstrings, with one page per paper that maps its equations to functions. Install what this needs with "
+        "pip install -e '.[docs]' in a clone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", default="reference", metavar="DIR", help="output folder (default: %(default)s)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing reference in DIR; no other files are touched"
+    )
+    parser.set_defaults(run=_reference)
+
+
+def _reference(args: argparse.Namespace) -> int:
+    from kvlens.reference import build_reference
+
+    names = build_reference(args.out, overwrite=args.overwrite)
+    print(f"{len(names)} pages; open {visible(str(Path(args.out) / 'index.html'))}")
+    return 0
+
+
+COMMANDS = {
+    "report": add_report,
+    "explain": add_explain,
+    "analyse": add_analyse,
+    "train": add_train,
+    "zoo": add_zoo,
+    "reproduce": add_reproduce,
+    "reference": add_reference,
+}

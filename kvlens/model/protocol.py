@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kvlens.checks.values import CALLED
+from kvlens.checks import CALLED
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.exact import PromptBatch, PromptReading
 from kvlens.ops.softmax_features import ScoreRule

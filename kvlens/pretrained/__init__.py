@@ -6,19 +6,17 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 - :mod:`~kvlens.pretrained.names`: public names, and where their files are;
 - :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: files, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.translation`, ``rope_parameters``: Transformers' model as ours;
-- :mod:`~kvlens.pretrained.trial`: comparison with Transformers;
 - :mod:`~kvlens.pretrained.llama2c`: the same from the files of llama2.c;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``: what neither library supports.
 """
 
 from kvlens.pretrained.checkpoint_files import read_tensors
 from kvlens.pretrained.gguf import is_gguf, read_gguf
-from kvlens.pretrained.hugging_face import PretrainedParts, load_pretrained_parts
+from kvlens.pretrained.hugging_face import PretrainedParts, check_trial, load_pretrained_parts
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import cached_folder, is_local_folder, official_name, official_names
 from kvlens.pretrained.shift_import import import_shift_coefficients
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
-from kvlens.pretrained.trial import check_trial
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",

@@ -11,8 +11,7 @@ from precision import LAW, relative_error
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from kvlens import KVLensError
-from kvlens.dual.bert import load_bert, swap_self_attention
-from kvlens.dual.glue import fine_tune, metrics_of, read_examples
+from kvlens.dual.bert import fine_tune, load_bert, metrics_of, read_examples, swap_self_attention
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "the", "cat", "dog", "sat", "ran", "is"]
 

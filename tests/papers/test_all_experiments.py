@@ -15,7 +15,8 @@ import pytest
 from matplotlib.figure import Figure
 from test_papers import unlisted
 
-from kvlens.cli import main, reproduce
+from kvlens.cli import main
+from kvlens.cli import settings as commands
 from kvlens.conversion import features
 from kvlens.errors import KVLensError
 from kvlens.files import check_folder
@@ -204,7 +205,7 @@ def test_an_inconclusive_verdict_is_printed_with_what_would_have_been_found(caps
     values = [0.1, -0.1, 0.2, -0.2, 0.3, -0.1]
     found = [Comparison.tested_on("w", "c", sample, ours=1.0) for sample in (values, values[:3], [1.0, 1.1, 1.2] * 2)]
     summary = dict(comparisons=[one.as_json() for one in found], differences=[], seconds=1.0, files=["f"])
-    reproduce._print_summary(summary, Path("x"))
+    commands._print_summary(summary, Path("x"))
     first, few, clear = capsys.readouterr().out.split("\nw\n")[1:]
     spread = pd.Series(values).std()
     assert "mean of 6 values 0.03333, 95 % interval -0.173 to 0.2397; tested against 0" in " ".join(first.split())

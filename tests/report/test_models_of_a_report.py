@@ -13,7 +13,7 @@ from tiny_text_model import tiny_text_model
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses, load
 from kvlens.__main__ import main
-from kvlens.cli.report import _method
+from kvlens.cli.prompts import _method
 from kvlens.conversion import METHODS, Exact, Landmark, TaylorPolynomial
 from kvlens.kv_bias import KVBias
 from kvlens.report.build import build_report

@@ -27,8 +27,7 @@ from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from kvlens.dual.bert import load_bert, swap_self_attention
-from kvlens.dual.glue import CHANCE, GLUE_METRICS, GLUE_TASKS, fine_tune
+from kvlens.dual.bert import CHANCE, GLUE_METRICS, GLUE_TASKS, fine_tune, load_bert, swap_self_attention
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import WEIGHTS, checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead

@@ -10,7 +10,7 @@ import torch
 
 from kvlens import HookedKVTransformer
 from kvlens.dual import layer
-from kvlens.dual.glue import read_examples
+from kvlens.dual.bert import read_examples
 from kvlens.papers.dual import bert_variants, dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.dual.dual_equivalence import after_one_step
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, squared_errors, train_layer
