@@ -1,9 +1,9 @@
 """Which analyses there are, where each is defined, and which front end each runs on, with the reason where it does not.
 
-The modules of kvlens' own analyses and of every public name are listed, so that finding them imports nothing.
-HookedKVTransformer runs what TransformerLens 3's HookedTransformer does, linear attention and KV shifts among it;
-KVTransformerBridge runs models as Transformers does, softmax layers and, in hybrid models, recurrent ones. An analysis that is
-not in :data:`NOT_ON` runs on all of them.
+This folder and ``kvlens/analyses.py`` are one package, ``kvlens.analyses``. The modules of kvlens' own analyses and of every
+public name are listed, so that finding them imports nothing. HookedKVTransformer runs what TransformerLens 3's
+HookedTransformer does, linear attention and KV shifts among it; KVTransformerBridge runs models as Transformers does, softmax
+layers and, in hybrid models, recurrent ones. An analysis that is not in :data:`NOT_ON` runs on all of them.
 """
 
 import functools

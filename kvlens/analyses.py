@@ -7,8 +7,9 @@ Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which uni
 and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is
 loaded on first use, so that importing the package and showing help are quick.
 
-The modules lie in the folder ``analyses`` beside ``kvlens`` in a clone, and in ``kvlens/analyses`` where a wheel is installed.
-In neither place is there a package ``analyses``: a user's own file or folder of that name is found instead.
+This file and the folder ``analyses`` are one package, ``kvlens.analyses``: in a clone the folder with its modules lies beside
+``kvlens``, in a wheel it is ``kvlens/analyses``. In neither is there a package ``analyses``: a user's own file or folder of
+that name is found instead.
 """
 
 import importlib

@@ -29,8 +29,8 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.analyses import attention_under_bias as attention_by_head
-from kvlens.viz import attention_under_bias
+from kvlens.analyses import attention_under_bias
+from kvlens.viz import attention_view_under_bias
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("facts-gpt2")  # trained on made-up stories, like the model of notebook 01, but with softmax attention
@@ -110,19 +110,19 @@ circuitsvis.tokens.colored_tokens(model.to_str_tokens(question, prepend_bos=Fals
 # %% [markdown]
 # ## What the question attends to
 #
-# `hook_pattern` under a bias has the columns of the question alone. `attention_under_bias` adds those of the story's tokens (p0, p1, ...), and circuitsvis
+# `hook_pattern` under a bias has the columns of the question alone. `attention_view_under_bias` adds those of the story's tokens (p0, p1, ...), and circuitsvis
 # draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was taken. Run it and hover over a head to
 # enlarge it; what is stored here are static pictures.
 
 # %%
-attention_under_bias(model, story, question, layer=1, title="layer 1, every key")
+attention_view_under_bias(model, story, question, layer=1, title="layer 1, every key")
 
 # %%
 four = table.set_index(["method", "size"])["bias"]["landmark", 4]
-attention_under_bias(model, story, question, layer=1, bias=four, title="layer 1, four fitted keys")
+attention_view_under_bias(model, story, question, layer=1, bias=four, title="layer 1, four fitted keys")
 
 # %%
-patterns = {name: attention_by_head(model, story, question, 1, bias=bias) for name, bias in {"exact": exact, "four": four}.items()}
+patterns = {name: attention_under_bias(model, story, question, 1, bias=bias) for name, bias in {"exact": exact, "four": four}.items()}
 last = {name: found.pattern[:, -1, : found.n_prompt] for name, found in patterns.items()}  # the last token's, to the story
 assert all(torch.allclose(found.pattern[:, -1].sum(-1), torch.ones(model.cfg.n_heads), atol=1e-4) for found in patterns.values())
 assert ((last["four"] != 0).sum(-1) <= 4).all() and ((last["exact"] != 0).sum(-1) == story_tokens.shape[1]).all()

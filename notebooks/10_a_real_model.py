@@ -43,9 +43,9 @@ import torch
 
 import kvlens
 from kvlens import Chat, convert_prompt
-from kvlens.analyses import attention_under_bias as attention_by_head
+from kvlens.analyses import attention_under_bias
 from kvlens.analyses import reading_layers
-from kvlens.viz import attention_under_bias
+from kvlens.viz import attention_view_under_bias
 
 torch.set_grad_enabled(False)
 local = Path(os.environ.get("KVLENS_REAL_MODELS", "")) / "smollm2.gguf"
@@ -165,15 +165,15 @@ costs.round(2)
 # %% [markdown]
 # ## What its heads attend to
 #
-# `hook_pattern` under a bias has the columns of the text alone, in which the row that predicts the word has a few percent of its attention. `attention_under_bias`
+# `hook_pattern` under a bias has the columns of the text alone, in which the row that predicts the word has a few percent of its attention. `attention_view_under_bias`
 # adds those of the prompt's tokens (p0, p1, ...), and their rows. circuitsvis draws the heads of this layer: run it and hover over one to enlarge it. The
 # fourth row from the end, that of "in", predicts the word.
 
 # %%
-attention_under_bias(model, prompt, words[0], reader, bias=bias)
+attention_view_under_bias(model, prompt, words[0], reader, bias=bias)
 
 # %%
-looks = attention_by_head(model, prompt, words[0], reader, bias=bias)
+looks = attention_under_bias(model, prompt, words[0], reader, bias=bias)
 row = word[0] - 1 - words.shape[1]  # of the token that predicts the word, from the end
 last = looks.pattern[:, row]
 assert torch.allclose(last.sum(dim=-1), torch.ones(len(last)), atol=1e-4)

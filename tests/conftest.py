@@ -107,7 +107,7 @@ def short_answers(monkeypatch):
     """A random model that explains itself ends no sentence, and would write up to the limit each time."""
     monkeypatch.setattr("kvlens.explanation.steps.MOST_TOKENS", 8)
     monkeypatch.setattr("kvlens.explanation.runs.MORE_TOKENS", 2)
-    monkeypatch.setattr("kvlens.explanation.runs.MOST_TOKENS", 4)
+    monkeypatch.setattr("kvlens.explanation.runs.MOST_MORE_TOKENS", 4)
 
 
 @pytest.fixture

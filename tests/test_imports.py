@@ -194,11 +194,10 @@ def test_public_names_exist_and_unknown_ones_do_not():
 
 
 ONE_MEANING = {
-    "carried_keys carried_queries effective_attention read_state state_map": "an operation, in the file of each recurrent rule",
+    "carried_keys carried_queries effective_attention state_map": "an operation, in the file of each recurrent rule",
     "ends_of fingerprint_of layers_of": "what the protocol of models asks, of each of the two front ends",
     "main": "of a command line",
     "FORMAT logger": "by which a kind of file is known, and of a module",
-    "attention_under_bias": "in numbers, and drawn",
 }
 """What several modules define, because it means the same thing in each."""
 

@@ -34,7 +34,7 @@ from ..sequences import PromptTokens, TextTokens
 from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .terms import ALL, PositionExchange, Terms, carriers
 
-HEADS = Columns(
+COLUMNS = Columns(
     unit=("int64", "from 0; -1: the whole prompt, against the baseline"),
     name=("str", "such as ``minutes.txt, sentence 5``"),
     unit_text=("str", "of the unit"),
@@ -53,7 +53,7 @@ WHOLE_PROMPT = -1
 
 
 @analysis(
-    HEADS,
+    COLUMNS,
     "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
@@ -102,7 +102,7 @@ def attribution_by_head(
     swap, converse = map(torch.cat, falls)
     whole = torch.tensor(wholes, dtype=torch.float64).repeat_interleave(len(parts))
     total = reduce(swap, "(unit part) -> unit", "sum", part=len(parts)).repeat_interleave(len(parts))
-    return HEADS.frame(
+    return COLUMNS.frame(
         {
             "unit": torch.arange(WHOLE_PROMPT, len(units)).repeat_interleave(len(parts)),
             "name": [unit.name for unit in listed for _ in parts],

@@ -178,7 +178,7 @@ def attention_under_bias(
 ) -> AttentionUnderBias:
     """What a text's tokens attend to in one layer under a bias: the prompt's tokens, and each other.
 
-    :func:`kvlens.viz.attention_under_bias` draws it. Under an exact bias it is ``hook_pattern`` of a pass over prompt and text.
+    :func:`kvlens.viz.attention_view_under_bias` draws it. Under an exact bias it is ``hook_pattern`` over prompt and text.
 
     Args:
         model: with softmax attention in this layer, and nothing attached.

@@ -379,21 +379,22 @@ def check_factors(cfg: Any) -> None:
         raise KVLensError(f"refactor_factored_attn_matrices: {reason}. Pass refactor_factored_attn_matrices=False.")
 
 
+def why_norms_stay(cfg: Any) -> str:
+    """Why norms of this kind can be neither folded nor replaced by centered weights; empty if they can."""
+    if cfg.original_architecture in POST_NORM_ARCHITECTURES:
+        return "its norms stand behind the layers, not before them"
+    is_shortformer = cfg.positional_embedding_type == "shortformer"
+    return "shortformer adds positions to keys and queries after the norm" if is_shortformer else ""
+
+
 def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
     """Steps of weight processing without those that would change the model, which it logs."""
-    shortformer, behind = cfg.positional_embedding_type == "shortformer", cfg.original_architecture in POST_NORM_ARCHITECTURES
+    of_norms = why_norms_stay(cfg)
+    unembed = "a soft cap sees a constant" if cfg.output_logits_soft_cap > 0 else ""
     reasons = {
-        "fold_ln": "norms do not stand before the layers"
-        if behind
-        else "positions are added after the norm"
-        if shortformer
-        else "",
-        "center_writing_weights": "norms do not stand before the layers" if behind else "of shortformer" if shortformer else "",
-        "center_unembed": "of shortformer"
-        if shortformer
-        else "a soft cap sees a constant"
-        if cfg.output_logits_soft_cap > 0
-        else "",
+        "fold_ln": of_norms,
+        "center_writing_weights": of_norms,
+        "center_unembed": of_norms if cfg.positional_embedding_type == "shortformer" else unembed,
         "fold_value_biases": "patterns with attention sinks do not sum to 1" if cfg.use_attention_sinks else "",
     }
     for step, reason in reasons.items():

@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.generalized_components import MLAAttentionBri
 
 from kvlens.bridge.keywords import cache_among, with_cache
 from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
-from kvlens.components import GroupedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
+from kvlens.components import BucketedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
@@ -89,7 +89,7 @@ class SoftmaxLayer(Part):
         self.is_native = hasattr(attn, VALUES_HOOK)
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
-        self._given: OrderedDict[int, tuple[LayerBias | GroupedLayerBias, Tensor]] = OrderedDict()
+        self._given: OrderedDict[int, tuple[LayerBias | BucketedLayerBias, Tensor]] = OrderedDict()
         self._columns: BiasColumns | None = None
         for name in HOOKS:
             setattr(attn, name, HookPoint())
@@ -115,7 +115,7 @@ class SoftmaxLayer(Part):
     def forget(self, normalizers: Normalizers | None) -> None:
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
         self.normalizers = normalizers
-        self._layer_bias: Remembered[LayerBias | GroupedLayerBias] = Remembered()
+        self._layer_bias: Remembered[LayerBias | BucketedLayerBias] = Remembered()
         self._columns_then: Remembered[BiasColumns] = Remembered()
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
@@ -224,7 +224,7 @@ class SoftmaxLayer(Part):
         return k, torch.cat([v, values.to(v).expand(len(v), -1, -1, -1)], dim=2)
 
     def _read(
-        self, bias: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+        self, bias: LayerBias | BucketedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
     ) -> BiasColumns:
         """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
         make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
@@ -236,7 +236,7 @@ class SoftmaxLayer(Part):
         return columns
 
     def _columns_of(
-        self, held: LayerBias | GroupedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+        self, held: LayerBias | BucketedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
     ) -> BiasColumns:
         """What is read of a bias, as hooks leave it; of a compact one, all heads as wide as the layer's widest."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads

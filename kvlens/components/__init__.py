@@ -24,13 +24,13 @@ from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
-from kvlens.components.layer_bias import GroupedLayerBias, LayerBias, Normalizers, Remembered, layer_bias_of
+from kvlens.components.layer_bias import BucketedLayerBias, LayerBias, Normalizers, Remembered, layer_bias_of
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
     "FEATURE_MAPS",
+    "BucketedLayerBias",
     "FeatureMap",
-    "GroupedLayerBias",
     "KVAttention",
     "KVBlock",
     "LayerBias",

@@ -13,7 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.components.heads import is_hooked, through
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
-from kvlens.kv_bias.storage import KeyGroups
+from kvlens.kv_bias.storage import KeyBuckets
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, SomeHeads
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -145,7 +145,7 @@ class LayerBias(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[None, "LayerBias"], ...]:
-        """All heads in one; what a :class:`GroupedLayerBias` has several of."""
+        """All heads in one; what a :class:`BucketedLayerBias` has several of."""
         return ((None, self),)
 
     def of_keys(self) -> tuple[Tensor, ...]:
@@ -309,13 +309,13 @@ def _grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(b[:, :, 0] for b in groups)
 
 
-class GroupedLayerBias(NamedTuple):
-    """One layer's part of a compact KV bias, whose groups HookedKVTransformer reads in turn; otherwise as :class:`LayerBias`.
+class BucketedLayerBias(NamedTuple):
+    """One layer's part of a compact KV bias, whose buckets HookedKVTransformer reads in turn; otherwise as :class:`LayerBias`.
 
     Attributes:
-        parts: the key-value heads of each group, and their part of the bias: views of its rows.
+        parts: the key-value heads of each bucket, and their part of the bias: views of its rows.
         last_k, last_v, last_q, position_offset: as in :class:`LayerBias`.
-        bias: the whole bias; as soon as somebody asked for its padded tensors, it holds those, and no ``groups`` any longer.
+        bias: the whole bias; as soon as somebody asked for its padded tensors, it holds those, and no ``buckets`` any longer.
         layer: an attention layer, counted among these.
     """
 
@@ -325,7 +325,7 @@ class GroupedLayerBias(NamedTuple):
     last_q: Float[Tensor, "batch window_q head d_head"]
     position_offset: int | Int[Tensor, " batch"]
     bias: KVBias
-    groups: KeyGroups
+    buckets: KeyBuckets
     layer: int
     device: torch.device
 
@@ -335,7 +335,7 @@ class GroupedLayerBias(NamedTuple):
         return self.bias.batch_size or 1
 
     @classmethod
-    def of(cls, bias: KVBias, groups: KeyGroups, layer: int, device: torch.device) -> "GroupedLayerBias":
+    def of(cls, bias: KVBias, buckets: KeyBuckets, layer: int, device: torch.device) -> "BucketedLayerBias":
         """Of one layer among all layers of the model."""
         number = bias.attention_layers.index(layer)
         assert bias.log_scale is not None
@@ -345,21 +345,21 @@ class GroupedLayerBias(NamedTuple):
         )
         offset = offset.to(device) if isinstance(offset, Tensor) else offset
         parts = []
-        for group in groups.layers[number]:
-            b_kv, b_d, keys, distance = (groups.block(name, group) for name in groups.rows)
+        for bucket in buckets.layers[number]:
+            b_kv, b_d, keys, distance = (buckets.block(name, bucket) for name in buckets.rows)
             if single:
                 b_kv, b_d, keys, distance = (x[None] for x in (b_kv, b_d, keys, distance))
-            of_heads = log_scale[:, list(group.heads)]
+            of_heads = log_scale[:, list(bucket.heads)]
             part = LayerBias.made(b_kv, b_d, VirtualKeys(keys, distance), of_heads, last, offset)
-            parts.append((SomeHeads.of(group.heads, device), part))
+            parts.append((SomeHeads.of(bucket.heads, device), part))
         last_k, last_v, last_q = last
-        return cls(tuple(parts), last_k, last_v, last_q, offset, bias, groups, number, device)
+        return cls(tuple(parts), last_k, last_v, last_q, offset, bias, buckets, number, device)
 
     def through_hooks(
         self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype
-    ) -> "LayerBias | GroupedLayerBias":
+    ) -> "LayerBias | BucketedLayerBias":
         """As :meth:`LayerBias.through_hooks`; hooks see all heads as wide as in ``bias.b_KV``."""
-        if self.bias._groups is not self.groups:
+        if self.bias._buckets is not self.buckets:
             return LayerBias.of(self.bias, self.bias.attention_layers[self.layer], self.device).through_hooks(
                 points, n_heads, device, dtype
             )
@@ -374,12 +374,12 @@ class GroupedLayerBias(NamedTuple):
 
     def whole(self, as_wide: bool = False) -> LayerBias:
         """All heads as wide as the layer's widest; with ``as_wide`` as in ``bias.b_KV``."""
-        layer = self.bias._layer_of_groups(self.layer, narrow=not as_wide)
+        layer = self.bias._layer_of_buckets(self.layer, narrow=not as_wide)
         wide = self.parts[0][1].b_d.dtype
         return LayerBias.of(layer, 0, self.device).unhooked_in(self.device, wide)
 
 
-def layer_bias_of(bias: KVBias, layer: int, device: torch.device) -> LayerBias | GroupedLayerBias:
+def layer_bias_of(bias: KVBias, layer: int, device: torch.device) -> LayerBias | BucketedLayerBias:
     """One layer's part of a bias, numbered among all layers of the model, as a model holds it."""
-    groups = bias._groups
-    return LayerBias.of(bias, layer, device) if groups is None else GroupedLayerBias.of(bias, groups, layer, device)
+    buckets = bias._buckets
+    return LayerBias.of(bias, layer, device) if buckets is None else BucketedLayerBias.of(bias, buckets, layer, device)

@@ -19,7 +19,7 @@ from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValue
 from transformer_lens.utilities import get_offset_position_ids
 
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
-from kvlens.components.layer_bias import GroupedLayerBias, LayerBias
+from kvlens.components.layer_bias import BucketedLayerBias, LayerBias
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
@@ -33,7 +33,7 @@ from kvlens.ops.softmax_attention import (
     join_bias,
     last_with_extra_keys,
     merge_extra_keys,
-    read_by_groups,
+    read_by_buckets,
     visible_keys,
 )
 from kvlens.ops.softmax_features import distance_scores
@@ -101,7 +101,7 @@ class SoftmaxHeads(Heads):
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=attn.window, device=q.device)
                 attend = partial(attend_with_extra_keys, scale=scale, visible=visible)
-                return HeadOutputs(read_by_groups(attend, extra, k.shape[2], q, k, v))
+                return HeadOutputs(read_by_buckets(attend, extra, k.shape[2], q, k, v))
             if self._is_one_step(extra):
                 return HeadOutputs(last_with_extra_keys(q, k, v, extra, scale))
         elif bias is not None:
@@ -115,7 +115,7 @@ class SoftmaxHeads(Heads):
         if log_n is None or bias is None:
             return HeadOutputs(z)
         if extra is not None:
-            return HeadOutputs(read_by_groups(partial(merge_extra_keys, scale=scale), extra, k.shape[2], z, log_n, q))
+            return HeadOutputs(read_by_buckets(partial(merge_extra_keys, scale=scale), extra, k.shape[2], z, log_n, q))
         joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), bias)
         return HeadOutputs(joined.z_context, joined.z_bias)
 
@@ -130,8 +130,8 @@ class SoftmaxHeads(Heads):
         scale, window = self.attn.attn_scale, self.attn.window
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _extra_keys(self, bias: LayerBias | GroupedLayerBias) -> list[tuple[SomeHeads | None, ExtraKeys]] | None:
-        """The attached virtual keys, by groups of heads, as additional keys of the text's own softmax; None where that cannot
+    def _extra_keys(self, bias: LayerBias | BucketedLayerBias) -> list[tuple[SomeHeads | None, ExtraKeys]] | None:
+        """The attached virtual keys, in buckets of heads, as additional keys of the text's own softmax; None where that cannot
         express them, or an intermediate tensor is hooked."""
         attn, n_kv_heads, found = self.attn, self.k.shape[2], []
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
@@ -156,12 +156,12 @@ class SoftmaxHeads(Heads):
             found.append((heads, extra))
         return found
 
-    def _is_one_step(self, groups: list[tuple[SomeHeads | None, ExtraKeys]]) -> bool:
+    def _is_one_step(self, buckets: list[tuple[SomeHeads | None, ExtraKeys]]) -> bool:
         """Whether a single query is read with so few virtual keys that a copy of them takes less time than a second kernel."""
-        n_keys = sum(extra.log_weights[0].numel() for _, extra in groups) // self.k.shape[2]
+        n_keys = sum(extra.log_weights[0].numel() for _, extra in buckets) // self.k.shape[2]
         if self.q.shape[1] != 1 or len(self.q) * n_keys > FEW_KEYS or not self._scores_are_plain():
             return False
-        return all(extra.by_distance is None and self.q.dtype == extra.log_weights.dtype for _, extra in groups)
+        return all(extra.by_distance is None and self.q.dtype == extra.log_weights.dtype for _, extra in buckets)
 
     def _scores_are_plain(self) -> bool:
         """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""

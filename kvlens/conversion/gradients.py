@@ -61,7 +61,7 @@ def descend(
         yield loss.detach()
 
 
-MOST_TOKENS = 512
+TOKENS_PER_PROMPT = 512
 """The most tokens on which the metric is measured, shared among the groups of texts by their numbers of tokens."""
 TOKENS_AT_ONCE = 256
 
@@ -91,8 +91,8 @@ def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head 
 
 
 def some_of(texts: Texts) -> Texts:
-    """Whole texts, or the beginnings of long ones, of every group: about :data:`MOST_TOKENS` tokens of each prompt."""
-    share = MOST_TOKENS / max(MOST_TOKENS, sum(group[0].numel() for group in texts))
+    """Whole texts, or the beginnings of long ones, of every group: about :data:`TOKENS_PER_PROMPT` tokens of each prompt."""
+    share = TOKENS_PER_PROMPT / max(TOKENS_PER_PROMPT, sum(group[0].numel() for group in texts))
     return [group[:, : math.ceil(share * group.shape[1]), :TOKENS_AT_ONCE] for group in texts]
 
 

@@ -38,7 +38,7 @@ from kvlens.tokenizer import with_bos
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL_TOKENS = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
-MIN_VOCAB_SIZE, MOST_TOKENS = 256 + 3, 2**20
+MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 256 + 3, 2**20
 _NAME = "kvlens-byte-bpe"
 
 
@@ -58,10 +58,10 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
     Raises:
         KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, empty, or has other values.
     """
-    if not MIN_VOCAB_SIZE <= vocab_size <= MOST_TOKENS:  # tokenizers allocates memory for all at once, and may abort
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:  # tokenizers allocates memory for all at once, and may abort
         raise KVLensError(
             f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens) and at most "
-            f"{MOST_TOKENS}, got {vocab_size}"
+            f"{MAX_VOCAB_SIZE}, got {vocab_size}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

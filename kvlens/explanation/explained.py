@@ -62,7 +62,7 @@ STATEMENT_COLUMNS = Columns(
     ),
     parts=("str", "the set: units or layers by number, heads such as ``23.4``, groups of ``positions``, joined by ``+``"),
     others=("bool", "everything but the set is exchanged"),
-    positions=("str", "``kept``: what follows removed units stays where it stood; ``closed``: it moves up"),
+    gap=("str", "``kept``: what follows removed units stays where it stood; ``closed``: it moves up"),
     removed=("str", "units missing in the prompt that layers or positions are exchanged with; empty for units"),
     verdict=("str", "what becomes of the claim (:mod:`~kvlens.explanation.claims`)"),
     kept_words=("str", "its content words that are still said, where it is ``partly``"),

@@ -156,7 +156,7 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
         return
     named = found.named
     breaking = found.rows("units", "breaking")
-    kept, closed = breaking[breaking["positions"] == "kept"], breaking[breaking["positions"] == "closed"]
+    kept, closed = breaking[breaking["gap"] == "kept"], breaking[breaking["gap"] == "closed"]
     for row in list(kept.itertuples())[:MOST_NAMED]:
         parts = [int(part) for part in row.parts.split("+")]
         names = listed(unit_named(found, part) for part in parts)
@@ -194,8 +194,8 @@ def _of_groups(found: Any) -> Iterator[PrintedSentence]:
 def _one_way(found: Any) -> Iterator[PrintedSentence]:
     """The sentence on units that lose the claim only while what follows stays where it stood."""
     each = found.rows("units", "each")
-    kept = each[(each["positions"] == "kept") & each["verdict"].isin(GONE)]
-    closed = each[(each["positions"] == "closed") & ~each["verdict"].isin(GONE)]
+    kept = each[(each["gap"] == "kept") & each["verdict"].isin(GONE)]
+    closed = each[(each["gap"] == "closed") & ~each["verdict"].isin(GONE)]
     both = kept.merge(closed.reset_index(), on="parts", suffixes=("", "_closed")).head(MOST_NAMED)
     if len(both):
         names = listed(unit_named(found, int(parts)) for parts in both["parts"])
@@ -343,7 +343,7 @@ def _units(found: Any) -> str:
 
 def _data(found: Any) -> dict[str, Any]:
     """The fall, the label and what is said without the unit, for each claim and unit."""
-    runs = found.statements.query("about == 'units' and role in ('each', 'group') and positions == 'kept'")
+    runs = found.statements.query("about == 'units' and role in ('each', 'group') and gap == 'kept'")
     causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
     claims = []
     for claim, rows in runs.groupby("claim"):

@@ -28,7 +28,7 @@ IndexSet = tuple[int, ...]
 """A set of units, or of layers, by number."""
 PASS = 20
 """The overhead of a pass, in tokens (SmolLM2 on one thread: 52 ms with 1 token, 138 with 32, 330 with 128)."""
-MORE_TOKENS, MOST_TOKENS = 16, 32
+MORE_TOKENS, MOST_MORE_TOKENS = 16, 32
 """A text that is said instead is at least 16 tokens longer than the response and then ends with its sentence; it is at most 32
 tokens longer."""
 ENDS = (".", "!", "?", "\n", "\u3002")
@@ -342,7 +342,7 @@ class Runs:
         forced = self.response.tokens.expand(len(keys), -1)
         biases = KVBias.batch([biases for _, biases in self._waiting])
         self._waiting = []
-        most = min(n + MOST_TOKENS, self._room)
+        most = min(n + MOST_MORE_TOKENS, self._room)
         texts = greedy(self.model, biases, self.last, forced, firm, most, ends, self.count)
         for key, text in zip(keys, texts, strict=True):
             said = Response.of(self.model, prompt, torch.tensor(text, device=prompt.device))

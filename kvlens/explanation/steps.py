@@ -305,7 +305,7 @@ class _Explaining:
                 "role": role,
                 "parts": SEPARATOR.join(map(str, parts)),
                 "others": named.get("others", False),
-                "positions": named.get("gap", "kept"),
+                "gap": named.get("gap", "kept"),
                 "removed": named.get("removed", ""),
                 "verdict": found.name,
                 "kept_words": " ".join(found.kept),

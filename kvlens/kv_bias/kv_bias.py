@@ -36,12 +36,12 @@ from kvlens.kv_bias.arithmetic import (
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
 from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
 from kvlens.kv_bias.fit import BiasFit, after_replacing, after_rounding, since
-from kvlens.kv_bias.storage import KeyGroups, as_numbers, fields_of_groups, padded, read_bias_file, used_keys, write_bias_file
+from kvlens.kv_bias.storage import KeyBuckets, as_numbers, fields_of_buckets, padded, read_bias_file, used_keys, write_bias_file
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
 """The fields on which the model's output depends."""
 OF_KEYS = ("b_KV", "b_D", "features")
-"""Those that a compact bias holds by groups."""
+"""Those that a compact bias holds in buckets."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +69,7 @@ class KVBias:
     Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.
 
     A fitted bias, converted or loaded, is *compact* where heads have different numbers of keys: it holds, and a
-    HookedKVTransformer reads, groups of heads (:mod:`kvlens.kv_bias.storage`); the bridge pads them. ``b_KV``, ``b_D`` and
+    HookedKVTransformer reads, buckets of heads (:mod:`kvlens.kv_bias.storage`); the bridge pads them. ``b_KV``, ``b_D`` and
     ``features`` are then made when one of them is first asked for, and kept instead, so that they can be written to and trained
     as those of any other; :meth:`compact` undoes it.
 
@@ -109,7 +109,7 @@ class KVBias:
     recurrent: RecurrentStates = NO_STATES
     _record: Any = field(default=None, repr=False)
     """(fit, the fields in :data:`READ`) at the time of the record; dataclasses.replace passes it on."""
-    _groups: KeyGroups | None = field(default=None, init=False, repr=False)
+    _buckets: KeyBuckets | None = field(default=None, init=False, repr=False)
     """What a compact bias holds in place of :data:`OF_KEYS`."""
 
     def __post_init__(self):
@@ -126,42 +126,42 @@ class KVBias:
 
     def _made(self, fit: BiasFit | None, **changed: Any) -> "KVBias":
         """This bias with ``changed`` fields and the record that belongs to them; compact if this one is."""
-        if self._groups is None:
+        if self._buckets is None:
             return replace(self, **changed, fit=fit, _record=None)
         if changed.keys().isdisjoint(OF_KEYS):
-            return self._held_by(changed.pop("_groups", self._groups), fit=fit, **changed)
+            return self._held_by(changed.pop("_buckets", self._buckets), fit=fit, **changed)
         return replace(self.padded(), **changed, fit=fit, _record=None).compact()
 
-    def _held_by(self, groups: KeyGroups, **changed: Any) -> "KVBias":
-        """A compact bias of these groups and the other fields of this one."""
+    def _held_by(self, buckets: KeyBuckets, **changed: Any) -> "KVBias":
+        """A compact bias of these buckets and the other fields of this one."""
         made = object.__new__(KVBias)
         fields = {name: value for name, value in self.__dict__.items() if name not in OF_KEYS} | changed
-        record = fields["fit"], {name: fields.get(name, groups) for name in READ}
-        made.__dict__.update(fields, _groups=groups, _record=record)
+        record = fields["fit"], {name: fields.get(name, buckets) for name in READ}
+        made.__dict__.update(fields, _buckets=buckets, _record=record)
         return made
 
     def __getattr__(self, name: str) -> Any:
-        groups = self.__dict__.get("_groups")
-        if groups is None or name not in OF_KEYS:
+        buckets = self.__dict__.get("_buckets")
+        if buckets is None or name not in OF_KEYS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        fields = fields_of_groups(groups)
+        fields = fields_of_buckets(buckets)
         fit, made_of = self._record
-        self.__dict__.update(fields, _groups=None, _record=(fit, made_of | fields))
+        self.__dict__.update(fields, _buckets=None, _record=(fit, made_of | fields))
         return fields[name]
 
     def compact(self) -> "KVBias":
-        """The same bias, held by groups of heads where that takes less memory; else this one.
+        """The same bias, held in buckets of heads where that takes less memory; else this one.
 
         Keys of weight 0 move behind the others of their head, as in a file.
         """
-        if self._groups is not None or not isinstance(self.features, VirtualKeys) or self.fingerprint.layers_differ:
+        if self._buckets is not None or not isinstance(self.features, VirtualKeys) or self.fingerprint.layers_differ:
             return self
-        groups = KeyGroups.of(self.tensors(), self.fingerprint.n_kv_heads)
-        return self if groups is None else self._held_by(groups)
+        buckets = KeyBuckets.of(self.tensors(), self.fingerprint.n_kv_heads)
+        return self if buckets is None else self._held_by(buckets)
 
     def padded(self) -> "KVBias":
         """The same bias with all heads as wide as the widest; this one, if it is not compact."""
-        whole = self if self._groups is None else copy.copy(self)
+        whole = self if self._buckets is None else copy.copy(self)
         assert whole.b_KV is not None  # asking for it is what makes it
         return whole
 
@@ -174,12 +174,12 @@ class KVBias:
         return found | {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
 
     def stored(self) -> dict[str, Tensor]:
-        """The tensors that are held: as :meth:`tensors`, but of a compact bias its keys are rows, those of all groups."""
-        if self._groups is None:
+        """The tensors that are held: as :meth:`tensors`, but of a compact bias its keys are rows, those of all buckets."""
+        if self._buckets is None:
             return self.tensors()
         rest = {name: getattr(self, name) for name in (*TENSORS[2:], "log_scale")}
         states = {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
-        return {**self._groups.rows, **rest, **states}
+        return {**self._buckets.rows, **rest, **states}
 
     def requiring_grad(self) -> list[str]:
         """The names of its tensors that require gradients."""
@@ -187,7 +187,7 @@ class KVBias:
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        if self._groups is None or not all(bool(x.isfinite().all()) for x in self.stored().values()):
+        if self._buckets is None or not all(bool(x.isfinite().all()) for x in self.stored().values()):
             check_numbers(self.padded(), what)
 
     def starts_where(self, other: "KVBias") -> bool:
@@ -229,21 +229,21 @@ class KVBias:
 
         The layer is one with attention, and is counted among these.
         """
-        if self._groups is not None:
-            return self._layer_of_groups(layer, narrow=True)
+        if self._buckets is not None:
+            return self._layer_of_buckets(layer, narrow=True)
         return self._made(None, **fields_of_layer(self, layer))
 
-    def _layer_of_groups(self, layer: int, narrow: bool) -> "KVBias":
+    def _layer_of_buckets(self, layer: int, narrow: bool) -> "KVBias":
         """One layer of a compact bias, with every head as wide as in ``b_KV``, or, if ``narrow``, as the layer's widest."""
-        assert self._groups is not None
+        assert self._buckets is not None
         rest = {name: getattr(self, name)[layer : layer + 1] for name in (*TENSORS[2:], "log_scale")}
-        fields = {**rest, **fields_of_groups(self._groups, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
+        fields = {**rest, **fields_of_buckets(self._buckets, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
         return replace(self, **fields, recurrent=NO_STATES, fit=None, _record=None)
 
     @property
     def d_phi(self) -> int:
         """The number of features per head."""
-        return self.b_KV.shape[-2] if self._groups is None else self._groups.d_phi
+        return self.b_KV.shape[-2] if self._buckets is None else self._buckets.d_phi
 
     @property
     def batch_size(self) -> int | None:
@@ -268,7 +268,7 @@ class KVBias:
 
     def __repr__(self) -> str:
         f = self.fingerprint
-        features = VirtualKeys if self._groups is not None else self.features
+        features = VirtualKeys if self._buckets is not None else self.features
         kind = "" if features is None or not self.attention_layers else f"{features.kind}, "
         shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
         shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
@@ -323,11 +323,11 @@ class KVBias:
     def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
         """Every tensor field after ``change``, including features; ``per_prompt_only`` skips features without a batch axis, and
         is for changes that treat axes."""
-        if self._groups is not None:
+        if self._buckets is not None:
             if per_prompt_only:
                 return self.padded()._changed(change, per_prompt_only)
             rest = {name: change(getattr(self, name)) for name in (*TENSORS[2:], "log_scale")}
-            return {**rest, "_groups": self._groups.map(change), "recurrent": self.recurrent.map(change)}
+            return {**rest, "_buckets": self._buckets.map(change), "recurrent": self.recurrent.map(change)}
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
         if self.log_scale is not None and self.features is not None:
             changed["log_scale"] = change(self.log_scale)
@@ -402,7 +402,7 @@ class KVBias:
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
-        if self._groups is not None:
+        if self._buckets is not None:
             return self.padded().per_query_head().compact()
         group = self.n_heads // self.b_KV.shape[-3]
         if group == 1:
@@ -457,7 +457,7 @@ class KVBias:
 
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
-        if self._groups is not None:
+        if self._buckets is not None:
             return self.padded().zero_like().compact()
         zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
         zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
@@ -515,7 +515,7 @@ class KVBias:
         rows = any(isinstance(offset, Tensor) for offset in offsets)
         behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
         moved = replace(mixed.padded(), position_offset=behind)
-        return moved if mixed._groups is None else moved.compact()
+        return moved if mixed._buckets is None else moved.compact()
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.
@@ -580,4 +580,4 @@ class KVBias:
 def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, **options: bool) -> KVBias:
     """The weighted sum; compact where one of its terms is."""
     total = biases[0]._made(**fields_of_sum(biases, weights, shift_state, **options))
-    return total if all(bias._groups is None for bias in biases) else total.compact()
+    return total if all(bias._buckets is None for bias in biases) else total.compact()

@@ -42,7 +42,7 @@ class Average(Lightning):
         return super().pattern(averaged(inputs), mask)
 ```
 
-A family of layers that has it is a `Mixer` with this `rule` in `MIXERS` of `kvlens/mixers/families.py`; a row in
+A layer that has it is a `Mixer` with this `rule` in `MIXERS` of `kvlens/mixers/layers.py`; a row in
 `tests/model/tiny_hf.py` then compares it with Transformers. The laws of every rule, in `tests/mixers/test_mixers.py`: z is the
 pattern times the values, and the state the carried keys times the values.
 
@@ -56,7 +56,7 @@ def test_pattern_and_carried_keys():
 ```
 """
 
-from kvlens.mixers.families import has_mixer, mixer_for
+from kvlens.mixers.layers import has_mixer, mixer_for
 from kvlens.mixers.mixer import MIXER_HOOKS, Mixer, MixerInputs, RecurrentState
 
 __all__ = ["MIXER_HOOKS", "Mixer", "MixerInputs", "RecurrentState", "has_mixer", "mixer_for"]

@@ -62,7 +62,7 @@ class MixerInputs(NamedTuple):
         log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA and Mamba-1, [head] in
             lightning attention.
         write_strength: b_t; None if it is always 1.
-        gate: gate of the output, whose shape depends on the family; None of inputs without an output.
+        gate: gate of the output, whose shape depends on the layer; None of inputs without an output.
         conv: the next ``RecurrentState.conv``.
     """
 
@@ -240,8 +240,8 @@ def _write(inputs: MixerInputs) -> Tensor:
 class Mixer(nn.Module, ABC):
     """The forward pass of one recurrent layer, over the submodules of its Transformers module.
 
-    A family is a subclass that defines three things: the names of its modules in Transformers, what it computes before the
-    recurrence (:meth:`inputs`), and how it processes z (:meth:`finish`).
+    A subclass defines three things: the names of its modules in Transformers, what it computes before the recurrence
+    (:meth:`inputs`), and how it processes z (:meth:`finish`).
 
     Attributes:
         serves: names of the Transformers classes whose forward pass it implements.

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
-from kvlens.base.weights import GROUPS_DIFFER, allowed_steps, check_factors, groups_differ
+from kvlens.base.weights import GROUPS_DIFFER, allowed_steps, check_factors, groups_differ, why_norms_stay
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
@@ -289,13 +288,12 @@ def refuse_wrong_folding(
     TransformerLens does not check these cases and would return a different model.
     """
     kind = cfg.normalization_type
-    if cfg.positional_embedding_type == "shortformer" and (fold_ln or center_writing_weights) and kind is not None:
-        _refuse("shortformer adds positions to keys and queries after the norm", fold_ln, center_writing_weights)
+    reason = why_norms_stay(cfg)
+    if reason and (fold_ln or center_writing_weights) and kind is not None:
+        _refuse(reason, fold_ln, center_writing_weights)
     layer_norm = kind in ("LN", "LNPre")
     if center_writing_weights and layer_norm and cfg.num_experts:
         _refuse("TransformerLens centers the experts' router too", False, True)
-    if cfg.original_architecture in POST_NORM_ARCHITECTURES and (fold_ln or center_writing_weights) and kind is not None:
-        _refuse("its norms stand behind the layers, not before them", fold_ln, center_writing_weights)
     if layer_norm and cfg.final_rms and (fold_ln or center_writing_weights):
         _refuse("the final RMS norm, unlike a LayerNorm, depends on the mean of the stream", fold_ln, center_writing_weights)
     if fold_ln and kind == "LN" and cfg.gated_mlp and any(bool(w.any()) for n, w in state_dict.items() if n.endswith("ln2.b")):

@@ -46,13 +46,9 @@ MULTIPLE = 64
 """Segments consist of whole chunks of the chunked form."""
 
 
-def default_segment_length(model: Any, batch: int) -> int:
-    """Tokens per row and segment such that the widest activation has about the size of :mod:`kvlens.memory`."""
-    return _length_for(model, batch, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
-
-
-def _length_for(model: Any, batch: int, numbers: int) -> int:
-    cfg = model.cfg
+def default_segment_length(model: Any, batch: int, most: int = WIDEST_ELSEWHERE) -> int:
+    """Tokens per row and segment such that the widest activation has about the size of :mod:`kvlens.memory`, or of ``most``."""
+    cfg, numbers = model.cfg, min(most, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
     widest = max(cfg.d_model, cfg.d_mlp or 0, cfg.n_heads * max(cfg.d_head, cfg.d_phi))
     return max(1, numbers // (widest * max(1, batch) * MULTIPLE)) * MULTIPLE
 
@@ -217,7 +213,7 @@ def run_in_segments(
         if on_progress is not None:
             on_progress(1.0)
         return
-    length = segment_length or min(default_segment_length(model, 1), _length_for(model, 1, NUMBERS_AT_ONCE))
+    length = segment_length or default_segment_length(model, 1, NUMBERS_AT_ONCE)
     options: dict[str, Any] = dict(segment_length=length, stop_at_layer=stop_at_layer, on_progress=on_progress)
     with model.hooks(fwd_hooks=list(fwd_hooks)):
         for _ in segments(model, rows, mask, return_type=None, **options):

@@ -93,13 +93,10 @@ def effective_attention(
     return torch.einsum("bihk,bjhk->bhij", q, kbar) * kernel[:, lag.clamp(min=0)].tril()
 
 
-def read_state(
-    q: Float[Tensor, "batch pos head d_k"], ssm: DiagonalSSM, states: Float[Tensor, "#batch head state d_k d_v"]
-) -> Float[Tensor, "batch pos head d_v"]:
-    """sum_m C_m A_m^{i+1} X_m^T q_i: what each query reads of X, the states before the first token."""
+def carried_queries(q: Float[Tensor, "batch pos head d_k"], ssm: DiagonalSSM) -> Float[Tensor, "batch pos head state d_k"]:
+    """C_m A_m^{i+1} q_i: with what each query reads X_m, the states before the first token."""
     steps = torch.arange(1, q.shape[1] + 1, device=q.device)
-    weight = ssm.C[..., None] * ssm.A[..., None] ** steps
-    return torch.einsum("hmi,bhmkv,bihk->bihv", weight, states.expand(len(q), -1, -1, -1, -1), q)
+    return torch.einsum("hmi,bihk->bihmk", ssm.C[..., None] * ssm.A[..., None] ** steps, q)
 
 
 def _shifted(k: Tensor, shift: Tensor, last_k: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -403,15 +403,15 @@ class SomeHeads(NamedTuple):
         return x.unflatten(2, (n_kv_heads, -1))[:, :, self.where].flatten(2, 3)
 
 
-def read_by_groups(
-    read: Callable[..., Tensor], groups: Sequence[tuple[SomeHeads | None, ExtraKeys]], n_kv_heads: int, *tensors: Tensor
+def read_by_buckets(
+    read: Callable[..., Tensor], buckets: Sequence[tuple[SomeHeads | None, ExtraKeys]], n_kv_heads: int, *tensors: Tensor
 ) -> Float[Tensor, "batch query head d_head"]:
-    """z of all heads from ``read(*tensors, extra=extra)`` of each group, whose tensors are those of its heads."""
-    (heads, extra), *others = groups
+    """z of all heads from ``read(*tensors, extra=extra)`` of each bucket, whose tensors are those of its heads."""
+    (heads, extra), *others = buckets
     if heads is None or not others:
         return read(*tensors, extra=extra)
     z = None
-    for heads, extra in groups:
+    for heads, extra in buckets:
         assert heads is not None
         own = read(*(heads.among(x, n_kv_heads) for x in tensors), extra=extra).unflatten(2, (heads.n, -1))
         z = own.new_empty(*own.shape[:2], n_kv_heads, *own.shape[3:]) if z is None else z
@@ -456,14 +456,14 @@ def last_with_extra_keys(
     q: Float[Tensor, "batch 1 head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
     v: Float[Tensor, "batch key kv_head d_head"],
-    groups: Sequence[tuple[SomeHeads | None, ExtraKeys]],
+    buckets: Sequence[tuple[SomeHeads | None, ExtraKeys]],
     scale: float,
 ) -> Float[Tensor, "batch 1 head d_head"]:
-    """z of the text's last query, which sees every key of the text; for keys without a distance term, by groups of heads."""
+    """z of the text's last query, which sees every key of the text; for keys without a distance term, by buckets of heads."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     rows = q.reshape(len(q), k.shape[1], -1, q.shape[-1])  # the query heads of a key-value head are as several queries of one
     z = torch.empty_like(rows)
-    for heads, extra in groups:
+    for heads, extra in buckets:
         where = slice(None) if heads is None else heads.where
         keys, values = (
             torch.cat([x.expand(len(q), -1, -1, -1), y[:, where]], dim=2) for x, y in ((extra.keys, k), (extra.values, v))

@@ -1,6 +1,6 @@
 """Figures of a converted prompt, for notebooks, papers and web pages that work offline.
 
-Every function draws the result of an analysis, a table or tensors, and runs no model; only `attention_under_bias` does. It
+Every function draws the result of an analysis, a table or tensors, and runs no model; only `attention_view_under_bias` does. It
 returns a `Piece`, which is shown inline in a notebook; ``save_html`` writes it as one self-contained file; ``save_png`` and
 ``save_svg`` write a static figure if there is one. A `Page` combines several in one file. Functions with a static figure can
 also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and then return these axes.
@@ -12,7 +12,7 @@ also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and th
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", ax=ax)
 """
 
-from kvlens.viz.attention import attention_under_bias, attention_view, induction_arcs, linked_view
+from kvlens.viz.attention import attention_view, attention_view_under_bias, induction_arcs, linked_view
 from kvlens.viz.heads import dual_view, head_heatmap
 from kvlens.viz.page import Page, Piece
 from kvlens.viz.tables import contribution_bars, error_table
@@ -21,8 +21,8 @@ from kvlens.viz.tokens import colored_tokens, depth_map, generated_text
 __all__ = [
     "Page",
     "Piece",
-    "attention_under_bias",
     "attention_view",
+    "attention_view_under_bias",
     "colored_tokens",
     "contribution_bars",
     "depth_map",

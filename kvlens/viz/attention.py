@@ -2,7 +2,7 @@
 
 circuitsvis only draws square patterns. After a conversion the queries are those of the text, and the keys those of prompt and
 text: the prompt's tokens, now in the bias, come first as virtual rows and columns. Their rows are those of the prompt's own
-forward pass if they are given, and empty otherwise. :func:`attention_under_bias` runs the model and draws what it attends to.
+forward pass if they are given, and empty otherwise. :func:`attention_view_under_bias` runs the model and draws its attention.
 """
 
 import functools
@@ -117,7 +117,7 @@ def attention_view(
 
 
 @checked
-def attention_under_bias(
+def attention_view_under_bias(
     model: KVModel,
     prompt: Any,
     text: Any,
@@ -135,7 +135,7 @@ def attention_under_bias(
 
     >>> from kvlens import load
     >>> model = load("facts-gpt2")
-    >>> attention_under_bias(model, "Mira keeps a goat.", " Mira keeps a", layer=1).save_html("attention.html")
+    >>> attention_view_under_bias(model, "Mira keeps a goat.", " Mira keeps a", layer=1).save_html("attention.html")
 
     Args:
         model, prompt, text, layer, bias: as of :func:`kvlens.analyses.attention_under_bias`, which gives the numbers.
@@ -153,7 +153,7 @@ def attention_under_bias(
     n_heads = len(found.pattern)
     chosen = list(range(n_heads) if heads is None else heads)
     if not chosen or not {*chosen} <= {*range(n_heads)}:
-        raise KVLensError(f"attention_under_bias: heads: layer {layer} has heads 0 to {n_heads - 1}, got {brief(heads)}")
+        raise KVLensError(f"attention_view_under_bias: heads: layer {layer} has heads 0 to {n_heads - 1}, got {brief(heads)}")
     return attention_view(
         found.tokens,
         found.pattern[chosen],

@@ -78,7 +78,7 @@ def explained(
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
     stating = [i for i, text in enumerate(found.units["unit_text"]) if has_answer(text, row["answers"])]
-    table = found.statements.query("about == 'units' and role == 'breaking' and positions == 'kept'")
+    table = found.statements.query("about == 'units' and role == 'breaking' and gap == 'kept'")
     of_claims = [
         [list(map(int, parts.split("+"))) for parts in table.loc[table["claim"] == i, "parts"]] for i in found.claims["claim"]
     ]
@@ -173,9 +173,9 @@ def on_stories(name: str, n: int) -> str:
         prompt, text = tokens[: story.n_prompt_tokens], tokens[question.start : question.value_position]
         answer = tokens[question.value_position : question.value_position + 1]
         found = kvlens.explain(model, prompt, text, by=spans, answer=answer, depth="units")
-        breaking = found.rows("units", "breaking").query("positions == 'kept'")["parts"]
+        breaking = found.rows("units", "breaking").query("gap == 'kept'")["parts"]
         causes = {int(part) for parts in breaking for part in parts.split("+")}
-        kept = found.rows("units", "each").query("positions == 'kept' and verdict in ['lost', 'partly']")["parts"]
+        kept = found.rows("units", "each").query("gap == 'kept' and verdict in ['lost', 'partly']")["parts"]
         lost += bool(causes)
         named += set(question.origins) <= causes
         exact += set(question.origins) == causes

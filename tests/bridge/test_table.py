@@ -11,7 +11,7 @@ from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.mixers.families import Lfm2Mixer, Mamba1Mixer, Mamba2Mixer
+from kvlens.mixers.layers import Lfm2Mixer, Mamba1Mixer, Mamba2Mixer
 from kvlens.mixers.mixer import DeltaRule, Lightning
 from kvlens.model import heads_per_layer, read_attention
 

@@ -57,7 +57,7 @@ def test_statements_on_units_are_passes_without_them(model, found):
     tokens = torch.cat([model.to_tokens(STORY)[0], model.to_tokens(QUESTION, prepend_bos=False)[0]])
     everything = torch.ones(len(tokens), dtype=torch.bool)
     whole = log_p(model, found, tokens, everything)
-    for row in found.rows("units", "each", "none").query("positions == 'kept'").itertuples():
+    for row in found.rows("units", "each", "none").query("gap == 'kept'").itertuples():
         kept = everything.clone()
         for unit in map(int, row.parts.split("+")):
             kept[found.units["start"][unit] : found.units["stop"][unit]] = False

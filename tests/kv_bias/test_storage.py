@@ -1,5 +1,5 @@
-"""A softmax bias: how it adds, what its file keeps, and held by groups of heads the same numbers as its padded tensors, in less
-memory, on both front ends.
+"""A softmax bias: how it adds, what its file keeps, and held in buckets of heads the same numbers as its padded tensors, in
+less memory, on both front ends.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tiny_hf import tiny_hf_model
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.conversion import Landmark
 from kvlens.kv_bias import BiasFit, EluFeatures, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
-from kvlens.kv_bias.storage import KeyGroups
+from kvlens.kv_bias.storage import KeyBuckets
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -257,27 +257,27 @@ def model(request, bridge_of):
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [KV, HEADS], ids=["a row per key-value head", "a row per query head"])
-def test_the_two_groups_of_a_layer_take_the_fewest_rows_and_hold_every_key_in_use(heads, batch):
-    """Against all pairs of groups that there are; a group of a layer is a view, and as wide as its widest head."""
+def test_the_two_buckets_of_a_layer_take_the_fewest_rows_and_hold_every_key_in_use(heads, batch):
+    """Against all pairs of buckets that there are; a bucket of a layer is a view, and as wide as its widest head."""
     ragged = with_budgets(bias(batch=batch))
     ragged = ragged.per_query_head() if heads == HEADS else ragged
     tensors = ragged.tensors()
     used = tensors["b_D"].unflatten(-2, (KV, -1))[..., 0, :] != 0
     counts = used.sum(dim=-1).reshape(LAYERS, batch or 1, KV).amax(dim=1).tolist()
-    groups, start = KeyGroups.of(tensors, KV), 0
-    for of_layer, found in zip(counts, groups.layers, strict=True):
-        assert sorted(head for group in found for head in group.heads) == list(range(KV))
+    buckets, start = KeyBuckets.of(tensors, KV), 0
+    for of_layer, found in zip(counts, buckets.layers, strict=True):
+        assert sorted(head for bucket in found for head in bucket.heads) == list(range(KV))
         pairs = [[[n for i, n in enumerate(of_layer) if s >> i & 1 == side] for side in (0, 1)] for s in range(2**KV)]
         fewest = min(sum(len(side) * max(side, default=0) for side in pair) for pair in pairs)
-        assert sum(len(group.heads) * group.width for group in found) == fewest
-        for group in found:
-            assert group.start == start and group.width == max(of_layer[head] for head in group.heads)
-            block = groups.block("features.keys", group)
-            assert block.data_ptr() == groups.rows["features.keys"][start:].data_ptr()
+        assert sum(len(bucket.heads) * bucket.width for bucket in found) == fewest
+        for bucket in found:
+            assert bucket.start == start and bucket.width == max(of_layer[head] for head in bucket.heads)
+            block = buckets.block("features.keys", bucket)
+            assert block.data_ptr() == buckets.rows["features.keys"][start:].data_ptr()
             start += block.shape[:-1].numel()
-    assert start == len(groups.rows["features.keys"])
-    for name, rows in groups.rows.items():
-        whole, n_rows = groups.whole(name), heads if name.startswith("b_") else KV
+    assert start == len(buckets.rows["features.keys"])
+    for name, rows in buckets.rows.items():
+        whole, n_rows = buckets.whole(name), heads if name.startswith("b_") else KV
         on = used.repeat_interleave(n_rows // KV, dim=-2)
         # the keys of a head may come in another order: its used ones first, which here they are
         assert torch.equal(whole[on], tensors[name][on]) and len(rows) == start * n_rows // KV
@@ -295,7 +295,7 @@ def test_a_model_reads_it_as_the_padded_one(model, prompt):
     compact, text = compact_of(padded), tokens(2, 9, seed=1)
     for some in (text, text[:, :1]):  # one query has a form of its own
         assert relative_error(logits_under(model, compact, some), logits_under(model, padded, some)) < LAW
-    assert compact._groups is not None  # nobody asked for the padded tensors
+    assert compact._buckets is not None  # nobody asked for the padded tensors
 
 
 def test_gradients_of_the_text_are_the_same(model):
@@ -305,10 +305,10 @@ def test_gradients_of_the_text_are_the_same(model):
     for bias in (compact, padded):
         gradients = torch.autograd.grad(logits_under(model, bias, text).square().sum(), weights, allow_unused=True)
         found.append(torch.cat([x.flatten() for x in gradients if x is not None]))
-    assert compact._groups is not None and relative_error(*found) < LAW
+    assert compact._buckets is not None and relative_error(*found) < LAW
 
 
-def test_gradients_of_the_bias_pass_through_its_groups(rotary):
+def test_gradients_of_the_bias_pass_through_its_buckets(rotary):
     exact, text = convert_prompt(rotary, PROMPT), tokens(1, 5, seed=1)
     found = []
     for form in (KVBias.compact, KVBias.padded):
@@ -331,7 +331,7 @@ def test_hooks_see_the_shapes_of_the_padded_one(rotary):
     assert caches[0].keys() == caches[1].keys()
     for name in caches[1]:
         torch.testing.assert_close(caches[0][name], caches[1][name], rtol=1e-11, atol=1e-11)
-    assert bias._groups is not None
+    assert bias._buckets is not None
 
 
 @torch.no_grad()
@@ -365,7 +365,7 @@ def test_a_fit_is_compact_and_so_is_what_its_file_gives(rotary, tmp_path):
     way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
     bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
     assert repr(bias) == repr(bias.padded()) and bias.d_phi == bias.padded().d_phi
-    assert bias._groups is not None
+    assert bias._buckets is not None
     bias.save(tmp_path / "a")
     bias.padded().save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -154,7 +154,7 @@ def again(
     if row.about == "units":
         parts = {int(part) for part in row.parts.split("+")}
         gone = without(set(range(len(units))) - parts if row.others else parts)
-        if row.positions == "closed":
+        if row.gap == "closed":
             before, start = before[~gone], n - int(gone.sum())
             gone = gone[~gone]
         cache, masks = plain.read(before, gone), dict.fromkeys(range(plain.n_layers), gone)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from task_checks import SMALL_TASKS, seeded
 
+from kvlens.cli import main
 from kvlens.tasks import SPLITS, TASKS, make_task, task_names
 from kvlens.tasks.task import draw_distinct, previous_occurrence
 
@@ -17,7 +18,9 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_every_task_is_found_by_its_name():
+def test_every_task_is_found_by_its_name(capsys):
+    main(["train", "--help"])  # which is read before torch is imported, and so lists them by hand
+    assert f"or a task: {', '.join(TASKS)}." in " ".join(capsys.readouterr().out.split())
     assert {name: task.name for name, task in TASKS.items()} == {name: name for name in task_names()}
     assert set(SMALL_TASKS) | {"text"} == set(TASKS)
 

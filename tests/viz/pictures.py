@@ -85,9 +85,9 @@ PICTURES = {  # each takes ``ax`` or ``axes``
     "dual_view": lambda **ax: viz.dual_view(losses(), demonstrations(), **ax),
     "depth_map": lambda **axes: viz.depth_map(by_depth(), **axes),
     "attention_view": lambda **axes: viz.attention_view(NASTY[:3], PATTERN - 0.25, n_prompt=1, **axes),
-    "attention_under_bias": lambda **axes: viz.attention_under_bias(softmax(), PROMPT, TEXT, 1, heads=[0, 1], **axes),
+    "attention_view_under_bias": lambda **axes: viz.attention_view_under_bias(softmax(), PROMPT, TEXT, 1, heads=[0, 1], **axes),
 }
-SEVERAL = ("depth_map", "attention_view", "attention_under_bias")
+SEVERAL = ("depth_map", "attention_view", "attention_view_under_bias")
 """Those that are drawn into two axes."""
 
 

@@ -36,8 +36,8 @@ from kvlens.analyses import HeadDetails
 from kvlens.viz import (
     Page,
     Piece,
-    attention_under_bias,
     attention_view,
+    attention_view_under_bias,
     colored_tokens,
     contribution_bars,
     depth_map,
@@ -96,7 +96,7 @@ def test_attention_gives_circuitsvis_a_square_of_known_rows():
 def test_attention_under_a_bias_is_drawn_whole():
     """A map of ``hook_pattern`` under a bias was blank: its rows, after 128 tokens, summed to 0.002."""
     model = softmax()
-    piece = attention_under_bias(model, PROMPT, TEXT, 1, heads=[2, 0])
+    piece = attention_view_under_bias(model, PROMPT, TEXT, 1, heads=[2, 0])
     found, props = analyses.attention_under_bias(model, PROMPT, TEXT, 1), data_of(piece)
     assert props["attentionHeadNames"] == ["L1 H2", "L1 H0"] and len(props["tokens"]) == len(found.tokens)
     shown, expected = torch.tensor(values(props["attention"])), found.pattern[[2, 0]]
@@ -361,7 +361,7 @@ REFUSED = [
         for x in (3, [1, 0], [[0, 1]])
     ),
     ("n_prompt must lie in 0..1", lambda: attention(["a"], 1, 1, 1, n_prompt=2)),
-    ("heads: layer 1 has heads 0 to ", lambda: viz.attention_under_bias(softmax(), "ab", "c", 1, heads=[99])),
+    ("heads: layer 1 has heads 0 to ", lambda: viz.attention_view_under_bias(softmax(), "ab", "c", 1, heads=[99])),
     ("2 heads and 1 names", lambda: attention(["a"], 2, 1, 1, head_names=["x"])),
     ("max_tokens must be at least 4, got 3", lambda: attention(["a"], 1, 1, 1, max_tokens=3)),
     ("dpi must be at least 10, got 0", lambda: picture().save_png("x.png", dpi=0)),

@@ -39,7 +39,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | eq. 14-16, theorem 4.5, and algorithm 1 (ICLCA) | `kvlens.convert_prompt`; one layer's step is `kvlens.ops.linear_attention.carry_state` |
 | eq. 17-18 and algorithm 2 (ICLAA, app. D.1): softmax attention | `kvlens.convert_prompt` with ``method=`` "random" (theirs), "learned" with ``kernel=`` "phi_mlp" (that of the slides), "hedgehog" or "split" (kvlens' own), "elu_plus_one", "landmark" (after Attention Matching, Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284), "exact"; `kvlens.ops.softmax_attention.join_bias` |
 | eq. 19: the recurrence; the bias is its initial state | `kvlens.ops.linear_attention.recurrent_linear_attention` |
-| sec. 7: Mamba and H3 | `kvlens.ops.selective_scan`, which `kvlens.mixers.families.Mamba1Mixer` runs on the bridge; `kvlens.ops.h3`, of which no public checkpoint class is known |
+| sec. 7: Mamba and H3 | `kvlens.ops.selective_scan`, which `kvlens.mixers.layers.Mamba1Mixer` runs on the bridge; `kvlens.ops.h3`, of which no public checkpoint class is known |
 | app. D: the prompt's term in the FFN | `kvlens.ops.linear_attention.ffn_with_state` |
 | eq. 22-24: the rotary matrix and its group law | `kvlens.ops.rotary.naive_rotate`; moving a state's origin is `kvlens.ops.linear_attention.rebase_state` |
 | assumption 4.4 (1a): elu + 1; (1b): random features | `kvlens.ops.feature_maps.elu_plus_one`, `kvlens.ops.feature_maps.random_features` |

@@ -255,7 +255,7 @@ def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(c
     def lost(about: str) -> list[str]:
         """By log-probability: what is said instead may be the same token, as in the linear circuit all are equal then."""
         each = found.rows(about, "each")
-        return each.loc[(each["nats"] > 1.0) & (each["positions"] == "kept"), "parts"].tolist()
+        return each.loc[(each["nats"] > 1.0) & (each["gap"] == "kept"), "parts"].tolist()
 
     assert lost("units") == [str(OUTER), str(INNER)]
     assert set(found.cause) <= {OUTER, INNER} and (found.cause or circuit.cfg.attention == "linear")

@@ -287,7 +287,7 @@ def test_a_long_prompt_streams_by_itself_and_a_hooked_one_does_not(room, second,
     monkeypatch.setattr(segments, "KEPT_BYTES", room)
     model, told, seen = sharp(), [], []
     whole = bias_positions(model, LONG_PROMPT, ITS_TEXT)
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 6)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 6)
     with segments.telling(told.append):
         streamed = bias_positions(model, LONG_PROMPT, ITS_TEXT)
     pd.testing.assert_frame_equal(streamed, whole, rtol=1e-12, atol=1e-12)

@@ -156,7 +156,7 @@ def in_segments(monkeypatch):
 
     def switch(room):
         monkeypatch.setattr(segments, "KEPT_BYTES", room)
-        monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 4)
+        monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 4)
         monkeypatch.setattr(segments, "MAX_COLUMNS", 5)
 
     return switch
@@ -199,7 +199,7 @@ def test_in_segments_equals_whole(name, in_segments):
 @pytest.mark.parametrize("analysis", [linked_shares, head_details])
 def test_memory_grows_by_the_shares_alone(analysis, monkeypatch):
     """A few numbers per head and prompt token: less than one activation, of 8 x 16 bytes per head."""
-    monkeypatch.setattr(streaming, "default_segment_length", lambda model, batch: 32)
+    monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 32)
     monkeypatch.setattr(segments, "MAX_COLUMNS", 16)
     monkeypatch.setattr(segments, "KEPT_BYTES", 0)
     model = sharp(n_layers=1, d_model=48, d_head=16, n_heads=3)

@@ -1,4 +1,4 @@
-"""The families of recurrent layers: what each computes before and after the recurrence, and for which Transformers modules."""
+"""The recurrent layers of Transformers' models: what each computes before and after the recurrence, and for which modules."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ NORM_EPS = 1e-6
 
 
 class Projected(NamedTuple):
-    """A family's projections of the residual stream.
+    """A layer's projections of the residual stream.
 
     Attributes:
         mixed: queries, keys and values concatenated, before the convolution.
@@ -54,7 +54,7 @@ class DeltaMixer(Mixer):
 
     @abstractmethod
     def project(self, module: Any, hidden_states: Float[Tensor, "batch pos d_model"]) -> Projected:
-        """The family's own projections."""
+        """The layer's own projections."""
 
     def inputs(self, hidden_states: Tensor, conv: Tensor | None, mask: Tensor | None) -> MixerInputs:
         module = self.module
