@@ -12,7 +12,7 @@ Three choices make a loss on it meaningful:
   repeat, but are kept only before a paragraph that is kept.
 - *Split by module.* A stable hash of the module's name puts about 5 % of the modules in the held-out part, the same ones on
   every machine. After deduplication no held-out paragraph of that length is also a training paragraph.
-- *Balance.* torch and transformers would be four fifths of the text; `DEFAULT_MAX_CHARS` limits them, keeping public modules.
+- *Balance.* torch and transformers would be four fifths of the text; `MAX_CHARS` limits them, keeping public modules.
 
 The text depends on the installed versions: `DocsCorpus.summary` names them, and `DocsCorpus.corpus_hash` identifies the corpus.
 
@@ -35,13 +35,11 @@ import re
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvlens.arguments import path_of
-from kvlens.checks import checked
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError
 
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo", "lib2to3"}
@@ -153,12 +151,12 @@ def _literal_text(node: ast.expr) -> str | None:
 
 
 LICENCES = {"stdlib": "PSF-2.0", "numpy": "BSD-3-Clause", "torch": "BSD-3-Clause", "transformers": "Apache-2.0"}
-PACKAGES = ("stdlib", "numpy", "torch", "transformers")
-DEFAULT_MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}
+MAX_CHARS = {"stdlib": 2_500_000, "numpy": 2_000_000, "torch": 2_500_000, "transformers": 2_000_000}
 MIN_DOCSTRING_CHARS = 40
 MIN_REPEAT_CHARS = 32
 MAX_REPEATED_SHARE = 0.5  # of a paragraph's characters in lines that occurred elsewhere
 MAX_NON_ASCII = 0.1
+HELDOUT_FRACTION = 0.05
 SPLIT_SALT = "held-out"  # chosen so that no single huge module is held out: each package gives 3 to 6 % of its text
 _TOPICS = "pydoc_data.topics"
 
@@ -169,7 +167,7 @@ class Document:
 
     Attributes:
         name: the module's qualified name (``"json.decoder"``), or ``"pydoc_data.topics.<topic>"``.
-        package: its package: a name in `LICENCES`, or a key of ``roots``.
+        package: its package.
         text: docstrings joined by blank lines, each below its qualified name, which is a separate paragraph.
     """
 
@@ -272,52 +270,39 @@ def split_paragraphs(text: str) -> list[str]:
     return [block.strip("\n").rstrip() for block in re.split(r"\n[^\S\n]*\n", text) if block.strip()]
 
 
-def is_heldout(name: str, heldout_fraction: float) -> bool:
+def is_heldout(name: str) -> bool:
     """Return whether the module of this name is held out, the same on every machine."""
-    return stable_fraction(name, SPLIT_SALT) < heldout_fraction
+    return stable_fraction(name, SPLIT_SALT) < HELDOUT_FRACTION
 
 
-def docs_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+def docs_versions(packages: Iterable[str] = MAX_CHARS) -> dict[str, str]:
     """The versions of Python and of the packages, which decide the text."""
     return {"python": platform.python_version()} | {name: _version(name) for name in packages if name != "stdlib"}
 
 
-@checked
-def build_docs_corpus(
-    packages: Sequence[str] = PACKAGES,
-    *,
-    heldout_fraction: float = 0.05,
-    max_chars: Mapping[str, int] | None = None,
-    roots: Mapping[str, Path | str] | None = None,
-) -> DocsCorpus:
+def build_docs_corpus() -> DocsCorpus:
     """Build the corpus from the installed packages: deterministic, offline, without importing them (about ten seconds).
 
-    Args:
-        packages: names in `LICENCES`, or keys of ``roots``. Earlier packages keep the first copy of a shared paragraph.
-        heldout_fraction: share of modules that is held out, in (0, 1).
-        max_chars: package -> characters of text after which its remaining modules are left out; the last module may
-            exceed it. Packages not named here have `DEFAULT_MAX_CHARS`, or no limit.
-        roots: package -> folder of sources to read instead of the installed package (``stdlib`` then has no topics).
-
     Returns:
-        The corpus; `DocsCorpus.summary` describes it.
+        The corpus, which `DocsCorpus.summary` describes. Earlier packages keep the first copy of a shared paragraph.
 
     Raises:
-        KVLensError: a package is unknown or not installed, a limit names no package, or a fraction is outside (0, 1).
+        KVLensError: a package is not installed.
     """
+    return corpus_of({package: _sources(package) for package in MAX_CHARS})
+
+
+def corpus_of(packages: Mapping[str, Mapping[str, Path | str]]) -> DocsCorpus:
+    """The corpus of packages, each given by its modules: name -> file, or the text itself."""
     started = time.perf_counter()
-    folders = {name: path_of(f"build_docs_corpus: roots={name!r}", root) for name, root in (roots or {}).items()}
-    _check(packages, heldout_fraction, max_chars or {}, folders)
-    limits = {**DEFAULT_MAX_CHARS, **(max_chars or {})}
     new_paragraphs, documents, counts = ParagraphFilter(), [], {}
-    for package in dict.fromkeys(packages):
+    for package, sources in packages.items():
         counts[package] = PackageCounts()
-        sources = _sources(package, folders)
-        documents += _documents(package, sources, limits.get(package), new_paragraphs, counts[package])
+        documents += _documents(package, sources, MAX_CHARS.get(package), new_paragraphs, counts[package])
     documents.sort(key=lambda document: (document.package, document.name))
     return DocsCorpus(
-        train=[document for document in documents if not is_heldout(document.name, heldout_fraction)],
-        heldout=[document for document in documents if is_heldout(document.name, heldout_fraction)],
+        train=[document for document in documents if not is_heldout(document.name)],
+        heldout=[document for document in documents if is_heldout(document.name)],
         counts=counts,
         versions=docs_versions(counts),
         licences={package: LICENCES.get(package, "unknown") for package in counts},
@@ -359,10 +344,8 @@ def _document_text(docstrings: Iterable[Docstring], new_paragraphs: ParagraphFil
     return "\n\n".join(blocks) + "\n" if blocks else ""
 
 
-def _sources(package: str, roots: Mapping[str, Path]) -> dict[str, Path | str]:
+def _sources(package: str) -> dict[str, Path | str]:
     """``{module: its file}``; for the standard library also ``{topic: its text}``."""
-    if package in roots:
-        return dict(find_modules(roots[package], "" if package == "stdlib" else package))
     if package == "stdlib":
         from pydoc_data.topics import topics  # data, not code
 
@@ -371,23 +354,8 @@ def _sources(package: str, roots: Mapping[str, Path]) -> dict[str, Path | str]:
         return {**modules, **{f"{_TOPICS}.{name}": text.strip() for name, text in topics.items()}}
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise KVLensError(f"build_docs_corpus: package {package!r} is not installed; leave it out of packages=")
+        raise KVLensError(f"build_docs_corpus: package {package!r} is not installed")
     return dict(find_modules(Path(next(iter(spec.submodule_search_locations))), package))
-
-
-def _check(packages: Sequence[str], heldout_fraction: float, max_chars: Mapping[str, int], roots: Mapping[str, Path]) -> None:
-    known = [*LICENCES, *roots]
-    if not len(packages):
-        raise KVLensError(f"build_docs_corpus: packages= must be a list of names from {known}, got {packages!r}")
-    for what, names in (("packages=", packages), ("max_chars=", max_chars)):
-        for name in names:
-            if name not in known:
-                raise KVLensError(f"build_docs_corpus: {what} has {name!r}, not one of {known}{nearest(name, known)}")
-    for name, root in roots.items():
-        if not root.is_dir():
-            raise KVLensError(f"build_docs_corpus: roots= has {name!r} -> {root}, which is not a folder")
-    if not 0 < heldout_fraction < 1:
-        raise KVLensError(f"build_docs_corpus: heldout_fraction must be in (0, 1), got {heldout_fraction}")
 
 
 def _version(package: str) -> str:

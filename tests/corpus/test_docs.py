@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from kvlens.corpus import build_docs_corpus
+from kvlens.corpus import docs
 from kvlens.corpus.docs import (
+    MAX_CHARS,
     MIN_REPEAT_CHARS,
     ParagraphFilter,
+    _sources,
+    corpus_of,
     find_modules,
     is_heldout,
     module_order,
@@ -39,8 +42,13 @@ def paragraphs(documents: list) -> list[str]:
     return [paragraph for paragraph in found if len(paragraph) >= MIN_REPEAT_CHARS]
 
 
-def build(root: Path, **options):
-    return build_docs_corpus(["pack"], roots={"pack": root}, heldout_fraction=0.3, **options)
+@pytest.fixture(autouse=True)
+def _a_third_is_held_out(monkeypatch):
+    monkeypatch.setattr(docs, "HELDOUT_FRACTION", 0.3)
+
+
+def build(root: Path):
+    return corpus_of({"pack": find_modules(root, "pack")})
 
 
 def test_no_paragraph_occurs_twice_in_both_splits_together_and_shared_ones_occur_once(package):
@@ -51,7 +59,7 @@ def test_no_paragraph_occurs_twice_in_both_splits_together_and_shared_ones_occur
     names = [[d.name for d in part] for part in (corpus.train, corpus.heldout)]
     assert all(names) and not set(names[0]) & set(names[1])
     assert names == [sorted(part) for part in names]
-    assert all(is_heldout(name, 0.3) for name in names[1])
+    assert all(is_heldout(name) for name in names[1])
 
 
 def test_the_split_of_a_module_does_not_depend_on_the_other_modules(package):
@@ -68,8 +76,10 @@ def test_two_builds_are_equal_and_a_changed_word_changes_the_hash(package):
     assert build(package).corpus_hash != first.corpus_hash
 
 
-def test_the_cap_stops_after_the_module_that_reaches_it(package):
-    whole, cut = build(package), build(package, max_chars={"pack": 500})
+def test_the_cap_stops_after_the_module_that_reaches_it(package, monkeypatch):
+    whole = build(package)
+    monkeypatch.setitem(MAX_CHARS, "pack", 500)
+    cut = build(package)
     longest = max(len(document.text) for document in whole.train + whole.heldout)
     assert 500 <= cut.counts["pack"].kept_chars < 500 + longest
     assert cut.counts["pack"].modules_over_the_cap == 41 - cut.counts["pack"].documents
@@ -118,7 +128,7 @@ def test_short_foreign_and_surrogate_docstrings(tmp_path):
     (tmp_path / "short.py").write_text('"""Too short."""')
     (tmp_path / "greek.py").write_text('"""' + "αβγδ εζηθ " * 20 + '"""', encoding="utf-8")
     (tmp_path / "odd.py").write_text('"""A lone surrogate \\ud800 stands in a text that is otherwise quite ordinary."""')
-    corpus = build_docs_corpus(["pack"], roots={"pack": tmp_path})
+    corpus = build(tmp_path)
     assert [d.name for d in corpus.train + corpus.heldout] == ["pack.odd"]
     assert len(corpus.corpus_hash) == 64
 
@@ -158,8 +168,9 @@ def test_tests_caches_and_names_that_cannot_be_imported_are_no_modules(package, 
     assert find_modules(package, "pack") == before
 
 
-def test_the_standard_library_smoke():
-    corpus = build_docs_corpus(["stdlib"], max_chars={"stdlib": 60_000})
+def test_the_standard_library_smoke(monkeypatch):
+    monkeypatch.setitem(MAX_CHARS, "stdlib", 60_000)
+    corpus = corpus_of({"stdlib": _sources("stdlib")})
     assert corpus.licences == {"stdlib": "PSF-2.0"}
     assert corpus.counts["stdlib"].kept_chars >= 60_000
     assert "python" in corpus.versions

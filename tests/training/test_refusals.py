@@ -10,7 +10,7 @@ import torch
 from task_checks import SMALL_TASKS, seeded
 from tiny_runs import run, tiny_model, tiny_task
 
-from kvlens.corpus import TokenWindows, build_docs_corpus, train_bpe_tokenizer
+from kvlens.corpus import TokenWindows, train_bpe_tokenizer
 from kvlens.tasks import make_task
 from kvlens.training import build_model, find_recipe, score_heldout
 
@@ -122,7 +122,6 @@ def prompted(*given):
 
 
 TOKENS = (torch.zeros(0), torch.tensor([math.nan]), torch.tensor([-1]))
-PACKAGES = "packages= must be a list of names from ['stdlib', 'numpy', 'torch', 'transformers'], got []"
 
 
 def windows():
@@ -189,13 +188,6 @@ REFUSED = [
     ("texts must be a list of strings, got 'text'", lambda: train_bpe_tokenizer("text")),
     ("of strings", lambda: train_bpe_tokenizer([3], 300)),
     ("texts is empty; there is nothing to learn merges from", lambda: train_bpe_tokenizer([])),
-    (PACKAGES, lambda: build_docs_corpus([])),
-    ("packages must be a list of strings, got 'numpy'", lambda: build_docs_corpus("numpy")),
-    ("did you mean 'numpy'", lambda: build_docs_corpus(["nunpy"])),
-    ("did you mean 'torch'", lambda: build_docs_corpus(max_chars={"toch": 1})),
-    ("must be in (0, 1)", lambda: build_docs_corpus(heldout_fraction=1.0)),
-    ("roots='a': expected a path, got 3", lambda: build_docs_corpus(roots={"a": 3})),
-    ("roots= has 'a' -> nowhere, which is not a folder", lambda: build_docs_corpus(roots={"a": "nowhere"})),
     ("batch must be at least 1, got 0", lambda: sample(0, 4)),
     ("length must be from 2 to 6 (the text has 5 tokens), got 7", lambda: sample(1, 7)),
     ("length must be from 2 to 6 (the text has 5 tokens), got 1", lambda: sample(2, 1)),
