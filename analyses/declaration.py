@@ -308,8 +308,6 @@ class Analysis:
         inputs: argument -> `Field` that it is read from.
         options: argument -> `Option`; its default is that of the argument.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
-        n_interventions: ``n_interventions(model, **options)``, the number of ablations or patches per prompt, printed before
-            the first one; None for an analysis without interventions.
 
     Raises:
         TypeError: the function does not take an input or option, or an option has no default.
@@ -322,7 +320,6 @@ class Analysis:
     inputs: Mapping[str, Field] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
     check_model: Callable[[Any], None] = _takes_any
-    n_interventions: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.function).parameters
@@ -377,12 +374,11 @@ def analysis(
     inputs: Mapping[str, Field] | None = None,
     options: Mapping[str, Option] | None = None,
     check_model: Callable[[Any], None] = _takes_any,
-    n_interventions: Callable[..., int] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator that declares a function as an analysis of its name, and writes the table of its columns into its docstring.
 
     Args:
-        columns, summary, options, check_model, n_interventions: as in `Analysis`.
+        columns, summary, options, check_model: as in `Analysis`.
         of: the function of notebooks, where that of batches has other arguments: it gives the name.
         inputs: arguments other than ``prompt``, ``text``, ``answer`` and ``rival``, or other `Field`s for these.
 
@@ -402,7 +398,6 @@ def analysis(
             {name: known[name] for name in order if name in known},
             options or {},
             check_model,
-            n_interventions,
         )
         return function
 

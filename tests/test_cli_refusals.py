@@ -141,8 +141,6 @@ REFUSED = [
     ),
     ("--threads must be at least 1, got 0", f"{ANALYSE} t.parquet --threads 0"),
     ("--prompts-per-job must be at least 1, got 0", f"{ANALYSE} t.parquet --prompts-per-job 0"),
-    *(("has no column ''; it has layer, head", f"{ANALYSE} t.parquet --columns {columns}") for columns in ("''", "layer,")),
-    ("has no column 'layr'; it has layer, head", f"{ANALYSE} t.parquet --columns layr"),
     ("argument --dtype: invalid choice: 'int8'", f"{ANALYSE} t.parquet --dtype int8"),
     ("argument --engine: invalid choice: 'rey'", f"{ANALYSE} t.parquet --engine rey"),
     ("gpus_per_worker is for the engine ray", f"{ANALYSE} t.parquet --gpus-per-worker 1"),

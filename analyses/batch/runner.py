@@ -139,14 +139,13 @@ def run_batch(
     elsewhere = resources.engine == "ray" or resources.workers > 1
     models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)
     settings = _settings(analysis, work, found, _check_models(analysis, models))
-    _tell_interventions(analysis, models, settings["options"], tell)
     if elsewhere:
         del models
     kept = facts if retry_failed else None
     if kept is not None and not journal_path.exists():
         check_same(out, {name: kept.get(name) for name in settings}, json.loads(json.dumps(settings)))
     _make_folder(out.parent)
-    known = () if kept is None else _kept(out, kept, work, source, schema_of(columns_of(analysis, work)))
+    known = () if kept is None else _kept(out, kept, work, source, schema_of(columns_of(analysis)))
     with Journal(journal_path, settings, restart=overwrite, retry_failed=retry_failed, known=known) as journal:
         total, done = found.n_prompts * len(work.models), journal.progress().n_done
         jobs = _jobs(work, source, journal, resources.prompts_per_job)
@@ -239,14 +238,6 @@ def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
     return fingerprints
 
 
-def _tell_interventions(analysis: Analysis, models: ModelShelf, options: dict[str, Any], tell: Callable[[str], None]) -> None:
-    if analysis.n_interventions is None:
-        return
-    for index, name in enumerate(models.names):
-        if number := analysis.n_interventions(models[index], **options):
-            tell(f"{name}: {number:,} ablations or patches per prompt, in batches")
-
-
 def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:
     """Everything that the rows depend on; equal settings give equal rows."""
     return {
@@ -254,7 +245,7 @@ def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[
         "kvlens": __version__,
         "analysis": analysis.name,
         "options": analysis.read_options(work.options),
-        "columns": list(columns_of(analysis, work)),
+        "columns": list(columns_of(analysis)),
         "models": fingerprints,
         "order_of_models": list(work.models),
         "dtype": work.dtype,
@@ -289,7 +280,7 @@ def _finish(
         errors.unlink(missing_ok=True)
     counts = {"n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
     facts = {**settings, **counts, "failed": [(failed.model, failed.prompt) for failed in failures]}
-    write_parquet(out, schema_of(columns_of(analysis, work)), journal.tables(), facts)
+    write_parquet(out, schema_of(columns_of(analysis)), journal.tables(), facts)
     journal.delete()
     first = _described(failures[0]) if failures else None
     return BatchResult(

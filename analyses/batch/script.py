@@ -130,14 +130,13 @@ def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
     work = Work(
         name,
         models=tuple(args.model),
-        columns=() if args.columns is None else tuple(column.strip() for column in args.columns.split(",")),
         options={option: getattr(args, f"option_{option}") for option in analysis.options},
         dtype=args.dtype,
         device=args.device,
         folder=folder,
     )
     resources = resources_of(args)
-    source = Input(None if args.prompts is None else path_of("PROMPTS", args.prompts), args.text)
+    source = Input(None if args.prompts is None else path_of("prompts", args.prompts), args.text)
     try:
         result = run_batch(
             work, source, args.out, resources=resources, overwrite=args.overwrite, retry_failed=args.retry_failed
@@ -186,7 +185,6 @@ def _parser(analysis: "Analysis", prog: str) -> Arguments:
     add("--model", action="append", required=True, help=MODEL_HELP)
     add("--out", required=True, metavar="FILE", help="the table to write, .parquet")
     add("--text", help=TEXT_HELP[analysis.needs_text])
-    add("--columns", metavar="A,B", help="only these columns, in addition to model and prompt_id")
     add("--overwrite", action="store_true", help="start from scratch, and replace an existing table in FILE")
     add("--retry-failed", action="store_true", help="run only the prompts that failed again, and keep the rows of the others")
     add("--device", help="where the models run, e.g. cpu or cuda (default: cuda if available)")

@@ -8,7 +8,7 @@ when it is resumed. Nothing here needs torch, so that the command line can check
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +40,6 @@ class Work:
     Attributes:
         analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:FUNCTION of any `Analysis` that can be imported.
         models: names of shipped models, or folders.
-        columns: columns of the analysis to keep, in order; empty keeps all.
         options: options of the analysis, by name; others have their defaults.
         dtype: dtype of the weights; None keeps the stored one.
         device: where the models run; None takes TransformerLens' choice.
@@ -50,7 +49,6 @@ class Work:
 
     analysis: str
     models: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     device: str | None = None
@@ -126,11 +124,10 @@ def check_work(work: Work) -> "Analysis":
     """Check ``work`` and return its analysis.
 
     Raises:
-        KVLensError: an unknown analysis, column or option, an option of another type, no model, a model given twice, or an
+        KVLensError: an unknown analysis or option, an option of another type, no model, a model given twice, or an
             invalid dtype.
     """
     analysis = load_analysis(work.analysis, work.folder)
-    check_columns(analysis.name, work.columns, tuple(analysis.columns))
     for name in work.options:
         if name not in analysis.options:
             listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
@@ -138,20 +135,12 @@ def check_work(work: Work) -> "Analysis":
     analysis.read_options(work.options)
     if work.dtype is not None:
         ensure("dtype", one_of(DTYPE_NAMES), work.dtype)
-    for what, names in (("model", work.models), ("column", work.columns)):
-        if len(set(names)) < len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise KVLensError(f"the {what} {twice!r} is given twice")
+    for number, name in enumerate(work.models):
+        if name in work.models[:number]:
+            raise KVLensError(f"the model {name!r} is given twice")
     if not work.models:
         raise KVLensError("no model is given; name at least one")
     return analysis
-
-
-def check_columns(name: str, wanted: Sequence[str], there: Sequence[str]) -> None:
-    """Raise KVLensError unless an analysis has these columns."""
-    for column in wanted:
-        if column not in there:
-            raise KVLensError(f"{name} has no column {column!r}; it has {', '.join(there)}{nearest(column, there)}")
 
 
 def check_prompts(prompts: str | Path) -> Path:

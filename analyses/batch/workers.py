@@ -59,10 +59,9 @@ class Job:
     deaths: int = 0
 
 
-def columns_of(analysis: Analysis, work: Work) -> dict[str, str]:
-    """The table's columns with their dtypes: model and prompt, then those that the work keeps."""
-    kept = work.columns or tuple(analysis.columns)
-    return {**dict.fromkeys(FRONT_COLUMNS, "str"), **{name: analysis.columns[name].dtype for name in kept}}
+def columns_of(analysis: Analysis) -> dict[str, str]:
+    """The table's columns with their dtypes: model and prompt, then those of the analysis."""
+    return {**dict.fromkeys(FRONT_COLUMNS, "str"), **analysis.columns.dtypes}
 
 
 class ModelShelf:
@@ -99,7 +98,7 @@ class Worker:
         if threads is not None:
             torch.set_num_threads(threads)
         self.work, self.analysis = work, load_analysis(work.analysis, work.folder)
-        self.schema = schema_of(columns_of(self.analysis, work))
+        self.schema = schema_of(columns_of(self.analysis))
         self.models = models or ModelShelf(work.models, device=work.device, dtype=work.dtype)
 
     def run(self, job: Job) -> list[PromptResult]:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
-from kvlens.model import heads_per_layer
 
 from ..declaration import Columns, Field, Option, analysis, read_tokens
 from ..logit_attribution import LogitTarget, Token, logit_target
@@ -104,14 +103,6 @@ def _read_references(model: KVModel, prompts: Any) -> KVBias:
     return convert_prompt(model, torch.stack(others))
 
 
-def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequence[str] | None) -> int:
-    """The number of ablations with one reference, without those of short convolutions; each further reference adds as many for
-    ``resample``."""
-    units = {"head": sum(heads_per_layer(model)), "layer": model.cfg.n_layers, "model": 1}[by]
-    n_parts = len(parts) if parts else 1 if model.cfg.kv_shift is None else len(ABLATED)
-    return units * n_parts * len(methods)
-
-
 @analysis(
     COLUMNS,
     "the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
@@ -121,7 +112,6 @@ def _n_ablations(model: KVModel, *, by: str, methods: Sequence[str], parts: Sequ
         "methods": Option("mean and resample need references", ABLATION_METHODS, many=True),
         "parts": Option("what is ablated; empty: all that the model has", ABLATED, many=True),
     },
-    n_interventions=_n_ablations,
 )
 @checked
 @torch.no_grad()

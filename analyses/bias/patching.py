@@ -143,16 +143,11 @@ def has_batch_axis(patch: Patch) -> bool:
     return not patch.point.endswith("_shift_coef")
 
 
-def _n_patches(model: HookedKVTransformer, points: Sequence[str] | None) -> int:
-    return len(patches_of(model, _known(model, points)))
-
-
 @analysis(
     COLUMNS,
     "which part of a clean prompt, patched into the run with a corrupted one, restores the answer",
     inputs={"corrupted": tokens_field("corrupted", prepend_bos=True)},
     options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
-    n_interventions=_n_patches,
 )
 @on_its_front_ends
 @checked

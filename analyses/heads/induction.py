@@ -352,11 +352,6 @@ SEED = Option("of random tokens")
 ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
 
 
-def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) -> int:
-    """Number of runs that the ablations of one prompt take."""
-    return sum(heads_per_layer(model)) * max(1, n_random) if ablations else 0
-
-
 @analysis(
     COLUMNS,
     "induction heads: attention of every head to four kinds of position on the repeated prompt",
@@ -364,7 +359,6 @@ def n_ablations(model: KVModel, *, n_random: int, ablations: bool, **_: object) 
     inputs={"prompt": REPEATED},
     options={"n_random": N_RANDOM, "seed": SEED, "ablations": ABLATIONS},
     check_model=check_model,
-    n_interventions=n_ablations,
 )
 def _of_prompt(model: KVModel, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False) -> pd.DataFrame:
     """:func:`induction_heads` on a prompt, or on random tokens."""

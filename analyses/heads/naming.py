@@ -40,7 +40,6 @@ from .induction import (
     RepeatedPrompt,
     check_model,
     look_at_heads,
-    n_ablations,
     of_prompt_repeated,
 )
 from .repeated_text import LONGEST_TEXT, displacement, roles
@@ -207,7 +206,6 @@ def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> di
         "ablations": ABLATIONS,
     },
     check_model=check_model,
-    n_interventions=n_ablations,
 )
 def _of_prompt(
     model: KVModel,

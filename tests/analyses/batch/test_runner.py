@@ -144,13 +144,6 @@ def test_where_an_error_was_raised_names_the_code_and_the_analysis(model_folder,
         assert re.fullmatch(expected, json.loads(result.errors.read_text())["where"])
 
 
-def test_the_number_of_ablations_is_reported_before_they_start(model_folder, tmp_path, prompts):
-    lines = []
-    work = Work("bias_effects", (model_folder,), options={"by": "layer", "methods": "zero", "parts": "bias"})
-    result = run_batch(work, prompts(n=1), tmp_path / "t.parquet", tell=lines.append)
-    assert lines == [f"{model_folder}: 2 ablations or patches per prompt, in batches"] and result.n_rows == 2
-
-
 def test_an_analysis_that_needs_a_text_refuses_prompts_without_one(model_folder, tmp_path, prompts):
     work, source = Work("bias_by_head", (model_folder,)), prompts({"prompt": "ab"}, {"prompt": "cd", "text": " e"})
     result = run_batch(work, source, tmp_path / "t.parquet")
@@ -244,7 +237,6 @@ def test_an_interrupted_run_of_other_settings_or_weights_is_not_resumed(other_fo
         "options.times was 1, now 2": Work(LETTERS, (folder,), options={"times": 2}),
         'dtype was null, now "float64"': Work(LETTERS, (folder,), dtype="float64"),
         f"models.{other_folder} was null": Work(LETTERS, (folder, other_folder)),
-        "columns was": Work(LETTERS, (folder,), columns=("letter",)),
     }.items():
         with pytest.raises(KVLensError, match="was started with other settings") as refusal:
             run_batch(other, source, out)

@@ -25,7 +25,6 @@ GOOD = ["p.txt", "--model", "docs-linear", "--out", "t.parquet"]
 REFUSED = {
     "unrecognized arguments: --bogus": ["--bogus", "3"],
     "did you mean '--retry-failed'": ["--retry-faild"],
-    "no column 'layr'": ["--columns", "layr"],
     "invalid choice": ["--dtype", "int8"],
     "workers: at most": ["--workers", "99999"],
     "did you mean 'docs-linear'": ["--model", "docs-linaer"],
@@ -94,10 +93,11 @@ def test_a_function_keeps_its_name_when_its_module_is_imported():
 
 
 def test_a_table_is_written_with_status_0(model_folder, capsys):
-    assert letters(model_folder, "--times", "2", "--upper", "--columns", "letter", "--prompts-per-job", "1") == 0
+    assert letters(model_folder, "--times", "2", "--upper", "--prompts-per-job", "1") == 0
     assert capsys.readouterr().out == "Written to t.parquet: 10 rows of 2 prompts\n"
     table = pd.read_parquet("t.parquet")
-    assert list(table.columns) == ["model", "prompt_id", "letter"] and "".join(table["letter"]) == "ABABCDECDE"
+    assert list(table.columns) == ["model", "prompt_id", "place", "letter", "layers"]
+    assert "".join(table["letter"]) == "ABABCDECDE"
 
 
 def test_status_1_when_something_gave_no_rows(model_folder, capsys):
@@ -141,7 +141,6 @@ def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypa
     [
         (["--tims", "2"], "unrecognized arguments: --tims 2; did you mean '--times'?"),
         (["--times", "two"], "argument --times: invalid int value: 'two'"),
-        (["--columns", "leter"], "has no column 'leter'; it has place, letter, layers; did you mean 'letter'?"),
         (["--workers", "0"], "workers must be at least 1"),
     ],
 )
