@@ -28,7 +28,17 @@ from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, con
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
-from kvlens.ops.landmarks import Chosen, PromptKeys, Queries, budgets_by_gain, choose_among, fit_values, fit_weights, lazy_paths
+from kvlens.ops.landmarks import (
+    Chosen,
+    PromptKeys,
+    Queries,
+    budgets_by_gain,
+    choose_among,
+    fit_values,
+    fit_weights,
+    layers_at_once,
+    lazy_paths,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +193,15 @@ def chosen_keys(
 ) -> tuple[list[Int[Tensor, "cell r"]], Int[Tensor, "layer batch kv_head"]]:
     """The path of every head, layer by layer, and how many of its keys it gets: ``wanted`` on average, or each."""
 
-    def path(layer: int, r: int, floor: Tensor | None = None) -> Chosen:
-        return choose_among(queries[layer], teacher.keys(layer), root_of(metrics[layer]), r, floor)
+    def path(layers: Sequence[int], r: int, floor: Tensor | None = None) -> list[Chosen]:
+        return choose_among([(queries[i], teacher.keys(i), root_of(metrics[i])) for i in layers], r, floor)
 
+    n_layers, n_kv_heads, n_keys = len(queries), teacher.n_kv_heads, teacher.exact.bias.d_phi
     if equal:
-        paths = [path(layer, int(wanted.max())) for layer in range(len(queries))]
-        return [each.keys for each in paths], wanted[None, :, None].expand(len(paths), -1, teacher.n_kv_heads)
-    paths = lazy_paths(path, len(queries), teacher.exact.bias.d_phi, wanted, teacher.n_kv_heads)
-    total = wanted * len(paths) * teacher.n_kv_heads
+        paths = [path([layer], int(wanted.max()))[0] for layer in range(n_layers)]
+        return [each.keys for each in paths], wanted[None, :, None].expand(n_layers, -1, n_kv_heads)
+    paths = lazy_paths(path, n_layers, n_keys, wanted, n_kv_heads, layers_at_once(queries[0], n_kv_heads, n_keys))
+    total = wanted * n_layers * n_kv_heads
     return [each.keys for each in paths], budgets_by_gain([each.gain for each in paths], total)
 
 

@@ -109,7 +109,7 @@ def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tenso
     begin again where they end, so that all pieces have the same length.
     """
     special = torch.tensor(getattr(model.tokenizer, "all_special_ids", None) or [-1], device=prompt.tokens.device)
-    lead = prompt.tokens.new_tensor(_turn(model, REPEAT))
+    lead = prompt.tokens.new_tensor(turn(model, REPEAT))
     lead = lead if len(lead) < room else lead[:0]
     real = torch.ones_like(prompt.tokens, dtype=torch.bool) if prompt.mask is None else prompt.mask
     rows = [row[on] for row, on in zip(prompt.tokens, real, strict=True)]
@@ -122,7 +122,7 @@ def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tenso
     return torch.cat([lead.expand(*pieces.shape[:2], -1), pieces], dim=-1)
 
 
-def _turn(model: KVModel, words: str) -> list[int]:
+def turn(model: KVModel, words: str) -> list[int]:
     """What a chat has between the end of one answer and the beginning of the next if the user says ``words``; without a chat
     template, nothing.
     """
@@ -154,7 +154,7 @@ def _rows(model: ReadsPrompts, one: Any) -> list[Tensor]:
     if len(one) != 2 or not all(isinstance(text, str) and text.strip() for text in one):
         raise KVLensError(f"{WHAT}: expected pairs (question, answer) of strings that are not empty, got {brief(one)}")
     question, answer = one
-    lead = _turn(model, question)
+    lead = turn(model, question)
     read = prompt_batch(model, answer if lead else f"{question} {answer}", prepend_bos=False, what=WHAT).tokens[0]
     return [torch.cat([read.new_tensor(lead), read])]
 

@@ -348,27 +348,51 @@ class Chosen(NamedTuple):
     gain: Float[Tensor, "cell r"]
 
 
-def choose_among(
-    queries: Queries,
-    prompt: PromptKeys,
-    root_metric: Float[Tensor, "batch kv_head d_head d_head"],
-    r: int,
-    floor: Float[Tensor, " batch"] | None = None,
-) -> Chosen:
-    """The first ``r`` keys of every head of one layer; of long prompts, one head at a time, so that memory stays bounded.
+LayerOfKeys = tuple[Queries, PromptKeys, Float[Tensor, "batch kv_head d_head d_head"]]
 
-    Arguments as in :func:`~kvlens.ops.landmarks.statistics` and :func:`choose_keys`, ``floor`` for each prompt.
+
+def choose_among(layers: Sequence[LayerOfKeys], r: int, floor: Float[Tensor, " batch"] | None = None) -> list[Chosen]:
+    """The first ``r`` keys of every head of some layers, in one path of them all, which is long enough for each; of long
+    prompts, one head at a time, so that memory stays bounded.
+
+    Arguments as in :func:`~kvlens.ops.landmarks.statistics` for each layer, and :func:`choose_keys`, ``floor`` for each prompt.
     """
+    queries, prompt, _ = layers[0]
     batch, kv_heads, n_keys, _ = prompt.keys.shape
-    floors = None if floor is None else floor.repeat_interleave(kv_heads)
-    if not by_cell(batch * kv_heads, queries.log_n[0].numel() // kv_heads, n_keys, queries.q.device):
-        return choose_keys(statistics(queries, prompt, root_metric), r, floors)
+    cells, floors = batch * kv_heads, None if floor is None else floor.repeat_interleave(kv_heads)
+    if not by_cell(cells, queries.log_n[0].numel() // kv_heads, n_keys, queries.q.device):
+        every = [statistics(*each) for each in layers]
+        found = choose_keys(_together(every), r, None if floors is None else floors.repeat(len(layers)))
+        return [Chosen(*each) for each in zip(*(x.split(cells) for x in found), strict=True)]
+    return [_head_by_head(*each, r, floors) for each in layers]
+
+
+def _together(every: Sequence[Statistics]) -> Statistics:
+    """The statistics of layers whose heads' keys are chosen at once."""
+    if len(every) == 1:
+        return every[0]
+    gram = Products(torch.cat([each.gram.products for each in every]))  # type: ignore[union-attr]
+    with_p, with_a = torch.cat([each.with_p for each in every]), torch.cat([each.with_a for each in every])
+    return Statistics(gram, with_p, with_a, torch.cat([each.z_size for each in every]), every[0].n_rows)
+
+
+def _head_by_head(queries: Queries, prompt: PromptKeys, root_metric: Tensor, r: int, floors: Tensor | None) -> Chosen:
     found = []
     for cell, own in enumerate(cells_of(queries, prompt)):
         root = root_metric.flatten(0, 1)[cell][None, None]
         found.append(choose_keys(statistics(*own, root), r, None if floors is None else floors[cell : cell + 1]))
     longest = max(each.gain.shape[1] for each in found)
     return concatenated((Chosen(*(F.pad(x, (0, longest - x.shape[1])) for x in each)) for each in found), Chosen)
+
+
+def layers_at_once(queries: Queries, n_kv_heads: int, n_keys: int) -> int:
+    """For how many layers keys are chosen at once: on a CPU one at a time, so that what is read repeatedly stays in its cache;
+    on an accelerator, where the time goes into starting many small steps, as many as the memory budget allows.
+    """
+    batch, n_queries, n_heads = queries.log_n.shape
+    if queries.q.device.type == "cpu" or as_rows(n_queries * n_heads // n_kv_heads, n_keys):
+        return 1
+    return max(1, by_device(NUMBERS_AT_ONCE, queries.q.device) // (batch * n_kv_heads * n_keys**2))
 
 
 def choose_keys(sums: Statistics, r: int, floor: Float[Tensor, " cell"] | None = None) -> Chosen:
@@ -470,27 +494,46 @@ def budgets_by_gain(
 
 
 def lazy_paths(
-    path: Callable[[int, int, Tensor], Chosen], n_layers: int, n_keys: int, wanted: Int[Tensor, " batch"], n_kv_heads: int
+    path: Callable[[Sequence[int], int, Tensor], list[Chosen]],
+    n_layers: int,
+    n_keys: int,
+    wanted: Int[Tensor, " batch"],
+    n_kv_heads: int,
+    at_once: int = 1,
 ) -> list[Chosen]:
     """The paths of all heads, as far as they get keys: cut at the waterline, they are the whole paths cut there.
 
     Args:
-        path: of a layer, the path of at most so many steps, which may end where its levels are below a number for each prompt.
+        path: of some layers, the paths of at most so many steps, which may end where their levels are below a number for each
+            prompt.
         n_keys: steps of a whole path.
         wanted: keys per head, on average, of each prompt.
+        at_once: with how many layers ``path`` is called.
     """
     total, first = wanted * n_layers * n_kv_heads, min(n_keys, FIRST_STEPS * int(wanted.max()))
     found: list[Chosen] = []
-    for layer in range(n_layers):
-        found.append(path(layer, first, waterline([each.gain for each in found], total)))
-    for layer, short in enumerate(found):
+    for start in range(0, n_layers, at_once):
+        some = list(range(start, min(start + at_once, n_layers)))
+        found += path(some, first, waterline([each.gain for each in found], total))
+    waiting = list(range(n_layers)) if first < n_keys else []
+    while True:
         floor = waterline([each.gain for each in found], total)
-        ends = floor[:, None]
-        if short.gain.shape[1] >= AHEAD:
-            ends = rearrange(levels(short.gain)[:, -AHEAD], "(b g) -> b g", b=len(wanted))
-        if short.gain.shape[1] == first < n_keys and bool((ends >= floor[:, None]).any()):
-            found[layer] = path(layer, n_keys, floor)
-    return found
+        waiting = [layer for layer in waiting if _goes_on(found[layer], first, floor)]
+        if not waiting:
+            return found
+        some, waiting = waiting[:at_once], waiting[at_once:]
+        for layer, longer in zip(some, path(some, n_keys, floor), strict=True):
+            found[layer] = longer
+
+
+def _goes_on(short: Chosen, first: int, floor: Float[Tensor, " batch"]) -> bool:
+    """Whether a path of ``first`` steps ends above the waterline, so that the next one may be above it, too."""
+    if short.gain.shape[1] < first:
+        return False
+    if first < AHEAD:
+        return True
+    ends = rearrange(levels(short.gain)[:, -AHEAD], "(b g) -> b g", b=len(floor))
+    return bool((ends >= floor[:, None]).any())
 
 
 # Weights and values of the kept keys, in closed form: first the normalizer, then the output.

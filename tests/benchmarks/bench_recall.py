@@ -5,15 +5,19 @@
 MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has nine invented documents of 320 to 400 tokens,
 each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
 model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
-those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS are
-of the other six. ``--joined N`` puts N documents into one chat. One JSON line for each chat, way and ratio; a run is resumed
-where it stopped.
+those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS
+are of the other six. ``--joined N`` puts N documents into one chat. ``--passages FILE`` takes real passages with their
+questions in place of the documents (lines of "title", "text", "question", "answers", such as NQ's), of which those with one
+answer are used. One JSON line for each chat, way and ratio; a run is resumed where it stopped.
 
-All ways read the same reference text, once a document. They are: "logits" and "equal", the budgets of ``Landmark``; "kvzip",
-and "kvzip fitted", its keys with fitted weights and values; fitted keys of ``Landmark`` with the budgets that KVzip gives
-("shares"), or with the mean of the budgets that "logits" gave to the other documents ("others"); and ``AttentionMatching``
-with equal budgets ("matching"), or with that mean ("matching others"), as its authors determine budgets once per model.
-An answer is clear if under the exact bias each token up to its end is at least twice as probable as any other (:data:`CLEAR`).
+All ways read the same reference text, once a document. They are: "none", the prompt left out but its BOS; "logits" and
+"equal", the budgets of ``Landmark``; "kvzip", and "kvzip fitted", its keys with fitted weights and values; fitted keys of
+``Landmark`` with the budgets that KVzip gives ("shares"), or with the mean of the budgets that "logits" gave to the other
+documents ("others"); "logits" polished for 200 steps on the logits or on the divergence ("polished", "polished kl"); and
+``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as its authors determine budgets
+once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight instructions about the
+document in place of its continuations, as the authors do. An answer is clear if under the exact bias each token up to its end
+is at least twice as probable as any other (:data:`CLEAR`).
 
 Of every conversion its recall is measured, too, and validated at the end: conversions of one ratio by their recall and by the
 answers that they keep, and answers by the largest loss of their words in the first sentence of the document that holds them.
@@ -21,6 +25,8 @@ answers that they keep, and answers by the largest loss of their words in the fi
 
 import argparse
 import functools
+import gzip
+import itertools
 import json
 import math
 import re
@@ -36,10 +42,11 @@ from bench_explanation import has_answer
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
 from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, root_of
-from kvlens.conversion.gradients import logit_metrics
+from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.prompt_pass import convert_exactly
+from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
+from kvlens.conversion.reference_queries import Texts, turn
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.landmarks import choose_among
@@ -47,7 +54,18 @@ from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
 CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
-WAYS = ("logits", "equal", "shares", "others", "kvzip", "kvzip fitted", "matching", "matching others")
+MATCHING = ("matching", "matching others", "matching policy", "matching others policy")
+WAYS = ("none", "logits", "equal", "shares", "others", "polished", "polished kl", "kvzip", "kvzip fitted", *MATCHING)
+STUDY = (
+    "Summarize the text.",
+    "Summarize the text, beginning with its end.",
+    "List the names, numbers, dates and places of the text, and what is said of each.",
+    "Write the facts of the text as JSON.",
+    "Write the facts of the text as YAML.",
+    "Write three questions about the text, each with its answer.",
+    "Say what the text says in other words.",
+    "What is most important in the text?",
+)
 CLEAR = math.log(2)
 MOST = 16
 """Tokens of an answer; the short answers have at most six."""
@@ -57,12 +75,14 @@ Made = dict[str, Any]
 class Prepared:
     """A document that is read once, and converted in every way."""
 
-    def __init__(self, model: Any, document: Made, reference: str | None):
+    def __init__(self, model: Any, document: Made, reference: str | None, n_study: int = 0):
         self.model, self.document = model, document
         self.before, self.questions = asked(model, document)
         prompt = PromptBatch(self.before[None], None, False)
         exact = convert_exactly(model, prompt, (), None, model.fingerprint())
         self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference), verbose=False)
+        if n_study:
+            self.teacher.seen = [self.teacher.seen[0], *studied(model, self.teacher.whole, n_study)]
 
     @functools.cached_property
     def queries(self) -> list[Any]:
@@ -76,10 +96,13 @@ class Prepared:
     def paths(self) -> list[Any]:
         """Every head's whole path, for budgets that are given."""
         every = enumerate(zip(self.queries, self.metrics, strict=True))
-        return [choose_among(own, self.teacher.keys(i), root_of(metric), len(self.before)) for i, (own, metric) in every]
+        layers = [(own, self.teacher.keys(i), root_of(metric)) for i, (own, metric) in every]
+        return [choose_among([layer], len(self.before))[0] for layer in layers]
 
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """The bias of the document alone, with a batch axis, and the budgets."""
+        if way == "none":
+            return self.teacher.without.bias, torch.zeros(self.teacher.n_layers, 1, self.teacher.n_kv_heads, dtype=torch.long)
         kvzip = KVzip(ratio=ratio)
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)
@@ -88,34 +111,48 @@ class Prepared:
         if way == "kvzip fitted":
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
-        elif way == "logits":
+        elif way in ("logits", "polished", "polished kl"):
             index, budgets = chosen_keys(self.teacher, self.queries, self.metrics, wanted, equal=False)
         else:
             if way == "shares":
                 budgets = kvzip.kept(self.teacher).sum(dim=-1)
             elif way.endswith("others"):
                 share = torch.stack(others).mean(dim=0) * len(self.before)
-                budgets = share.round().long().clamp(max=len(self.before))[:, None]
+                budgets = share.round().long().clamp(max=len(self.before))[:, None].to(wanted.device)
             else:
                 budgets = wanted[None, :, None].expand(n_layers, 1, n_heads)
             if way.startswith("matching"):
-                matching = AttentionMatching(ratio=ratio)
-                each = enumerate(zip(self.queries, budgets, strict=True))
-                layers = [matching.layer(self.teacher, i, own, counts.flatten()) for i, (own, counts) in each]
-                return assembled(self.teacher.exact, layers), budgets
+                return self.matched(AttentionMatching(ratio=ratio), budgets, way.endswith("policy")), budgets
             index = [path.keys for path in self.paths]
         every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
-        return assembled(self.teacher.exact, [fitted_keys(*each) for each in every]), budgets
+        bias = assembled(self.teacher.exact, [fitted_keys(*each) for each in every])
+        if way.startswith("polished"):
+            bias = polish(self.teacher, bias, steps=200, texts_per_step=16, objective="kl" if way.endswith("kl") else "logits")
+        return bias, budgets
+
+    def matched(self, matching: AttentionMatching, budgets: torch.Tensor, on_policy: bool) -> kvlens.KVBias:
+        """Attention Matching with given budgets, [layer, 1, kv_head]."""
+        layers: list[Any] = []
+        for layer, (own, counts) in enumerate(zip(self.queries, budgets, strict=True)):
+            if on_policy and layer:
+                so_far = continued(None, assembled(self.teacher.exact, layers))
+                own = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
+            layers.append(matching.layer(self.teacher, layer, own, counts.flatten()))
+        return assembled(self.teacher.exact, layers)
 
     def cell(self, way: str, ratio: float, others: list[torch.Tensor]) -> Made:
         """The answers to the document's questions under one bias, and its error on the model's own text."""
-        began, row = time.process_time(), {"document": self.document["name"], "way": way, "ratio": ratio}
+        began, since, row = (
+            time.process_time(),
+            time.perf_counter(),
+            {"document": self.document["name"], "way": way, "ratio": ratio},
+        )
         with torch.no_grad():
             if way == "exact":
                 bias, budgets = self.teacher.whole, None
             else:
                 bias, budgets = self.bias(way, ratio, others)
-        row |= {"processor": time.process_time() - began, "n_tokens": len(self.before)}
+        row |= {"processor": time.process_time() - began, "wall": time.perf_counter() - since, "n_tokens": len(self.before)}
         alone = bias.select_prompt(0)
         said = answers(self.model, alone, self.questions)
         row |= {"right": right(said, self.document), "said": said, "prepared": self.teacher.seconds}
@@ -133,6 +170,22 @@ class Prepared:
         lead = lead_of(self.model, layout_of_tokens(self.model, self.before))
         with torch.no_grad():
             return recall_of(self.model, sentences, whole, bias, self.before[:1], lead)
+
+
+@torch.no_grad()
+def studied(model: Any, whole: kvlens.KVBias, n: int) -> Texts:
+    """What the model answers to :data:`STUDY` about the document, 64 tokens sampled at temperature 1, ``n`` times each."""
+    generator, texts = torch.Generator().manual_seed(0), []
+    for words in STUDY:
+        text = torch.tensor(turn(model, words), device=whole.b_KV.device).expand(n, -1)
+        with model.holding(rows_of(whole, torch.zeros(n, dtype=torch.long))):
+            logits, cache = model.next_logits(text, None)
+            for _ in range(64):
+                drawn = torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(text.device)
+                logits, cache = model.next_logits(drawn, cache)
+                text = torch.cat([text, drawn], dim=1)
+        texts.append(text[None])
+    return texts
 
 
 def asked(model: Any, document: Made) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -171,12 +224,22 @@ def gaps(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor], said: l
     return found
 
 
+def passages(path: Path) -> Iterator[Made]:
+    """Passages with one question each, and one answer; of those with the same title the first."""
+    titles = set()
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for each in map(json.loads, lines):
+            if len(each["answers"]) == 1 and each["title"] not in titles:
+                titles.add(each["title"])
+                yield {"name": each["title"], "text": each["text"], "questions": [(each["question"] + "?", each["answers"][0])]}
+
+
 def joined(documents: list[Made], n: int) -> Iterator[Made]:
     """Chats about ``n`` documents each: their texts by name, and the questions about all of them."""
     for some in (documents[i : i + n] for i in range(0, len(documents), n)):
         questions = [question for each in some for question in each["questions"]]
         texts = {each["name"]: each["text"] for each in some}
-        yield {"name": " ".join(texts), "text": "\n".join(texts.values()), "texts": texts, "questions": questions}
+        yield {"name": " ".join(texts)[:200], "text": "\n".join(texts.values()), "texts": texts, "questions": questions}
 
 
 def right(said: list[str], document: Made) -> list[bool]:
@@ -258,18 +321,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", help="folder or GGUF file of a chat model")
     parser.add_argument("--out", type=Path, required=True, help="a file of one JSON line for each cell")
     parser.add_argument("--documents", nargs="+", help='names, "choice", or "final" (the default)', default=["final"])
+    parser.add_argument("--passages", type=Path, help="a file of passages with questions, in place of the documents")
     parser.add_argument("--joined", type=int, default=1, help="documents in one chat (default: 1)")
+    parser.add_argument("--chats", type=int, help="the first so many chats alone")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
+    parser.add_argument("--study", type=int, default=0, metavar="N", help="answers to each of eight instructions (default: 0)")
     args = parser.parse_args(argv)
-    every = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
-    sets = {"choice": CHOICE, "final": [each["name"] for each in every if each["name"] not in CHOICE]}
+    own = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
+    sets = {"choice": CHOICE, "final": [each["name"] for each in own if each["name"] not in CHOICE]}
     names = [name for some in args.documents for name in sets.get(some, [some])]
-    some = list(joined([each for each in every if each["name"] in names], args.joined))
+    every = list(passages(args.passages)) if args.passages else [each for each in own if each["name"] in names]
+    some = list(itertools.islice(joined(every, args.joined), args.chats))
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {(row["document"], row["way"], row["ratio"]) for row in rows}
-    wanted = [("exact", 1.0), *((way, ratio) for ratio in args.ratios for way in args.ways)]
+    fitted = [(way, ratio) for ratio in args.ratios for way in args.ways if way != "none"]
+    wanted = [("exact", 1.0), *([("none", 0.0)] if "none" in args.ways else []), *fitted]
     model = None
     for document in some:
         name = document["name"]
@@ -277,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
         if not cells:
             continue
         model = kvlens.load(args.model).requires_grad_(False) if model is None else model
-        prepared = Prepared(model, document, args.reference)
+        prepared = Prepared(model, document, args.reference, args.study)
         for way, ratio in cells:
             alike = [row for row in rows if (row["way"], row["ratio"]) == ("logits", ratio) and row["document"] != name]
             others = [torch.tensor(row["budgets"], dtype=torch.float64) / row["n_tokens"] for row in alike]

@@ -101,12 +101,12 @@ def test_sums_over_blocks_are_sums(monkeypatch):
 def test_keys_of_a_long_prompt_are_chosen_alike_head_by_head_from_the_queries_rows(monkeypatch):
     queries, prompt = attention()
     some = queries.part(slice(0, 2))  # 2 queries of 2 heads are 4 rows, fewer than the 7 keys
-    rows = choose_among(some, prompt, roots(), 3)
+    rows = choose_among([(some, prompt, roots())], 3)[0]
     monkeypatch.setattr(landmarks, "as_rows", lambda n_rows, n_keys: False)
-    products = choose_among(some, prompt, roots(), 3)
+    products = choose_among([(some, prompt, roots())], 3)[0]
     monkeypatch.undo()
     monkeypatch.setattr(landmarks, "NUMBERS_AT_ONCE", 1)
-    for other in (products, choose_among(some, prompt, roots(), 3)):
+    for other in (products, choose_among([(some, prompt, roots())], 3)[0]):
         for a, b in zip(rows, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert isinstance(statistics(some, prompt, roots()).gram, Rows)
@@ -189,8 +189,21 @@ def test_levels_and_the_waterline_by_hand(monkeypatch):
     assert waterline([other], torch.tensor([3])).tolist() == [0.0]  # two keys are known, the third may be worth anything
 
 
+def test_keys_of_several_layers_are_chosen_as_those_of_each():
+    """Each layer's path is as long as the longest of them needs, and begins as its own."""
+    layers = []
+    for seed in (0, 1, 2):
+        queries, prompt = attention()
+        layers.append((queries, prompt._replace(values=prompt.values + normal(*prompt.values.shape, seed=seed)), roots()))
+    for layer, found in zip(layers, choose_among(layers, 5), strict=True):
+        (own,) = choose_among([layer], 5)
+        assert torch.equal(found.keys, own.keys)
+        torch.testing.assert_close(found.gain, own.gain, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("total", [6, 14, 30])
-def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total):
+def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total, at_once):
     """Keys and budgets; and less is computed."""
     monkeypatch.setattr(landmarks, "AHEAD", 2)
     monkeypatch.setattr(landmarks, "FIRST_STEPS", 1)
@@ -207,11 +220,11 @@ def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total)
         )
     whole = [choose_keys(each, n_keys) for each in problems]
 
-    def path(layer, r, floor):
-        return choose_keys(problems[layer], r, floor.repeat_interleave(KV))
+    def path(some, r, floor):
+        return [choose_keys(problems[layer], r, floor.repeat_interleave(KV)) for layer in some]
 
     wanted = torch.tensor([total // 6, total // 3])  # two prompts
-    lazy = lazy_paths(path, layers, n_keys, wanted, KV)
+    lazy = lazy_paths(path, layers, n_keys, wanted, KV, at_once)
     budgets = budgets_by_gain([each.gain for each in whole], wanted * layers * KV)
     assert torch.equal(budgets_by_gain([each.gain for each in lazy], wanted * layers * KV), budgets)
     assert budgets.sum(dim=(0, 2)).tolist() == (wanted * layers * KV).tolist()

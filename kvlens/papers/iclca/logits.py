@@ -50,7 +50,7 @@ def divergences(new: Float[Tensor, "*token vocab"], old: Float[Tensor, "*token v
 
 def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
     """Load a softmax model that can write its own prompts."""
-    model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
+    model = hooked_model(settings["model"], tokenizer=settings["tokenizer"])
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
         raise KVLensError(
             "the model must have softmax attention, and a tokenizer with a BOS, from which it writes its "
@@ -62,7 +62,7 @@ def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
 def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
     """A prompt [pos] that the model wrote from its BOS, and continuations [text, pos] of it."""
     generator = torch.Generator().manual_seed(1_000 + seed)
-    bos = torch.tensor([[model.tokenizer.bos_token_id]])
+    bos = torch.tensor([[model.tokenizer.bos_token_id]], device=model.W_E.device)
     prompt = sampled(model, bos, settings["n_prompt"] - 1, generator)
     texts = sampled(model, prompt.expand(settings["n_texts"], -1), settings["n_text"], generator)
     return prompt[0], texts[:, prompt.shape[1] :]
