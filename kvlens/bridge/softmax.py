@@ -252,7 +252,7 @@ class SoftmaxLayer(Part):
         apart = is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]
         extra = None if apart else bias.extra_keys(keys.dtype)
         # the logarithm of a weight is too coarse in half precision
-        if extra is not None and (wide == hidden.dtype or not bool(extra.log_weights.any())):
+        if extra is not None and (wide == hidden.dtype or not extra.weighted):
             values = extra.values
             added = self._by_head(extra.log_weights[:, :, None])
         if self.rule.needs_distance:

@@ -174,12 +174,11 @@ class HookedKVTransformer(LoadsAndSaves):
         attention_mask: Tensor | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
-        """As in the base, but tokens are checked, and linear attention gets no mask that hides nothing."""
+        """As in the base, but tokens are checked, and layers get no mask that hides nothing: each would have to look."""
         if isinstance(input, Tensor):
             self.check_tokens(input)
         *read, mask = super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
-        hides_nothing = self.cfg.attention == "linear" and mask is not None and bool(mask.all())
-        return *read, None if hides_nothing else mask
+        return *read, None if mask is None or bool(mask.all()) else mask
 
     def get_residual(
         self,

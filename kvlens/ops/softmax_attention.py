@@ -348,12 +348,14 @@ class ExtraKeys(NamedTuple):
         keys, values: one set per key-value head; these ops ask for keys and values of one size.
         log_weights: minus infinity where a head has fewer than r keys.
         by_distance: what the distance between query and key adds to the score (ALiBi, windows); None for nothing.
+        weighted: False where every weight is known to be 1, so that nothing need be added to a score.
     """
 
     keys: Float[Tensor, "#batch kv_head r d_head"]
     log_weights: Float[Tensor, "#batch kv_head r"]
     values: Float[Tensor, "#batch kv_head r d_head"]
     by_distance: Float[Tensor, "#batch head query r"] | None = None
+    weighted: bool = True
 
     @classmethod
     def of(
@@ -366,7 +368,8 @@ class ExtraKeys(NamedTuple):
         """Take them from a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
         log_scale = log_scale.to(b_d)
         if not b_d.requires_grad and bool((b_d == 1).all()):  # a prompt's own keys
-            return cls._expanded(keys, log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1]), b_kv)
+            own = cls._expanded(keys, log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1]), b_kv)
+            return own._replace(weighted=bool(log_scale.any()))
         used = b_d > 0
         if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
             return None
@@ -469,7 +472,7 @@ def last_with_extra_keys(
             torch.cat([x.expand(len(q), -1, -1, -1), y[:, where]], dim=2) for x, y in ((extra.keys, k), (extra.values, v))
         )
         added = None
-        if bool(extra.log_weights.any()):
+        if extra.weighted:
             added = F.pad(extra.log_weights[:, :, None], (0, k.shape[2])).to(q)
         z[:, where] = F.scaled_dot_product_attention(rows[:, where], keys, values, added, scale=1 / scale)
     return z.reshape(q.shape)
