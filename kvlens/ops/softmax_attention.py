@@ -368,8 +368,8 @@ class ExtraKeys(NamedTuple):
         """Take them from a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
         log_scale = log_scale.to(b_d)
         if not b_d.requires_grad and bool((b_d == 1).all()):  # a prompt's own keys
-            own = cls._expanded(keys, log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1]), b_kv)
-            return own._replace(weighted=bool(log_scale.any()))
+            log_weights = log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1])
+            return cls._expanded(keys, log_weights, b_kv, weighted=bool(log_scale.any()))
         used = b_d > 0
         if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
             return None
@@ -378,9 +378,10 @@ class ExtraKeys(NamedTuple):
         return cls._expanded(keys, log_weights, b_kv / weights[..., None])
 
     @classmethod
-    def _expanded(cls, *tensors: Tensor) -> "ExtraKeys":
+    def _expanded(cls, *tensors: Tensor, weighted: bool = True) -> "ExtraKeys":
         n = max(map(len, tensors))  # a hook may have made one of the three differ from row to row
-        return cls(*(x.expand(n, *x.shape[1:]) for x in tensors))
+        keys, log_weights, values = (x.expand(n, *x.shape[1:]) for x in tensors)
+        return cls(keys, log_weights, values, weighted=weighted)
 
     def added(self, n_heads: int) -> Float[Tensor, "#batch head #query r"]:
         """What is added to the scores of ``n_heads`` query heads: log w_r and the distance term."""
