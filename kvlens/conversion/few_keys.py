@@ -1,8 +1,9 @@
 """A few keys of the prompt per head, with fitted weights and values: method="landmark" and "attention_matching".
 
 For each layer, on the queries of the reference text, "landmark" chooses keys, allots budgets, fits weights and values, with
-no forward passes beyond those over the prompt and that text; :mod:`kvlens.ops.landmarks` has the mathematics. :class:`FewKeys`
-is the base of these methods, and of those that keep keys as they are (:mod:`kvlens.conversion.kept_keys`).
+no forward passes beyond those over the prompt and that text; :mod:`kvlens.ops.pursuit` and :mod:`kvlens.ops.landmarks` have
+the mathematics. :class:`FewKeys` is the base of these methods, and of those that keep keys as they are
+(:mod:`kvlens.conversion.kept_keys`).
 
 Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
 Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
@@ -28,17 +29,8 @@ from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, con
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
-from kvlens.ops.landmarks import (
-    Chosen,
-    PromptKeys,
-    Queries,
-    budgets_by_gain,
-    choose_among,
-    fit_values,
-    fit_weights,
-    layers_at_once,
-    lazy_paths,
-)
+from kvlens.ops.landmarks import PromptKeys, Queries, fit_values, fit_weights
+from kvlens.ops.pursuit import Chosen, budgets_by_gain, choose_among, layers_at_once, lazy_paths
 
 
 @dataclass(frozen=True, kw_only=True)

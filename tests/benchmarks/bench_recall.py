@@ -49,7 +49,7 @@ from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
 from kvlens.conversion.reference_queries import Texts, turn
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
-from kvlens.ops.landmarks import choose_among
+from kvlens.ops.pursuit import choose_among
 from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")

@@ -7,28 +7,30 @@ import pytest
 import torch
 from ops_cases import normal
 
-from kvlens.ops import landmarks
+from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
     Products,
     PromptKeys,
     Queries,
     Rows,
     Statistics,
-    budgets_by_gain,
-    choose_among,
-    choose_keys,
     fit_values,
     fit_weights,
-    lazy_paths,
-    levels,
-    naive_choose_keys,
     naive_fit_values,
     naive_fit_weights,
-    naive_greedy_budgets,
     naive_share,
     output_errors,
     shares,
     statistics,
+)
+from kvlens.ops.pursuit import (
+    budgets_by_gain,
+    choose_among,
+    choose_keys,
+    lazy_paths,
+    levels,
+    naive_choose_keys,
+    naive_greedy_budgets,
     waterline,
 )
 from kvlens.ops.softmax_attention import ScaledFeatures
@@ -181,7 +183,7 @@ def test_a_small_gain_before_a_large_one_does_not_stop_a_head():
 
 
 def test_levels_and_the_waterline_by_hand(monkeypatch):
-    monkeypatch.setattr(landmarks, "AHEAD", 2)
+    monkeypatch.setattr(pursuit, "AHEAD", 2)
     gain = torch.tensor([[3.0, 1.0, 2.0, 0.5, 4.0, 0.25]])
     assert levels(gain).tolist() == [[3.0, 2.0, 2.0, 2.0, 2.0, 0.25]]  # 4 comes too late to lift what was 2 before
     other = torch.tensor([[2.5, 0.5]])
@@ -205,9 +207,9 @@ def test_keys_of_several_layers_are_chosen_as_those_of_each():
 @pytest.mark.parametrize("total", [6, 14, 30])
 def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total, at_once):
     """Keys and budgets; and less is computed."""
-    monkeypatch.setattr(landmarks, "AHEAD", 2)
-    monkeypatch.setattr(landmarks, "FIRST_STEPS", 1)
-    monkeypatch.setattr(landmarks, "FEW_STEPS", 2)
+    monkeypatch.setattr(pursuit, "AHEAD", 2)
+    monkeypatch.setattr(pursuit, "FIRST_STEPS", 1)
+    monkeypatch.setattr(pursuit, "FEW_STEPS", 2)
     n_keys, layers, problems = 23, 3, []
     for layer in range(layers):
         columns = normal(2 * KV, 40, n_keys, seed=layer)

@@ -16,6 +16,7 @@ from kvlens.ops import (
     kv_shift,
     landmarks,
     linear_attention,
+    pursuit,
     rotary,
 )
 from kvlens.ops import softmax_attention as softmax
@@ -110,7 +111,7 @@ OPS: dict[Any, dict[str, Any]] = {
     features.taylor_features: dict(x="b p h d", scale=2.0),
     landmarks.shares: dict(queries=QUERIES, prompt=PROMPT),
     landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="b g d d"),
-    landmarks.choose_keys: dict(sums=SUMS, r=2),
+    pursuit.choose_keys: dict(sums=SUMS, r=2),
     landmarks.fit_weights: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), active=bools("c two")),
     landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
     attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e f"], activation=torch.relu),

@@ -53,7 +53,8 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import HookedKVTransformer
 from kvlens.model.streaming import observed
-from kvlens.ops.landmarks import Products, Statistics, choose_keys
+from kvlens.ops.landmarks import Products, Statistics
+from kvlens.ops.pursuit import choose_keys
 from kvlens.ops.softmax_features import virtual_key_scores
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
