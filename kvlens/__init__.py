@@ -2,7 +2,7 @@
 
 What most people need is named here: `load`, `HookedKVTransformer`, `convert_prompt`, `KVBias`. Where the rest is:
 
-- **the papers**, equation by equation, and their misprints: `kvlens.papers`;
+- **the papers**, equation by equation, with misprints; their figures and tables as commands: `kvlens.papers`;
 - **the mathematics**, as pure functions of tensors: `kvlens.ops`;
 - **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`; models as Transformers runs them:
   `kvlens.bridge`;
@@ -11,8 +11,7 @@ What most people need is named here: `load`, `HookedKVTransformer`, `convert_pro
 - **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
 - **tables**, as commands write them, read and checked: `read_table`;
 - **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
-- **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`;
-- **the papers' figures and tables** as commands: `kvlens.papers`;
+- **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`.
 
 The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.
 """

@@ -2,10 +2,11 @@
 
 Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which unit of a prompt made the model say it),
 :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.heads`; files are
-:mod:`~kvlens.analyses.logit_attribution` (the residual stream), :mod:`~kvlens.analyses.readings` (the predictions) and
-:mod:`~kvlens.analyses.dual` (a head as a step of learning). :mod:`~kvlens.analyses.batch` runs any of them over many prompts,
-and :mod:`~kvlens.analyses.declaration` explains how to write your own. Every public name can be imported from here, and is
-loaded on first use, so that importing the package and showing help are quick.
+:mod:`~kvlens.analyses.logit_attribution` (the residual stream), :mod:`~kvlens.analyses.readings` (the predictions),
+:mod:`~kvlens.analyses.dual` (a head as a step of learning) and :mod:`~kvlens.analyses.state` (what recurrent layers keep).
+:mod:`~kvlens.analyses.batch` runs any of them over many prompts, and :mod:`~kvlens.analyses.declaration` explains how to write
+your own. Every public name can be imported from here, and is loaded on first use, so that importing the package and showing
+help are quick.
 
 This file and the folder ``analyses`` are one package, ``kvlens.analyses``: in a clone the folder with its modules lies beside
 ``kvlens``, in a wheel it is ``kvlens/analyses``. In neither is there a package ``analyses``: a user's own file or folder of

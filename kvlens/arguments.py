@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvlens.errors import KVLensError, brief, first_line
 
@@ -17,7 +17,8 @@ Span = tuple[int, int]
 """A range (start, stop) of a prompt's tokens."""
 Positions = Literal["kept", "closed"]
 """Whether what comes after tokens that are left out stays where it stood or moves up."""
-UNITS = ("message", "document", "paragraph", "line", "sentence", "code", "word", "token")
+UnitName = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
+UNITS: tuple[str, ...] = get_args(UnitName)
 """What a prompt is cut into by name; ``code`` means statements."""
 MOST_ASKED = 2**24
 """Upper limit for features, steps and texts: a larger number is a typing error, or would take years."""

@@ -33,15 +33,11 @@ RECIPES = {
 }
 """The docstring that has each recipe; that of an analysis stands in the guide."""
 CODE = {title: importlib.import_module(name).__doc__ or "" for title, name in RECIPES.items()} | {"An analysis": GUIDE}
-WITH_EXAMPLES = (
-    "kvlens.kv_bias.kv_bias",
-    "kvlens.conversion.convert",
-    "kvlens.conversion.few_keys",
-    "kvlens.model",
-    "kvlens.viz.attention",
-    "kvlens.viz.tokens",
-    "kvlens.tasks",
-    "analyses.declaration",
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for folder in ("kvlens", "analyses")
+    for path in (ROOT / folder).rglob("*.py")
+    if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.M) and path.name != "example.py"  # a prompt about code
 )
 
 

@@ -1,6 +1,6 @@
 """Which unit of a prompt, through which head, made the model say it: answers from interventions, not from shares of a sum.
 
-- A *unit* is a token, word, sentence or given range of the prompt's tokens (:mod:`kvlens.units`).
+- A *unit* is a part of the prompt, from a message down to a token, or a given string or range of tokens (:mod:`kvlens.units`).
 - A *counterfactual prompt* lacks a unit, or has something else in its place (:mod:`kvlens.conversion.prompt` says what
   happens to positions).
 - The *baseline* keeps what is always there: BOS, in place; without BOS the empty prompt. "Without the prompt" means it.

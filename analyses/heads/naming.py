@@ -6,7 +6,7 @@ the source of its attention: the earlier head that its keys read most, or, in a 
 position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
 
 The verdict compares what the head *reads* with chance, and with ``ablations`` also uses the effect on the loss of reading
-something else there (:mod:`kvlens.analyses.heads.verdicts`, :mod:`kvlens.analyses.heads.verdicts`): then every head whose
+something else there (:mod:`kvlens.analyses.heads.ablation`, :mod:`kvlens.analyses.heads.verdicts`): then every head whose
 ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
 linear attention, is "inconclusive", not "none". The verdict does not depend on copying: a head that finds the right token and
 lowers its logit has the verdict ``induction`` and a negative ``logit_attribution``.

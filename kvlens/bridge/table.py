@@ -25,8 +25,8 @@ tested. A new one is a row there and a row in `tests/model/tiny_hf.py`, the tiny
 its name to `LIKE_THE_OTHERS` in `tests/bridge/bridge_models.py`, which leaves out the slowest tests.
 `tests/bridge/test_table.py` checks that model and row agree; exactness, hook names, gradients and loading go through all
 families: `pytest tests/bridge -k NAME -m "slow or not slow"`. A family of which TransformerLens has no adapter needs one in
-`adapters.py`; attention that its bridge leaves to Transformers is opened up in `native.py` and named in `NATIVE` (`parts.py`);
-recurrent layers need a mixer in `kvlens/mixers`.
+`adapters.py`, whose `submodules=` have its names of projections; attention that its bridge leaves to Transformers is opened up
+in `native.py`, as `q_proj` to `o_proj`, and named in `NATIVE` (`parts.py`); recurrent layers need a mixer in `kvlens/mixers`.
 """
 
 from typing import NamedTuple

@@ -2,7 +2,7 @@
 
 Every self-attention of a ``BertForSequenceClassification`` (`load_bert`) is replaced by one with the same projections and a
 variant of :class:`kvlens.model.AttentionVariantConfig` (`swap_self_attention`). BERT sees all tokens, so a query's negatives
-are chosen among all, and the regularised forms are those of self-attention. Ridge is causal here and is refused. Augmented keys
+are chosen among all, and the regularized forms are those of self-attention. Ridge is causal here and is refused. Augmented keys
 and values are the paper's parallel adapter, whose MLP reads the input x of the block beside the projection:
 
     v = W_V x + b_V + c W_2 gelu(W_1 x)        d -> 2 d -> d: 768-1536-768 in BERT-base; W_2 starts at 0

@@ -347,7 +347,7 @@ def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
     if variant.augmented is not None and variant.augmented.values and variant.augmented.parallel is None:
         return "values pass through an MLP after b_V is added"
     if variant.regularised is not None and variant.regularised.form != "normalised":
-        return "regularised attention subtracts alpha times a token's own value"
+        return "regularized attention subtracts alpha times a token's own value"
     return None
 
 

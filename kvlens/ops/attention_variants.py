@@ -7,7 +7,7 @@
 | negative | the k tokens that a query (or a label) scores lowest are subtracted | 15, 34; remark in sec. 5 |
 | ridge | the regularized least-squares W instead of one gradient step | 33 |
 
-First the naive form of each, then the fast ones in the order of the table, then the rank of a pattern that is regularised.
+First the naive form of each, then the fast ones in the order of the table, then the rank of a pattern that is regularized.
 """
 
 import math
@@ -25,7 +25,7 @@ from kvlens.errors import KVLensError
 # One head, in loops over queries and tokens, one line per equation: the reference for the fast forms.
 
 
-def naive_regularised(
+def naive_regularized(
     pattern: Float[Tensor, "pos pos"],
     v: Float[Tensor, "pos d_head"],
     alpha: float,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -31,6 +31,7 @@ from kvlens.analyses.bias.exchange import baseline_of
 from kvlens.analyses.readings import read_text
 from kvlens.analyses.registry import check_front_end, reason_against
 from kvlens.analyses.segments import telling
+from kvlens.arguments import UnitName
 from kvlens.chat import Chat, as_prompt, one_sequence
 from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, convert_prompt
@@ -59,7 +60,6 @@ MOST_PAIRS = 2**28
 """Pairs of prompt tokens in all heads of a layer for which dual models are computed: in about 10 GB."""
 MOST_EXPLAINED = 4096
 """Tokens of a prompt up to which the report explains an answer: each unit takes a pass over prompt and text."""
-UnitName = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 OF_THE_PAGE = ("head_details", "prompt_copies", "layer_contributions", "linked_shares")
 """Analyses that the page shows where the model's front end has them."""
 ABLATION = "KL without the head, nats"

@@ -49,9 +49,10 @@ class ReverseTask(Task):
         return 1 / self.vocab_size  # the bar is never an answer
 ```
 
-It can be trained as it is; a line in `kvlens/tasks/__init__.py` adds it to the command line as `kvlens train reverse`. Its test
-checks that the targets are right. `chance` is the accuracy of guessing, which figures and experiments show beside
-the score.
+It can be trained as it is; a line in `kvlens/tasks/__init__.py` adds it to the command line as `kvlens train reverse`, whose
+help names the tasks (`kvlens/cli/settings.py`). A row of `SMALL_TASKS` in `tests/tasks/task_checks.py` adds it to the tests of
+every task; its own checks that the targets are right. `chance` is the accuracy of guessing, which figures and experiments show
+beside the score.
 
 ```python
 from kvlens.training import build_model, train

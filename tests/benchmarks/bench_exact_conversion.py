@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "model"))
 
-from scaled_models import REAL, scaled_up
+from large_scores import REAL, scaled_up
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, convert_prompt

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from large_scores import REAL, scaled_up
 from precision import LAW, float64, relative_error
-from scaled_models import REAL, scaled_up
 from small_models import SOFTMAX, by_steps, model_of, peaked, sharp, small_model, tokens
 from tiny_hf import tiny_hf_model
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache

@@ -9,7 +9,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVLensError, convert_prompt
 from kvlens.model import AttentionVariantConfig, Negative, Regularised
-from kvlens.ops.attention_variants import naive_negative, naive_regularised, naive_ridge
+from kvlens.ops.attention_variants import naive_negative, naive_regularized, naive_ridge
 
 BUILD = ("softmax", "linear")
 
@@ -45,7 +45,7 @@ def expected_z(model, x):
             rest = naive_negative(pattern, scores, v[b, h], kept.negative.k, kept.negative.beta, kept.negative.per)
         if kept.regularised is not None:
             plain = pattern @ v[b, h]
-            whole = naive_regularised(pattern, v[b, h], kept.regularised.alpha, kept.regularised.form)
+            whole = naive_regularized(pattern, v[b, h], kept.regularised.alpha, kept.regularised.form)
             rest = whole if kept.negative is None else rest + whole - plain
         z[b, h] = rest
     return z.transpose(1, 2), cache[at + "hook_z"]

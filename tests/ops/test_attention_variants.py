@@ -144,12 +144,12 @@ def test_augmented_on_paper_and_its_gradients():
 
 
 @pytest.mark.parametrize("form", ["self_attention", "normalised", "one_step"])
-def test_regularised_is_one_step_of_the_regularised_loss(form):
+def test_regularized_is_one_step_of_the_regularized_loss(form):
     """Eq. 13 is the dual model's step with alpha where H_T is the query alone; the others subtract the own value."""
     from kvlens.ops import dual
 
     scores, pattern, _, v = causal_case(heads=1)
-    slow = variants.naive_regularised(pattern[0, 0], v[0, 0], 0.3, form)
+    slow = variants.naive_regularized(pattern[0, 0], v[0, 0], 0.3, form)
     z = pattern[0, 0] @ v[0, 0]
     own = pattern[0, 0].diagonal()[:, None] if form == "one_step" else 1.0
     fast = (z - 0.3 * own * v[0, 0]) / (0.7 if form == "normalised" else 1.0)

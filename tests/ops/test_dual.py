@@ -90,7 +90,7 @@ def test_written_out_weights_against_the_loops_and_autograd(alpha, eta):
     torch.testing.assert_close(by_prediction.T @ phi[:4] + alpha / eta * W_0, gradient, **TIGHT)
 
 
-def test_regularised_steps_approach_the_minimizer():
+def test_regularized_steps_approach_the_minimizer():
     phi, v, D = normal(4, 3, seed=5), normal(4, 5, seed=6), torch.tensor(1.3, dtype=torch.float64)
     added = dual.mean_outer(phi, v, D)
     limit = dual.weight_after(torch.zeros_like(added), added, 400, alpha=0.2)

@@ -31,7 +31,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
 | eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference implementation), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; for all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.papers.dual.dual_equivalence` |
 | eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual_layers.bound_terms`, `kvlens.dual.DualModel.bound`; for a growing number of demonstrations, also with negative samples, `kvlens.analyses.dual_bound` |
-| eq. 12-13, app. D.1: regularised attention | `kvlens.model.attention_variant.Regularised` |
+| eq. 12-13, app. D.1: regularized attention | `kvlens.model.attention_variant.Regularised` |
 | lemma D.1: alpha that makes the attention block of full rank | `kvlens.ops.attention_variants.full_rank_limit` |
 | eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
 | eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
@@ -72,13 +72,13 @@ sec. 3.3 | "as the number of demonstration (and therefore the number of demonstr
     tests/dual/test_bound.py::test_the_measured_error_is_below_the_bound_and_falls | holds | mean error 1.18, 0.39 and 0.11 for these numbers: about as 1 / N, where the bound falls as the root of that |
 app. C.2 | "as the ratio of negative samples increases, the generalization error decreases"
     tests/dual/test_bound.py::test_the_first_negative_raises_the_bound_and_more_lower_it | does not hold | kvlens' bound, which is another one (see below), rises with the first negative and falls with more: its logarithm is 6.28 without, 6.50 with one and 6.43 with 16 on a head of `facts-linear` |
-eq. 13, app. D.1 | regularised attention is one step of the regularised loss
-    tests/ops/test_attention_variants.py::test_regularised_is_one_step_of_the_regularised_loss | holds | at 1e-11 in float64 |
+eq. 13, app. D.1 | regularized attention is one step of the regularized loss
+    tests/ops/test_attention_variants.py::test_regularized_is_one_step_of_the_regularized_loss | holds | at 1e-11 in float64 |
 app. D.1, lemma D.1 | "There exists some" alpha' "such that, for any" 0 < alpha < alpha', "the attention block will become full-rank"
     tests/ops/test_attention_variants.py::test_a_small_alpha_makes_any_pattern_full_rank | holds | patterns of rank 6 of 7, causal and not: full rank for alpha of either sign up to 0.9 of alpha', which is the smallest eigenvalue's size but 0 |
 eq. 33 | ridge attention is the optimum of the ridge loss
     tests/ops/test_attention_variants.py::test_ridge_against_the_loops_and_the_weights_written_out | holds | at 1e-11 in float64 |
-sec. 5, fig. 3 | "when" alpha < 0, regularised attention "converges faster"
+sec. 5, fig. 3 | "when" alpha < 0, regularized attention "converges faster"
     dual-variants | holds | linear task, log of the held-out error over the nearer plain layer's, mean over training, alpha -0.5: -5.79, -6.66 to -4.92 | with alpha < 0 it converges faster
 sec. 5, fig. 3 | with alpha > 0 "the regularized models converges a poorer result"
     dual-variants | does not hold | linear task, the same of the last error, alpha 0.5: -4.25, -5.65 to -2.85: better | with alpha > 0 the layer converges
@@ -104,9 +104,9 @@ app. E.2.1, fig. 11 | negatives are "worse than the normal model" on the trigono
     dual-variants | holds | last error: +0.079, 0.058 to 0.100 | negatives are worse on the task
 app. E.2.1, fig. 11 | augmented values "significantly degrade the model's performance" on the trigonometric task
     dual-variants | holds | last error: +0.156, 0.045 to 0.268 | augmented values degrade the task
-app. E.2.1, fig. 11 | with a suitable alpha regularised attention converges "slightly faster" on the trigonometric task
+app. E.2.1, fig. 11 | with a suitable alpha regularized attention converges "slightly faster" on the trigonometric task
     dual-variants | inconclusive | mean over training, alpha -0.1, the best of five on six other seeds: +0.002, -0.001 to 0.006, so no gain of more than 0.1 % is likely; 0.006 would have been found in 80 % | with a suitable alpha it converges slightly faster
-app. E.2.2 | with a suitable alpha regularised attention "converges faster and achieves better result" on the exponential task
+app. E.2.2 | with a suitable alpha regularized attention "converges faster and achieves better result" on the exponential task
     dual-variants | holds | mean over training, alpha 0.5, the best of five on six other seeds: -0.83, -0.96 to -0.70; at the end 0.085 of the variance is left, where plain layers leave 0.211 | with a suitable alpha it converges faster
 app. E.2.2, fig. 12 | augmented keys alone are better on the exponential task
     dual-variants | inconclusive | last error: -0.024, -0.167 to 0.118; 0.24 would have been found in 80 % | augmented keys alone are better on the task
@@ -123,7 +123,7 @@ th. B.2, eq. 24-25 | several attention layers are a sequence of dual models
 app. E.5, table 1 | "the best augmented models achieve better performance than the original model across all four datasets"
     bert-variants --model FOLDER | inconclusive | the method alone: a BERT of 6 layers and width 384, 256 sentences from templates, acceptable or not, as GLUE and BERT-base are not at hand. Matthews' correlation on sentences of other templates and words, less plain fine-tuning's (0.37): +0.01, -0.14 to 0.16 (six seeds); 0.27 would have been found in 80 % | augmented values are better
 app. E.5 | "except for RTE, the best regularized models outperform the original model"
-    bert-variants --model FOLDER | inconclusive | the same, alpha -0.1: -0.07, -0.28 to 0.14; 0.38 would have been found | regularised attention with a small alpha
+    bert-variants --model FOLDER | inconclusive | the same, alpha -0.1: -0.07, -0.28 to 0.14; 0.38 would have been found | regularized attention with a small alpha
 app. E.5 | "when the absolute value of" alpha "is too large, the model's performance declines significantly"
     bert-variants --model FOLDER | inconclusive | the same, alpha 0.5: -0.01, -0.21 to 0.20; 0.38 would have been found | with too large an alpha
 app. E.5 | "the best negative models only outperform the original model on CoLA and STS-B"
