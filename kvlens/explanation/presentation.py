@@ -18,8 +18,8 @@ MEANINGS = (
     ("the gap is closed", "what follows the deleted tokens moves up, as if they had never been there"),
     (
         "lost",
-        "its words fall by more than ln 4 nats, or have the first difference that is no near tie, and the text that is said "
-        "instead does not have them; partly: it has some",
+        "its words fall by more than ln 4 nats, or the first difference that is no near tie is among them, and the text "
+        "that is said instead does not have them; partly: it has some",
     ),
     ("still said", "the model says something else, which has them"),
     ("does not come to, or not reached", "it goes another way before these words, which do not fall themselves"),
