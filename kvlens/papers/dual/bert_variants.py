@@ -58,7 +58,7 @@ class BertHypothesis(NamedTuple):
 CLAIMS = {
     LARGE: BertHypothesis("with too large an alpha it is significantly worse", False),
     "augmented values": BertHypothesis("augmented values are better", True),
-    "regularised, alpha -0.1": BertHypothesis("regularised attention with a small alpha is better, but on RTE", True),
+    "regularised, alpha -0.1": BertHypothesis("regularized attention with a small alpha is better, but on RTE", True),
     "negative, k 0.2, beta 0.1": BertHypothesis("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", True),
 }
 
