@@ -116,7 +116,7 @@ class Prepared:
         else:
             if way == "shares":
                 budgets = kvzip.kept(self.teacher).sum(dim=-1)
-            elif way.endswith("others"):
+            elif "others" in way:
                 share = torch.stack(others).mean(dim=0) * len(self.before)
                 budgets = share.round().long().clamp(max=len(self.before))[:, None].to(wanted.device)
             else:
