@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.arguments import MOST_ASKED
@@ -190,12 +190,19 @@ def sample_continuations(
 def _sample(
     model: ReadsPrompts, whole: KVBias, logits: Tensor, rows: Tensor, length: int, generator: torch.Generator
 ) -> Tensor:
-    logits, text, cache = logits[rows.to(logits.device)], [], None
     with model.holding(rows_of(whole, rows)):
-        for step in range(length):
-            text.append(torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(logits.device))
-            if step + 1 < length:
-                logits, cache = model.next_logits(text[-1], cache)
+        return sampled_text(model, logits[rows.to(logits.device)], None, length, generator)
+
+
+def sampled_text(
+    model: ReadsPrompts, logits: Float[Tensor, "text vocab"], cache: Any, length: int, generator: torch.Generator
+) -> Int[Tensor, "text pos"]:
+    """``length`` tokens sampled at temperature 1, of which the first follows ``logits`` and what ``cache`` holds."""
+    text: list[Tensor] = []
+    for step in range(length):
+        text.append(torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(logits.device))
+        if step + 1 < length:
+            logits, cache = model.next_logits(text[-1], cache)
     return torch.cat(text, dim=1)
 
 

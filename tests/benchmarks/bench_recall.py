@@ -46,7 +46,7 @@ from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
-from kvlens.conversion.reference_queries import Texts, turn
+from kvlens.conversion.reference_queries import Texts, sampled_text, turn
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.pursuit import choose_among
@@ -142,11 +142,8 @@ class Prepared:
 
     def cell(self, way: str, ratio: float, others: list[torch.Tensor]) -> Made:
         """The answers to the document's questions under one bias, and its error on the model's own text."""
-        began, since, row = (
-            time.process_time(),
-            time.perf_counter(),
-            {"document": self.document["name"], "way": way, "ratio": ratio},
-        )
+        began, since = time.process_time(), time.perf_counter()
+        row = {"document": self.document["name"], "way": way, "ratio": ratio}
         with torch.no_grad():
             if way == "exact":
                 bias, budgets = self.teacher.whole, None
@@ -177,14 +174,10 @@ def studied(model: Any, whole: kvlens.KVBias, n: int) -> Texts:
     """What the model answers to :data:`STUDY` about the document, 64 tokens sampled at temperature 1, ``n`` times each."""
     generator, texts = torch.Generator().manual_seed(0), []
     for words in STUDY:
-        text = torch.tensor(turn(model, words), device=whole.b_KV.device).expand(n, -1)
+        lead = torch.tensor(turn(model, words), device=whole.b_KV.device).expand(n, -1)
         with model.holding(rows_of(whole, torch.zeros(n, dtype=torch.long))):
-            logits, cache = model.next_logits(text, None)
-            for _ in range(64):
-                drawn = torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(text.device)
-                logits, cache = model.next_logits(drawn, cache)
-                text = torch.cat([text, drawn], dim=1)
-        texts.append(text[None])
+            answer = sampled_text(model, *model.next_logits(lead, None), 64, generator)
+        texts.append(torch.cat([lead, answer], dim=1)[None])
     return texts
 
 
