@@ -20,16 +20,18 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import Objective, logit_metrics, polish
 from kvlens.conversion.method import Approximation, Teacher
+from kvlens.conversion.moved_keys import Placed, moved
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
-from kvlens.ops.landmarks import PromptKeys, Queries, fit_values, fit_weights
+from kvlens.ops.landmarks import PromptKeys, Queries, cells_of, fit_values, fit_weights
 from kvlens.ops.pursuit import Chosen, budgets_by_gain, choose_among, layers_at_once, lazy_paths
 
 
@@ -144,6 +146,8 @@ class Landmark(FewKeys):
             which keys are chosen) weighted by their effect on the logits (:mod:`~kvlens.conversion.gradients`; one
             backward pass over about 512 tokens of reference text). A head may get every key, or none. "equal": the same
             number for every head, with errors measured after W_O and no backward pass.
+        key_steps: number of gradient steps by which each head's keys leave their places (:mod:`~kvlens.conversion.moved_keys`);
+            0 keeps keys of the prompt.
         polish_steps: number of gradient steps after the fit. On docs-gpt2, 200 of them leave 0.63 times the error of
             ``budget="logits"``.
         texts_per_step: number of reference texts per gradient step.
@@ -160,8 +164,9 @@ class Landmark(FewKeys):
     shorthand: ClassVar[Mapping[str, str]] = {**FewKeys.shorthand, "fit": "fitted"}
 
     budget: Literal["logits", "equal"] = "logits"
+    key_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
     polish_steps: Annotated[int, Within(0, MOST_ASKED)] = 0
-    texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 16
+    texts_per_step: Annotated[int, Within(1, MOST_ASKED)] = 4
     objective: Objective = "logits"
     fitted: bool = True
 
@@ -172,12 +177,26 @@ class Landmark(FewKeys):
             with teacher.timed("keys"):
                 index, budgets = chosen_keys(teacher, queries, metrics, self.wanted(teacher), self.budget == "equal")
             every = zip(map(teacher.keys, range(teacher.n_layers)), queries, index, budgets, strict=True)
-            bias = assembled(teacher.exact, [fitted_keys(*each, fitted=self.fitted) for each in every])
+            layers = [fitted_keys(*each, fitted=self.fitted) for each in every]
+            if self.key_steps:
+                with teacher.timed("moving keys"):
+                    layers = self._moved(teacher, queries, metrics, layers)
+            bias = assembled(teacher.exact, layers)
         if not self.polish_steps:
             return bias
         with teacher.timed("polish"):
             how = dict(steps=self.polish_steps, texts_per_step=self.texts_per_step)
-            return polish(teacher, bias, **how, objective=self.objective)
+            return polish(teacher, bias, queries, **how, objective=self.objective)
+
+    def _moved(
+        self, teacher: Teacher, queries: list[Queries], metrics: list[Tensor], layers: list[LayerKeys]
+    ) -> list[LayerKeys]:
+        every = list(zip(queries, metrics, layers, strict=True))
+        shown = tqdm(every, desc="moving keys, layer by layer", disable=not teacher.verbose)
+        return [
+            moved_layer(teacher.keys(i), own, layer, root_of(metric), self.key_steps, self.seed)
+            for i, (own, metric, layer) in enumerate(shown)
+        ]
 
 
 def chosen_keys(
@@ -221,6 +240,24 @@ def fitted_keys(
         weights=torch.where(whole, own.weights, found.weights),
         values=torch.where(whole[..., None], own.values, found.values),
     )
+
+
+def moved_layer(
+    prompt: PromptKeys, queries: Queries, layer: LayerKeys, root_metric: Tensor, steps: int, seed: int
+) -> LayerKeys:
+    """The keys of every head, moved (:mod:`kvlens.conversion.moved_keys`), where it does not keep them all."""
+    new = LayerKeys(layer.keys.clone(), layer.distance, layer.weights.clone(), layer.values.clone())
+    kv_heads = prompt.keys.shape[1]
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        at = divmod(cell, kv_heads)
+        used = layer.weights[at] > 0
+        n_keys = keys.keys.shape[2] if keys.real is None else int(keys.real.sum())
+        if 0 < int(used.sum()) < n_keys:
+            start = Placed(layer.keys[at][used], layer.weights[at][used], layer.values[at][used])
+            found = moved(own, keys, start, layer.distance[at][used], root_metric[at], steps, seed)
+            for every, some in zip((new.keys, new.weights, new.values), found, strict=True):
+                every[at][used] = some.to(every)
+    return new
 
 
 def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -27,6 +27,7 @@ from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_on
 from kvlens.conversion.reference_queries import Texts
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.protocol import ReadsPrompts
+from kvlens.ops.landmarks import Queries
 
 
 def descend(
@@ -131,44 +132,74 @@ def effects_on_logits(
     return found
 
 
-POLISHING_RATE = 2e-2
+POLISHING_RATE = 6e-2
+"""Of the first Adam step, in units of each head's error; see :class:`Changes`."""
 Objective = Literal["logits", "kl"]
 
 
 @dataclass
-class Polished:
-    """The trained tensors: virtual keys, the logarithms of their weights, and their values. Absent keys stay absent."""
+class Changes:
+    """What is trained: changes of virtual keys, of their values, and of the logarithms of their weights. All begin with 0.
 
-    keys: Float[Tensor, "layer *batch kv_head r d_head"]
-    log_weights: Float[Tensor, "layer *batch head r"]
-    values: Float[Tensor, "layer *batch head r d_head"]
-    used: Tensor
+    Adam moves every number by about its rate, however little the number matters. So the unit of each head's changes is the
+    relative error of its output after the fit in closed form, times the size of its keys and of its values (the root mean
+    square of their entries): heads that are nearly right hardly move, and one that keeps every key does not. Absent keys stay
+    absent.
+
+    Attributes:
+        start: keys, log-weights and values before.
+        units: of each of the three, for each head.
+        used: where there is a key.
+    """
+
+    keys: Float[Tensor, "layer batch kv_head r d_key"]
+    log_weights: Float[Tensor, "layer batch kv_head r"]
+    values: Float[Tensor, "layer batch kv_head r d_head"]
+    start: tuple[Tensor, Tensor, Tensor]
+    units: tuple[Tensor, Tensor, Tensor]
+    used: Bool[Tensor, "layer batch kv_head r"]
 
     @classmethod
-    def of(cls, bias: KVBias) -> "Polished":
+    def of(cls, bias: KVBias, errors: Float[Tensor, "layer batch kv_head"] | None = None) -> "Changes":
+        """None of ``bias``, in units of the heads' relative errors; without these, all in units of 1."""
         assert isinstance(bias.features, VirtualKeys)
         used = bias.b_D > 0
         weights = torch.where(used, bias.b_D, 1.0)
-        keys, log_weights, values = bias.features.keys, weights.log(), bias.b_KV / weights[..., None]
-        return cls(_leaf(keys), _leaf(log_weights), _leaf(values), used)
+        start = bias.features.keys, weights.log(), bias.b_KV / weights[..., None]
+        units = (weights.new_ones(()),) * 3
+        if errors is not None:
+            unit = errors.to(weights)[..., None]
+            units = unit[..., None] * _size(start[0], used), unit, unit[..., None] * _size(start[2], used)
+        keys, log_weights, values = (torch.zeros_like(x).requires_grad_() for x in start)
+        return cls(keys, log_weights, values, start, units, used)
 
     def free(self) -> list[Tensor]:
         return [self.keys, self.log_weights, self.values]
 
     def bias(self, like: KVBias) -> KVBias:
-        """As a bias, differentiable in the trained tensors."""
+        """The changed bias, differentiable in the trained tensors."""
         assert isinstance(like.features, VirtualKeys)
-        weights = torch.where(self.used, self.log_weights.exp(), 0.0)
-        features = VirtualKeys(self.keys, like.features.distance)
-        return replace(like, b_D=weights, b_KV=weights[..., None] * self.values, features=features)
+        every = zip(self.start, self.units, self.free(), strict=True)
+        keys, log_weights, values = (start + unit * change for start, unit, change in every)
+        weights = torch.where(self.used, log_weights.exp(), 0.0)
+        features = VirtualKeys(keys, like.features.distance)
+        return replace(like, b_D=weights, b_KV=weights[..., None] * values, features=features)
 
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_()
+def _size(x: Float[Tensor, "*head r d"], used: Bool[Tensor, "*head r"]) -> Float[Tensor, "*head 1 1"]:
+    """The root mean square of the entries of each head's used rows."""
+    squares = (x.square().mean(dim=-1) * used).sum(dim=-1) / used.sum(dim=-1).clamp(min=1)
+    return squares.sqrt()[..., None, None]
 
 
-def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, objective: Objective) -> KVBias:
-    """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting."""
+def polish(
+    teacher: Teacher, bias: KVBias, queries: Sequence[Queries], *, steps: int, texts_per_step: int, objective: Objective
+) -> KVBias:
+    """``bias`` (of this prompt alone) after ``steps`` gradient steps on the teacher's reference texts for fitting.
+
+    Args:
+        queries: of these texts, in each layer.
+    """
     model: Any = teacher.model
     requires = [p.requires_grad for p in model.parameters()]
     with torch.inference_mode(False), torch.enable_grad():
@@ -177,7 +208,9 @@ def polish(teacher: Teacher, bias: KVBias, *, steps: int, texts_per_step: int, o
             texts = [group[:, i] for group in teacher.seen for i in range(group.shape[1])]
             with torch.no_grad():
                 target = [_logits(teacher, teacher.whole, text) for text in texts]
-            state = Polished.of(bias)
+                errors = [teacher.head_errors(bias, layer, own)[0] for layer, own in enumerate(queries)]
+            of_heads = torch.stack(errors).unflatten(2, (teacher.n_kv_heads, -1)).mean(dim=-1)
+            state = Changes.of(bias, of_heads.clamp(max=1))
 
             def loss_on(rows: Tensor) -> Tensor:
                 return _loss(teacher, state.bias(bias), [(texts[i], target[i]) for i in rows.tolist()], objective)

@@ -73,7 +73,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kvlens.components import LayerBias
 from kvlens.conversion.measured import answer_errors, without_prompt
@@ -83,7 +82,7 @@ from kvlens.conversion.reference_queries import TextOptions, Texts, queries_unde
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts
-from kvlens.ops.landmarks import PromptKeys, Queries, joined_queries, output_errors
+from kvlens.ops.landmarks import Errors, PromptKeys, Queries, joined_queries, output_errors
 
 
 class Teacher:
@@ -142,6 +141,17 @@ class Teacher:
             groups = [queries_under_bias(self.model, bias, tokens, layers) for tokens in texts]
             return [joined_queries(own) for own in zip(*groups, strict=True)]
 
+    def head_errors(self, bias: KVBias, layer: int, queries: Queries) -> Errors:
+        """The relative errors of one layer's heads on its queries if ``bias`` (of this prompt alone) replaces the prompt."""
+        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.b_KV.device), self.keys(layer)
+        return output_errors(
+            queries,
+            prompt,
+            lambda block: part.phi(block.q, prompt.rule, block.positions[None], part.b_kv, part.b_d),
+            part.b_kv,
+            part.b_d,
+        )
+
     def count(self, kind: str, texts: Texts, times: int = 1) -> None:
         """Add to the number of tokens that the model has read for each prompt."""
         self.tokens[kind] = self.tokens.get(kind, 0) + times * sum(tokens[0].numel() for tokens in texts)
@@ -163,7 +173,7 @@ class Teacher:
         bias = stored.to(fit.b_KV.dtype)
         queries = self.read(self.whole, [self.held_out])
         with self.timed("errors"):
-            errors = [self._errors(bias, layer, each) for layer, each in enumerate(queries)]
+            errors = [self.head_errors(bias, layer, each) for layer, each in enumerate(queries)]
         answers = self._answers(bias)
         record = BiasFit(
             method=self.method.name,
@@ -185,16 +195,6 @@ class Teacher:
         self.count("read", [self.held_out], times=3)
         with self.timed("answers"):
             return answer_errors(self.model, self.whole, continued(self.old, bias), self.without, self.held_out)
-
-    def _errors(self, bias: KVBias, layer: int, queries: Queries) -> tuple[Tensor, Tensor]:
-        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.b_KV.device), self.keys(layer)
-        return output_errors(
-            queries,
-            prompt,
-            lambda block: part.phi(block.q, prompt.rule, block.positions[None], part.b_kv, part.b_d),
-            part.b_kv,
-            part.b_d,
-        )
 
 
 class ConversionMethod:

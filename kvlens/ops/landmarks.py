@@ -348,20 +348,28 @@ def fit_values(
     """The products B of weight and value, given the weights; 0 where the weight is 0."""
     kept = _gather(prompt.values, index)
     start = w[..., None].to(kept) * kept
-    r = index.shape[1]
-    gram = torch.zeros(len(w), r, r, dtype=torch.float64, device=w.device)
-    right = torch.zeros(len(w), r, kept.shape[-1], dtype=torch.float64, device=w.device)
+    found = []
     for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        for block in blocks_of(own, keys.keys.shape[2]):
-            psi, p, a, z = (x[0] for x in shares(block, keys))
-            psi = psi[:, index[cell]]
-            off = psi @ w[cell].to(psi) - p
-            whole = (1 + off).clamp(min=RESOLVED)[:, None]
-            target = (a + z * off[:, None] - psi @ start[cell]) / whole
-            psi = psi / whole
-            gram[cell] += psi.mT @ psi
-            right[cell] += psi.mT @ target
-    return (start + solve(gram, right, w > 0, RIDGE_VALUES)) * (w > 0)[..., None]
+        blocks = (tuple(x[0] for x in shares(block, keys)) for block in blocks_of(own, keys.keys.shape[2]))
+        rows = ((psi[:, index[cell]], p, a, z) for psi, p, a, z in blocks)
+        found.append(values_at(rows, w[cell], start[cell]))
+    return torch.stack(found)
+
+
+def values_at(
+    rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], w: Float[Tensor, " r"], start: Float[Tensor, "r d_head"]
+) -> Float[Tensor, "r d_head"]:
+    """The products B of one head's weights and values, near ``start``, from blocks of rows: psi_S [row, r], p, a and z."""
+    r, d = start.shape
+    gram, right = (torch.zeros(r, n, dtype=torch.float64, device=w.device) for n in (r, d))
+    for psi, p, a, z in rows:
+        off = psi @ w.to(psi) - p
+        whole = (1 + off).clamp(min=RESOLVED)[:, None]
+        target = (a + z * off[:, None] - psi @ start) / whole
+        psi = psi / whole
+        gram += psi.mT @ psi
+        right += psi.mT @ target
+    return (start + solve(gram[None], right[None], (w > 0)[None], RIDGE_VALUES)[0]) * (w > 0)[:, None]
 
 
 def output_errors(

@@ -13,7 +13,8 @@ answer are used. One JSON line for each chat, way and ratio; a run is resumed wh
 All ways read the same reference text, once a document. They are: "none", the prompt left out but its BOS; "logits" and
 "equal", the budgets of ``Landmark``; "kvzip", and "kvzip fitted", its keys with fitted weights and values; fitted keys of
 ``Landmark`` with the budgets that KVzip gives ("shares"), or with the mean of the budgets that "logits" gave to the other
-documents ("others"); "logits" polished for 200 steps on the logits or on the divergence ("polished", "polished kl"); and
+documents ("others"); "logits" with keys that are moved ("moved"), or polished on the logits or on the divergence ("polished",
+"polished kl"), for ``--steps``; and
 ``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as its authors determine budgets
 once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight instructions about the
 document in place of its continuations, as the authors do. An answer is clear if under the exact bias each token up to its end
@@ -41,7 +42,7 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
-from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, root_of
+from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, moved_layer, root_of
 from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptBatch
@@ -55,7 +56,7 @@ from kvlens.units import layout_of_tokens, spans_of
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
 CHOICE = ("minutes.txt", "expedition.txt", "hotel.txt")
 MATCHING = ("matching", "matching others", "matching policy", "matching others policy")
-WAYS = ("none", "logits", "equal", "shares", "others", "polished", "polished kl", "kvzip", "kvzip fitted", *MATCHING)
+WAYS = ("none", "logits", "equal", "shares", "others", "moved", "polished", "polished kl", "kvzip", "kvzip fitted", *MATCHING)
 STUDY = (
     "Summarize the text.",
     "Summarize the text, beginning with its end.",
@@ -75,8 +76,8 @@ Made = dict[str, Any]
 class Prepared:
     """A document that is read once, and converted in every way."""
 
-    def __init__(self, model: Any, document: Made, reference: str | None, n_study: int = 0):
-        self.model, self.document = model, document
+    def __init__(self, model: Any, document: Made, reference: str | None, n_study: int, n_steps: int):
+        self.model, self.document, self.n_steps = model, document, n_steps
         self.before, self.questions = asked(model, document)
         prompt = PromptBatch(self.before[None], None, False)
         exact = convert_exactly(model, prompt, (), None, model.fingerprint())
@@ -111,7 +112,7 @@ class Prepared:
         if way == "kvzip fitted":
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
-        elif way in ("logits", "polished", "polished kl"):
+        elif way in ("logits", "moved", "polished", "polished kl"):
             index, budgets = chosen_keys(self.teacher, self.queries, self.metrics, wanted, equal=False)
         else:
             if way == "shares":
@@ -125,9 +126,14 @@ class Prepared:
                 return self.matched(AttentionMatching(ratio=ratio), budgets, way.endswith("policy")), budgets
             index = [path.keys for path in self.paths]
         every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
-        bias = assembled(self.teacher.exact, [fitted_keys(*each) for each in every])
+        layers = [fitted_keys(*each) for each in every]
+        if way == "moved":
+            parts = zip(map(self.teacher.keys, range(n_layers)), self.queries, layers, map(root_of, self.metrics), strict=True)
+            layers = [moved_layer(*each, self.n_steps, self.teacher.method.seed) for each in parts]
+        bias = assembled(self.teacher.exact, layers)
         if way.startswith("polished"):
-            bias = polish(self.teacher, bias, steps=200, texts_per_step=16, objective="kl" if way.endswith("kl") else "logits")
+            how = dict(steps=self.n_steps, texts_per_step=Landmark.texts_per_step)
+            bias = polish(self.teacher, bias, self.queries, **how, objective="kl" if way.endswith("kl") else "logits")
         return bias, budgets
 
     def matched(self, matching: AttentionMatching, budgets: torch.Tensor, on_policy: bool) -> kvlens.KVBias:
@@ -321,6 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
     parser.add_argument("--study", type=int, default=0, metavar="N", help="answers to each of eight instructions (default: 0)")
+    parser.add_argument("--steps", type=int, default=100, help="of moving keys, or of polishing (default: 100)")
     args = parser.parse_args(argv)
     own = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
     sets = {"choice": CHOICE, "final": [each["name"] for each in own if each["name"] not in CHOICE]}
@@ -338,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
         if not cells:
             continue
         model = kvlens.load(args.model).requires_grad_(False) if model is None else model
-        prepared = Prepared(model, document, args.reference, args.study)
+        prepared = Prepared(model, document, args.reference, args.study, args.steps)
         for way, ratio in cells:
             alike = [row for row in rows if (row["way"], row["ratio"]) == ("logits", ratio) and row["document"] != name]
             others = [torch.tensor(row["budgets"], dtype=torch.float64) / row["n_tokens"] for row in alike]

@@ -15,7 +15,7 @@ from small_models import peaked, relative_error, small_model, tokens
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import Chat, HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.conversion import features, gradients, reference_queries
+from kvlens.conversion import features, gradients, prompt_pass, reference_queries
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.reference_queries import REPEAT, repetition
 from kvlens.ops.softmax_features import ScoreRule
@@ -173,6 +173,33 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     assert [p.requires_grad for p in (model.blocks[0].attn.W_O, model.blocks[0].attn.W_Q)] == [False, True]
     assert model.attached_kv_bias is None
     assert not polished.b_KV.requires_grad
+
+
+def test_polishing_moves_a_head_by_its_error_and_not_a_head_without_any():
+    bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], method="landmark", n_features=5, budget="equal", **UNMEASURED)
+    one = prompt_pass.as_batch(bias, 1)
+    errors = torch.rand(one.b_D.shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    errors[0, 0, 0] = 0
+    state = gradients.Changes.of(one, errors)
+    assert relative_error(state.bias(one).b_KV, one.b_KV) < LAW
+    for change in state.free():
+        change.data.fill_(1.0)
+    moved = state.bias(one)
+    assert torch.equal(moved.features.keys[0, 0, 0], one.features.keys[0, 0, 0])
+    assert torch.equal(moved.b_D[0, 0, 0], one.b_D[0, 0, 0])
+    used = one.b_D > 0
+    assert relative_error(moved.b_D, one.b_D * errors[..., None].exp()) < LAW
+    for layer, head in ((0, 1), (1, 0)):
+        rows = used[layer, 0, head]
+        keys, values = (
+            one.features.keys[layer, 0, head][rows],
+            (one.b_KV[layer, 0, head] / one.b_D[layer, 0, head, :, None])[rows],
+        )
+        apart = moved.features.keys[layer, 0, head][rows] - keys
+        assert relative_error(apart, errors[layer, 0, head] * keys.square().mean().sqrt().expand_as(keys)) < LAW
+        now = (moved.b_KV[layer, 0, head] / moved.b_D[layer, 0, head, :, None])[rows]
+        size = values.square().mean().sqrt().expand_as(values)
+        assert relative_error(now - values, errors[layer, 0, head] * size) < LAW
 
 
 def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatch):

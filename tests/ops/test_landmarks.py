@@ -7,6 +7,8 @@ import pytest
 import torch
 from ops_cases import normal
 
+from kvlens.conversion import moved_keys
+from kvlens.conversion.moved_keys import Placed, moved
 from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
     Products,
@@ -14,6 +16,7 @@ from kvlens.ops.landmarks import (
     Queries,
     Rows,
     Statistics,
+    cells_of,
     fit_values,
     fit_weights,
     naive_fit_values,
@@ -166,6 +169,58 @@ def test_the_error_formula_is_the_error():
     torch.testing.assert_close(found.output, expected, rtol=1e-10, atol=1e-12)
     expected = ((mass - p).square().sum(dim=2) / p.square().sum(dim=2)).sqrt().flatten(1)
     torch.testing.assert_close(found.mass, expected, rtol=1e-10, atol=1e-12)
+
+
+def heads_with_three_keys(rule: ScoreRule):
+    """Each key-value head with a fit in closed form, as :func:`moved` takes it."""
+    queries, prompt = attention(rule)
+    index = torch.tensor([4, 1, 6])
+    every = index.expand(BATCH * KV, 3)
+    w = fit_weights(queries, prompt, every, torch.ones_like(every, dtype=torch.bool)).clamp(min=0.1)
+    values = fit_values(queries, prompt, every, w)
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        start = Placed(keys.keys[0, 0, index], w[cell], values[cell])
+        yield own, keys, start, keys.distance[0, 0, index], roots().flatten(0, 1)[cell]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
+    for queries, prompt, start, distance, root in heads_with_three_keys(rule):
+        keys = start.keys + 0.3
+        placed = Placed(keys, start.weights, start.values)
+        total = 0.0
+        for i in range(ROWS):
+            for s in range(GROUP):
+                q, z, log_n = (x[0, i, s] for x in (queries.q, queries.z, queries.log_n))
+                heads = rule if rule.slopes is None else rule._replace(slopes=prompt.rule.slopes)
+                psi = [naive_share(q, k, log_n, heads, s, int(at) + i) for k, at in zip(keys, distance, strict=True)]
+                of_prompt = [
+                    naive_share(q, k, log_n, heads, s, int(at) + i)
+                    for k, at in zip(prompt.keys[0, 0], prompt.distance[0, 0], strict=True)
+                ]
+                text = z - sum(x * v for x, v in zip(of_prompt, prompt.values[0, 0], strict=True))
+                given = sum(x * v for x, v in zip(psi, start.values, strict=True))
+                whole = 1 - sum(of_prompt) + sum(x * w for x, w in zip(psi, start.weights, strict=True))
+                total += float(((text + given) / whole - z) @ root @ root.T @ ((text + given) / whole - z))
+        found = moved_keys.mean_square(moved_keys.Wanted.of(queries, prompt), placed, distance, prompt, root)
+        assert found == pytest.approx(total / (ROWS * GROUP), rel=1e-11)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch):
+    for queries, prompt, start, distance, root in heads_with_three_keys(rule):
+        at = queries, prompt, start, distance, root
+        found = moved(*at, steps=100, seed=0)
+        wanted = moved_keys.Wanted.of(queries, prompt)
+        before, after = (moved_keys.mean_square(wanted, x, distance, prompt, root) for x in (start, found))
+        assert after < 0.9 * before
+        assert bool((found.weights > 0).all())
+        for _ in range(3):
+            other = found._replace(values=found.values + 1e-2 * normal(3, D, seed=8))
+            assert moved_keys.mean_square(wanted, other, distance, prompt, root) > after
+        with monkeypatch.context() as too_far:
+            too_far.setattr(moved_keys, "MOVING_RATE", 1e3)
+            assert moved(*at, steps=3, seed=0) is start
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from kvlens.conversion import convert_prompt
 from kvlens.conversion.distillation import TEXTS_PER_STEP, distill_prompt
-from kvlens.conversion.gradients import POLISHING_RATE, Polished, descend
+from kvlens.conversion.gradients import Changes, descend
 from kvlens.conversion.prompt_pass import as_batch
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias, VirtualKeys
@@ -67,6 +67,8 @@ NAMES = {"attention": "attention", "mlp": "the MLPs"}
 """In words."""
 SHOWN = 10
 """Gradient steps between two evaluations on the held-out texts."""
+FREE_RATE = 2e-2
+"""Of Adam's first step, for keys, values and log-weights alike."""
 GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
 RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
 """The candidates: the ridge relative to the mean diagonal of the normal equations, and the approximate mean share of a head's
@@ -200,7 +202,7 @@ def freed(
     texts = texts[: -len(held_out(texts))]
     aim, before = _logits(changed, texts), _logits(model, texts)
     one = as_batch(bias, 1)
-    state = Polished.of(one)
+    state = Changes.of(one)
 
     def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
         with model.holding(state.bias(one).select_prompt(0)):
@@ -209,7 +211,7 @@ def freed(
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
     how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
-    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=POLISHING_RATE, **how), start=1):
+    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=FREE_RATE, **how), start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = state.bias(one).select_prompt(0)
