@@ -139,4 +139,4 @@ def _values(wanted: Wanted, placed: Placed, distance: Tensor, prompt: PromptKeys
     """The values in closed form, given keys and weights."""
     blocks = wanted.blocks(len(placed.weights))
     rows = ((_shares(some, placed, distance, prompt), *_rows(some)) for some in blocks)
-    return values_at(rows, placed.weights.double(), placed.values)
+    return values_at(rows, placed.weights.double(), placed.values).to(placed.values)

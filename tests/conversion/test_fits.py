@@ -175,6 +175,15 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     assert not polished.b_KV.requires_grad
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_keys_that_move_lower_the_error_on_text_they_did_not_see(kind):
+    model = peaked(kind)
+    at = dict(method="landmark", n_features=4, budget="equal", **{**QUICK, "n_continuations": 24, "n_held_out": 30})
+    plain, moved = (convert_prompt(model, PROMPT, key_steps=steps, **at).fit for steps in (0, 100))
+    assert float(moved.answers.logits_error) < 0.98 * float(plain.answers.logits_error)
+    assert torch.equal(moved.n_keys, plain.n_keys)
+
+
 def test_polishing_moves_a_head_by_its_error_and_not_a_head_without_any():
     bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], method="landmark", n_features=5, budget="equal", **UNMEASURED)
     one = prompt_pass.as_batch(bias, 1)
@@ -301,7 +310,7 @@ def test_a_prompt_that_came_out_of_generate():
     model = peaked("softmax, learned")
     prompt = model.generate(PROMPT[:, :5], max_new_tokens=19, stop_at_eos=False, return_type="tokens", verbose=False)
     assert prompt.is_inference()
-    for options in (dict(detach=False), dict(method="landmark", n_features=4, polish_steps=2, **QUICK)):
+    for options in (dict(detach=False), dict(method="landmark", n_features=4, key_steps=2, polish_steps=2, **QUICK)):
         assert bool(convert_prompt(model, prompt, **options).b_KV.isfinite().all())
 
 
@@ -313,7 +322,7 @@ def test_half_precision_is_fitted_in_float32(method, few_steps):
     for (_, a), (_, b) in zip(wide.named_parameters(), narrow.named_parameters(), strict=True):
         a.data.copy_(b.data)
     options = {
-        "landmark": dict(n_features=8, budget="equal", polish_steps=2),
+        "landmark": dict(n_features=8, budget="equal", key_steps=2, polish_steps=2),
         "random": dict(n_features=16),
         "learned": dict(n_features=8),
     }

@@ -8,6 +8,7 @@ import torch
 from ops_cases import normal
 
 from kvlens.conversion import moved_keys
+from kvlens.conversion.few_keys import fitted_keys, moved_layer
 from kvlens.conversion.moved_keys import Placed, moved
 from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
@@ -221,6 +222,17 @@ def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch)
         with monkeypatch.context() as too_far:
             too_far.setattr(moved_keys, "MOVING_RATE", 1e3)
             assert moved(*at, steps=3, seed=0) is start
+
+
+def test_a_head_with_every_key_or_none_keeps_them_in_place():
+    queries, prompt = attention()
+    index = torch.arange(KEYS).expand(BATCH * KV, KEYS)
+    fitted = fitted_keys(prompt, queries, index, torch.tensor([[KEYS, 3, 4], [2, 0, 3]]))
+    layer = moved_layer(prompt, queries, fitted, roots(), steps=20, seed=0)
+    same = [[torch.equal(layer.values[b, g], fitted.values[b, g]) for g in range(KV)] for b in range(BATCH)]
+    assert same == [[True, False, False], [False, True, False]]
+    assert torch.equal(layer.keys[0, 0], prompt.keys[0, 0])
+    assert torch.equal(layer.weights > 0, fitted.weights > 0)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
