@@ -11,8 +11,8 @@
    (:mod:`kvlens.conversion.reference_queries`).
 7. The model reads that text with every key of the prompt (``Teacher``, :mod:`kvlens.conversion.method`).
 8. The method makes fewer keys, or features, of what it read: :mod:`~kvlens.conversion.few_keys` fits weights and values,
-   :mod:`~kvlens.conversion.kept_keys` chooses keys, :mod:`~kvlens.conversion.features` sums or trains features;
-   :mod:`~kvlens.conversion.gradients` has what takes gradients.
+   :mod:`~kvlens.conversion.moved_keys` moves keys, :mod:`~kvlens.conversion.kept_keys` chooses them,
+   :mod:`~kvlens.conversion.features` sums or trains features; :mod:`~kvlens.conversion.gradients` has what takes gradients.
 9. Errors of heads and answers are measured on texts that no fit has read (:mod:`kvlens.conversion.measured`).
 10. If another bias is continued, both are joined: the earlier one is moved back by as many positions as this prompt has.
 11. Every number must be finite; a single prompt loses its batch axis.

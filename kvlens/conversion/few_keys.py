@@ -8,8 +8,9 @@ the mathematics. :class:`FewKeys` is the base of these methods, and of those tha
 Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
 Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
 weights leave in the normalizer, so that it minimizes the error of the output itself; budgets of heads by the effect of that
-error on the logits; polishing through the whole model; and the result is a KV bias that can be added, subtracted and
-reduced. Fitted weights are never negative; those of a difference of biases have either sign.
+error on the logits; keys that move (:mod:`kvlens.conversion.moved_keys`); polishing through the whole model; and the result
+is a KV bias that can be added, subtracted and reduced. Fitted weights are never negative; those of a difference of biases
+have either sign.
 """
 
 import math

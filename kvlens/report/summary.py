@@ -51,10 +51,12 @@ def _approximation(fit: BiasFit) -> str:
     """How an approximate conversion was made, in a few words."""
     if fit.n_keys is None:
         return f"{fit.method}, then {'; '.join(fit.history)}"
-    polished = fit.settings.get("polish_steps", 0)
+    steps = {"moving keys": fit.settings.get("key_steps", 0), "polishing": fit.settings.get("polish_steps", 0)}
     asked = fit.settings.get("n_keys", fit.settings.get("n_features"))
     size = float(fit.n_keys.double().mean()) if asked is None else asked
-    return f"{fit.method}, {size:.4g} features per head" + (f", {polished} steps of polishing" if polished else "")
+    return ", ".join(
+        [f"{fit.method}, {size:.4g} features per head", *(f"{n} steps of {what}" for what, n in steps.items() if n)]
+    )
 
 
 def answer_figures(explained: Explained) -> dict[str, Any]:
