@@ -152,7 +152,7 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
             yield Way(EQUAL, r, n, Landmark(n_keys=r, budget="equal", **texts(n)))
             yield Way(LOGITS, r, n, Landmark(n_keys=r, **texts(n)))
         if settings["polish_steps"]:
-            polished = dict(n_keys=r, polish_steps=settings["polish_steps"], **texts(most))
+            polished = dict(n_keys=r, polish_steps=settings["polish_steps"], texts_per_step=16, **texts(most))
             for budget in settings["polished_budgets"]:
                 yield Way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, Landmark(budget=budget, **polished))
 
