@@ -28,6 +28,7 @@ MOVING_RATE = 2e-2
 """Of the first Adam step, relative to the size of a head's keys and of its values; of log-weights as it is."""
 QUERIES_PER_STEP = 512
 LARGEST_LOG_SHARE = 20.0
+"""A key that moves may get any score on the way; its share stays finite."""
 
 
 class Placed(NamedTuple):
@@ -80,29 +81,31 @@ def moved(
         distance: of the keys from the text.
         root_metric: R such that |e R| is the size of an output error e.
     """
-    wanted, root = Wanted.of(queries, prompt), root_metric.to(start.keys)
-    first = (start.keys, start.weights.log(), start.values / start.weights[:, None])
-    units = _size(first[0]), first[1].new_ones(()), _size(first[2])
-
-    def at(changes: list[Tensor]) -> Placed:
-        keys, log_weights, values = (x + unit * change for x, unit, change in zip(first, units, changes, strict=True))
-        return Placed(keys, log_weights.exp(), log_weights.exp()[:, None] * values)
-
-    before = mean_square(wanted, start, distance, prompt, root)
     with torch.inference_mode(False), torch.enable_grad():
+        # whoever converts in inference mode has tensors without gradients
+        queries, distance, root = Queries(*map(torch.clone, queries)), distance.clone(), root_metric.to(start.keys, copy=True)
+        wanted = Wanted.of(queries, prompt)
+        first = (start.keys.clone(), start.weights.log(), start.values / start.weights[:, None])
+        units = _size(first[0]), first[1].new_ones(()), _size(first[2])
+        before = mean_square(wanted, start, distance, prompt, root)
         changes = [torch.zeros_like(x).requires_grad_() for x in first]
 
+        def now() -> Placed:
+            keys, log_weights, values = (x + unit * change for x, unit, change in zip(first, units, changes, strict=True))
+            return Placed(keys, log_weights.exp(), log_weights.exp()[:, None] * values)
+
         def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
-            error = _errors(wanted.part(rows), at(changes), distance, prompt)
+            error = _errors(wanted.part(rows), now(), distance, prompt)
             return (error @ root).square().sum() / (before * len(error))
 
         n, generator = len(queries.positions), torch.Generator().manual_seed(seed)
         sizes = dict(n_rows=n, rows_per_step=QUERIES_PER_STEP, steps=steps)
         for _ in descend(changes, loss_on, learning_rate=MOVING_RATE, generator=generator, **sizes):
             pass
-    found = at([x.detach() for x in changes])
-    found = found._replace(values=_values(wanted, found, distance, prompt))
-    return found if mean_square(wanted, found, distance, prompt, root) < before else start
+    with torch.no_grad():
+        found = now()
+        found = found._replace(values=_values(wanted, found, distance, prompt))
+        return found if mean_square(wanted, found, distance, prompt, root) < before else start
 
 
 def _size(x: Tensor) -> Float[Tensor, ""]:

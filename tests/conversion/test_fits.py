@@ -310,8 +310,11 @@ def test_a_prompt_that_came_out_of_generate():
     model = peaked("softmax, learned")
     prompt = model.generate(PROMPT[:, :5], max_new_tokens=19, stop_at_eos=False, return_type="tokens", verbose=False)
     assert prompt.is_inference()
-    for options in (dict(detach=False), dict(method="landmark", n_features=4, key_steps=2, polish_steps=2, **QUICK)):
+    fitted = dict(method="landmark", n_features=4, key_steps=2, polish_steps=2, **QUICK)
+    for options in (dict(detach=False), fitted):
         assert bool(convert_prompt(model, prompt, **options).b_KV.isfinite().all())
+    with torch.inference_mode():
+        assert bool(convert_prompt(model, prompt, **fitted).b_KV.isfinite().all())
 
 
 @pytest.mark.parametrize("method", ["landmark", "random", "taylor", "learned"])
