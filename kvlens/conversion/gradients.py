@@ -161,7 +161,7 @@ class Changes:
 
     @classmethod
     def of(cls, bias: KVBias, errors: Float[Tensor, "layer batch kv_head"] | None = None) -> "Changes":
-        """None of ``bias``, in units of the heads' relative errors; without these, all in units of 1."""
+        """No change of ``bias`` yet, in units of the heads' relative errors; without these, all in units of 1."""
         assert isinstance(bias.features, VirtualKeys)
         used = bias.b_D > 0
         weights = torch.where(used, bias.b_D, 1.0)
@@ -208,7 +208,7 @@ def polish(
             texts = [group[:, i] for group in teacher.seen for i in range(group.shape[1])]
             with torch.no_grad():
                 target = [_logits(teacher, teacher.whole, text) for text in texts]
-                errors = [teacher.head_errors(bias, layer, own)[0] for layer, own in enumerate(queries)]
+                errors = [teacher.head_errors(bias, layer, own).output for layer, own in enumerate(queries)]
             of_heads = torch.stack(errors).unflatten(2, (teacher.n_kv_heads, -1)).mean(dim=-1)
             state = Changes.of(bias, of_heads.clamp(max=1))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvlens.conversion.gradients import descend
 from kvlens.ops.landmarks import RESOLVED, PromptKeys, Queries, blocks_of, shares, values_at
-from kvlens.ops.softmax_features import grouped_key_scores
+from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 
 MOVING_RATE = 2e-2
 """Of the first Adam step, relative to the size of a head's keys and of its values; of log-weights as it is."""
@@ -40,21 +40,28 @@ class Placed(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What the keys of one head are to give for each reference query: shares of the normalizer and of the output."""
+    """What the keys of one head are to give for each reference query, and how they are scored.
+
+    Attributes:
+        p, a: the prompt's shares of the normalizer and of the output.
+        distance: of the keys from the text.
+    """
 
     queries: Queries
     p: Float[Tensor, "query group"]
     a: Float[Tensor, "query group d_head"]
+    rule: ScoreRule
+    distance: Int[Tensor, " r"]
 
     @classmethod
-    def of(cls, queries: Queries, prompt: PromptKeys) -> "Wanted":
+    def of(cls, queries: Queries, prompt: PromptKeys, distance: Int[Tensor, " r"]) -> "Wanted":
         parts = [shares(block, prompt) for block in blocks_of(queries, prompt.keys.shape[2])]
         group = queries.q.shape[2]
         p, a = (torch.cat([part[i][0] for part in parts]).unflatten(0, (-1, group)) for i in (1, 2))
-        return cls(queries, p, a)
+        return cls(queries, p, a, prompt.rule, distance)
 
     def part(self, rows: slice | Int[Tensor, " row"]) -> "Wanted":
-        return Wanted(self.queries.part(rows), self.p[rows], self.a[rows])
+        return self._replace(queries=self.queries.part(rows), p=self.p[rows], a=self.a[rows])
 
     def blocks(self, r: int) -> Iterator["Wanted"]:
         first = 0
@@ -84,10 +91,10 @@ def moved(
     with torch.inference_mode(False), torch.enable_grad():
         # whoever converts in inference mode has tensors without gradients
         queries, distance, root = Queries(*map(torch.clone, queries)), distance.clone(), root_metric.to(start.keys, copy=True)
-        wanted = Wanted.of(queries, prompt)
+        wanted = Wanted.of(queries, prompt, distance)
         first = (start.keys.clone(), start.weights.log(), start.values / start.weights[:, None])
         units = _size(first[0]), first[1].new_ones(()), _size(first[2])
-        before = mean_square(wanted, start, distance, prompt, root)
+        before = mean_square(wanted, start, root)
         changes = [torch.zeros_like(x).requires_grad_() for x in first]
 
         def now() -> Placed:
@@ -95,7 +102,7 @@ def moved(
             return Placed(keys, log_weights.exp(), log_weights.exp()[:, None] * values)
 
         def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
-            error = _errors(wanted.part(rows), now(), distance, prompt)
+            error = _errors(wanted.part(rows), now())
             return (error @ root).square().sum() / (before * len(error))
 
         n, generator = len(queries.positions), torch.Generator().manual_seed(seed)
@@ -104,18 +111,18 @@ def moved(
             pass
     with torch.no_grad():
         found = now()
-        found = found._replace(values=_values(wanted, found, distance, prompt))
-        return found if mean_square(wanted, found, distance, prompt, root) < before else start
+        found = found._replace(values=_values(wanted, found))
+        return found if mean_square(wanted, found, root) < before else start
 
 
 def _size(x: Tensor) -> Float[Tensor, ""]:
     return x.square().mean().sqrt()
 
 
-def _shares(wanted: Wanted, placed: Placed, distance: Tensor, prompt: PromptKeys) -> Float[Tensor, "row r"]:
+def _shares(wanted: Wanted, placed: Placed) -> Float[Tensor, "row r"]:
     """psi without its weight: the keys' shares in the normalizer of every query, a row for each query head."""
-    queries = wanted.queries
-    scores = grouped_key_scores(queries.q, placed.keys[None, None], prompt.rule, distance[None, None], queries.positions[None])
+    queries, distance = wanted.queries, wanted.distance[None, None]
+    scores = grouped_key_scores(queries.q, placed.keys[None, None], wanted.rule, distance, queries.positions[None])
     log_n = rearrange(queries.log_n, "1 i s -> (i s) 1")
     return (scores[0, 0] - log_n).clamp(max=LARGEST_LOG_SHARE).exp()
 
@@ -125,21 +132,21 @@ def _rows(wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     return wanted.p.flatten(), wanted.a.flatten(0, 1), wanted.queries.z[0].flatten(0, 1)
 
 
-def _errors(wanted: Wanted, placed: Placed, distance: Tensor, prompt: PromptKeys) -> Float[Tensor, "row d_head"]:
-    psi, (p, a, z) = _shares(wanted, placed, distance, prompt), _rows(wanted)
+def _errors(wanted: Wanted, placed: Placed) -> Float[Tensor, "row d_head"]:
+    psi, (p, a, z) = _shares(wanted, placed), _rows(wanted)
     off = psi @ placed.weights - p
     return (psi @ placed.values - a - z * off[:, None]) / (1 + off).clamp(min=RESOLVED)[:, None]
 
 
-def mean_square(wanted: Wanted, placed: Placed, distance: Tensor, prompt: PromptKeys, root: Tensor) -> float:
+def mean_square(wanted: Wanted, placed: Placed, root: Tensor) -> float:
     """The mean of |e R|^2 over the reference queries and the heads that read the keys."""
     blocks = wanted.blocks(len(placed.weights))
-    total = sum(float((_errors(some, placed, distance, prompt) @ root).double().square().sum()) for some in blocks)
+    total = sum(float((_errors(some, placed) @ root).double().square().sum()) for some in blocks)
     return total / wanted.p.numel()
 
 
-def _values(wanted: Wanted, placed: Placed, distance: Tensor, prompt: PromptKeys) -> Float[Tensor, "r d_head"]:
+def _values(wanted: Wanted, placed: Placed) -> Float[Tensor, "r d_head"]:
     """The values in closed form, given keys and weights."""
     blocks = wanted.blocks(len(placed.weights))
-    rows = ((_shares(some, placed, distance, prompt), *_rows(some)) for some in blocks)
+    rows = ((_shares(some, placed), *_rows(some)) for some in blocks)
     return values_at(rows, placed.weights.double(), placed.values).to(placed.values)

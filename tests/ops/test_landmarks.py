@@ -193,17 +193,16 @@ def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
         for i in range(ROWS):
             for s in range(GROUP):
                 q, z, log_n = (x[0, i, s] for x in (queries.q, queries.z, queries.log_n))
-                heads = rule if rule.slopes is None else rule._replace(slopes=prompt.rule.slopes)
-                psi = [naive_share(q, k, log_n, heads, s, int(at) + i) for k, at in zip(keys, distance, strict=True)]
+                psi = [naive_share(q, k, log_n, prompt.rule, s, int(at) + i) for k, at in zip(keys, distance, strict=True)]
                 of_prompt = [
-                    naive_share(q, k, log_n, heads, s, int(at) + i)
+                    naive_share(q, k, log_n, prompt.rule, s, int(at) + i)
                     for k, at in zip(prompt.keys[0, 0], prompt.distance[0, 0], strict=True)
                 ]
                 text = z - sum(x * v for x, v in zip(of_prompt, prompt.values[0, 0], strict=True))
                 given = sum(x * v for x, v in zip(psi, start.values, strict=True))
                 whole = 1 - sum(of_prompt) + sum(x * w for x, w in zip(psi, start.weights, strict=True))
                 total += float(((text + given) / whole - z) @ root @ root.T @ ((text + given) / whole - z))
-        found = moved_keys.mean_square(moved_keys.Wanted.of(queries, prompt), placed, distance, prompt, root)
+        found = moved_keys.mean_square(moved_keys.Wanted.of(queries, prompt, distance), placed, root)
         assert found == pytest.approx(total / (ROWS * GROUP), rel=1e-11)
 
 
@@ -212,13 +211,13 @@ def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch)
     for queries, prompt, start, distance, root in heads_with_three_keys(rule):
         at = queries, prompt, start, distance, root
         found = moved(*at, steps=100, seed=0)
-        wanted = moved_keys.Wanted.of(queries, prompt)
-        before, after = (moved_keys.mean_square(wanted, x, distance, prompt, root) for x in (start, found))
+        wanted = moved_keys.Wanted.of(queries, prompt, distance)
+        before, after = (moved_keys.mean_square(wanted, x, root) for x in (start, found))
         assert after < 0.9 * before
         assert bool((found.weights > 0).all())
-        for _ in range(3):
-            other = found._replace(values=found.values + 1e-2 * normal(3, D, seed=8))
-            assert moved_keys.mean_square(wanted, other, distance, prompt, root) > after
+        for seed in (7, 8, 9):
+            other = found._replace(values=found.values + 1e-2 * normal(3, D, seed=seed))
+            assert moved_keys.mean_square(wanted, other, root) > after
         with monkeypatch.context() as too_far:
             too_far.setattr(moved_keys, "MOVING_RATE", 1e3)
             assert moved(*at, steps=3, seed=0) is start
