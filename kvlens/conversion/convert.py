@@ -7,7 +7,7 @@
    alg. 1, :mod:`kvlens.conversion.linear`), and the next is step 11.
 5. With softmax attention it leaves every key and value, which is exact (:mod:`kvlens.conversion.prompt_pass`), and for
    ``method="exact"`` the next is step 10.
-6. The prompt repeated and what the model would write after it become reference text
+6. The prompt repeated, its sentences with blanks, and what the model would write after it become reference text
    (:mod:`kvlens.conversion.reference_queries`).
 7. The model reads that text with every key of the prompt (``Teacher``, :mod:`kvlens.conversion.method`).
 8. The method makes fewer keys, or features, of what it read: :mod:`~kvlens.conversion.few_keys` fits weights and values,

@@ -1,12 +1,15 @@
 """Reference text: what may follow the prompt, whose queries are used for the fits. The exact bias replaces the prompt then.
 
-``None``, the default: the prompt repeated, and the model's own continuations, sampled at temperature 1. Where the tokenizer
-has a chat template, the repetition is the answer to an instruction. Repetition finds every key that a question about the
-prompt may need (Kim et al. 2025, arXiv 2505.23416), and continuations keep the error on what the model would write small.
-Texts of one length are one group, [batch, text, pos]; every group is fitted. Errors are measured on other continuations.
+``None``, the default: the prompt repeated, its sentences with blanks to fill in, and the model's own continuations, sampled at
+temperature 1. Where the tokenizer has a chat template, the repetition is the answer to an instruction, and so is every sentence
+behind the one that asks for half of its words; without a template there are no blanks. Repetition finds every key that a
+question about the prompt may need (Kim et al. 2025, arXiv 2505.23416), blanks are asked out of order, as questions are (new in
+kvlens), and continuations keep the error on what the model would write small. Texts of one length are one group, [batch, text,
+pos]; every group is fitted. Errors are measured on other continuations.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple
 
@@ -24,6 +27,7 @@ from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.ops.landmarks import Queries
+from kvlens.units import spans_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +35,10 @@ class TextOptions:
     """Options for the reference text, which represents text that may follow the prompt.
 
     Attributes:
-        reference: None for both of the following: "prompt", the prompt repeated (behind an instruction where the tokenizer has
-            a chat template), and "own", the model's own continuations of the prompt. Or other text: a string; tokens [pos] or
-            [text, pos]; a list of strings, of tokens, or of pairs (question, answer); or a function of the model and the
-            prompt's tokens [batch, pos] that returns one of these.
+        reference: "prompt", the prompt repeated (behind an instruction where the tokenizer has a chat template); "own", the
+            model's own continuations of the prompt; None for both, and for the prompt's sentences with blanks to fill in. Or
+            other text: a string; tokens [pos] or [text, pos]; a list of strings, of tokens, or of pairs (question, answer);
+            or a function of the model and the prompt's tokens [batch, pos] that returns one of these.
         n_continuations: number of continuations that the model samples at temperature 1.
         continuation_length: number of tokens in each.
         n_held_out: number of further continuations, not used for fitting, on which errors are measured: of the heads, and of
@@ -51,7 +55,7 @@ class TextOptions:
 
     def to_json(self) -> dict[str, Any]:
         """The options as JSON types; a given reference text is not stored, only the fact that it was given."""
-        names = {None: "prompt and own continuations", "prompt": "prompt", "own": "own continuations"}
+        names = {None: "prompt, blanks and own continuations", "prompt": "prompt", "own": "own continuations"}
         given = self.reference if self.reference is None or isinstance(self.reference, str) else "given"
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reference"}
         return {**kept, "reference": names.get(given, "given")}
@@ -61,6 +65,11 @@ ROWS_AT_ONCE = 32
 REPEAT = "Repeat the previous text exactly."
 LONGEST_PIECE = 2048
 """Tokens of a prompt that are repeated in one text; a longer prompt is repeated in several."""
+FILL_IN = "Fill in the blanks: "
+BLANK = "___"
+MOST_IN_BLANKS = 4096
+"""Tokens of a prompt's sentences with blanks; of a longer prompt every second or third of them is read, and so on."""
+TEXTS_OF_A_LENGTH = 8
 WHAT = "convert_prompt: reference"
 
 Texts = list[Int[Tensor, "batch _ _"]]
@@ -91,6 +100,7 @@ def reference_text(
     seen: Texts = []
     if fits and (given is None or _is(given, "prompt")):
         seen = [repetition(model, prompt, room)]
+        seen += blanks(model, prompt, room) if given is None else []
     elif fits and not is_own:
         seen = _read(model, given(model, prompt.tokens) if callable(given) else given, len(prompt.tokens), room)
     n_own, n_held_out = options.n_continuations * (fits and is_own), max(1, options.n_held_out)
@@ -108,18 +118,59 @@ def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tenso
     """Each prompt as the model would repeat it, without special tokens, in as many pieces as needed. Shorter prompts of a batch
     begin again where they end, so that all pieces have the same length.
     """
-    special = torch.tensor(getattr(model.tokenizer, "all_special_ids", None) or [-1], device=prompt.tokens.device)
     lead = prompt.tokens.new_tensor(turn(model, REPEAT))
     lead = lead if len(lead) < room else lead[:0]
-    real = torch.ones_like(prompt.tokens, dtype=torch.bool) if prompt.mask is None else prompt.mask
-    rows = [row[on] for row, on in zip(prompt.tokens, real, strict=True)]
-    rows = [words if len(words := row[~torch.isin(row, special)]) else row for row in rows]
+    rows = list(_without_special_tokens(model, prompt))
     longest = max(map(len, rows))
     n_pieces = -(-longest // min(LONGEST_PIECE, room - len(lead)))
     length = -(-longest // n_pieces)
-    pieces = torch.stack([row[torch.arange(n_pieces * length, device=row.device) % len(row)] for row in rows])
-    pieces = pieces.unflatten(1, (n_pieces, length))
+    pieces = torch.stack([_as_long_as(n_pieces * length, row) for row in rows]).unflatten(1, (n_pieces, length))
     return torch.cat([lead.expand(*pieces.shape[:2], -1), pieces], dim=-1)
+
+
+def _without_special_tokens(model: ReadsPrompts, prompt: PromptBatch) -> Iterator[Int[Tensor, " pos"]]:
+    """The tokens of each prompt; one that has none but special ones keeps these."""
+    special = torch.tensor(getattr(model.tokenizer, "all_special_ids", None) or [-1], device=prompt.tokens.device)
+    real = torch.ones_like(prompt.tokens, dtype=torch.bool) if prompt.mask is None else prompt.mask
+    for row, on in zip(prompt.tokens, real, strict=True):
+        words = row[on & ~torch.isin(row, special)]
+        yield words if len(words) else row[on]
+
+
+def _as_long_as(length: int, row: Int[Tensor, " pos"]) -> Int[Tensor, " length"]:
+    """The row, begun again where it ends."""
+    return row[torch.arange(length, device=row.device) % len(row)]
+
+
+def blanks(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Texts:
+    """The sentences of each prompt as answers to the instruction to fill in the blanks, which are every second word: once the
+    odd ones, once the even ones. None without a chat template.
+
+    :data:`TEXTS_OF_A_LENGTH` texts of similar length are one group, in which shorter ones begin again where they end.
+    """
+    if not has_chat_template(model):
+        return []
+    rows = _without_special_tokens(model, prompt)
+    every = [sorted(_blanks(model, row, room), key=len) or [row[:room]] for row in rows]
+    found = []
+    for part in torch.arange(max(map(len, every))).split(TEXTS_OF_A_LENGTH):
+        some = [[each[i % len(each)] for i in part.tolist()] for each in every]
+        length = max(len(row) for own in some for row in own)
+        found.append(torch.stack([torch.stack([_as_long_as(length, row) for row in own]) for own in some]))
+    return found
+
+
+def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " pos"]]:
+    """Of one prompt, those that fit."""
+    text, found = model.tokenizer.decode(tokens), []
+    for start, stop in spans_of(text, "sentence"):
+        sentence = text[start:stop].strip()
+        answer = model.tokenizer(sentence, add_special_tokens=False)["input_ids"]
+        for parity in (0, 1) if len(sentence.split()) > 1 else ():
+            words = [BLANK if i % 2 == parity else word for i, word in enumerate(sentence.split())]
+            found.append(tokens.new_tensor(turn(model, FILL_IN + " ".join(words)) + answer))
+    found = [row for row in found if len(row) <= room]
+    return found[:: max(1, math.ceil(sum(map(len, found)) / MOST_IN_BLANKS))]
 
 
 def turn(model: KVModel, words: str) -> list[int]:

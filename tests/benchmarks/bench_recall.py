@@ -10,15 +10,14 @@ are of the other six. ``--joined N`` puts N documents into one chat. ``--passage
 questions in place of the documents (lines of "title", "text", "question", "answers", such as NQ's), of which those with one
 answer are used. One JSON line for each chat, way and ratio; a run is resumed where it stopped.
 
-All ways read the same reference text, once a document. They are: "none", the prompt left out but its BOS; "logits" and
-"equal", the budgets of ``Landmark``; "kvzip", and "kvzip fitted", its keys with fitted weights and values; fitted keys of
-``Landmark`` with the budgets that KVzip gives ("shares"), or with the mean of the budgets that "logits" gave to the other
-documents ("others"); "logits" with keys that are moved ("moved"), or polished on the logits or on the divergence ("polished",
-"polished kl"), for ``--steps``; and
-``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as its authors determine budgets
-once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight instructions about the
-document in place of its continuations, as the authors do. An answer is clear if under the exact bias each token up to its end
-is at least twice as probable as any other (:data:`CLEAR`).
+All ways read the same reference text, once a document. They are: "none", the prompt left out but its BOS; "moved", the
+default of ``Landmark``; "logits" and "equal", its budgets, with keys of the prompt in their places; these with the budgets that
+KVzip gives ("shares"), or with the mean of those that "logits" gave to the other documents ("others"), or polished for
+``--steps`` on the logits or on the divergence ("polished", "polished kl"); "kvzip", and "kvzip fitted", its keys with fitted
+weights and values; and ``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as its
+authors determine budgets once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight
+instructions about the document in place of its continuations, as the authors do. An answer is clear if under the exact bias
+each token up to its end is at least twice as probable as any other (:data:`CLEAR`).
 
 Of every conversion its recall is measured, too, and validated at the end: conversions of one ratio by their recall and by the
 answers that they keep, and answers by the largest loss of their words in the first sentence of the document that holds them.
@@ -129,7 +128,7 @@ class Prepared:
         layers = [fitted_keys(*each) for each in every]
         if way == "moved":
             parts = zip(map(self.teacher.keys, range(n_layers)), self.queries, layers, map(root_of, self.metrics), strict=True)
-            layers = [moved_layer(*each, self.n_steps, self.teacher.method.seed) for each in parts]
+            layers = [moved_layer(*each, Landmark.key_steps, self.teacher.method.seed) for each in parts]
         bias = assembled(self.teacher.exact, layers)
         if way.startswith("polished"):
             how = dict(steps=self.n_steps, texts_per_step=Landmark.texts_per_step)
@@ -323,11 +322,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--passages", type=Path, help="a file of passages with questions, in place of the documents")
     parser.add_argument("--joined", type=int, default=1, help="documents in one chat (default: 1)")
     parser.add_argument("--chats", type=int, help="the first so many chats alone")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["logits", "kvzip fitted"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["moved", "kvzip fitted"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--reference", choices=("own", "prompt"), help="instead of both")
     parser.add_argument("--study", type=int, default=0, metavar="N", help="answers to each of eight instructions (default: 0)")
-    parser.add_argument("--steps", type=int, default=100, help="of moving keys, or of polishing (default: 100)")
+    parser.add_argument("--steps", type=int, default=100, help="of polishing (default: 100)")
     args = parser.parse_args(argv)
     own = [json.loads(line) for line in DOCUMENTS.read_text().splitlines()]
     sets = {"choice": CHOICE, "final": [each["name"] for each in own if each["name"] not in CHOICE]}

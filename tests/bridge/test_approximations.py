@@ -30,9 +30,9 @@ from kvlens.ops.softmax_features import virtual_key_scores
 PROMPT, TEXT = some_tokens(20), some_tokens(3, 10, seed=1)
 FEW = dict(n_continuations=9, continuation_length=6, n_held_out=2)
 METHODS = [
-    Landmark(n_keys=5, budget="equal", **FEW),
-    Landmark(n_keys=5, polish_steps=2, **FEW),
-    Landmark(n_keys=5, reference="prompt", **FEW),
+    Landmark(n_keys=5, budget="equal", key_steps=3, **FEW),
+    Landmark(n_keys=5, key_steps=0, polish_steps=2, **FEW),
+    Landmark(n_keys=5, key_steps=0, reference="prompt", **FEW),
     AttentionMatching(n_keys=5, on_policy=True, **FEW),
     StreamingLLM(n_keys=6, n_sink=1, **FEW),
     H2O(n_keys=6, **FEW),

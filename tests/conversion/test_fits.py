@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from chat_templates import TEMPLATES, reader
+from chat_templates import CHATML, TEMPLATES, reader
 from precision import LAW
 from small_models import peaked, relative_error, small_model, tokens
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
@@ -17,7 +17,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from kvlens import Chat, HookedKVTransformer, KVBias, KVLensError, convert_prompt
 from kvlens.conversion import features, gradients, prompt_pass, reference_queries
 from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.reference_queries import REPEAT, repetition
+from kvlens.conversion.reference_queries import REPEAT, blanks, repetition
 from kvlens.ops.softmax_features import ScoreRule
 
 KINDS = [f"softmax, {row}" for row in ("learned", "rotary, grouped", "alibi", "shifted", "soft-capped", "local")]
@@ -52,7 +52,7 @@ def continuations(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", ["equal", "logits"])
 def test_more_keys_are_nearer_to_the_prompt(kind, budget):
-    at = dict(method="landmark", budget=budget, reference=continuations(kind), **UNMEASURED)
+    at = dict(method="landmark", budget=budget, key_steps=0, reference=continuations(kind), **UNMEASURED)
     model = peaked(kind)
     errors = [error(model, convert_prompt(model, PROMPT, n_features=r, **at)) for r in (3, 12, 23)]
     without = dropped(model)
@@ -115,7 +115,7 @@ def test_any_reference_serves(reference):
 
 def test_a_batch_is_its_prompts():
     model, prompts = peaked("softmax, rotary"), tokens(2, 24)
-    at = dict(method="landmark", n_features=5, reference=TEXT[0], **UNMEASURED)
+    at = dict(method="landmark", n_features=5, key_steps=20, reference=TEXT[0], **UNMEASURED)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
@@ -151,7 +151,7 @@ def test_a_second_prompt_is_kept_next_to_the_first(kind):
 def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
     """One sum over queries: of two texts of one length, whether they come as one group or, with another text, as two."""
     model = peaked("softmax, rotary")
-    at = dict(method="landmark", n_features=5, budget="equal", **UNMEASURED)
+    at = dict(method="landmark", n_features=5, budget="equal", key_steps=0, **UNMEASURED)
     together = convert_prompt(model, PROMPT, reference=QUESTIONS, **at)
     apart = convert_prompt(model, PROMPT, reference=[QUESTIONS[1], *QUESTIONS[2], TEXT[0]], **at)
     assert relative_error(together.b_KV, apart.b_KV) < 1e-11
@@ -366,7 +366,7 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
 
 def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
     model, state = peaked("softmax, learned"), torch.random.get_rng_state()
-    at = dict(method="landmark", n_features=4, polish_steps=3, **QUICK)
+    at = dict(method="landmark", n_features=4, key_steps=10, polish_steps=3, **QUICK)
     assert torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=1, **at).b_KV)
     assert not torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=2, **at).b_KV)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -498,6 +498,38 @@ def test_an_instruction_in_the_templates_words_comes_before_the_repetition_and_m
     room = len(lead) + 4
     pieces = repetition(model, PromptBatch(row[None], None, False), room=room)
     assert pieces.shape[2] <= room and pieces[0, :, : len(lead)].unique(dim=0).tolist() == [lead]
+
+
+@pytest.mark.parametrize("template", LEADS)
+def test_sentences_answer_the_instruction_to_fill_in_every_second_word(template, monkeypatch):
+    model = reader(TEMPLATES[template])
+    ids = lambda text: model.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    answers = {"___ cat ___": "The cat sat.", "The ___ sat.": "The cat sat.", "___ bark": "Dogs bark", "Dogs ___": "Dogs bark"}
+    expected = [ids(LEADS[template].format(f"Fill in the blanks: {asked}") + said) for asked, said in answers.items()]
+    prompt = PromptBatch(torch.tensor([ids("The cat sat. Stop! Dogs bark")]), None, False)
+    (texts,) = blanks(model, prompt, room=10**6)
+    longest = max(map(len, expected))
+    assert {tuple(text) for text in texts[0].tolist()} == {tuple((2 * text)[:longest]) for text in expected}
+    (fitting,) = blanks(model, prompt, room=longest - 1)
+    assert fitting.shape[1] == sum(len(text) < longest for text in expected) and fitting.shape[2] < longest
+    monkeypatch.setattr(reference_queries, "TEXTS_OF_A_LENGTH", 2)
+    short, long = blanks(model, prompt, room=10**6)
+    assert short.shape[:2] == long.shape[:2] == (1, 2) and short.shape[2] < long.shape[2] == longest
+    monkeypatch.setattr(reference_queries, "MOST_IN_BLANKS", 2 * longest)
+    (fewer,) = blanks(model, prompt, room=10**6)
+    assert fewer.shape[:2] == (1, 2)
+
+
+def test_a_prompt_without_a_sentence_to_ask_for_is_read_beside_one_that_has_some():
+    model = reader(CHATML)
+    rows = [torch.tensor(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("Stop!", "Dogs bark")]
+    both = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    (texts,) = blanks(model, PromptBatch(both, both != 0, True), room=10**6)
+    (alone,) = blanks(model, PromptBatch(rows[1][None], None, False), room=10**6)
+    assert torch.equal(texts[1], alone[0])
+    n = len(rows[0])
+    assert texts[0, 0, : 2 * n].tolist() == 2 * rows[0].tolist()
+    assert blanks(reader(None), PromptBatch(rows[1][None], None, False), room=10**6) == []
 
 
 def test_questions_with_answers_are_read_as_turns():

@@ -100,7 +100,7 @@ def test_a_name_with_options_is_the_object(name, monkeypatch):
         assert by_object.fit.method == name
         assert by_name.fit.settings == by_object.fit.settings == method.to_json()
         assert set(by_object.fit.settings) == {field.name for field in fields(method)}  # its own options alone
-        assert by_object.fit.settings["reference"] == "prompt and own continuations"
+        assert by_object.fit.settings["reference"] == "prompt, blanks and own continuations"
 
 
 @pytest.mark.parametrize("kind", [*METHODS.values(), TextOptions])
@@ -215,7 +215,7 @@ def test_padded_prompts_are_converted_like_single_ones(method, options, monkeypa
         pytest.skip("its features are learned for all prompts of a batch together")
     model = tiny_text_model(attention="softmax", kv_shift=None, gain=8, dtype=torch.float64)
     prompts = ["The widget is purple and the gadget is green.", "widget", "Return the gadget. Frobnicate both of them."]
-    text = dict(reference=" the widget is green and the gadget is purple", n_held_out=0, continuation_length=2)
+    text = dict(reference=" the widget is green and the gadget is purple", n_held_out=0, continuation_length=2, key_steps=10)
     given = options_of(method, {**text, **options})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

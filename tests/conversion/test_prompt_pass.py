@@ -183,7 +183,7 @@ def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind
 
 TEXTS = dict(n_continuations=3, continuation_length=4, n_held_out=2)
 METHODS = [
-    Landmark(n_keys=3, **TEXTS),
+    Landmark(n_keys=3, key_steps=3, **TEXTS),
     AttentionMatching(n_keys=5, on_policy=True, **TEXTS),
     StreamingLLM(n_keys=6, **TEXTS),
     H2O(n_keys=6, **TEXTS),
@@ -342,7 +342,8 @@ def test_on_a_trained_model_they_leave_less_than_half_of_the_error():
     old = prompted_logits(model, prompt, texts)
     error = {}
     for budget in ("equal", "logits"):
-        method = Landmark(n_keys=4, budget=budget, n_continuations=8, continuation_length=16, n_held_out=0)
+        at = dict(n_keys=4, key_steps=0, n_continuations=8, continuation_length=16, n_held_out=0)
+        method = Landmark(budget=budget, **at)
         with model.kv_bias(convert_prompt(model, prompt, method=method, verbose=False)):
             new = model(texts, attention_mask=torch.ones_like(texts))
         error[budget] = float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())

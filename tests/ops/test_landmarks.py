@@ -48,18 +48,18 @@ RULES = {
 }
 
 
-def attention(rule: ScoreRule = RULES["plain"]) -> tuple[Queries, PromptKeys]:
+def attention(rule: ScoreRule = RULES["plain"], rows: int = ROWS) -> tuple[Queries, PromptKeys]:
     """Queries that saw the prompt's keys and some text of their own, and what attention over both gave them."""
     keys, values = normal(BATCH, KV, KEYS, D, seed=1), normal(BATCH, KV, KEYS, D, seed=2)
-    q = 1.5 * normal(BATCH, ROWS, KV * GROUP, D, seed=3)
+    q = 1.5 * normal(BATCH, rows, KV * GROUP, D, seed=3)
     distance = torch.arange(KEYS, 0, -1).expand(BATCH, KV, KEYS).clone()
-    positions = torch.arange(ROWS)
+    positions = torch.arange(rows) % ROWS
     scores = virtual_key_scores(q, keys, rule, distance, positions[None])
-    of_text = normal(BATCH, ROWS, KV * GROUP, seed=4)
+    of_text = normal(BATCH, rows, KV * GROUP, seed=4)
     log_n = torch.cat([scores, of_text[..., None]], dim=-1).logsumexp(dim=-1)
     psi = (scores - log_n[..., None]).exp()
     read = torch.einsum("bihj,bhjd->bihd", psi, values.repeat_interleave(GROUP, dim=1))
-    z = read + (of_text - log_n).exp()[..., None] * normal(BATCH, ROWS, KV * GROUP, D, seed=5)
+    z = read + (of_text - log_n).exp()[..., None] * normal(BATCH, rows, KV * GROUP, D, seed=5)
     return Queries(q, z, log_n, positions), PromptKeys(keys, values, distance, None, rule)
 
 
@@ -172,9 +172,9 @@ def test_the_error_formula_is_the_error():
     torch.testing.assert_close(found.mass, expected, rtol=1e-10, atol=1e-12)
 
 
-def heads_with_three_keys(rule: ScoreRule):
+def heads_with_three_keys(rule: ScoreRule, rows: int = ROWS):
     """Each key-value head with a fit in closed form, as :func:`moved` takes it."""
-    queries, prompt = attention(rule)
+    queries, prompt = attention(rule, rows)
     index = torch.tensor([4, 1, 6])
     every = index.expand(BATCH * KV, 3)
     w = fit_weights(queries, prompt, every, torch.ones_like(every, dtype=torch.bool)).clamp(min=0.1)
@@ -208,7 +208,7 @@ def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch):
-    for queries, prompt, start, distance, root in heads_with_three_keys(rule):
+    for queries, prompt, start, distance, root in heads_with_three_keys(rule, rows=200):
         at = queries, prompt, start, distance, root
         found = moved(*at, steps=100, seed=0)
         wanted = moved_keys.Wanted.of(queries, prompt, distance)
@@ -223,8 +223,21 @@ def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch)
             assert moved(*at, steps=3, seed=0) is start
 
 
+def test_an_eighth_of_the_queries_moves_nothing_but_judges():
+    queries, prompt, start, distance, root = next(heads_with_three_keys(RULES["plain"], rows=200))
+    judges = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:25]
+    found = moved(queries, prompt, start, distance, root, steps=30, seed=0)
+    for row, reads in ((int(judges[3]), False), (min({*range(200)} - {*judges.tolist()}), True)):
+        z = queries.z.clone()
+        z[:, row] += 1e-2
+        other = moved(queries._replace(z=z), prompt, start, distance, root, steps=30, seed=0)
+        assert torch.equal(other.keys, found.keys) is not reads
+        assert not torch.equal(other.values, found.values)
+    assert moved(queries.part(slice(7)), prompt, start, distance, root, steps=30, seed=0) is start  # none to judge
+
+
 def test_a_head_with_every_key_or_none_keeps_them_in_place():
-    queries, prompt = attention()
+    queries, prompt = attention(rows=200)
     index = torch.arange(KEYS).expand(BATCH * KV, KEYS)
     fitted = fitted_keys(prompt, queries, index, torch.tensor([[KEYS, 3, 4], [2, 0, 3]]))
     layer = moved_layer(prompt, queries, fitted, roots(), steps=20, seed=0)

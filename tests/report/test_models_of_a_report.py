@@ -66,7 +66,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
     options = ["--method", "landmark", "--features", "8", "--budget", "equal"]
     summary = report(outside_data, tmp_path / "out", *options)
     assert summary["conversion"]["exact_to_rounding"] is None
-    assert summary["conversion"]["approximation"] == "landmark, 8 features per head"
+    assert summary["conversion"]["approximation"] == "landmark, 8 features per head, 100 steps of moving keys"
     assert not any("keys of all heads" in note for note in summary["notes"])  # every head uses all that it has
     assert 8 * summary["conversion"]["rounding_error"] < summary["conversion"]["relative_error"] < 0.05  # measured: 0.02
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
@@ -78,7 +78,7 @@ def test_landmarks_are_called_approximate(outside_data, tmp_path, capsys):
 def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path, capsys):
     summary = report(outside_data, tmp_path / "out", "--method", "landmark", "--features", "16", "--budget", "equal")
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
-    assert summary["conversion"]["approximation"] == "landmark, 16 features per head"
+    assert summary["conversion"]["approximation"] == "landmark, 16 features per head, 100 steps of moving keys"
     (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
     not_read = (bias.b_D == 0) & (bias.b_KV == 0).all(dim=-1)
     assert bias.d_phi == 16 and (bias.b_D >= 0).all() and 0 < not_read.sum() < 16

@@ -60,7 +60,7 @@ SIZE = ["method", "prompt_tokens", "keys_per_head"]
 LEAST = 1e-12
 """Errors below this are rounding."""
 DROPPED, EXACT = "prompt left out", "every key kept"
-OURS = "landmark, budgets by logits"
+OURS = "landmark, with keys that move"
 METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
     "StreamingLLM": (StreamingLLM, {}),
     "Expected Attention": (ExpectedAttention, {}),
@@ -71,7 +71,8 @@ METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
     "Attention Matching, pursuit": (AttentionMatching, dict(keys="pursuit")),
     "Attention Matching, on policy": (AttentionMatching, dict(keys="pursuit", on_policy=True)),
     "Attention Matching, budgets by logits": (AttentionMatching, dict(keys="pursuit", budget="logits")),
-    "landmark, equal budgets": (Landmark, dict(budget="equal")),
+    "landmark, equal budgets": (Landmark, dict(budget="equal", key_steps=0)),
+    "landmark, budgets by logits": (Landmark, dict(key_steps=0)),
     OURS: (Landmark, {}),
 }
 TOKENS, VECTORS, MATRICES = "token patches, for one text", "thought vectors", "thought matrices"

@@ -124,7 +124,7 @@ def ways(settings: Settings) -> Iterator[tuple[str, float, ConversionMethod]]:
     """Yield the name of every way, the share of keys that it keeps, and its method."""
     yield EXACT, 1.0, Exact()
     for ratio in settings["ratios"]:
-        shared: dict[str, Any] = dict(ratio=ratio, seed=settings["seed"], n_held_out=0, **settings["reference"])
+        shared: dict[str, Any] = dict(ratio=ratio, key_steps=0, seed=settings["seed"], n_held_out=0, **settings["reference"])
         for name, options in FEWER_KEYS.items():
             yield name, ratio, Landmark(**shared, **options)
         if ratio == AIM_RATIO:

@@ -177,7 +177,7 @@ def biases(
     """The prompt converted: exactly, with a share of its keys, and at last with random features as in the paper."""
     yield EXACT, convert_prompt(model, prompt)
     fit = {**settings["reference"], "seed": seed, "n_held_out": 0}
-    yield LANDMARK, convert_prompt(model, prompt, method=Landmark(ratio=settings["ratio"], **fit), verbose=False)
+    yield LANDMARK, convert_prompt(model, prompt, method=Landmark(ratio=settings["ratio"], key_steps=0, **fit), verbose=False)
     random = RandomProjections(n_features=settings["random"], **fit)
     yield RANDOM, convert_prompt(model, prompt, method=random, verbose=False)
 

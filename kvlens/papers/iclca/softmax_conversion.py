@@ -149,10 +149,10 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
     for r in settings["keys"]:
         yield Way(TOP, r, least, Landmark(n_keys=r, budget="equal", fitted=False, **few))
         for n in settings["continuations"]:
-            yield Way(EQUAL, r, n, Landmark(n_keys=r, budget="equal", **texts(n)))
-            yield Way(LOGITS, r, n, Landmark(n_keys=r, **texts(n)))
+            yield Way(EQUAL, r, n, Landmark(n_keys=r, budget="equal", key_steps=0, **texts(n)))
+            yield Way(LOGITS, r, n, Landmark(n_keys=r, key_steps=0, **texts(n)))
         if settings["polish_steps"]:
-            polished = dict(n_keys=r, polish_steps=settings["polish_steps"], texts_per_step=16, **texts(most))
+            polished = dict(n_keys=r, key_steps=0, polish_steps=settings["polish_steps"], texts_per_step=16, **texts(most))
             for budget in settings["polished_budgets"]:
                 yield Way(EQUAL_POLISHED if budget == "equal" else POLISHED, r, most, Landmark(budget=budget, **polished))
 
