@@ -237,7 +237,8 @@ def test_a_half_precision_bias_is_measured_as_it_is_stored():
 
 def test_the_recorded_error_tells_more_keys_and_polishing(model, few):
     def recorded(**changes) -> float:
-        return float(convert_prompt(model, PROMPT, **{**FEW, "key_steps": 0, "n_continuations": 40, **changes}).fit.answers.logits_error)
+        at = {**FEW, "key_steps": 0, "n_continuations": 40, **changes}
+        return float(convert_prompt(model, PROMPT, **at).fit.answers.logits_error)
 
     few_keys = recorded(n_features=3)
     assert recorded(n_features=12) < 0.6 * few_keys
