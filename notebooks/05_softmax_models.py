@@ -63,9 +63,9 @@ print(f"KL: {distance(converted(exact)):.1e} nats converted, {distance(without):
 # %% [markdown]
 # ## Fewer keys
 #
-# `method="landmark"` selects keys and fits their weights and values in closed form, on queries that the model itself produces. `bias.fit` gives
-# the error of the logits on held-out text, and how much of the story's effect is lost. `method="random"` uses random positive features, as
-# in Performers, here as many features as keys.
+# `method="landmark"` selects keys, fits their weights and values in closed form, and then moves the keys, each head for itself (100 gradient steps), on
+# queries that the model itself produces. `bias.fit` gives the error of the logits on held-out text, and how much of the story's effect is lost.
+# `method="random"` uses random positive features, as in Performers, here as many features as keys.
 #
 # The queries come from text that might follow the story. By default each call generates new text with the model; to compare many biases of
 # the same prompt, generate it once and pass it to all of them.
@@ -111,7 +111,7 @@ circuitsvis.tokens.colored_tokens(model.to_str_tokens(question, prepend_bos=Fals
 # ## What the question attends to
 #
 # `hook_pattern` under a bias has the columns of the question alone. `attention_view_under_bias` adds those of the story's tokens (p0, p1, ...), and circuitsvis
-# draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was taken. Run it and hover over a head to
+# draws the heads of a layer in one call: first with every key, then with four, each at the token from which it was moved. Run it and hover over a head to
 # enlarge it; what is stored here are static pictures.
 
 # %%
