@@ -145,7 +145,7 @@ class Landmark(FewKeys):
         ratio: the number of keys as a fraction of the prompt's tokens, instead of ``n_keys``.
         budget: "logits": that number on average, given to the heads where it removes most error, with errors (also those by
             which keys are chosen) weighted by their effect on the logits (:mod:`~kvlens.conversion.gradients`; one
-            backward pass over about 512 tokens of reference text). A head may get every key, or none. "equal": the same
+            backward pass over 512 to 1,100 tokens of reference text). A head may get every key, or none. "equal": the same
             number for every head, with errors measured after W_O and no backward pass.
         key_steps: number of gradient steps by which each head's keys leave their places (:mod:`~kvlens.conversion.moved_keys`);
             0 keeps keys of the prompt.

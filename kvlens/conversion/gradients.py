@@ -63,7 +63,7 @@ def descend(
 
 
 TOKENS_PER_PROMPT = 512
-"""The most tokens on which the metric is measured, shared among the groups of texts by their numbers of tokens."""
+"""Tokens on which the metric is measured, shared among the groups of texts by their numbers of tokens; each gives a text."""
 TOKENS_AT_ONCE = 256
 
 
@@ -92,7 +92,9 @@ def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head 
 
 
 def some_of(texts: Texts) -> Texts:
-    """Whole texts, or the beginnings of long ones, of every group: about :data:`TOKENS_PER_PROMPT` tokens of each prompt."""
+    """Whole texts, or the beginnings of long ones, of every group: :data:`TOKENS_PER_PROMPT` tokens of each prompt, and more if
+    there are many groups.
+    """
     share = TOKENS_PER_PROMPT / max(TOKENS_PER_PROMPT, sum(group[0].numel() for group in texts))
     return [group[:, : math.ceil(share * group.shape[1]), :TOKENS_AT_ONCE] for group in texts]
 

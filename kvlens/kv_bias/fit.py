@@ -22,10 +22,11 @@ bias, and with neither. A word counts if the prompt matters to it, by more than 
 
 An error on the model's own text says little about facts that this text does not touch; a lost word is such a fact.
 
-How much to make of it, measured on six documents with questions (``tests/benchmarks/results/fewer_keys.md``): an answer whose
-words are lost is lost itself in five of six cases, but three quarters of the lost answers have no lost word, and conversions at
-one ratio are not ordered by their recall at all, presumably since the fit has read the same sentences, repeated, and a question
-about them is other text. A low recall asks for more keys; a high one is no reason to trust an answer.
+How much to make of it, measured on six documents with questions and two models (``tests/benchmarks/results/fewer_keys.md``):
+an answer whose words are lost is lost itself in four of five cases, but as many of the lost answers have no lost word, and
+conversions at one ratio are not ordered by their recall, presumably since the fit has read the same sentences, repeated and
+with blanks, and a question about them is other text. A low recall asks for more keys; a high one is no reason to trust an
+answer.
 """
 
 import itertools
