@@ -8,7 +8,7 @@
 5. With softmax attention it leaves every key and value, which is exact (:mod:`kvlens.conversion.prompt_pass`), and for
    ``method="exact"`` the next is step 10.
 6. The prompt repeated, its sentences with blanks, and what the model would write after it become reference text
-   (:mod:`kvlens.conversion.reference_queries`).
+   (:mod:`kvlens.conversion.reference_queries`, :mod:`~kvlens.conversion.prompt_texts`).
 7. The model reads that text with every key of the prompt (``Teacher``, :mod:`kvlens.conversion.method`).
 8. The method makes fewer keys, or features, of what it read: :mod:`~kvlens.conversion.few_keys` fits weights and values,
    :mod:`~kvlens.conversion.moved_keys` moves keys, :mod:`~kvlens.conversion.kept_keys` chooses them,

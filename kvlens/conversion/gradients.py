@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from kvlens.conversion.method import Teacher
 from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_once, rows_of
-from kvlens.conversion.reference_queries import Texts
+from kvlens.conversion.prompt_texts import Texts
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import Queries

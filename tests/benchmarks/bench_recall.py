@@ -46,7 +46,8 @@ from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
-from kvlens.conversion.reference_queries import Texts, sampled_text, turn
+from kvlens.conversion.prompt_texts import Texts, turn
+from kvlens.conversion.reference_queries import sampled_text
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
 from kvlens.ops.pursuit import choose_among

@@ -15,9 +15,9 @@ from small_models import peaked, relative_error, small_model, tokens
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import Chat, HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.conversion import features, gradients, prompt_pass, reference_queries
+from kvlens.conversion import features, gradients, prompt_pass, prompt_texts, reference_queries
 from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.reference_queries import REPEAT, blanks, repetition
+from kvlens.conversion.prompt_texts import REPEAT, blanks, repetition
 from kvlens.ops.softmax_features import ScoreRule
 
 KINDS = [f"softmax, {row}" for row in ("learned", "rotary, grouped", "alibi", "shifted", "soft-capped", "local")]
@@ -164,7 +164,7 @@ def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
 def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     model = peaked("softmax, rotary, grouped").requires_grad_(True)
     model.blocks[0].attn.W_O.requires_grad_(False)
-    at = dict(method="landmark", n_features=3, budget="equal", **{**QUICK, "n_continuations": 40})
+    at = dict(method="landmark", n_features=3, budget="equal", key_steps=0, **{**QUICK, "n_continuations": 40})
     plain = convert_prompt(model, PROMPT, **at)
     polished = convert_prompt(model, PROMPT, polish_steps=20, objective=objective, **at)
     texts = tokens(1, 12, seed=8)
@@ -467,7 +467,7 @@ def test_a_prompt_is_repeated_whole_in_pieces_of_one_length(monkeypatch):
     model, row = small_model(n_ctx=120), tokens(1, 7)
     prompt = PromptBatch(row, None, False)
     assert torch.equal(repetition(model, prompt, room=9), row[:, None])
-    monkeypatch.setattr(reference_queries, "LONGEST_PIECE", 3)
+    monkeypatch.setattr(prompt_texts, "LONGEST_PIECE", 3)
     a, b, c, d, e, f, g = row[0].tolist()
     assert repetition(model, prompt, room=9)[0].tolist() == [[a, b, c], [d, e, f], [g, a, b]]  # it begins again at its end
     assert repetition(model, prompt, room=2)[0].tolist() == [[a, b], [c, d], [e, f], [g, a]]
@@ -512,10 +512,10 @@ def test_sentences_answer_the_instruction_to_fill_in_every_second_word(template,
     assert {tuple(text) for text in texts[0].tolist()} == {tuple((2 * text)[:longest]) for text in expected}
     (fitting,) = blanks(model, prompt, room=longest - 1)
     assert fitting.shape[1] == sum(len(text) < longest for text in expected) and fitting.shape[2] < longest
-    monkeypatch.setattr(reference_queries, "TEXTS_OF_A_LENGTH", 2)
+    monkeypatch.setattr(prompt_texts, "TEXTS_OF_A_LENGTH", 2)
     short, long = blanks(model, prompt, room=10**6)
     assert short.shape[:2] == long.shape[:2] == (1, 2) and short.shape[2] < long.shape[2] == longest
-    monkeypatch.setattr(reference_queries, "MOST_IN_BLANKS", 2 * longest)
+    monkeypatch.setattr(prompt_texts, "MOST_IN_BLANKS", 2 * longest)
     (fewer,) = blanks(model, prompt, room=10**6)
     assert fewer.shape[:2] == (1, 2)
 
