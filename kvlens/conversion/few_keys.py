@@ -130,7 +130,7 @@ def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Landmark(FewKeys):
-    """A few of the prompt's keys per key-value head, with fitted weights and values.
+    """A few keys per key-value head, which begin as keys of the prompt, with fitted weights and values.
 
     >>> Landmark(n_keys=32, budget="equal").to_json()["budget"]
     'equal'
@@ -155,7 +155,7 @@ class Landmark(FewKeys):
         texts_per_step: number of reference texts per gradient step.
         objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
             of the next-token distribution.
-        fitted: False keeps weight 1 and the key's own value (``fit=False`` as shorthand).
+        fitted: False keeps the key in its place, with weight 1 and its own value (``fit=False`` as shorthand).
         reference, n_continuations, continuation_length, n_held_out, seed: see :class:`TextOptions`; the fit reads the text.
 
     Source: based on Attention Matching (Zweiger et al. 2026); see :mod:`kvlens.ops.landmarks` for what kvlens adds.
@@ -172,6 +172,11 @@ class Landmark(FewKeys):
     objective: Objective = "logits"
     fitted: bool = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.fitted:
+            object.__setattr__(self, "key_steps", 0)  # so that the record tells no steps that are not made
+
     def fit(self, teacher: Teacher) -> KVBias:
         queries = teacher.read(teacher.whole, teacher.seen)
         metrics = output_metrics(teacher) if self.budget == "equal" else logit_metrics(teacher)
@@ -180,7 +185,7 @@ class Landmark(FewKeys):
                 index, budgets = chosen_keys(teacher, queries, metrics, self.wanted(teacher), self.budget == "equal")
             every = zip(map(teacher.keys, range(teacher.n_layers)), queries, index, budgets, strict=True)
             layers = [fitted_keys(*each, fitted=self.fitted) for each in every]
-            if self.key_steps and self.fitted:
+            if self.key_steps:
                 with teacher.timed("moving keys"):
                     layers = self._moved(teacher, queries, metrics, layers)
             bias = assembled(teacher.exact, layers)

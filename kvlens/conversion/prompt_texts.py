@@ -80,10 +80,10 @@ def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list
     text, found = model.tokenizer.decode(tokens), []
     for start, stop in spans_of(text, "sentence"):
         sentence = text[start:stop].strip()
-        answer = model.tokenizer(sentence, add_special_tokens=False)["input_ids"]
-        for parity in (0, 1) if len(sentence.split()) > 1 else ():
-            words = [BLANK if i % 2 == parity else word for i, word in enumerate(sentence.split())]
-            found.append(tokens.new_tensor(turn(model, FILL_IN + " ".join(words)) + answer))
+        words, answer = sentence.split(), model.tokenizer(sentence, add_special_tokens=False)["input_ids"]
+        for parity in (0, 1) if len(words) > 1 else ():
+            asked = " ".join(BLANK if i % 2 == parity else word for i, word in enumerate(words))
+            found.append(tokens.new_tensor(turn(model, FILL_IN + asked) + answer))
     found = [row for row in found if len(row) <= room]
     return found[:: max(1, math.ceil(sum(map(len, found)) / MOST_IN_BLANKS))]
 

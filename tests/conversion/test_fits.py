@@ -184,6 +184,15 @@ def test_keys_that_move_lower_the_error_on_text_they_did_not_see(kind):
     assert torch.equal(moved.n_keys, plain.n_keys)
 
 
+def test_keys_without_a_fit_stay_in_place_and_the_record_tells_no_steps():
+    model = peaked("softmax, rotary")
+    bias = convert_prompt(model, PROMPT[0], method="landmark", n_features=4, fit=False, **QUICK)
+    whole = convert_prompt(model, PROMPT[0])
+    assert bias.fit.settings["key_steps"] == 0
+    of_head = bias.features.keys[0, 0][bias.b_D[0, 0] > 0]
+    assert all(bool((whole.features.keys[0, 0] == key).all(dim=-1).any()) for key in of_head)
+
+
 def test_polishing_moves_a_head_by_its_error_and_not_a_head_without_any():
     bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], method="landmark", n_features=5, budget="equal", **UNMEASURED)
     one = prompt_pass.as_batch(bias, 1)
