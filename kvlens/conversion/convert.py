@@ -25,11 +25,12 @@ import functools
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
 import torch
+from tqdm.auto import tqdm
 
 from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
@@ -55,6 +56,10 @@ from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.units import layout_of_tokens
+
+SHOWN_AFTER = 1.0
+"""Seconds of a fit before its bar shows."""
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 @checked
@@ -111,8 +116,8 @@ def convert_prompt(
             segment's tokens: in a tensor with a position axis, position 0 is the segment's first token. ``hook_b_kv`` and
             ``hook_b_d`` fire for every segment, ``hook_last_k``, ``hook_last_v`` and ``hook_last_q`` only for the first, and
             the new bias continues from the last segment's bias.
-        on_progress: called after each segment with the fraction of the prompt that is done; with softmax attention once, with
-            1, when the bias is ready (long fits show their own progress bars).
+        on_progress: called with the fraction that is done: after each segment of the prompt with linear attention; with softmax
+            attention during a fit, and with 1 when the bias is ready.
         method: for softmax attention, how the prompt's keys are kept: an object such as ``Landmark(n_keys=32)``, whose class
             describes its options, or a name: "exact" (:class:`~kvlens.conversion.Exact`, every key), "landmark"
             (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights). For comparison: "attention_matching"
@@ -120,7 +125,7 @@ def convert_prompt(
             "expected_attention" or "kvzip" (:class:`~kvlens.conversion.KeptKeys`); "random", "taylor", "elu_plus_one" and
             "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.TaylorPolynomial`,
             :class:`~kvlens.conversion.EluKernel`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
-        verbose: False hides the progress bars of long fits.
+        verbose: False hides the progress bar of a fit, which shows after a second.
         options: of a method given by name: ``method="landmark", n_features=32`` is
             ``method=Landmark(n_keys=32)``.
 
@@ -164,7 +169,8 @@ def convert_prompt(
             )
         _warn_of_length(model, tokens, old)
         if is_softmax:
-            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, verbose)
+            tell = stack.enter_context(_bar(verbose and isinstance(way, Approximation), on_progress))
+            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, tell)
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
@@ -178,6 +184,20 @@ def convert_prompt(
         if is_softmax and on_progress is not None:
             on_progress(1.0)
     return bias
+
+
+@contextlib.contextmanager
+def _bar(verbose: bool, on_progress: Callable[[float], None] | None) -> Iterator[Callable[[str, float], None]]:
+    """What is called with a step of a fit and the fraction of the whole that is done: as a bar, and to ``on_progress``."""
+    with tqdm(total=1.0, disable=not verbose, delay=SHOWN_AFTER, leave=False, bar_format=BAR) as bar:
+
+        def tell(step: str, done: float) -> None:
+            bar.set_description_str(step, refresh=False)
+            bar.update(done - bar.n)
+            if on_progress is not None:
+                on_progress(done)
+
+        yield tell
 
 
 def _check_convertible(model: HookedKVTransformer) -> None:
@@ -292,7 +312,7 @@ def _convert_softmax(
     fingerprint: Fingerprint,
     method: ConversionMethod,
     fwd_hooks: Sequence[Any],
-    verbose: bool,
+    tell: Callable[[str, float], None],
 ) -> tuple[KVBias, KVBias]:
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
     method.check_model(model)
@@ -313,7 +333,7 @@ def _convert_softmax(
         bias.check_finite("convert_prompt")
         wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # bfloat16 is too coarse for a fit
         wider = exact._replace(bias=bias.to(wide))
-        bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, verbose), dtype)
+        bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
     return bias if old is None else _on_top_of(old, bias), exact.bias
 
 

@@ -33,12 +33,11 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import descend
-from kvlens.conversion.method import Approximation, Teacher, needs_plain_scores
+from kvlens.conversion.method import MEASURING, READING, SAMPLING, Approximation, Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import ConvertedExactly
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
@@ -85,6 +84,9 @@ class RandomProjections(FreeFeatures):
         return _summed(teacher.exact, [_scaled(teacher.exact, each) for each in logs], RandomFeatures(projection))
 
 
+TRAINING_FEATURES = "training features"
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Learned(FreeFeatures):
@@ -110,6 +112,10 @@ class Learned(FreeFeatures):
             raise KVLensError(
                 f"learned: kernel='hedgehog' has features in pairs, so n_features must be even, got {self.n_features}"
             )
+
+    def steps(self) -> dict[str, float]:
+        """See :meth:`Approximation.steps`."""
+        return {SAMPLING: 20, READING: 15, TRAINING_FEATURES: 60, MEASURING: 5}
 
     def fit(self, teacher: Teacher) -> KVBias:
         features, log_keys = train_features(teacher, self.n_features, self.kernel)
@@ -251,9 +257,8 @@ def train_features(
             learning_rate=LEARNING_RATE,
             generator=generator,
         )
-        progress = tqdm(losses, desc="training features", total=STEPS, disable=not teacher.verbose)
-        for loss in progress:
-            progress.set_postfix(loss=f"{float(loss):.3g}")
+        for i, _ in enumerate(losses):
+            teacher.tell(TRAINING_FEATURES, i / STEPS)
     maps = Maps.of(kernel, [x.detach() for x in free])
     return maps.queries, rearrange(maps.log_keys(whole.keys), "l g b j m -> l b j g m")
 

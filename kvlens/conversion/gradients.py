@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlens.conversion.method import Teacher
 from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_once, rows_of
@@ -62,6 +61,7 @@ def descend(
         yield loss.detach()
 
 
+TAKING_GRADIENTS, POLISHING = "effects on logits", "polishing"
 TOKENS_PER_PROMPT = 512
 """Tokens on which the metric is measured, shared among the groups of texts by their numbers of tokens; each gives a text."""
 TOKENS_AT_ONCE = 256
@@ -72,7 +72,8 @@ def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head 
     n_layers, batch, n_kv_heads, _, d_head = teacher.exact.bias.b_KV.shape
     seed, device, texts = teacher.method.seed, teacher.seen[0].device, some_of(teacher.seen)
     sums = torch.zeros(n_layers, batch, n_kv_heads, d_head, d_head, dtype=torch.float64, device=device)
-    with teacher.timed("effects on logits"):
+    teacher.tell(TAKING_GRADIENTS)
+    with teacher.timed(TAKING_GRADIENTS):
         for group in texts:
             _, n_texts, n_pos = group.shape
             most = max(1, TOKENS_AT_ONCE // n_pos)
@@ -226,9 +227,8 @@ def polish(
                 learning_rate=POLISHING_RATE,
                 generator=torch.Generator().manual_seed(teacher.method.seed),
             )
-            progress = tqdm(losses, desc="polishing", total=steps, disable=not teacher.verbose)
-            for loss in progress:
-                progress.set_postfix(loss=f"{float(loss):.3g}")
+            for i, _ in enumerate(losses):
+                teacher.tell(POLISHING, i / steps)
         finally:
             for p, wanted in zip(model.parameters(), requires, strict=True):
                 p.requires_grad_(wanted)

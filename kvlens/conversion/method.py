@@ -67,9 +67,10 @@ assert torch.equal(bias.b_KV, exact.b_KV) and errors[2] < 1e-11 < min(errors[:2]
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -85,6 +86,8 @@ from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import Errors, PromptKeys, Queries, joined_queries, output_errors
 
+SAMPLING, READING, MEASURING = "sampling reference text", "reading reference text", "measuring errors"
+
 
 class Teacher:
     """The exact conversion, the reference texts, and a record of the cost of reading them.
@@ -98,7 +101,6 @@ class Teacher:
         held_out: continuations by the model that are not used for fitting, for measuring errors.
         lengths: number of real tokens of each prompt.
         method: the method, with its options for the text.
-        verbose: whether slow steps show a progress bar.
     """
 
     def __init__(
@@ -108,15 +110,16 @@ class Teacher:
         exact: ConvertedExactly,
         old: KVBias | None,
         method: "Approximation",
-        verbose: bool,
+        on_progress: Callable[[str, float], None] = lambda step, done: None,
     ):
         self.prompt = prompt
-        self.model, self.exact, self.old, self.method, self.verbose = model, exact, old, method, verbose
+        self.model, self.exact, self.old, self.method, self._on_progress = model, exact, old, method, on_progress
         self.lengths = torch.as_tensor(prompt.lengths()).expand(prompt.tokens.shape[0])
         self.seconds: dict[str, float] = {}
         with self.timed("reference"):
             self.whole = continued(old, exact.bias)
-            texts = reference_text(model, prompt, exact, self.whole, method, method.fits_on_text)
+            sampling = partial(self.tell, SAMPLING)
+            texts = reference_text(model, prompt, exact, self.whole, method, method.fits_on_text, sampling)
             self.seen, self.held_out, n_sampled = texts
         self.tokens = {"prompt": int(self.lengths.max()), "sampled": n_sampled}
         self.without = without_prompt(model, prompt, exact, old)
@@ -139,6 +142,8 @@ class Teacher:
         """Queries of texts, with ``bias`` replacing the prompt."""
         self.count("read", texts)
         with self.timed("reference"):
+            if texts is self.seen and layers is None:
+                self.tell(READING)
             groups = [queries_under_bias(self.model, bias, tokens, layers) for tokens in texts]
             return [joined_queries(own) for own in zip(*groups, strict=True)]
 
@@ -152,6 +157,12 @@ class Teacher:
             part.b_kv,
             part.b_d,
         )
+
+    def tell(self, step: str, done: float = 0.0) -> None:
+        """Tell how much of a step of the fit is done (:meth:`Approximation.steps`)."""
+        shares = self.method.steps()
+        before = sum(list(shares.values())[: list(shares).index(step)])
+        self._on_progress(step, (before + done * shares[step]) / sum(shares.values()))
 
     def count(self, kind: str, texts: Texts, times: int = 1) -> None:
         """Add to the number of tokens that the model has read for each prompt."""
@@ -170,6 +181,7 @@ class Teacher:
     @torch.no_grad()
     def with_record(self, fit: KVBias, dtype: torch.dtype) -> KVBias:
         """The bias of this prompt alone in ``dtype``, with the errors of the stored numbers on held-out texts as its record."""
+        self.tell(MEASURING)
         stored = fit.to(dtype)
         bias = stored.to(fit.b_KV.dtype)
         queries = self.read(self.whole, [self.held_out])
@@ -233,6 +245,10 @@ class Approximation(ConversionMethod, TextOptions, ABC):
     """
 
     fits_on_text: ClassVar[bool] = False
+
+    def steps(self) -> dict[str, float]:
+        """The steps of a fit, in order, each with its share of the time, in any unit; for progress bars."""
+        return {SAMPLING: 20, READING: 15, MEASURING: 5}
 
     @abstractmethod
     def fit(self, teacher: Teacher) -> KVBias:

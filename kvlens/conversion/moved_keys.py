@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.conversion.gradients import descend
-from kvlens.ops.landmarks import RESOLVED, PromptKeys, Queries, blocks_of, shares, values_at
+from kvlens.ops.landmarks import RESOLVED, LayerKeys, PromptKeys, Queries, blocks_of, cells_of, shares, values_at
 from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
 
 MOVING_RATE = 3e-2
@@ -80,6 +80,24 @@ class Wanted(NamedTuple):
             last = first + len(block.positions)
             yield self.part(slice(first, last))
             first = last
+
+
+def moved_layer(
+    prompt: PromptKeys, queries: Queries, layer: LayerKeys, root_metric: Tensor, steps: int, seed: int
+) -> LayerKeys:
+    """The keys of every head, moved where it does not keep them all."""
+    new = LayerKeys(layer.keys.clone(), layer.distance, layer.weights.clone(), layer.values.clone())
+    kv_heads = prompt.keys.shape[1]
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        at = divmod(cell, kv_heads)
+        used = layer.weights[at] > 0
+        n_keys = keys.keys.shape[2] if keys.real is None else int(keys.real.sum())
+        if 0 < int(used.sum()) < n_keys:
+            start = Placed(layer.keys[at][used], layer.weights[at][used], layer.values[at][used])
+            found = moved(own, keys, start, layer.distance[at][used], root_metric[at], steps, seed)
+            for every, some in zip((new.keys, new.weights, new.values), found, strict=True):
+                every[at][used] = some.to(every)
+    return new
 
 
 def moved(

@@ -6,6 +6,7 @@ the error on what it would write small. Texts of one length are one group, [batc
 measured on other continuations.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple
@@ -70,7 +71,13 @@ class ReferenceText(NamedTuple):
 
 
 def reference_text(
-    model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExactly, whole: KVBias, options: TextOptions, fits: bool = True
+    model: ReadsPrompts,
+    prompt: PromptBatch,
+    exact: ConvertedExactly,
+    whole: KVBias,
+    options: TextOptions,
+    fits: bool = True,
+    on_progress: Callable[[float], None] = lambda done: None,
 ) -> ReferenceText:
     """The reference texts of every prompt.
 
@@ -91,7 +98,7 @@ def reference_text(
         seen = _read(model, given(model, prompt.tokens) if callable(given) else given, len(prompt.tokens), room)
     n_own, n_held_out = options.n_continuations * (fits and is_own), max(1, options.n_held_out)
     length = min(options.continuation_length, room)
-    own = sample_continuations(model, exact, whole, n_own + n_held_out, length, options.seed)
+    own = sample_continuations(model, exact, whole, n_own + n_held_out, length, options.seed, on_progress)
     seen += [own[:, :n_own]] if n_own else []
     return ReferenceText(seen, own[:, n_own:], own[0].numel())
 
@@ -142,7 +149,13 @@ def room_after(model: KVModel, whole: KVBias) -> int:
 
 @torch.no_grad()
 def sample_continuations(
-    model: ReadsPrompts, exact: ConvertedExactly, whole: KVBias, n: int, length: int, seed: int
+    model: ReadsPrompts,
+    exact: ConvertedExactly,
+    whole: KVBias,
+    n: int,
+    length: int,
+    seed: int,
+    on_progress: Callable[[float], None] = lambda done: None,
 ) -> Int[Tensor, "batch text pos"]:
     """``n`` texts per prompt, sampled at temperature 1 from what the model would write next."""
     generator = torch.Generator().manual_seed(seed)
@@ -150,20 +163,21 @@ def sample_continuations(
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
     at_once = min(ROWS_AT_ONCE, max(1, 2 * by_device(NUMBERS_AT_ONCE, whole.b_KV.device) // whole.b_KV[0, 0].numel()))
-    return torch.cat([_sample(model, whole, logits, part, length, generator) for part in rows.split(at_once)]).view(
-        batch, n, length
-    )
-
-
-def _sample(
-    model: ReadsPrompts, whole: KVBias, logits: Tensor, rows: Tensor, length: int, generator: torch.Generator
-) -> Tensor:
-    with model.holding(rows_of(whole, rows)):
-        return sampled_text(model, logits[rows.to(logits.device)], None, length, generator)
+    texts, tokens, n_tokens = [], itertools.count(1), -(-len(rows) // at_once) * length
+    for part in rows.split(at_once):
+        with model.holding(rows_of(whole, part)):
+            first = logits[part.to(logits.device)]
+            texts.append(sampled_text(model, first, None, length, generator, lambda: on_progress(next(tokens) / n_tokens)))
+    return torch.cat(texts).view(batch, n, length)
 
 
 def sampled_text(
-    model: ReadsPrompts, logits: Float[Tensor, "text vocab"], cache: Any, length: int, generator: torch.Generator
+    model: ReadsPrompts,
+    logits: Float[Tensor, "text vocab"],
+    cache: Any,
+    length: int,
+    generator: torch.Generator,
+    on_token: Callable[[], None] = lambda: None,
 ) -> Int[Tensor, "text pos"]:
     """``length`` tokens sampled at temperature 1, of which the first follows ``logits`` and what ``cache`` holds."""
     text: list[Tensor] = []
@@ -171,6 +185,7 @@ def sampled_text(
         text.append(torch.multinomial(logits.float().cpu().softmax(dim=-1), 1, generator=generator).to(logits.device))
         if step + 1 < length:
             logits, cache = model.next_logits(text[-1], cache)
+        on_token()
     return torch.cat(text, dim=1)
 
 

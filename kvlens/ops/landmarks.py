@@ -185,6 +185,15 @@ class PromptKeys(NamedTuple):
     rule: ScoreRule
 
 
+class LayerKeys(NamedTuple):
+    """The keys kept in one layer, by prompt and key-value head; ``values`` are weight times value. Weight 0 means no key."""
+
+    keys: Float[Tensor, "batch kv_head r d_key"]
+    distance: Int[Tensor, "batch kv_head r"]
+    weights: Float[Tensor, "batch kv_head r"]
+    values: Float[Tensor, "batch kv_head r d_head"]
+
+
 class Shares(NamedTuple):
     """psi, p, a and z of a block of queries, by cell."""
 

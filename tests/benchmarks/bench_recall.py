@@ -11,11 +11,11 @@ questions in place of the documents (lines of "title", "text", "question", "answ
 answer are used. One JSON line for each chat, way and ratio; a run is resumed where it stopped.
 
 All ways read the same reference text, once a document. They are: "none", the prompt left out but its BOS; "moved", the
-default of ``Landmark``; "logits" and "equal", its budgets, with keys of the prompt in their places; these with the budgets that
-KVzip gives ("shares"), or with the mean of those that "logits" gave to the other documents ("others"), or polished for
-``--steps`` on the logits or on the divergence ("polished", "polished kl"); "kvzip", and "kvzip fitted", its keys with fitted
-weights and values; and ``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as its
-authors determine budgets once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight
+default of ``Landmark``, which may be polished for ``--steps`` on the logits or on the divergence ("polished", "polished kl");
+"logits" and "equal", its budgets, with keys of the prompt in their places; these with the budgets that KVzip gives ("shares"),
+or with the mean of those that "logits" gave to the other documents ("others"); "kvzip", and "kvzip fitted", its keys with
+fitted weights and values; and ``AttentionMatching`` with equal budgets ("matching"), or with that mean ("matching others"), as
+its authors determine budgets once per model, each also on policy. ``--study N`` reads N answers of the model to each of eight
 instructions about the document in place of its continuations, as the authors do. An answer is clear if under the exact bias
 each token up to its end is at least twice as probable as any other (:data:`CLEAR`).
 
@@ -41,9 +41,10 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
-from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, moved_layer, root_of
+from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, root_of
 from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
+from kvlens.conversion.moved_keys import moved_layer
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
 from kvlens.conversion.prompt_texts import Texts, turn
@@ -81,7 +82,7 @@ class Prepared:
         self.before, self.questions = asked(model, document)
         prompt = PromptBatch(self.before[None], None, False)
         exact = convert_exactly(model, prompt, (), None, model.fingerprint())
-        self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference), verbose=False)
+        self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference))
         if n_study:
             self.teacher.seen = [self.teacher.seen[0], *studied(model, self.teacher.whole, n_study)]
 
@@ -127,7 +128,7 @@ class Prepared:
             index = [path.keys for path in self.paths]
         every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
         layers = [fitted_keys(*each) for each in every]
-        if way == "moved":
+        if way in ("moved", "polished", "polished kl"):
             parts = zip(map(self.teacher.keys, range(n_layers)), self.queries, layers, map(root_of, self.metrics), strict=True)
             layers = [moved_layer(*each, Landmark.key_steps, self.teacher.method.seed) for each in parts]
         bias = assembled(self.teacher.exact, layers)

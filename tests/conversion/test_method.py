@@ -103,6 +103,32 @@ def test_a_name_with_options_is_the_object(name, monkeypatch):
         assert by_object.fit.settings["reference"] == "prompt, blanks and own continuations"
 
 
+FITS = {name: method for name, (method, _) in SHORTHAND.items() if name != "exact"} | {
+    "moved and polished": Landmark(n_keys=4, key_steps=2, polish_steps=2, **FEW),
+    "as they are": Landmark(n_keys=4, fitted=False, **FEW),
+    "on policy": AttentionMatching(n_keys=4, budget="logits", on_policy=True, **FEW),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_tells_its_steps_in_order(name, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.features.STEPS", 3)
+    told, done = [], []
+    tell = Teacher.tell
+    monkeypatch.setattr(Teacher, "tell", lambda self, step, *at: (told.append(step), tell(self, step, *at)))
+    convert_prompt(model(), PROMPT, method=FITS[name], verbose=False, on_progress=done.append)
+    assert list(dict.fromkeys(told)) == [step for step in FITS[name].steps() if step in told]
+    assert done == sorted(done) and done[0] < 0.5 and done[-1] == 1.0 and len(done) == len(told) + 1
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_the_bar_of_a_fit_names_its_step_and_leaves_nothing_behind(verbose, monkeypatch, capsys):
+    monkeypatch.setattr("kvlens.conversion.convert.SHOWN_AFTER", 0)
+    convert_prompt(model(), PROMPT, method=Landmark(n_keys=4, **FEW), verbose=verbose)
+    shown = capsys.readouterr().err
+    assert ("moving keys" in shown) == verbose and shown.split("\r")[-1].strip() == ""
+
+
 @pytest.mark.parametrize("kind", [*METHODS.values(), TextOptions])
 def test_the_docstring_tells_every_option(kind):
     for field in fields(kind):

@@ -8,8 +8,8 @@ import torch
 from ops_cases import normal
 
 from kvlens.conversion import moved_keys
-from kvlens.conversion.few_keys import fitted_keys, moved_layer
-from kvlens.conversion.moved_keys import Placed, moved
+from kvlens.conversion.few_keys import fitted_keys
+from kvlens.conversion.moved_keys import Placed, moved, moved_layer
 from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
     Products,
