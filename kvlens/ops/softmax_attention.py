@@ -305,7 +305,8 @@ def join_bias(
     group = z_context.shape[2] // b_kv.shape[1]
     n_biases = max(len(b_kv), len(b_d))  # a hook may have expanded one of them to a batch
     stored = torch.cat([b_kv.expand(n_biases, -1, -1, -1), b_d[..., None].expand(n_biases, -1, -1, -1)], dim=-1)
-    size = torch.linalg.vector_norm(stored.detach(), ord=torch.inf, dim=(-1, -2))
+    given = stored.detach()
+    size = torch.maximum(given.amax(dim=(-1, -2)), -given.amin(dim=(-1, -2)))  # the maximum norm, which takes 20 times as long
     numerator, mass = _read(phi.features, stored / torch.where(size == 0, 1.0, size)[..., None, None], group)
     log_size = size.log().repeat_interleave(group, dim=1)[:, None]
     top = torch.maximum(normalizer.log_scale, phi.log_scale + log_size)
