@@ -25,8 +25,8 @@ An error on the model's own text says little about facts that this text does not
 How much to make of it, measured on six documents with questions and two models (``tests/benchmarks/results/fewer_keys.md``):
 an answer whose words are lost is lost itself in four of five cases, but as many of the lost answers have no lost word, and
 conversions at one ratio are not ordered by their recall, presumably since the fit has read the same sentences, repeated and
-with blanks, and a question about them is other text. A low recall asks for more keys; a high one is no reason to trust an
-answer.
+with blanks, and a question about them is other text. After polishing no lost answer has a lost word. A low recall asks for
+more keys; a high one is no reason to trust an answer.
 """
 
 import itertools
