@@ -159,10 +159,11 @@ class Teacher:
         )
 
     def tell(self, step: str, done: float = 0.0) -> None:
-        """Tell how much of a step of the fit is done (:meth:`Approximation.steps`)."""
+        """Tell how much of a step of the fit is done, if it is one of those that the method names."""
         shares = self.method.steps()
-        before = sum(list(shares.values())[: list(shares).index(step)])
-        self._on_progress(step, (before + done * shares[step]) / sum(shares.values()))
+        if step in shares:
+            before = sum(list(shares.values())[: list(shares).index(step)])
+            self._on_progress(step, (before + done * shares[step]) / sum(shares.values()))
 
     def count(self, kind: str, texts: Texts, times: int = 1) -> None:
         """Add to the number of tokens that the model has read for each prompt."""

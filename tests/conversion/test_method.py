@@ -39,6 +39,7 @@ from kvlens.conversion import (
     option_names,
 )
 from kvlens.conversion.few_keys import FewKeys
+from kvlens.conversion.gradients import logit_metrics
 from kvlens.conversion_methods import CONVERSION_METHODS
 
 PROMPT = tokens(1, 12)[0]
@@ -119,6 +120,18 @@ def test_a_fit_tells_its_steps_in_order(name, monkeypatch):
     convert_prompt(model(), PROMPT, method=FITS[name], verbose=False, on_progress=done.append)
     assert list(dict.fromkeys(told)) == [step for step in FITS[name].steps() if step in told]
     assert done == sorted(done) and done[0] < 0.5 and done[-1] == 1.0 and len(done) == len(told) + 1
+
+
+def test_a_method_of_ones_own_need_not_name_its_steps():
+    @dataclass(frozen=True, kw_only=True)
+    class Weighed(Half):
+        fits_on_text: ClassVar[bool] = True
+
+        def fit(self, teacher: Teacher) -> KVBias:
+            logit_metrics(teacher)
+            return super().fit(teacher)
+
+    assert convert_prompt(model(), PROMPT, method=Weighed(**FEW), verbose=False).fit.method == "half"
 
 
 @pytest.mark.parametrize("verbose", [True, False])
