@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -152,7 +153,7 @@ def test_an_analysis_that_needs_a_text_refuses_prompts_without_one(model_folder,
     assert run_batch(work, Input(source.prompts, " f"), tmp_path / "u.parquet").errors is None
 
 
-def kills_until_done(work, source, out) -> int:
+def kills_until_done(work, source, out, seconds_of_a_run) -> int:
     """Run the batch in forks, which the system kills by a timer of processor time; how many were killed.
 
     A fork has imported everything, so that it is killed at its work; it ends at once, as by SIGKILL, and as far in its work on
@@ -160,7 +161,7 @@ def kills_until_done(work, source, out) -> int:
     """
     pause, kills = random.Random(0), 0
     while True:
-        seconds = 0.001 + pause.uniform(0, 0.04 * (kills + 1))  # ever later, so that it comes to an end on any machine
+        seconds = 0.001 + pause.uniform(0, seconds_of_a_run * (kills + 1) / 8)  # ever later, so that it comes to an end
         child = os.fork()
         if child == 0:
             status = 1
@@ -182,7 +183,9 @@ def kills_until_done(work, source, out) -> int:
 def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tmp_path, prompts):
     work, source, out = Work(LETTERS, (model_folder,)), prompts(n=13), tmp_path / "killed" / "t.parquet"
     run_batch(work, source, tmp_path / "whole.parquet")
-    assert kills_until_done(work, source, out) >= 3
+    began = time.process_time()
+    run_batch(work, source, tmp_path / "timed.parquet", resources=Resources(prompts_per_job=2), progress=False)
+    assert kills_until_done(work, source, out, time.process_time() - began) >= 3
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert names(out.parent) == ["t.parquet"]
 
