@@ -115,7 +115,7 @@ class Learned(FreeFeatures):
 
     def steps(self) -> dict[str, float]:
         """See :meth:`Approximation.steps`."""
-        return {SAMPLING: 20, READING: 15, TRAINING_FEATURES: 60, MEASURING: 5}
+        return {SAMPLING: 20.0, READING: 15.0, TRAINING_FEATURES: 60.0, MEASURING: 5.0}
 
     def fit(self, teacher: Teacher) -> KVBias:
         features, log_keys = train_features(teacher, self.n_features, self.kernel)

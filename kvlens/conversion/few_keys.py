@@ -173,7 +173,7 @@ class Landmark(FewKeys):
     def steps(self) -> dict[str, float]:
         """See :meth:`Approximation.steps`; measured on SmolLM2, with a document of 370 tokens and a tenth of its keys."""
         steps = {MOVING: 0.15 * self.key_steps, POLISHING: 0.7 * self.polish_steps * self.texts_per_step}
-        return {SAMPLING: 20, READING: 15, TAKING_GRADIENTS: 9, CHOOSING: 8, **steps, MEASURING: 5}
+        return {SAMPLING: 20.0, READING: 15.0, TAKING_GRADIENTS: 9.0, CHOOSING: 8.0, **steps, MEASURING: 5.0}
 
     def fit(self, teacher: Teacher) -> KVBias:
         queries = teacher.read(teacher.whole, teacher.seen)
@@ -281,7 +281,7 @@ class AttentionMatching(FewKeys):
 
     def steps(self) -> dict[str, float]:
         """See :meth:`Approximation.steps`."""
-        return {SAMPLING: 20, READING: 15, TAKING_GRADIENTS: 9, CHOOSING: 60, MEASURING: 5}
+        return {SAMPLING: 20.0, READING: 15.0, TAKING_GRADIENTS: 9.0, CHOOSING: 60.0, MEASURING: 5.0}
 
     @torch.no_grad()
     def fit(self, teacher: Teacher) -> KVBias:

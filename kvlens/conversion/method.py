@@ -249,7 +249,7 @@ class Approximation(ConversionMethod, TextOptions, ABC):
 
     def steps(self) -> dict[str, float]:
         """The steps of a fit, in order, each with its share of the time, in any unit; for progress bars."""
-        return {SAMPLING: 20, READING: 15, MEASURING: 5}
+        return {SAMPLING: 20.0, READING: 15.0, MEASURING: 5.0}
 
     @abstractmethod
     def fit(self, teacher: Teacher) -> KVBias:
