@@ -7,6 +7,7 @@ import inspect
 import re
 import warnings
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from precision import LAW, relative_error
 from small_models import peaked, sharp, small_model, tokens
 from tiny_text_model import tiny_text_model
+from tqdm.auto import tqdm
 
 import kvlens
 from kvlens import KVBias, KVLensError, convert_prompt
@@ -137,6 +139,7 @@ def test_a_method_of_ones_own_need_not_name_its_steps():
 @pytest.mark.parametrize("verbose", [True, False])
 def test_the_bar_of_a_fit_names_its_step_and_leaves_nothing_behind(verbose, monkeypatch, capsys):
     monkeypatch.setattr("kvlens.conversion.convert.SHOWN_AFTER", 0)
+    monkeypatch.setattr("kvlens.conversion.convert.tqdm", partial(tqdm, mininterval=0, miniters=0))
     convert_prompt(model(), PROMPT, method=Landmark(n_keys=4, **FEW), verbose=verbose)
     shown = capsys.readouterr().err
     assert ("moving keys" in shown) == verbose and shown.split("\r")[-1].strip() == ""
