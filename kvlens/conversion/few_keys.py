@@ -144,7 +144,7 @@ class Landmark(FewKeys):
             0 keeps keys of the prompt. 100 leave 0.7 to 0.9 times the error of the logits on small models, and Qwen2.5-Coder
             keeps 73 of 120 answers about documents with a tenth of the keys, in place of 57.
         polish_steps: number of gradient steps through the model after the fit. With a twentieth of the keys, 100 of them on
-            "kl" keep 31 of SmolLM2's 48 answers, for 26, and take nearly four times as long as the fit; with a tenth 37, for 36.
+            "kl" keep 31 of SmolLM2's 48 answers, for 26, and take nearly four times as long as a fit; with a tenth 37, for 36.
         texts_per_step: number of reference texts per gradient step.
         objective: objective of polishing: "logits" for the squared relative error of the logits, or "kl" for the KL divergence
             of the next-token distribution.
