@@ -1,27 +1,42 @@
 """A chat as a prompt: messages, written as the tokenizer's own template writes them.
 
-What a message's section is in the whole text is found by writing the chat once more with a mark in its place: what stands
-before and behind the mark there stands before and behind the section here, whatever the template does with it (many strip white
-space, some put the system's message into the user's). Nothing is searched by its words.
+What a message's section is in the whole text is found by writing the chat once more with a placeholder in its place: what
+stands before and behind it there stands before and behind the section here, whatever the template does with it (many strip
+white space, some put the system's message into the user's). Nothing is searched by its words.
+
+What lies in a message is text: a template's marks in it write no role (:mod:`kvlens.marks`). Of the user's last message only
+what asks is always there (:func:`question_in`).
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.arguments import check_characters
-from kvlens.errors import KVLensError, brief, first_line, nearest
+from kvlens.arguments import Span, check_characters
+from kvlens.errors import KVLensError, brief, first_line, nearest, warn
+from kvlens.marks import ReadText, marks_in, marks_of, read, read_as_text
 from kvlens.model import KVModel
+from kvlens.question import question_in
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.units import By, Layout, Passage, Unit, cut, layout_of_tokens, tiled
 
 ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, str]]
+Marks = Literal["as text", "as they are"]
+PLACEHOLDER = "KVLENSMARK"
+MARKS_ARE_TEXT = (
+    "would be marks of the chat template, and are read as plain text, so that they write no role; "
+    "Chat(..., marks='as they are') reads them as Transformers does"
+)
+ROLES_ARE_WORDS = (
+    "is what the chat template itself writes around messages; it writes roles as words, so that the model cannot tell these "
+    "words from a role: take them out, if the text is not yours"
+)
 
 
 class _Section(NamedTuple):
@@ -36,8 +51,8 @@ class _Section(NamedTuple):
 class Chat:
     """A list of messages that a model with a chat template reads as a prompt, up to where its answer begins.
 
-    Always there, in every counterfactual, are what the template writes around the messages, and the question: the last message
-    of the user, or what :meth:`ask` was given. The rest is cut into units.
+    Always there, in every counterfactual, are what the template writes around the messages, and the question: what asks in the
+    last message of the user (:func:`question_in`), or what :meth:`ask` was given. The rest is cut into units.
 
     >>> chat = Chat.ask("Where is the new office?", documents={"minutes.txt": "The office moves to Rotterdam."})
     >>> print(chat.messages[0]["content"])
@@ -48,30 +63,40 @@ class Chat:
 
     Args:
         messages: a list of ``{"role": ..., "content": ...}``; the roles are system, user, assistant and tool.
+        question: the words of the user's last message that are always there; None: :func:`question_in` chooses them.
+        marks: "as text": what stands in a message like a mark of the template, ``<|im_start|>``, is text, and a warning names
+            the message; "as they are": it is the mark, so that the message may write roles, as in Transformers.
 
     Raises:
         KVLensError: no message, an unknown role, a content that is missing, empty or no string, other keys, a last message of
-            the assistant.
+            the assistant; a question that does not stand once in the user's last message; another word for ``marks``.
     """
 
     _turns: tuple[tuple[str, tuple[_Section, ...]], ...]
+    _marks: Marks
 
-    def __init__(self, messages: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, str]], *, question: str | None = None, marks: Marks = "as text") -> None:
         checked_messages = _checked(messages)
         roles = [message["role"] for message in checked_messages]
         last = max((i for i, role in enumerate(roles) if role == "user"), default=None)
+        if question is not None and last is None:
+            raise KVLensError("question: its words stand in the user's last message, and the user has none here")
         counts, numbers, turns = Counter(roles), Counter[str](), []
-        for i, message in enumerate(checked_messages):
-            role = message["role"]
+        for i, (role, content) in enumerate((message["role"], message["content"]) for message in checked_messages):
             numbers[role] += 1
             name = role if counts[role] == 1 else f"{role} {numbers[role]}"
-            section = _Section(message["content"], is_question=True) if i == last else _Section(message["content"], name)
-            turns.append((role, (section,)))
+            turns.append((role, _asking(content, name, question) if i == last else (_Section(content, name),)))
         object.__setattr__(self, "_turns", tuple(turns))
+        object.__setattr__(self, "_marks", _checked_marks(marks))
 
     @classmethod
     def ask(
-        cls, question: str, documents: Mapping[str, str] | Sequence[str] | None = None, system: str | None = None
+        cls,
+        question: str,
+        documents: Mapping[str, str] | Sequence[str] | None = None,
+        system: str | None = None,
+        *,
+        marks: Marks = "as text",
     ) -> "Chat":
         """A question about documents: one message, of each document's name, its text and a blank line, then the question.
 
@@ -79,9 +104,10 @@ class Chat:
             question: always there, and no unit.
             documents: name -> text; or texts, which are called "document 1" and so on.
             system: the system's message, which is cut into units, too.
+            marks: as of :class:`Chat`.
 
         Raises:
-            KVLensError: a question, document, name or system's message that is empty or no string.
+            KVLensError: a question, document, name or system's message that is empty or no string; another word for ``marks``.
         """
         named = _named_documents(documents)
         sections = [
@@ -91,7 +117,7 @@ class Chat:
         ]
         sections.append(_Section(_text("question", question), is_question=True))
         first = [] if system is None else [{"role": "system", "content": _text("system", system)}]
-        chat = cls([*first, {"role": "user", "content": "".join(section.text for section in sections)}])
+        chat = cls([*first, {"role": "user", "content": "".join(section.text for section in sections)}], marks=marks)
         object.__setattr__(chat, "_turns", (*chat._turns[:-1], ("user", tuple(sections))))
         return chat
 
@@ -109,18 +135,52 @@ class Chat:
         return written_messages(model, self.messages)
 
     def tokens(self, model: KVModel) -> Int[Tensor, " pos"]:
-        """The tokens of :meth:`text`. A BOS is among them if the template writes one; none is added.
+        """The tokens of :meth:`text`; marks in messages are text. A BOS is there if the template writes one; none is added.
 
         Raises:
-            KVLensError: as :meth:`text`; a chat that leaves no room for an answer in the model's context.
+            KVLensError: as :meth:`text`; a chat that leaves no room for an answer in the model's context; marks in a message of
+                a template that writes it in a way that depends on its words, or of a slow tokenizer.
         """
         text = self.text(model)
-        ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = torch.tensor(ids, device=model.cfg.device)
-        self._check_room(model, len(ids))
+        return self._tokens(model, text, self._read(model, text))
+
+    def _tokens(self, model: KVModel, text: str, found: ReadText) -> Int[Tensor, " pos"]:
+        tokens = torch.tensor(found.ids, device=model.cfg.device)
+        self._check_room(model, len(tokens))
         model.check_tokens(tokens)
         warn_of_unknown_words(model.tokenizer, text, tokens)
         return tokens
+
+    def _read(self, model: KVModel, text: str) -> ReadText:
+        if self._marks == "as they are":
+            return read(model.tokenizer, text)
+        marks = marks_of(model.tokenizer)
+        self._warn_of_roles_in_words(model, marks.values())
+        if not self._warn_of(lambda words: marks_in(model.tokenizer, marks, words), MARKS_ARE_TEXT):
+            return read(model.tokenizer, text)
+        words = [self._place(model, text, turn) for turn in range(len(self._turns))]
+        return read_as_text(model.tokenizer, marks, text, words)
+
+    def _warn_of_roles_in_words(self, model: KVModel, marks: Iterable[str]) -> None:
+        """Warn of messages that have what the template writes between messages, where that is words and no mark."""
+        blank = [{"role": role, "content": PLACEHOLDER} for role, _ in self._turns]
+        first, *others = (part.strip() for part in written_messages(model, blank).split(PLACEHOLDER))
+        if others and not any(mark in others[-1] for mark in marks):
+            first = first.removeprefix(model.tokenizer.bos_token or "").strip()
+        in_words = [part for part in dict.fromkeys([first, *others]) if not any(mark in part for mark in marks)]
+        in_words = [part for part in in_words if any(map(str.isalpha, part))]
+        self._warn_of(lambda words: [part for part in in_words if part in words], ROLES_ARE_WORDS)
+
+    def _warn_of(self, found_in: Callable[[str], Sequence[str]], what: str) -> bool:
+        """Whether something is found in a message; a warning says what, and in which parts of the chat."""
+        found, where = dict[str, None](), dict[str, None]()
+        for role, sections in self._turns:
+            if here := found_in("".join(section.text for section in sections)):
+                found |= dict.fromkeys(here)
+                where |= dict.fromkeys([_named(section) for section in sections if found_in(section.text)] or [role])
+        if found:
+            warn(f"messages: {', '.join(found)} in {' and '.join(where)} {what}")
+        return bool(found)
 
     def units(self, model: KVModel, by: By = "sentence") -> list[Unit]:
         """What can be taken out of the chat: see :func:`prompt_units`."""
@@ -133,9 +193,11 @@ class Chat:
             KVLensError: as :meth:`tokens`; a tokenizer that does not say where its tokens stand; a template that leaves out a
                 message, or writes it twice, or in a way that depends on its words.
         """
-        text, tokens = self.text(model), self.tokens(model)
-        if not model.tokenizer.is_fast:
+        text = self.text(model)
+        found = self._read(model, text)
+        if found.spans is None:
             raise KVLensError("units of a chat need a fast tokenizer, which says where each token stands in the text")
+        tokens = self._tokens(model, text, found)
         pieces: list[Passage] = []
         asked: list[Passage] = []
         for turn, (_, sections) in enumerate(self._turns):
@@ -143,15 +205,15 @@ class Chat:
                 if section.name is not None or section.is_question:
                     start, stop = self._place(model, text, turn, at)
                     (asked if section.name is None else pieces).append(Passage(section.name or "question", start, stop))
-        spans = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
+        return Layout(text, tokens, tiled(found.spans), sorted(pieces, key=lambda piece: piece.start), asked)
 
-    def _place(self, model: KVModel, text: str, turn: int, at: int) -> tuple[int, int]:
-        """The characters that the template makes of one section of a message."""
-        mark = next(mark for i in range(len(text)) if (mark := f"KVLENS{i}PART") not in text)
+    def _place(self, model: KVModel, text: str, turn: int, at: int | None = None) -> Span:
+        """The characters that the template makes of one section of a message, or of all of it."""
+        placeholder = next(name for i in range(len(text)) if (name := f"KVLENS{i}PART") not in text)
         messages, sections = self.messages, [section.text for section in self._turns[turn][1]]
-        messages[turn]["content"] = "".join([*sections[:at], mark, *sections[at + 1 :]])
-        pieces = written_messages(model, messages).split(mark)
+        parts = [placeholder] if at is None else [*sections[:at], placeholder, *sections[at + 1 :]]
+        messages[turn]["content"] = "".join(parts)
+        pieces = written_messages(model, messages).split(placeholder)
         before, behind = pieces[0], pieces[-1]
         start, stop = len(before), len(text) - len(behind)
         if len(pieces) != 2 or start > stop or not (text.startswith(before) and text.endswith(behind)):
@@ -171,8 +233,12 @@ class Chat:
         size, section = max(zip(sizes, sections, strict=True), key=lambda pair: pair[0])
         raise KVLensError(
             f"messages: the chat has {n_tokens:,} tokens, and the model's context n_ctx={model.cfg.n_ctx:,} leaves no room for "
-            f"an answer; shorten it ({section.name or 'the question'} alone has {size:,}), or leave out documents or messages"
+            f"an answer; shorten it ({_named(section)} alone has {size:,}), or leave out documents or messages"
         )
+
+
+def _named(section: _Section) -> str:
+    return section.name or ("the question" if section.is_question else "the name of a document")
 
 
 def _checked(messages: Any) -> Messages:
@@ -205,6 +271,31 @@ def _checked_message(i: int, message: Any, n: int) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def _checked_marks(marks: Any) -> Marks:
+    if marks not in get_args(Marks):
+        raise KVLensError(f"marks: expected {' or '.join(map(repr, get_args(Marks)))}, got {brief(marks)}")
+    return marks
+
+
+def _asking(message: str, name: str, question: str | None) -> tuple[_Section, ...]:
+    """The sections of the user's last message: the question, and what stands before and behind it."""
+    if question is None:
+        start, stop = question_in(message)
+    elif message.count(_text("question", question)) == 1:
+        start = message.index(question)
+        stop = start + len(question)
+    else:
+        raise KVLensError(
+            f"question: {brief(question)} stands {message.count(question)} times in the user's last message, not once; give "
+            "the words that ask as they stand there"
+        )
+    before, behind = message[:start].rstrip(), message[stop:].lstrip()
+    n_behind = len(message) - len(behind) if behind else len(message)
+    sections = [_Section(before, name), _Section(message[len(before) : start]), _Section(message[start:stop], is_question=True)]
+    sections += [_Section(message[stop:n_behind]), _Section(behind, name)]
+    return tuple(section for section in sections if section.text)
+
+
 def _text(what: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise KVLensError(f"{what}: expected a string that is not empty, got {brief(value)}")
@@ -219,9 +310,6 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
     if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
         raise KVLensError(f"documents: expected {{name: text}} or a list of texts, got {brief(documents)}")
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
-
-
-PLACEHOLDER = "KVLENSMARK"
 
 
 def written_behind(model: KVModel, *turns: tuple[str, str]) -> str | None:

@@ -188,7 +188,7 @@ def test_a_chat_in_a_batch_is_cut_as_it_is_alone():
     record = Record("a", Chat(chat.messages), "The", {"answer": 5})
     frame = prompt_attribution.analysis.run(model, record, n_null=0)
     pd.testing.assert_frame_equal(frame, prompt_attribution(model, chat.messages, "The", answer=5))
-    assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief."]
+    assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief.", "document 1:", "The widget is purple."]
     effect = prompt_effect.analysis.run(model, record)
     pd.testing.assert_frame_equal(effect, prompt_effect(model, chat, "The"))
 
@@ -218,7 +218,8 @@ def test_chats_on_the_command_line(tmp_path):
     assert given_chat(arguments("--messages", messages)) == Chat(MESSAGES) and given_chat(arguments()) is None
     assert given_prompt_and_text(arguments("--messages", messages, "--text", "a")) == (Chat(MESSAGES), "a")
     for words, says in {
-        ("--messages", messages, "--question", "a"): "--messages and --question are both given",
+        ("--messages", messages, "--document", "a"): "--messages and --document are both given",
+        ("--messages", messages, "--question", "Be"): "question: 'Be' stands 2 times",
         ("--question", "a", "--prompt", "b"): "--question and --prompt are both given",
         ("--document", document): "--document belongs to --question",
         ("--question", "a", "--document", document, "--document", document): "two documents are called a.txt",

@@ -52,7 +52,11 @@ def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> Non
 
 def add_question(command: argparse.ArgumentParser) -> None:
     """Add ``--question``, ``--document``, ``--system`` and ``--messages``, which :func:`given_chat` reads."""
-    command.add_argument("--question", metavar="TEXT", help="a question to a chat model, which is never taken out")
+    command.add_argument(
+        "--question",
+        metavar="TEXT",
+        help="a question to a chat model, which is never taken out; with --messages, the words of the user's last one that ask",
+    )
     command.add_argument(
         "--document",
         metavar="FILE",
@@ -75,14 +79,15 @@ def given_chat(args: argparse.Namespace) -> "Chat | None":
     plain = [f"--{name.replace('_', '-')}" for name in ("prompt", "prompt_file") if getattr(args, name, None) is not None]
     if not given and args.messages is None:
         return None
-    ways = [*(["--messages"] if args.messages is not None else []), *given[:1], *plain[:1]]
+    others = given if args.messages is None else [flag for flag in given if flag != "--question"]
+    ways = [*(["--messages"] if args.messages is not None else []), *others[:1], *plain[:1]]
     if len(ways) > 1:
         raise KVLensError(f"{ways[0]} and {ways[1]} are both given, and each is a whole prompt; use only one")
 
     from kvlens.chat import Chat  # imports torch
 
     if args.messages is not None:
-        return Chat(_json("messages", args.messages))
+        return Chat(_json("messages", args.messages), question=asked["--question"])
     if asked["--question"] is None:
         raise KVLensError(f"{given[0]} belongs to --question; give the question, too")
     documents: dict[str, str] = {}

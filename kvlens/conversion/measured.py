@@ -18,6 +18,7 @@ from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
 from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
 from kvlens.kv_bias.fit import MATTERS, Recall, RecalledWord
+from kvlens.marks import without_marks
 from kvlens.memory import NUMBERS_AT_ONCE, NUMBERS_PER_PASS, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.texts import Response
@@ -97,7 +98,8 @@ class Said(NamedTuple):
 
 @torch.no_grad()
 def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Recall | None:
-    """The recall of a bias; None if the prompt is no text, or leaves no room for a sentence behind it.
+    """The recall of a bias, on sentences without marks of a chat template; None if the prompt is no text, has no such sentence,
+    or leaves no room for one behind it.
 
     Args:
         layout: of the prompt.
@@ -112,7 +114,9 @@ def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Rec
     )
     if room is not None and room < 2:
         return None
-    sentences = [unit.text.strip() for unit in cut(model, layout, "sentence")]
+    sentences = without_marks(model.tokenizer, (unit.text.strip() for unit in cut(model, layout, "sentence")))
+    if not sentences:
+        return None
     base = layout.tokens[always_there(layout).to(layout.tokens.device)]
     return recall_of(model, sentences, whole, bias, base, lead, room)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptBatch
+from kvlens.marks import without_marks
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.units import spans_of
 
@@ -78,8 +79,8 @@ def blanks(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Texts:
 def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " pos"]]:
     """Of one prompt, those that fit."""
     text, found = model.tokenizer.decode(tokens), []
-    for start, stop in spans_of(text, "sentence"):
-        sentence = text[start:stop].strip()
+    sentences = [text[start:stop].strip() for start, stop in spans_of(text, "sentence")]
+    for sentence in without_marks(model.tokenizer, sentences):
         words, answer = sentence.split(), model.tokenizer(sentence, add_special_tokens=False)["input_ids"]
         for parity in (0, 1) if len(words) > 1 else ():
             asked = " ".join(BLANK if i % 2 == parity else word for i, word in enumerate(words))

@@ -1,0 +1,120 @@
+"""A chat's tokens, with the marks in its messages read as text: what lies in a message or a document writes no role.
+
+A template writes what begins and ends a message as a string, ``<|im_start|>``, and a tokenizer makes the same token of that
+string wherever it stands, in a document, too: text from outside would become a system's message.
+
+1. *Marks* are a tokenizer's special tokens, and the added ones that its template writes (``<think>``).
+2. In the characters that the template takes from a message, a mark is text.
+3. The whole is read at once, as a tokenizer may read words by what stands beside them. So a copy of the tokenizer has the marks
+   under other names, of private characters and equal length, so that offsets stay as they are; the template's own marks are
+   renamed in the text, and those in messages mean nothing to that copy.
+
+A template whose roles are words (``USER:``) has no marks that could be told from the same words in a document.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from kvlens.arguments import Span
+from kvlens.errors import KVLensError
+
+PRIVATE = range(0x100000, 0x10FFFE)
+"""Unicode's last plane of private characters, in which the names of marks are written."""
+
+
+class ReadText(NamedTuple):
+    """A text as a tokenizer reads it.
+
+    Attributes:
+        ids: of its tokens, without a BOS that is not written.
+        spans: the characters of each; None if the tokenizer does not tell.
+    """
+
+    ids: list[int]
+    spans: list[Span] | None
+
+
+def read(tokenizer: Any, text: str) -> ReadText:
+    """Read a text as Transformers does: whatever is written like a mark is one."""
+    found = tokenizer(text, add_special_tokens=False)
+    return ReadText(found["input_ids"], found.encodings[0].offsets if tokenizer.is_fast else None)
+
+
+def marks_of(tokenizer: Any) -> dict[int, str]:
+    """The marks by their ids; a token for unknown words is none, unless it is something else, too."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return {
+        i: token.content
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if token.content.strip() and (token.special or token.content in template)
+        if i != tokenizer.unk_token_id or i in ends or token.content in template
+    }
+
+
+def marks_in(tokenizer: Any, marks: Mapping[int, str], text: str) -> list[str]:
+    """The marks that a tokenizer finds in a text by itself, each once, in order."""
+    return list(dict.fromkeys(marks[i] for i in read(tokenizer, text).ids if i in marks))
+
+
+def without_marks(tokenizer: Any, sentences: Iterable[str]) -> list[str]:
+    """The sentences in which no mark stands: text to be read behind a prompt must write no role, either."""
+    marks = marks_of(tokenizer)
+    return [sentence for sentence in sentences if not marks_in(tokenizer, marks, sentence)]
+
+
+def read_as_text(tokenizer: Any, marks: Mapping[int, str], text: str, words: Sequence[Span]) -> ReadText:
+    """Read a text in which marks among ``words`` are text, and all others are marks.
+
+    Args:
+        tokenizer: a fast one.
+        marks: of this tokenizer.
+        text: as the template writes it.
+        words: the ranges of its characters that come from messages.
+
+    Raises:
+        KVLensError: a slow tokenizer.
+    """
+    if not tokenizer.is_fast:
+        raise KVLensError(
+            "messages: marks of the chat template stand in them, and only a fast tokenizer can read these as text; take them "
+            "out, or read them as they are, Chat(..., marks='as they are')"
+        )
+    free = (chr(letter) for letter in PRIVATE if chr(letter) not in text)
+    names = {mark: next(free) * len(mark) for mark in marks.values()}
+    longest_first = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    parts = [
+        part if from_message else longest_first.sub(lambda mark: names[mark[0]], part)
+        for part, from_message in _parts(text, words)
+    ]
+    found = _renamed(tokenizer, names).encode("".join(parts), add_special_tokens=False)
+    return ReadText(found.ids, found.offsets)
+
+
+def _parts(text: str, words: Sequence[Span]) -> Iterator[tuple[str, bool]]:
+    """The text in parts, and whether each comes from a message."""
+    at = 0
+    for start, stop in sorted(words):
+        yield text[at:start], False
+        yield text[start:stop], True
+        at = stop
+    yield text[at:], False
+
+
+def _renamed(tokenizer: Any, names: Mapping[str, str]) -> Tokenizer:
+    """A copy of the tokenizer in which the marks have other names, and their old ones mean nothing."""
+    written = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    for token in written["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = written["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    else:  # Unigram's, in the order of the ids
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:  # of some vocabularies a mark is made of smaller pieces
+        model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*pair, "".join(pair)}]
+    return Tokenizer.from_str(json.dumps(written))

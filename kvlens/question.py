@@ -1,0 +1,80 @@
+"""What asks in a message: the words that stay when everything else of the message is taken out.
+
+Of most messages of a user the last sentences ask, and what stands before is what they are about. A sentence asks if it ends in
+a question mark or a colon, or begins as an English question or instruction does; of other languages the mark decides.
+"""
+
+import re
+from itertools import groupby, pairwise, takewhile
+
+from kvlens.arguments import Span
+from kvlens.units import spans_of
+
+_BLANK_LINES = re.compile(r"\n\s*\n\s*")
+_ENDS_ASKING = re.compile(r"[?？؟:：][\"'”’)\]*_\s]*$")
+_FIRST = r"""(?: please | kindly | now | then | also | and | so | just | only | first | next | finally )\b,? \s*"""
+_CLAUSE = r"""(?: [^\s,.;]+ \s ){1,7} [^\s,.;]+ , \s* (?: please \s )?"""
+_VERBS = (
+    "add analyse analyze answer ask calculate categorise categorize check choose cite classify compare complete "
+    "compose compute continue convert correct count create decide define describe determine draft edit estimate "
+    "evaluate explain extract fill find fix format generate give guess help identify improve keep list look make "
+    "mention name outline output paraphrase pick predict print provide quote rank read recommend repeat rephrase "
+    "reply report respond return review rewrite say select show simplify solve sort state suggest summarise "
+    "summarize tell think translate use verify write"
+)
+_ASKS = re.compile(
+    rf"""[\s"'“‘(\[*_\#>-]* (?: \d+[.)] \s+ )? (?: {_FIRST} )* (?: {_CLAUSE} )?
+    (?: (?: what | which | who | whom | whose | how | why | is | are | was | were | do | does | did | don't | can | could
+    | would | should | be | i \s want \s you | you \s (?: must | should ) | your \s (?: task | job ) | let \s me
+    | {"|".join(_VERBS.split())} ) \b | please \s )""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def question_in(message: str) -> Span:
+    """The characters of a user's message that ask; the first of these that there are:
+
+    1. the sentences that ask at the end of the last paragraph, with cues for the answer behind it (``Answer:``);
+    2. cues alone;
+    3. the sentences that ask at the beginning of the message (``Summarize this text:``);
+    4. the last ones that ask in the last paragraph, where others stand behind them (``Where is it? Thank you.``);
+    5. the last paragraph, or line where there is one paragraph; of a single line the whole message.
+
+    >>> message = "The office moves to Rotterdam. The rent is low. In which city is it? Answer in one word."
+    >>> start, stop = question_in(message)
+    >>> message[start:stop]
+    'In which city is it? Answer in one word.'
+    """
+    edges = [0, *(blank.end() for blank in _BLANK_LINES.finditer(message) if blank.end() < len(message)), len(message)]
+    paragraphs = [*pairwise(edges)]
+    n_cues = len([*takewhile(lambda span: _is_cue(message, span), paragraphs[:0:-1])])
+    last = paragraphs[len(paragraphs) - n_cues - 1]
+    at_the_end, at_the_beginning = _asking(message, last), _asking(message, paragraphs[0])
+    if at_the_end and at_the_end[-1][1] == last[1]:
+        return at_the_end[-1][0], len(message)
+    if n_cues:
+        return paragraphs[-n_cues][0], len(message)
+    if at_the_beginning and at_the_beginning[0][0] == 0:
+        return at_the_beginning[0]
+    if at_the_end:
+        return at_the_end[-1]
+    return [(0, 0), *spans_of(message, "paragraph")][-1][0], len(message)
+
+
+def _asking(message: str, paragraph: Span) -> list[Span]:
+    """The runs of sentences of a paragraph that ask."""
+    first, last = paragraph
+    sentences = [(first + start, first + stop) for start, stop in spans_of(message[first:last], "sentence")]
+    runs = [[*run] for does_ask, run in groupby(sentences, lambda span: asks(message[slice(*span)])) if does_ask]
+    return [(run[0][0], run[-1][1]) for run in runs]
+
+
+def asks(sentence: str) -> bool:
+    """Whether a sentence asks or instructs, by its end and its first words."""
+    return bool(_ENDS_ASKING.search(sentence) or _ASKS.match(sentence))
+
+
+def _is_cue(message: str, span: Span) -> bool:
+    """Whether a paragraph is a cue for the answer: a few words and a colon."""
+    text = message[slice(*span)].strip()
+    return text.endswith((":", "：")) and len(text.split()) <= 3
