@@ -107,4 +107,4 @@ def _in_the_cache(name: str, official: str | None) -> Path:
 def _is_for_hooked_transformer(folder: Path) -> bool:
     """Whether HookedKVTransformer can build the architecture, or the folder names none."""
     named = read_json("load", folder / "config.json").get("architectures")
-    return not isinstance(named, list) or not named or bool({*named} & {*SUPPORTED_ARCHITECTURES, BAICHUAN_M1})
+    return not isinstance(named, list) or not named or any(name in (*SUPPORTED_ARCHITECTURES, BAICHUAN_M1) for name in named)

@@ -161,7 +161,7 @@ class Word(NamedTuple):
     """A word of a response, or a mark.
 
     Attributes:
-        text: without blanks; of a token that ends the response, its name.
+        text: without blanks; of a token that ends the response, its name; of white space in a response of nothing else, signs.
         start, stop: range of the response's tokens, stop left out.
         is_word: False for a mark.
     """
@@ -179,7 +179,7 @@ class Response:
     Attributes:
         tokens: [pos], with the token that ended it.
         words: words and marks, in order; each token belongs to at most one.
-        text: without the token that ended it.
+        text: without the token that ended it; white space alone is shown by signs.
     """
 
     tokens: Int[Tensor, " pos"]
@@ -195,8 +195,10 @@ class Response:
             texts = [f" {text}" for text in texts]  # a word each
         shown = ["" if int(token) in special else text for token, text in zip(tokens, texts, strict=True)]
         words = _words(shown)
+        if not words and not any(token in special for token in tokens.tolist()):  # white space alone: each token by its signs
+            words = [Word(stripped(text), i, i + 1, False) for i, text in enumerate(shown)]
         words += [Word(texts[i], i, i + 1, False) for i, token in enumerate(tokens.tolist()) if token in special]
-        return cls(tokens, tuple(sorted(words, key=lambda word: word.start)), joined(shown).strip())
+        return cls(tokens, tuple(sorted(words, key=lambda word: word.start)), stripped(joined(shown)))
 
 
 def _words(texts: list[str]) -> list[Word]:

@@ -93,8 +93,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         # False, not the default, which asks on the terminal whether to run code that comes with the folder
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
-        config = Path(folder) / "tokenizer_config.json"
-        if config.is_file() and '"auto_map"' in config.read_text(encoding="utf-8", errors="replace"):
+        if _names_code(Path(folder) / "tokenizer_config.json"):
             raise KVLensError(
                 f"the tokenizer in {folder} is code of its own, which kvlens does not run. If you trust it, load it with "
                 "transformers and pass tokenizer=; without tokenizer_config.json the model works on token ids"
@@ -102,6 +101,13 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise KVLensError(
             f"the tokenizer in {folder} cannot be loaded: {_in_one_line(error)}. Repair it, or pass tokenizer="
         ) from error
+
+
+def _names_code(config: Path) -> bool:
+    try:
+        return '"auto_map"' in config.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _in_one_line(error: Exception) -> str:

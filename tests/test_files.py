@@ -315,18 +315,19 @@ def test_single_files_are_held_to_the_same(special, tmp_path):
         read_listed(tmp_path, "tokenizer.json")
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../secret.safetensors", "deep/pipe", "", "a\0b", 5, None])
+@pytest.mark.parametrize("name", ["/dev/zero", "../secret.safetensors", "deep/pipe", "circle", "x" * 300, "", "a\0b", 5, None])
 def test_an_index_names_files_inside_its_folder(name, tmp_path):
     folder = sharded(tmp_path / "m")
     shutil.copy(folder / "config.json", tmp_path / "secret.safetensors")
     (folder / "deep").mkdir()
     os.mkfifo(folder / "deep" / "pipe")
+    os.symlink("circle", folder / "circle")
     index = folder / "model.safetensors.index.json"
     stored = json.loads(index.read_text())
     stored["weight_map"]["transformer.wte.weight"] = name
     index.write_text(json.dumps(stored))
     for read in (HookedKVTransformer.from_pretrained, read_tensors):
-        with pytest.raises(KVLensError, match=r"inside the folder|not a file|is damaged"):
+        with pytest.raises(KVLensError, match=r"inside the folder|not a file|is damaged|cannot read"):
             read(folder)
 
 

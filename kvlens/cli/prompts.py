@@ -14,11 +14,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import MOST_ASKED, UNITS, check_characters, check_device
+from kvlens.arguments import MOST_ASKED, UNITS, check_characters, check_device, path_of
 from kvlens.checks import Seed, Within, ensure
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError
-from kvlens.files import work_on
+from kvlens.files import check_regular, work_on
 from kvlens.report.example import EXAMPLE_MODEL, EXPLANATION_FOLDER, REPORT_FOLDER, TEXT_MODEL, check_report_folder, example_for
 from kvlens.terminal import make_console, progress_bar, visible
 from kvlens.zoo import source_of
@@ -31,6 +31,10 @@ MESSAGES_HELP = (
     'a JSON file with a chat, [{"role": "user", "content": ...}, ...], which the model reads as its chat template writes it; '
     "- is standard input"
 )
+
+
+OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""How a shell names a pipe that somebody writes to: ``<(pdftotext minutes.pdf -)``. Any other pipe may wait for ever."""
 
 
 def add_texts_and_model(command: argparse.ArgumentParser, text_help: str) -> None:
@@ -149,8 +153,11 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
     if value is not None:
         raise KVLensError(f"--{what} and --{what}-file are both given; use only one")
     flag = f"--{what}-file" if what in ("prompt", "text") else f"--{what}"
+    path = path_of(flag, file)
+    if file != "-" and not file.startswith(OPEN_ALREADY):
+        check_regular(flag, path)
     try:
-        return sys.stdin.buffer.read().decode("utf-8") if file == "-" else Path(file).read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8") if file == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
         raise KVLensError(f"{flag}: cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -22,11 +22,13 @@ CONFIG, WEIGHTS, LIST, CARD = "config.json", "model.safetensors", "beside", "MOD
 
 
 def check_regular(what: str, path: Path) -> None:
-    """Raise KVLensError if ``path`` exists and is not a regular file or a link to one."""
+    """Raise KVLensError if ``path`` exists and is not a regular file or a link to one, or is no name that can be looked up."""
     try:
         mode = path.stat().st_mode
-    except OSError:  # missing: reading it will raise an error
+    except (FileNotFoundError, NotADirectoryError):  # reading it will raise an error
         return
+    except OSError as error:  # a name that is too long, links in a circle, a folder that may not be entered
+        raise KVLensError(f"{what}: cannot read {brief(str(path))}: {error.strerror}; give a file that can be read") from error
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         raise KVLensError(f"{what}: {path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file; nothing is read from it")

@@ -27,6 +27,11 @@ COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth
 """Fields of a configuration that count modules, each of which is built before Transformers looks at the weights."""
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Fields of a configuration that say how long a text may be."""
+NUMBERS = {
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), (1.0, 1e15)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), (0.0, 0.1)),
+}
+"""Fields of a configuration that no weight's shape contradicts, and between which numbers every known model has them."""
 BUFFER = re.compile(
     r"\.(inv_freq|attn\.(attention\.)?(bias|masked_bias)|attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
     r"|causal_mask|position_ids|num_batches_tracked)$"
@@ -81,6 +86,7 @@ def check_checkpoint(door: str, folder: Path) -> int:
     else:
         files = _weight_files(folder, lambda name: True)
     stored = [tensor for path in files for tensor in _headers(path)]
+    check_architectures(door, config)
     check_positions(door, config)
     check_counts(door, folder, config, [tensor.name for tensor in stored])
     integers = sorted(tensor.name for tensor in stored if tensor.is_integer and not BUFFER.search(tensor.name))
@@ -98,6 +104,24 @@ def check_positions(door: str, config: Mapping[str, Any]) -> None:
         n = part[field]
         if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
             raise KVLensError(f"{door}: {field} of the configuration is {brief(n)}; expected at least one position")
+
+
+def check_numbers(door: str, config: Mapping[str, Any]) -> None:
+    """Raise KVLensError where a configuration, as a dict, has a number that no model has, such as infinity."""
+    for part, field in _fields(config, NUMBERS):
+        value, (low, high) = part[field], NUMBERS[field]
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high):
+            raise KVLensError(
+                f"{door}{field} of the configuration is {brief(value)}; expected a number from {low:g} to {high:g}, as every "
+                "known model has; use an intact copy"
+            )
+
+
+def check_architectures(door: str, config: Mapping[str, Any]) -> None:
+    """Raise KVLensError unless ``architectures`` of a configuration, where there is one, is a list of names."""
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise KVLensError(f"{door}: architectures of the configuration is {brief(names)}; expected a list of names")
 
 
 def check_counts(door: str, source: Path, config: Mapping[str, Any], names: Collection[str]) -> None:

@@ -17,6 +17,7 @@ stay exact, and Hugging Face computes rotary angles and RMS norms in float32 wha
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,7 +256,7 @@ def load_pretrained_parts(
     _check_options(tokenizer, device, {"n_devices": n_devices, "first_n_layers": first_n_layers, "n_ctx": n_ctx})
     ensure("from_pretrained: verify", bool | None, verify)
     checkpoint = (checkpoint_index, checkpoint_value if checkpoint_label is None else checkpoint_label)
-    folder = path_of("from_pretrained", model_name).resolve() if is_local_folder(model_name) else None
+    folder = Path(os.path.realpath(path_of("from_pretrained", model_name))) if is_local_folder(model_name) else None
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,

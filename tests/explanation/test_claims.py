@@ -45,6 +45,12 @@ def test_a_token_belongs_to_the_word_that_has_most_of_it():
     assert [word.is_word for word in words[-3:]] == [True, False, False]
 
 
+def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
+    found = kvlens.explain(kvlens.load("docs-linear"), "Colours: red, green.", " x = 1\n")
+    assert found.response == "⏎" and list(found.claims["text"]) == ["⏎"]
+    assert set(found.statements["verdict"]) == {"same words"}
+
+
 @pytest.mark.parametrize(
     ("tokens", "marked", "claims"),
     [

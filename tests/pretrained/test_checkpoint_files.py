@@ -93,6 +93,22 @@ def countless_tokens(folder):
     change_config(folder, vocab_size=10**9)
 
 
+def a_long_name(folder):
+    names_in_index(folder, "x" * 300)
+
+
+def architectures_in_a_list(folder):
+    change_config(folder, architectures=[["LlamaForCausalLM"]])
+
+
+def a_huge_epsilon(folder):
+    change_config(folder, rms_norm_eps=1e30)
+
+
+def an_infinite_base(folder):
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": float("inf")})
+
+
 def an_adapter(folder):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder.parent / "other")}))
 
@@ -106,6 +122,10 @@ HOSTILE = {
     countless_layers: "num_hidden_layers of the configuration is 100000000, and the weights in .* have 3 layers",
     countless_tokens: "the configuration describes .* weights, and .* other shapes",
     an_adapter: "holds an adapter",
+    a_long_name: "cannot read .*: File name too long",
+    architectures_in_a_list: r"architectures of the configuration is \[\['LlamaForCausalLM'\]\]; expected a list of names",
+    a_huge_epsilon: "rms_norm_eps of the configuration is 1e\\+30; expected a number from 0 to 0.1",
+    an_infinite_base: "rope_theta of the configuration is inf; expected",
 }
 WAIT = 300
 """Seconds for a folder that takes a tenth of one: who waits for a pipe waits for ever."""

@@ -1,8 +1,13 @@
 """GGUF files: the model that Transformers reads of them, and files that are damaged, hostile or of another kind."""
 
 import json
+import math
+import os
+import re
 import shutil
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -162,6 +167,96 @@ def test_a_damaged_file_is_refused(file, tmp_path):
     damaged.write_bytes(whole[:4] + struct.pack(">I", 3) + whole[8:])
     with pytest.raises(KVLensError, match="version 50331648 of the format, expected 2 or 3, little-endian"):
         load(damaged)
+
+
+def at_the_place(name: str, places: Callable[[int], int]):
+    """A change of where a tensor is said to be: its number of bytes from the first one, at the end of its entry."""
+
+    def change(whole: bytes) -> bytes:
+        key = struct.pack("<Q", len(name)) + name.encode()
+        at = whole.index(key) + len(key)
+        at += 4 + 8 * struct.unpack_from("<I", whole, at)[0] + 4
+        return whole[:at] + struct.pack("<Q", places(struct.unpack_from("<Q", whole, at)[0])) + whole[at + 8 :]
+
+    return change
+
+
+def all_at_the_first(whole: bytes) -> bytes:
+    for name in re.findall(rb"(?:blk\.\d\.)?[a-z_]+\.weight", whole):
+        whole = at_the_place(name.decode(), lambda place: 0)(whole)
+    return whole
+
+
+def entry(name: str, value: bytes):
+    """A change of what stands behind the name of an entry: its type and its value."""
+
+    def change(whole: bytes) -> bytes:
+        at = whole.index(name.encode()) + len(name)
+        return whole[:at] + value + whole[at + len(value) :]
+
+    return change
+
+
+def more(name: str, value: bytes):
+    """A further entry, in front of all others."""
+
+    def change(whole: bytes) -> bytes:
+        n = struct.unpack_from("<Q", whole, 16)[0]
+        added = struct.pack("<Q", len(name)) + name.encode() + value
+        return whole[:16] + struct.pack("<Q", n + 1) + added + whole[24:]
+
+    return change
+
+
+FLOAT, STRINGS = struct.pack("<I", 6), struct.pack("<II", 9, 8)
+BASE, EPS = "llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"
+VALUES, NORM = "blk.1.attn_v.weight", "blk.1.attn_norm.weight"
+LAST = "output_norm.weight"
+MANY, LONG = 10**6, 2 * 10**7
+DAMAGED = {
+    "two at one place": (at_the_place(VALUES, lambda place: 0), rf"{VALUES}' of shape .* is at 0, expected \d+"),
+    "all at the first": (all_at_the_first, "is at 0, expected"),
+    "over the one before": (at_the_place(VALUES, lambda place: place - 32), "is at .* expected"),
+    "between two steps": (at_the_place(NORM, lambda place: place + 4), "is at .* expected"),
+    "behind the end": (at_the_place(LAST, lambda place: place + 2**20), "is at .* expected"),
+    "beyond all files": (at_the_place(LAST, lambda place: 2**63), "is at 9223372036854775808, expected"),
+    "more behind": (lambda whole: whole + bytes(64), r"its tensors end at byte \d+, and the file has"),
+    "an infinite base": (entry(BASE, FLOAT + struct.pack("<f", math.inf)), "rope_theta of the configuration is inf"),
+    "a base that is none": (entry(BASE, FLOAT + struct.pack("<f", math.nan)), "rope_theta of the configuration is nan"),
+    "a base of 2**63": (entry(BASE, FLOAT + struct.pack("<f", 2.0**63)), "rope_theta of the configuration is 9.2"),
+    "an epsilon of 1e30": (
+        entry(EPS, FLOAT + struct.pack("<f", 1e30)),
+        "rms_norm_eps of the configuration is 1.*to 0.1",
+    ),
+    "many strings": (more("general.tags", STRINGS + struct.pack("<Q", MANY) + bytes(8 * MANY)), "up to 1,000,000 in an array"),
+    "a long string": (
+        more("tokenizer.ggml.model_2", struct.pack("<IQ", 8, LONG) + b"x" * LONG),
+        r"bytes of entries, .* are no metadata of \d+ tokens",
+    ),
+    "a name twice": (more(EPS, FLOAT + struct.pack("<f", 1e-6)), f"two things are called '{EPS}'"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_would_be_other_numbers_or_take_long_is_refused(name, file):
+    change, says = DAMAGED[name]
+    changed = change(file.read_bytes())
+    file.write_bytes(changed)
+    started = time.perf_counter()
+    with pytest.raises(KVLensError, match=says):
+        load(file)
+    assert time.perf_counter() - started < 20  # these took minutes
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    """Its permissions do not matter to everyone; a process' memory cannot be read at its beginning, nor links in a circle."""
+    os.symlink("/proc/self/mem", tmp_path / "memory.gguf")
+    os.symlink("circle.gguf", tmp_path / "circle.gguf")
+    with pytest.raises(KVLensError, match=r"cannot read .*memory.gguf: Input/output error"):
+        load(tmp_path / "memory.gguf")
+    for door in (load, HookedKVTransformer.from_pretrained, KVTransformerBridge.boot_transformers):
+        with pytest.raises(KVLensError):
+            door(tmp_path / "circle.gguf")
 
 
 def test_not_a_number_is_named(tmp_path):
