@@ -22,6 +22,7 @@ from kvlens.errors import KVLensError, brief, first_line, nearest, warn
 from kvlens.marks import ReadText, marks_in, marks_of, read, read_as_text
 from kvlens.model import KVModel
 from kvlens.question import question_in
+from kvlens.templates import written_by_template
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.units import By, Layout, Passage, Unit, cut, layout_of_tokens, tiled
 
@@ -334,7 +335,7 @@ def written_messages(model: KVModel, messages: Messages) -> str:
     # TransformerLens gives a tokenizer that lacks these its EOS in their place, which the template would write
     absent = {name: "" for name in ("bos_token", "eos_token") if tokenizer.init_kwargs.get(name) is None}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **absent)
+        text = written_by_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **absent)
     except Exception as error:  # a template is a program, and may fail in any way
         roles = ", ".join(message["role"] for message in messages)
         raise KVLensError(

@@ -10,6 +10,10 @@ BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.", "tqdm.", "ja
 """The packages that stand between a caller and what is found deep inside."""
 
 
+MOST_SAID = 500
+"""Characters of another library's message that are passed on: some quote whole files."""
+
+
 class KVLensError(ValueError):
     """Bad input to kvlens: the message says what was expected, what was given, and what to do."""
 
@@ -49,5 +53,5 @@ def brief(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of another library's error."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of the message of another library's error, or the beginning of a long one."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:MOST_SAID]

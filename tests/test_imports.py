@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 ORDER = [
-    "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "ops", "base", "kv_bias",
-    "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge", "loading",
-    "conversion_methods", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
+    "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "templates", "ops", "base",
+    "kv_bias", "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge",
+    "loading", "conversion_methods", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
     "report", "papers", "reference", "cli",
 ]
 PURE = {

@@ -27,7 +27,7 @@ COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth
 """Fields of a configuration that count modules, each of which is built before Transformers looks at the weights."""
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Fields of a configuration that say how long a text may be."""
-NUMBERS = {
+KNOWN_RANGES = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), (1.0, 1e15)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), (0.0, 0.1)),
 }
@@ -106,10 +106,10 @@ def check_positions(door: str, config: Mapping[str, Any]) -> None:
             raise KVLensError(f"{door}: {field} of the configuration is {brief(n)}; expected at least one position")
 
 
-def check_numbers(door: str, config: Mapping[str, Any]) -> None:
+def check_known_ranges(door: str, config: Mapping[str, Any]) -> None:
     """Raise KVLensError where a configuration, as a dict, has a number that no model has, such as infinity."""
-    for part, field in _fields(config, NUMBERS):
-        value, (low, high) = part[field], NUMBERS[field]
+    for part, field in _fields(config, KNOWN_RANGES):
+        value, (low, high) = part[field], KNOWN_RANGES[field]
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high):
             raise KVLensError(
                 f"{door}{field} of the configuration is {brief(value)}; expected a number from {low:g} to {high:g}, as every "

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from kvlens.dtypes import DTYPES
 from kvlens.errors import KVLensError
-from kvlens.pretrained.checkpoint_files import BUFFER, check_numbers
+from kvlens.pretrained.checkpoint_files import BUFFER, check_known_ranges
 
 SAFE = {"trust_remote_code": False, "weights_only": True, "local_files_only": True}
 """What every call of Transformers' ``from_pretrained`` is given."""
@@ -108,7 +108,7 @@ def read_model(
     """
     if getattr(config, "quantization_config", None) is not None:
         raise quantized_model_error(door, source or str(folder))
-    check_numbers(door, config.to_dict())
+    check_known_ranges(door, config.to_dict())
     check_size(door, source or str(folder), config, n_stored)
     # eager: the file may name a kernel of the hub, which transformers would fetch and run
     options = {"attn_implementation": "eager", **options, **SAFE}

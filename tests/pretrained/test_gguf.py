@@ -15,7 +15,7 @@ import torch
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, load, loading
+from kvlens import Chat, HookedKVTransformer, KVLensError, KVTransformerBridge, load, loading
 from kvlens.cli import main
 from kvlens.pretrained import gguf as reader
 
@@ -41,7 +41,7 @@ NAMES = {
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 
 
-def write(path: Path, architecture="llama", further=None, **changes) -> Path:
+def write(path: Path, architecture="llama", further=None, template=TEMPLATE, **changes) -> Path:
     """A tiny Llama as llama.cpp's converter names its parts."""
     tokenizer = tiny_tokenizer()
     model = tiny_hf_model("llama", vocab_size=len(tokenizer))
@@ -66,7 +66,7 @@ def write(path: Path, architecture="llama", further=None, **changes) -> Path:
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(template)
     for name, weight in {**model.state_dict(), **(further or {})}.items():
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
@@ -246,6 +246,12 @@ def test_what_would_be_other_numbers_or_take_long_is_refused(name, file):
     with pytest.raises(KVLensError, match=says):
         load(file)
     assert time.perf_counter() - started < 20  # these took minutes
+
+
+def test_the_template_of_a_file_runs_within_bounds(tmp_path):
+    model = load(write(tmp_path / "m.gguf", template="{{ 'a' * 10**10 }}"))
+    with pytest.raises(KVLensError, match="it makes more than 1,000,070 characters"):
+        Chat([{"role": "user", "content": "who"}]).text(model)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
