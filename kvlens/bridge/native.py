@@ -70,11 +70,12 @@ def hooked_attention(
         )
     layer, n, group = module.__dict__[OWNER], query.shape[2], query.shape[1] // key.shape[1]
     held = layer.attn
-    query = held.hook_rot_q(query)
+    own_scaling = getattr(module, "scaling", scaling)
+    query = held.hook_rot_q(query * (scaling / own_scaling))  # as other families score them: OPT's come scaled
     new = layer.keys(held.hook_rot_k(key[:, :, -n:])), layer.values(value[:, :, -n:])
     key, value = (torch.cat([x[:, :, :-n], of_pass], dim=2) for x, of_pass in zip((key, value), new, strict=True))
     key, value = (x.repeat_interleave(group, dim=1) for x in layer.extended(key, value))
-    scores = query @ key.transpose(2, 3) * scaling
+    scores = query @ key.transpose(2, 3) * own_scaling
     scores = scores if attention_mask is None else scores + attention_mask
     pattern = held.hook_attn_scores(scores).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
     pattern = held.hook_pattern(nn.functional.dropout(pattern, dropout, module.training))

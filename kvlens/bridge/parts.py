@@ -40,7 +40,10 @@ from kvlens.model.protocol import Ends, Layer, LinearNorm
 from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
-NATIVE = ("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention")
+NATIVE = (
+    *("GPTJAttention", "OPTAttention"),
+    *("OlmoHybridAttention", "KimiLinearAttention", "NemotronHAttention", "JambaAttention"),
+)
 """Modules of Transformers to which the bridge leaves attention, and that kvlens opens up (:mod:`kvlens.bridge.native`)."""
 RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
 """What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""
@@ -92,8 +95,14 @@ def layers_of(bridge: Any) -> list[Layer]:
     for number, parts in groupby(bridge.__dict__["_parts"], key=lambda part: part.layer):
         block = bridge.blocks[number]
         norms = partial(norms_around, bridge, number)
-        found.append(Layer(list(parts), getattr(block, "mlp", None), block.hook_out, norms))
+        found.append(Layer(list(parts), _mlp_of(block), block.hook_out, norms))
     return found
+
+
+def _mlp_of(block: Any) -> nn.Module | None:
+    """What the output of a block's MLP comes out of: its last projection, where Transformers has no module around it (OPT)."""
+    mlp: Any = getattr(block, "mlp", None)
+    return mlp if mlp is None or mlp.name is not None else mlp.out
 
 
 def text_config(model: nn.Module) -> Any:
@@ -234,7 +243,7 @@ PROBE = 1e3
 """Size of the vectors that a norm is tried with: against it, what it adds to the variance is below float64's rounding."""
 
 
-BEFORE = ("input_layernorm", "ln_1")
+BEFORE = ("input_layernorm", "ln_1", "self_attn_layer_norm")
 """What Transformers calls the norm before the attention."""
 
 

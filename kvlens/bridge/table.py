@@ -68,6 +68,8 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt_neox": ModelType(
         "GPT-NeoX, Pythia", remarks="one projection for queries, keys and values; `hook_rot_q` and `hook_rot_k` added"
     ),
+    "gptj": ModelType("GPT-J", remarks="attention and MLP side by side; part of each head is rotated, in neighboring pairs"),
+    "opt": ModelType("OPT", remarks="learned positions; not OPT-350M, whose norms stand behind"),
     "llama": ModelType("Llama"),
     "mistral": ModelType("Mistral", remarks=_WINDOW),
     "mixtral": ModelType("Mixtral", remarks=_EXPERTS),
@@ -116,9 +118,7 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 """By Transformers' ``model_type``."""
 NOT_BRIDGED: dict[str, str] = {
-    "GPTJForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "GPTNeoForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
-    "OPTForCausalLM": "its attention is left to Transformers; HookedKVTransformer runs it",
     "BloomForCausalLM": "its scores depend on positions (ALiBi); HookedKVTransformer runs it",
 }
 """Architectures that are refused, as others that are not in the table may be, and why."""

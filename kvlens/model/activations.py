@@ -214,6 +214,8 @@ def _visit(
     stream, indirect, has_bias = dict[str, Tensor](), list[int](), model.attached_kv_bias is not None
 
     def end(layer: int, parts: Sequence[Part], seen: list[dict[str, Tensor]], other: dict[str, Tensor]) -> None:
+        if "mlp" in other:
+            other["mlp"] = other["mlp"].reshape(other["x"].shape)  # OPT's MLP reads all texts in one row
         if before is not None:
             outputs = [*(of["out"] for of in seen), *([other["mlp"]] if "mlp" in other else [])]
             indirect.extend([] if _adds_up(stream["x"], other["x"], outputs) else [layer])

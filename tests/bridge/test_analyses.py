@@ -229,7 +229,7 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
     assert relative_error(rows[layer][-n_heads:, 1, position], expected) < LAW
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "opt", "llama"])
 def test_contributions_are_those_of_the_hooked_model(family, both_of):
     """On the text alone, behind a prompt, and under a bias."""
     for per_head, prompt in itertools.product((False, True), (None, PROMPT, "converted")):

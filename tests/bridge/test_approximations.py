@@ -42,9 +42,11 @@ METHODS = [
     TaylorPolynomial(**FEW),
     Learned(n_features=4, **FEW),
 ]
-FAMILIES = ["gpt2", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
-"""Learned positions; grouped heads; a soft cap and windows; sinks; latent attention; a gate, among states; states beside it."""
-REST = ["gpt_neox", "phi3", "qwen3", "gemma3", "olmo2", "smollm3", "granite", "kimi_linear", "nemotron_h", "minimax", "lfm2"]
+FAMILIES = ["gpt2", "opt", "llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falcon_h1"]
+"""Learned positions; scaled queries; grouped heads; a soft cap and windows; sinks; latent attention; a gate, among states;
+states beside it."""
+REST = ["gpt_neox", "gptj", "phi3", "qwen3", "gemma3", "olmo2", "smollm3", "granite"]
+REST += ["kimi_linear", "nemotron_h", "minimax", "lfm2"]
 
 
 FITTED = 1e-9
@@ -65,7 +67,7 @@ def error(model, bias: KVBias) -> float:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [*(("gpt2", method) for method in METHODS), *(("llama", method) for method in METHODS[::3])],
+    [*(("gpt2", method) for method in METHODS), *((family, method) for family in ("opt", "llama") for method in METHODS[::3])],
     ids=lambda of: of if isinstance(of, str) else f"{of.name} {getattr(of, 'budget', '')}",
 )
 def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch):

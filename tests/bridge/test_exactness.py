@@ -15,7 +15,7 @@ from kvlens.errors import IndirectHeads
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
-DENSE = ("bamba", "gemma3", "gpt2", "llama", "olmo_hybrid", "qwen3_5")
+DENSE = ("bamba", "gemma3", "gpt2", "gptj", "opt", "llama", "olmo_hybrid", "qwen3_5")
 """Without experts: a rounding may send a token to another one."""
 IN_HALF = [*((name, torch.bfloat16) for name in DENSE), *((f"olmo{n}", torch.float16) for n in ("", 2, 3))]
 """OLMo's queries and keys are rotated in float32."""

@@ -124,7 +124,7 @@ def compared(name, found):
     ("family", "name"),
     [
         *(("gpt2", name) for name in registry.analyses() if not any(registry.NOT_ON.get(name, ())[:2])),
-        *(("llama", name) for name in OF_HEADS),
+        *((family, name) for family in ("gptj", "opt", "llama") for name in OF_HEADS),
     ],
 )
 def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):

@@ -117,12 +117,13 @@ def test_bad_input_of_a_tested_family_that_the_bridge_computes_otherwise_is_refu
             lambda: tiny_hf_model("codegen", n_embd=24, n_layer=2, n_head=4, rotary_dim=2, n_positions=N_CTX, n_ctx=N_CTX),
             "shows neither its queries nor its scores",
         ),
+        (lambda: tiny_hf_model("opt", do_layer_norm_before=False, word_embed_proj_dim=16), "fails on TransformerLens' bridge"),
         (
             lambda: tiny_hf_model("olmo", clip_qkv=0.8),
             r"layer 0 clamps queries, keys and values behind their hook points \(clip_qkv\)",
         ),
     ],
-    ids=["recurrent_gemma", "t5", "codegen", "clamped"],
+    ids=["recurrent_gemma", "t5", "codegen", "opt_350m", "clamped"],
 )
 def test_bad_input_of_other_architectures_is_refused(make, says, tmp_path):
     with pytest.raises(KVLensError, match=says):

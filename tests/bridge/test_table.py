@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
 MODELS = [*FAMILIES, *LIKE_THE_OTHERS, *PURELY_RECURRENT]
-REFUSED = ["bloom", "gpt_neo", "gptj", "opt"]
+REFUSED = ["bloom", "gpt_neo"]
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -37,6 +37,8 @@ Rows = dict[str, tuple[str, dict[str, Any]]]
 ON_BOTH: Rows = {
     "gpt2": ("gpt2", GPT2),
     "gpt_neox": ("gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "gptj": ("gptj", {"n_embd": 24, "n_layer": N_LAYERS, "n_head": 3, "rotary_dim": 4, "n_positions": N_CTX, "n_inner": 33}),
+    "opt": ("opt", {**SIZES, "num_attention_heads": 6, "ffn_dim": 33, "word_embed_proj_dim": 24}),
     "llama": ("llama", GQA),
     "mistral": ("mistral", {**GQA, "head_dim": 10, "sliding_window": WINDOW}),
     "mixtral": ("mixtral", {**MOE, "num_local_experts": 5}),
@@ -55,8 +57,6 @@ ON_BOTH: Rows = {
 }
 ON_HOOKED_ALONE: Rows = {
     "gpt_neo": ("gpt_neo", {**NEO, "hidden_size": 24, "max_position_embeddings": N_CTX, "intermediate_size": 33}),
-    "gptj": ("gptj", {"n_embd": 24, "n_layer": N_LAYERS, "n_head": 3, "rotary_dim": 4, "n_positions": N_CTX, "n_inner": 33}),
-    "opt": ("opt", {**SIZES, "num_attention_heads": 6, "ffn_dim": 33, "word_embed_proj_dim": 24}),
     "bloom": ("bloom", {"hidden_size": 24, "n_layer": N_LAYERS, "n_head": 4}),
     "apertus": ("apertus", GQA),
 }
