@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
 from kvlens.base.text import without_own_bos
-from kvlens.bridge.comparison import compare
+from kvlens.bridge.comparison import check_processed, compare, predictions
 from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
 from kvlens.bridge.parts import FRONT_END, ends_of, fingerprint_of, layers_of, parts_of_bridge, sizes_of
@@ -48,6 +48,9 @@ Seen = dict[tuple[int, str], Tensor]
 
 class KVTransformerBridge(TransformerBridge):
     """A :class:`transformer_lens.model_bridge.TransformerBridge` in every respect, with a KV bias.
+
+    After ``enable_compatibility_mode()`` its hook points have the names, shapes and values of TransformerLens 3, norms folded,
+    as far as TransformerLens' bridge has them; prompts are then to be converted again.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from kvlens import KVTransformerBridge, convert_prompt
@@ -265,6 +268,16 @@ class KVTransformerBridge(TransformerBridge):
                 f"{self.cfg.architecture}: position {position} (including the attached prompt) exceeds n_ctx={self.cfg.n_ctx}: "
                 "shorten the text, or convert a shorter prompt"
             )
+
+    def process_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As in TransformerLens. A bias from before does not fit any more: convert the prompt again.
+
+        Raises:
+            KVLensError: the predictions are no longer those of before, as TransformerLens 4 leaves GPT-OSS.
+        """
+        before = predictions(self)
+        super().process_weights(*args, **kwargs)
+        check_processed(self, before)
 
     def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
         """As in TransformerLens, but BOS is put once before a text that begins with it; warns of words that are not known."""

@@ -107,13 +107,32 @@ def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
         model.original_model.train(was_training)
 
 
+@torch.no_grad()
+def predictions(model: Any) -> Float[Tensor, "text pos d_vocab"]:
+    """Log-probabilities of a bridge on :func:`texts_of`, without a bias and without dropout."""
+    was_training = model.original_model.training
+    model.original_model.eval()
+    try:
+        with model.holding(None):
+            logits: Tensor = model(texts_of(model.original_model))
+        return logits.log_softmax(dim=-1)
+    finally:
+        model.original_model.train(was_training)
+
+
+def check_processed(model: Any, before: Float[Tensor, "text pos d_vocab"]) -> None:
+    """Raise KVLensError where processing the weights has changed :func:`predictions`."""
+    leave = "Load it again, and leave its weights as they are: enable_compatibility_mode(no_processing=True)"
+    _check(model, "a pass with processed weights", predictions(model), before, leave)
+
+
 def _converted(model: Any, prompt: Int[Tensor, "text pos"]) -> KVBias:
     """The exact bias of a prompt; the fingerprint leaves out the weights, which take time to read."""
     read = PromptBatch(prompt, None, has_batch=True)
     return exact_bias(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
 
 
-def _check(model: Any, what: str, found: Tensor, expected: Tensor) -> None:
+def _check(model: Any, what: str, found: Tensor, expected: Tensor, instead: str = ELSE) -> None:
     rounding = _rounding(model.original_model)
     off, whole = ((x.double()).norm(dim=-1) for x in (found - expected, expected))
     if rounding < 1e-6:
@@ -124,5 +143,5 @@ def _check(model: Any, what: str, found: Tensor, expected: Tensor) -> None:
         raise KVLensError(
             f"KVTransformerBridge: TransformerLens' bridge does not compute what {model.cfg.architecture} computes: on "
             f"{found.shape[1]} tokens the logits of {what} differ from Transformers' by {error:.1%}, so whatever was measured "
-            f"would be about another model. {ELSE}"
+            f"would be about another model. {instead}"
         )

@@ -5,7 +5,7 @@ here, and is computed step by step as Transformers' eager attention does; else n
 
 | hook point | shape |
 |---|---|
-| ``hook_rot_q``, ``hook_rot_k`` | [batch, head or kv_head, pos, d_key], as they are scored |
+| ``hook_rot_q``, ``hook_rot_k`` | [batch, pos, head or kv_head, d_key], as they are scored |
 | ``hook_values`` | [batch, kv_head, pos, d_head] |
 | ``hook_attn_scores``, ``hook_pattern`` | [batch, head, pos, key], masked scores and their softmax |
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens.conversion_utils.conversion_steps import RearrangeTensorConversion
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformers import AttentionInterface
@@ -23,7 +24,8 @@ from kvlens.errors import KVLensError
 
 NAME = "kvlens_hooked"
 VALUES_HOOK = "hook_values"
-NATIVE_POINTS = ("hook_rot_q", "hook_rot_k", VALUES_HOOK, "hook_attn_scores", "hook_pattern")
+ROTATED = ("hook_rot_q", "hook_rot_k")
+NATIVE_POINTS = (*ROTATED, VALUES_HOOK, "hook_attn_scores", "hook_pattern")
 OWNER = "_kvlens_layer"
 """The attribute of a Transformers module that holds its :class:`kvlens.bridge.softmax.SoftmaxLayer`."""
 WITHOUT_EFFECT = {"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"}
@@ -44,7 +46,14 @@ def add_hook_points(component: nn.Module) -> None:
             held.add_module(name, projection)
     for name in NATIVE_POINTS:
         if not isinstance(getattr(held, name, None), HookPoint):
-            setattr(held, name, HookPoint())
+            setattr(held, name, rotated_point() if name in ROTATED else HookPoint())
+
+
+def rotated_point() -> HookPoint:
+    """A point that [batch, head, pos, d_key] passes, and whose hooks see [batch, pos, head, d_key], as TransformerLens' do."""
+    point = HookPoint()
+    point.hook_conversion = RearrangeTensorConversion("batch head pos d_key -> batch pos head d_key")
+    return point
 
 
 def hooked_attention(

@@ -28,7 +28,7 @@ from transformer_lens.model_bridge.generalized_components import (
     PositionEmbeddingsAttentionBridge,
 )
 
-from kvlens.bridge.native import add_hook_points
+from kvlens.bridge.native import add_hook_points, rotated_point
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import SUPPORTED
@@ -193,8 +193,8 @@ def _is_shown(attn: Any) -> bool:
 
 def show_rotated(attn: Any) -> None:
     """Give rotary attention with one projection for queries, keys and values (GPT-NeoX, Phi-3) ``hook_rot_q`` and
-    ``hook_rot_k``, [batch, head or kv_head, pos, d_head], which TransformerLens' component lacks."""
-    attn.hook_rot_q, attn.hook_rot_k = HookPoint(), HookPoint()
+    ``hook_rot_k``, [batch, pos, head or kv_head, d_head], which TransformerLens' component lacks."""
+    attn.hook_rot_q, attn.hook_rot_k = rotated_point(), rotated_point()
     attn.__dict__["_apply_rotary_pos_emb"] = partial(_rotated, attn)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from bridge_models import some_tokens
 from kvlens.analyses.attribution.prompt import Null
-from precision import LAW
+from precision import LAW, relative_error
+from tiny_hf import tiny_hf_model
 
-from kvlens import HookedKVTransformer, KVLensError, analyses, convert_prompt
+from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analyses, convert_prompt
 from kvlens.analyses import registry
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
@@ -136,6 +137,48 @@ def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
             else:
                 torch.testing.assert_close(x, y, rtol=LAW, atol=LAW)
     assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01  # it matters
+
+
+OTHER_POINTS = {"gptj": "ln2.", "opt": "ln2."}
+"""Norms that TransformerLens' bridge does not have, or of all texts in one row."""
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gptj", "opt", "llama", "qwen2", "gemma2", "phi3"])
+@pytest.mark.filterwarnings("ignore:Phi3ArchitectureAdapter does not support fold_ln:UserWarning")  # it folds them itself
+def test_compatibility_mode_gives_the_names_shapes_and_values_of_release_3(family):
+    """With LayerNorm and RMSNorm, folded; and what is converted then is exact, and the earlier release's bias."""
+    hooked = HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model(family), dtype=torch.float64, device="cpu")
+    model, both = KVTransformerBridge.boot_transformers(tiny_hf_model(family)), torch.cat([PROMPT, TEXT])[None]
+    early = convert_prompt(model, PROMPT)
+    model.enable_compatibility_mode(disable_warnings=True)
+    (logits, theirs), (ours, seen) = (of.run_with_cache(both) for of in (hooked, model))
+    assert relative_error(ours, logits) < LAW
+    for name in (name for name in theirs if OTHER_POINTS.get(family, "nothing") not in name):
+        assert relative_error(seen[name], theirs[name]) < LAW, name
+    bias = convert_prompt(model, PROMPT)
+    assert relative_error(bias.b_KV, convert_prompt(hooked, PROMPT).b_KV) < LAW
+    with model.kv_bias(bias):
+        assert relative_error(model(TEXT[None]), logits[:, len(PROMPT) :]) < LAW
+    with pytest.raises(KVLensError, match="'weights_processed false' for the bias, 'weights_processed true' for the model"):
+        model.attach_kv_bias(early)
+
+
+def test_compatibility_mode_without_processing_keeps_a_bias():
+    model = KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2"))
+    bias, whole = convert_prompt(model, PROMPT), model(torch.cat([PROMPT, TEXT])[None])
+    model.attach_kv_bias(bias)
+    model.enable_compatibility_mode(disable_warnings=True, no_processing=True)
+    assert relative_error(model(TEXT[None]), whole[:, len(PROMPT) :]) < LAW
+    model.process_weights()
+    with pytest.warns(UserWarning, match="the weights of this model have changed since the KV bias was attached"):
+        model(TEXT[None])
+
+
+def test_processed_weights_of_another_model_are_refused():
+    """TransformerLens 4 folds norms of GPT-OSS that its experts still read."""
+    model = KVTransformerBridge.boot_transformers(tiny_hf_model("gpt_oss"))
+    with pytest.raises(KVLensError, match=r"processed weights differ .* by [\d.]+%.*\(no_processing=True"):
+        model.enable_compatibility_mode(disable_warnings=True)
 
 
 def test_the_hooked_model_says_why_it_has_no_states():
