@@ -102,26 +102,22 @@ def constant_logits(
 
 
 def component_logits(
-    model: KVModel,
     components: Float[Tensor, "component *position d_model"],
     scale: Float[Tensor, "*position 1"],
-    tokens: Int[Tensor, "*position"],
-    rival: Int[Tensor, "*position"] | None = None,
+    directions: Float[Tensor, "*position d_model"],
 ) -> Float[Tensor, " component *position"]:
     """What each summand of the residual stream adds to a centered logit, or to a logit difference, at each position.
 
     Args:
-        model: as :func:`residual_directions`.
         components: summands of the residual stream before the final norm.
         scale: s at these positions, of :func:`final_scale`.
-        tokens, rival: as :func:`residual_directions`, one per position.
+        directions: of :func:`residual_directions`, which reads all of W_U: once for all components.
 
     Returns:
         Their sum over all components, plus :func:`constant_logits`, is the model's centered logit, or logit difference.
 
     Source: Nanda & Bloom 2022, TransformerLens, ``ActivationCache.logit_attrs``.
     """
-    directions = residual_directions(model, tokens, rival)
     return ((components.to(directions.dtype) * directions).sum(dim=-1)) / scale.squeeze(-1).to(directions.dtype)
 
 
@@ -158,15 +154,18 @@ class LogitTarget:
 
         return of(self.tokens) - (there.mean(dim=-1) if self.rival is None else of(self.rival))
 
-    def probes(self, model: KVModel, scale: Float[Tensor, "pos 1"], layer: int) -> Float[Tensor, "pos head d_head"]:
-        """W_O[head] d_t / s: the vector whose product with a head's output is its logit; zeros where there is no target."""
-        w_o = output_weights(model, layer)
+    def probes(self, model: KVModel, scale: Float[Tensor, "pos 1"]) -> Iterator[Float[Tensor, "pos head d_head"]]:
+        """Yield, layer by layer, W_O[head] d_t / s: the vector whose product with a head's output is its logit.
+
+        It is zero where there is no target.
+        """
         directions = residual_directions(model, self.tokens, self.rival)
         directions = directions / scale[self.positions].to(directions.device)
-        w_o = w_o.to(directions)
-        probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
-        probes[self.positions] = torch.einsum("hdm,pm->phd", w_o, directions)
-        return probes
+        for layer in range(model.cfg.n_layers):
+            w_o = output_weights(model, layer).to(directions)
+            probes = directions.new_zeros(scale.shape[0], *w_o.shape[:2])
+            probes[self.positions] = torch.einsum("hdm,pm->phd", w_o, directions)
+            yield probes
 
 
 def logit_target(
@@ -280,7 +279,7 @@ def layer_contributions(
     targets = _targets(model, text, next_token, tokens)
     with contextlib.nullcontext() if bias is None else model.kv_bias(bias):
         stream = read_stream(model, torch.cat([before, text]), len(text))  # at the text's positions, in one pass
-    residual = stream.residual.double()
+    residual, directions = stream.residual.double(), [residual_directions(model, target.ids) for target in targets]
     unexplained, labels, norms, shares, logits = residual.clone(), list[Label](), [], [], []
     for of_part, x in _parts(model, stream, per_head):
         vectors = x.double()
@@ -288,7 +287,7 @@ def layer_contributions(
         labels += of_part
         norms.append(vectors.norm(dim=-1))
         shares.append((vectors * residual).sum(dim=-1) / residual.square().sum(dim=-1))
-        logits.append(torch.stack([component_logits(model, x, stream.scale, target.ids).double() for target in targets]))
+        logits.append(torch.stack([component_logits(x, stream.scale, direction).double() for direction in directions]))
     _check_complete(stream.residual, unexplained)
     labels.append(("unembed_bias", model.cfg.n_layers, NO_HEAD))
     logits.append(torch.stack([constant_logits(model, target.ids).double() for target in targets])[:, None])

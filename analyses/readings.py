@@ -228,6 +228,11 @@ def conversion_error(
 ) -> pd.DataFrame:
     """Compare the logits on the text with the prompt in front and with the prompt converted.
 
+    The logits are taken as the model gives them. Their mean over the vocabulary changes no prediction, but is part of the norms
+    unless loading has centered W_U, as ``HookedKVTransformer.from_pretrained`` does and ``enable_compatibility_mode()`` of a
+    KVTransformerBridge: a model has larger norms without (SmolLM2: two to four times the squared norm). Folded norms change
+    nothing.
+
     Args:
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS if the model uses one.

@@ -43,7 +43,7 @@ from kvlens.checks import checked
 from kvlens.model import HeadsRead, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
-from ..logit_attribution import LogitTarget, Token, check_heads_write_directly, logit_target
+from ..logit_attribution import Token, check_heads_write_directly, logit_target
 from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
 from ..segments import progress, telling
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
@@ -109,7 +109,8 @@ def bias_decomposition(
     target = logit_target(model, text, answer, rival)
     with model.kv_bias(bias):
         stream = read_stream(model, text, len(text))
-    tables = [_of_layer(model, layer, read, target, stream.scale) for layer, read in enumerate(stream.layers)]
+    probes = target.probes(model, stream.scale)
+    tables = [_of_layer(*of_layer, len(target.positions)) for of_layer in zip(stream.layers, probes, strict=True)]
     spectra = singular_values(bias)
     norms, b_d_norms = torch.cat(sizes(bias, "b_KV")), torch.cat(sizes(bias, "b_D"))
     layer, head = torch.tensor(heads_of(bias)).T
@@ -126,22 +127,15 @@ def bias_decomposition(
     )
 
 
-def _of_layer(
-    model: KVModel,
-    layer: int,
-    read: HeadsRead,
-    target: LogitTarget,
-    scale: Float[Tensor, "pos 1"],
-) -> dict[str, Float[Tensor, " head"]]:
+def _of_layer(read: HeadsRead, probes: Float[Tensor, "pos head d_head"], n_targets: int) -> dict[str, Float[Tensor, " head"]]:
     """What the heads of a layer read from their bias; the target's logit is the mean over its positions."""
     assert read.z_bias is not None  # a bias is attached
     of_bias, of_context = read.z_bias.double(), read.z_context.double()
     written = of_bias if read.factor is None else of_bias * read.factor
-    probes = target.probes(model, scale, layer).to(written)
     return {
         "bias_share": share_by_size(of_bias.norm(dim=-1), of_context.norm(dim=-1)).mean(dim=0),
         "output_share": (of_bias * share_probes(of_bias + of_context, pooled=True)).sum(dim=(0, 2)),
-        "logit": (written * probes).sum(dim=(0, 2)) / len(target.positions),
+        "logit": (written * probes.to(written)).sum(dim=(0, 2)) / n_targets,
     }
 
 

@@ -176,10 +176,9 @@ def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
 
 
 def _logit_probes(
-    model: KVModel, target: LogitTarget, scale: Tensor, layer: int, reads: TextReads, at: Sequence[int] | None
+    probes: Float[Tensor, "text head d_head"], target: LogitTarget, reads: TextReads, at: Sequence[int] | None
 ) -> Float[Tensor, "text head d_head"]:
-    """The target's probes, whose sum is the mean over its positions; NaN at single positions that have no target."""
-    probes = target.probes(model, scale, layer)
+    """The target's probes of a layer, whose sum is the mean over its positions; NaN at single positions that have no target."""
     probes = probes if reads.factor is None else probes * reads.factor.to(probes)
     if at is None:
         return probes / len(target.positions)
@@ -197,8 +196,8 @@ def _read(
     text, scale = reading.text()
     outside = [part for part in ("inherited", "shift_state") if getattr(text[0], part) is not None] + ["text"]
     probes = [
-        torch.stack([share_probes(reads.z, at is None), _logit_probes(model, target, scale, layer, reads, at)], dim=-1)
-        for layer, reads in enumerate(text)
+        torch.stack([share_probes(reads.z, at is None), _logit_probes(of_layer, target, reads, at)], dim=-1)
+        for of_layer, reads in zip(target.probes(model, scale), text, strict=True)
     ]
     if at is not None:
         text, probes = [reads.at(list(at)) for reads in text], [p[list(at)] for p in probes]

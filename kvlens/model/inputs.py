@@ -292,7 +292,8 @@ def warn_of_silent_hooks(model: Any) -> None:
     """Warn about hooks requested by name since the last pass that do not fire in this one because no bias is attached."""
     asked, model._may_be_silent = model._may_be_silent, ()
     hooked = [(name, hook) for name, hook in asked if is_silent(model, name) and model.hook_dict[name].has_hooks()]
-    silent = sorted({name for name, hook in hooked if not _is_called(model, hook)})
+    called = {id(hook) for hook in _called(model)} if hooked else set()
+    silent = sorted({name for name, hook in hooked if id(hook) not in called})
     if silent:
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         warn(
@@ -307,8 +308,8 @@ def is_silent(model: Any, name: str) -> bool:
     return bool(block) and model.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)
 
 
-def _is_called(model: Any, hook: Any) -> bool:
-    """Whether a function is also hooked to a point that fires, in which case there is no warning."""
+def _called(model: Any) -> list[Any]:
+    """The functions that are hooked to a point that fires, of which there is no warning."""
     points = [point for name, point in model.hook_dict.items() if not is_silent(model, name)]
-    handles = [handle for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]
-    return hook is not None and any(handle.user_hook is hook for handle in handles)
+    hooks = [handle.user_hook for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]
+    return [hook for hook in hooks if hook is not None]

@@ -22,6 +22,7 @@ from kvlens.analyses.logit_attribution import (
     final_scale_name,
     layer_contributions,
     logit_target,
+    residual_directions,
 )
 from small_models import sharp
 
@@ -54,13 +55,13 @@ def test_components_and_the_constant_are_the_logits(name, folded):
     right, wrong = tokens(5, seed=1), tokens(5, seed=2)
     scale = final_scale(model, {final_scale_name(model): cache[final_scale_name(model)]})[0]
     for other in (None, wrong):
-        parts = component_logits(model, components[:, 0], scale, right, other)
+        parts = component_logits(components[:, 0], scale, residual_directions(model, right, other))
         constant = constant_logits(model, right, other)
         expected = LogitTarget(torch.arange(5), right, other).read(logits[0])
         size = parts.abs().sum(dim=0) + constant.abs()
         assert ((parts.sum(dim=0) + constant - expected).abs() < ROUNDING * size).all()
     if folded and name in ("LN", "RMS, gated"):
-        ours = component_logits(model, components[:, 0], scale, right, wrong)
+        ours = component_logits(components[:, 0], scale, residual_directions(model, right, wrong))
         theirs = cache.logit_attrs(components, right[None], wrong[None])[:, 0]
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
 
@@ -71,13 +72,25 @@ def test_a_heads_probe_is_its_results_logit(name):
     _, cache = model.run_with_cache(TOKENS[None])
     target = logit_target(model, TOKENS, answer=3, rival=11)
     scale = final_scale(model, cache)[0]
-    for layer in range(2):
+    directions = residual_directions(model, torch.tensor([3]), torch.tensor([11]))
+    for layer, probes in enumerate(target.probes(model, scale)):
         z = cache[f"blocks.{layer}.attn.hook_z"][0]
         results = torch.einsum("phd,hdm->hpm", z, model.blocks[layer].attn.W_O)[:, -1:]
-        by_result = component_logits(model, results, scale[-1:], torch.tensor([3]), torch.tensor([11]))
-        probes = target.probes(model, scale, layer)
+        by_result = component_logits(results, scale[-1:], directions)
         torch.testing.assert_close((z * probes).sum(-1)[-1], by_result[:, 0], rtol=1e-10, atol=1e-14)
         assert not probes[:-1].any()
+
+
+@pytest.mark.parametrize("name", ["layer_contributions", "bias_positions", "bias_decomposition"])
+def test_the_unembedding_is_read_once_for_all_layers(name, monkeypatch):
+    """Its mean over the vocabulary took half of the time of an analysis."""
+    read = []
+    monkeypatch.setattr(
+        "kvlens.analyses.logit_attribution.residual_directions",
+        lambda model, tokens, rival=None: read.append(1) or residual_directions(model, tokens, rival),
+    )
+    getattr(analyses, name)(sharp(), tokens(6, seed=1), TOKENS)
+    assert len(read) == 1
 
 
 def test_targets():

@@ -163,6 +163,19 @@ def test_compatibility_mode_gives_the_names_shapes_and_values_of_release_3(famil
         model.attach_kv_bias(early)
 
 
+def test_the_norm_of_logits_has_their_mean_in_it_unless_the_unembedding_is_centered():
+    hooked = HookedKVTransformer.from_pretrained("x", hf_model=tiny_hf_model("llama"), dtype=torch.float64, device="cpu")
+    model = KVTransformerBridge.boot_transformers(tiny_hf_model("llama"))
+    mean = model(torch.cat([PROMPT, TEXT])[None])[0, len(PROMPT) :].mean(dim=-1)
+    norms = [analyses.conversion_error(of, PROMPT, TEXT)["squared_norm"] for of in (hooked, model)]
+    model.enable_compatibility_mode(disable_warnings=True)
+    norms.append(analyses.conversion_error(model, PROMPT, TEXT)["squared_norm"])
+    of_hooked, plain, processed = (torch.tensor(x.to_numpy()) for x in norms)
+    part = model.cfg.d_vocab * mean.square()
+    assert (part / plain).max() > 1e-3  # it matters
+    assert relative_error(of_hooked, plain - part) < LAW and relative_error(processed, plain - part) < LAW
+
+
 def test_compatibility_mode_without_processing_keeps_a_bias():
     model = KVTransformerBridge.boot_transformers(tiny_hf_model("gpt2"))
     bias, whole = convert_prompt(model, PROMPT), model(torch.cat([PROMPT, TEXT])[None])
