@@ -46,7 +46,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError, KVModel
-from kvlens.model import direct_path, read_attention
+from kvlens.model import read_attention, read_attention_and_scale
 
 from ..logit_attribution import final_scale, final_scale_name
 from ..segments import Found, Looks, OnProgress, rows_at
@@ -242,10 +242,12 @@ class OnePassReading:
         text: Int[Tensor, " text_pos"],
         with_logits: bool,
     ):
-        self.model, self.n_prompt, self.layers = model, len(prompt), read_attention(model, prompt, text)
+        self.model, self.n_prompt = model, len(prompt)
         self.scale = torch.ones(len(text), 1, dtype=torch.float64, device=text.device)
         if with_logits:
-            self.scale = direct_path(model, torch.cat([prompt, text])).scale[self.n_prompt :]
+            self.layers, self.scale = read_attention_and_scale(model, prompt, text)
+        else:
+            self.layers = read_attention(model, prompt, text)
 
     def text(self) -> tuple[list[TextReads], Float[Tensor, "text 1"]]:
         """The text's side of every layer, and the final norm's scale there."""

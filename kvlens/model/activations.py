@@ -20,6 +20,8 @@ DIRECT = 1e-2
 """Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, beyond rounding."""
 ATTENTION = ("pattern", "values", "z", "gate")
 """What :func:`visit_heads` shows of each layer, unless it is told otherwise."""
+OF_TEXT = ("z", "z_bias", "gate", "factor")
+"""What :func:`read_attention` shows of the text alone."""
 UNSEEN: Any = None
 
 
@@ -138,15 +140,35 @@ def read_attention(model: KVModel, prompt: Int[Tensor, " prompt"], text: Int[Ten
     ``pattern`` is the attention from the text to the prompt, [head, text, prompt], and ``values`` are the prompt's. All else is
     the text's: z is everything that its heads read, z_bias what a bias that stands in front of the prompt gives to them.
     """
-    m, shown, found = len(prompt), ("z", "z_bias", "gate", "factor"), list[HeadsRead]()
+    found, shown = list[HeadsRead](), ("pattern", "values", *OF_TEXT)
+    visit_heads(model, torch.cat([prompt, text])[None], _attention_of(found, len(prompt)), shown)
+    return found
+
+
+@torch.no_grad()
+def read_attention_and_scale(
+    model: KVModel, prompt: Int[Tensor, " prompt"], text: Int[Tensor, " text"]
+) -> tuple[list[HeadsRead], Float[Tensor, "text 1"]]:
+    """As :func:`read_attention`, and what the final norm divides by at the text's positions, from the same pass.
+
+    Raises:
+        IndirectHeads: as :func:`direct_path`.
+    """
+    found, kept = list[HeadsRead](), ("factor", "scale", "z_bias")
+    stream = _read_stream(model, torch.cat([prompt, text]), len(text), kept, _attention_of(found, len(prompt)))
+    return found, stream.scale
+
+
+def _attention_of(found: list[HeadsRead], n_prompt: int) -> Visit:
+    """What puts each layer's attention from the text to the prompt into ``found``."""
+    m = n_prompt
 
     def keep(layer: int, read: HeadsRead) -> None:
         pattern, values = read.pattern[0, :, m:, :m].double(), read.values[0, :m].double()
-        of_text = {name: x[0, m:].double() for name in shown if (x := getattr(read, name)) is not None}
+        of_text = {name: x[0, m:].double() for name in OF_TEXT if (x := getattr(read, name)) is not None}
         found.append(HeadsRead(pattern, values, **of_text))
 
-    visit_heads(model, torch.cat([prompt, text])[None], keep, ("pattern", "values", *shown))
-    return found
+    return keep
 
 
 @torch.no_grad()

@@ -117,6 +117,13 @@ def test_positions_add_up_to_the_bias(family, attached, bridge_of):
     assert (table["part"] == "inherited").any() == attached
 
 
+def test_attention_and_the_path_to_the_logits_are_read_in_one_pass(bridge_of):
+    model, passes = bridge_of("llama"), []
+    with model.original_model.register_forward_hook(lambda *of_pass: passes.append(1)):
+        an.bias_positions(model, PROMPT, TEXT)
+    assert len(passes) == 1
+
+
 NEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])
 REPEATED = dict(n_sequences=2, n_repeated=9)
 
