@@ -40,6 +40,7 @@ def resampling_ablation(
     repeated: RepeatedTokens,
     donors: RepeatedTokens,
     *,
+    asked: Bool[Tensor, "layer head"] | None = None,
     on_progress: OnProgress | None = None,
 ) -> AblationEffect:
     """Ablate every head, one at a time.
@@ -48,6 +49,7 @@ def resampling_ablation(
         model: the model whose heads are ablated.
         repeated: the texts.
         donors: the same number of texts of the same length.
+        asked: the heads to ablate; None for all. The numbers of others are 0.
         on_progress: called with the fraction done after each forward pass.
 
     Returns:
@@ -64,15 +66,16 @@ def resampling_ablation(
     seen = cached(model, donors.tokens, [name for of_layer in names for name in of_layer])
     whole = losses_and_logits(model, starts[-1], n_layers, repeated.next_tokens)
     change = whole.new_zeros(2, n_layers, *(max(n_heads), n_texts), whole.shape[-1])
-    done = 0
-    for layer in (layer for layer in range(n_layers) if n_heads[layer]):
-        heads, texts = torch.cartesian_prod(torch.arange(n_heads[layer]), torch.arange(n_texts)).T
+    of_layers = [torch.arange(n) if asked is None else asked[layer, :n].nonzero()[:, 0] for layer, n in enumerate(n_heads)]
+    n_rows, done = n_texts * sum(map(len, of_layers)), 0
+    for layer in (layer for layer in range(n_layers) if len(of_layers[layer])):
+        heads, texts = torch.cartesian_prod(of_layers[layer], torch.arange(n_texts)).T
         other = joined_heads([_by_head(seen[name], n) for name, n in names[layer].items()])[texts, :, heads]
         for rows, effect in with_replaced(model, repeated, starts[layer], layer, heads, texts, other):
             change[:, layer, heads[rows], texts[rows]] = effect - whole[:, texts[rows]]
             done += len(rows)
             if on_progress is not None:
-                on_progress(done / (sum(n_heads) * n_texts))
+                on_progress(done / n_rows)
     loss_change, logit_change = change.mean(dim=(-2, -1))
     return AblationEffect(loss_change, logit_change, standard_error(change[0]))
 

@@ -411,7 +411,7 @@ def prompt_copies(
 
     with progress("prompt_copies") as tell:
         visit_rows(model, torch.cat([prompt, text]), queries, pick, on_progress=tell)
-    by_shift = torch.tensor([role == "induction" for row in _roles(model, prompt[:1]) for role in row])
+    by_shift = torch.tensor([role == "prefix matching" for row in _roles(model, prompt[:1]) for role in row])
     layer, head = heads = heads_of_model(model)
     return COPIES.frame(
         {

@@ -8,8 +8,9 @@ position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
 The verdict compares what the head *reads* with chance, and with ``ablations`` also uses the effect on the loss of reading
 something else there (:mod:`kvlens.analyses.heads.ablation`, :mod:`kvlens.analyses.heads.verdicts`): then every head whose
 ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
-linear attention, is "inconclusive", not "none". The verdict does not depend on copying: a head that finds the right token and
-lowers its logit has the verdict ``induction`` and a negative ``logit_attribution``.
+linear attention, is "inconclusive", not "none". A pattern says where a head attends, and not what for: a head that finds the
+right token and lowers its logit, or without which the model does better, has the verdict "prefix matching", too. "Induction" is
+the name of one that the model needs.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -50,11 +51,12 @@ COLUMNS = Columns(
     head=("int64", HEAD),
     verdict=(
         "str",
-        '"induction", "previous token", "duplicate token", "current token", or several joined by " / " if they are not '
-        'significantly different; "weak induction" and "weak duplicate token": less than an eighth of what the strongest head '
-        'of that kind reads there; "none"; "inconclusive": too spread out or too near the limit. With ablations also "negative '
-        'induction" and so on: what it reads there raises the loss; "other" or "harmful": the model needs it, or does better '
-        "without it, but not because of any one of these",
+        'by the pattern: "prefix matching", "previous token", "duplicate token", "current token", or several joined by " / " '
+        'if they are not significantly different; "weak prefix matching" and "weak duplicate token": less than an eighth of '
+        'what the strongest head of that kind reads there; "none"; "inconclusive": too spread out or too near the limit. With '
+        'ablations "induction" where the loss rises without the head, and without what it reads by prefix matching; "negative '
+        'induction" and so on: the loss falls without both; "other" or "harmful": the model needs it, or does better without '
+        "it, but not because of any one of these",
     ),
     stretch_share=(
         "float64",
@@ -68,7 +70,7 @@ COLUMNS = Columns(
         f"BOS: 1 for uniform attention; above {SPREAD:.2f} the pattern alone does not show a head's function",
     ),
     threshold=("float64", "threshold of the verdict, as given"),
-    role=("str", 'by its shift coefficients: "plain", "induction", "predecessor", "delayed"'),
+    role=("str", 'by its shift coefficients: "plain", "prefix matching", "predecessor", "delayed"'),
     logit_attribution=(
         "float64",
         "mean direct contribution to the centered logit of the right next token, second copy; NaN in models whose heads do not "
@@ -193,7 +195,7 @@ def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> di
 
 @analysis(
     COLUMNS,
-    "the name of every head by its behavior on the repeated prompt: induction, previous token and so on",
+    "the name of every head by its behavior on the repeated prompt: prefix matching, previous token and so on",
     of=induction_verdicts,
     inputs={"prompt": REPEATED},
     options={

@@ -128,11 +128,11 @@ def _bos(model: KVModel, wanted: bool | None) -> list[int]:
 #     role               beta_1 > beta_2 beta_1 <= beta_2
 #     ================== =============== ================
 #     alpha_1 > alpha_2  plain           predecessor
-#     alpha_1 <= alpha_2 induction       delayed
+#     alpha_1 <= alpha_2 prefix matching delayed
 #     ================== =============== ================
 #
 # - ``plain``: matches and reads the token itself, as without a shift.
-# - ``induction``: matches a token and reads one that came after it, which in a plain transformer takes two layers.
+# - ``prefix matching``: matches a token and reads one that came after it, which in a plain transformer takes two layers.
 # - ``predecessor``: matches a token and reads one that came before it.
 # - ``delayed``: matches and reads the same token, but one position late: a plain head that cannot see the newest token.
 #
@@ -182,7 +182,7 @@ def roles(taps: ShiftTaps) -> list[str]:
     """The role of each head, by name."""
     moved, read = displacement(taps).tolist(), _largest_lag(taps.v).tolist()
     return [
-        "induction" if d > 0 else "predecessor" if d < 0 else "delayed" if lag else "plain"
+        "prefix matching" if d > 0 else "predecessor" if d < 0 else "delayed" if lag else "plain"
         for d, lag in zip(moved, read, strict=True)
     ]
 

@@ -10,15 +10,18 @@ how much of what a head reads, |E|, is at the lag of that kind:
   all: a head may attend to it only further on. There ``share = |sum of E at the lag| / sum of |E|`` must be
   at least ``threshold`` (:data:`OF_ITSELF` for the token itself, which an idle head comes close to), and ``ratio`` times
   chance, that is uniform attention over the i + 1 visible positions.
-- *"induction" and "duplicate token"* match tokens. Their share falls as the text grows, for a linear head as fast as chance.
-  The *contrast* does not: E at the lag over the mean |E| on the other positions of the first copy, which the same query sees
-  at a similar distance. It must be :data:`CONTRAST` over the whole second copy, where the share must be ``ratio`` times
+- *"prefix matching" and "duplicate token"* match tokens. Their share falls as the text grows, for a linear head as fast as
+  chance. The *contrast* does not: E at the lag over the mean |E| on the other positions of the first copy, which the same query
+  sees at a similar distance. It must be :data:`CONTRAST` over the whole second copy, where the share must be ``ratio`` times
   chance. And it must come from the match: on the control, whose first copy has other tokens, at most half as much may be read
   at that lag. A head that always attends 49 positions back reads as much there.
 
+The first is half of what an induction head is (Olsson et al. 2022): no head is called "induction" by its pattern, because the
+model may do as well without it, or better.
+
 A matching head that reads, at its lag, less than :data:`WEAK` of what the model's strongest head of that kind does, is called
-"weak induction" or "weak duplicate token". In SmolLM2-135M and Qwen2.5-0.5B the weak ones together change nothing when they
-are ablated (``tests/benchmarks/results/explanations.md`` has the figures).
+"weak prefix matching" or "weak duplicate token". In SmolLM2-135M and Qwen2.5-0.5B the weak ones together change nothing when
+they are ablated (``tests/benchmarks/results/explanations.md`` has the figures).
 
 A positional head must meet the criterion at three of four positions of the stretch, with half of ``ratio`` there, and a
 matching head at :data:`MIN_MATCHES` positions, with half of the contrast: a head that attends to random fixed positions
@@ -27,18 +30,19 @@ sum E^2 names it: the tokens are independent, so this is the kind's part of the 
 the second copy if a matching kind is met, and a match takes precedence over "current token".
 
 Kinds whose parts differ by at most :data:`MARGIN` standard errors over positions are named together, as in
-"induction / duplicate token". A head that meets no criterion is "inconclusive" if its pattern does not decide: because it is
-too spread out, or because the contrast of a kind is below its limit by at most :data:`MARGIN` standard errors. A head's
+"prefix matching / duplicate token". A head that meets no criterion is "inconclusive" if its pattern does not decide: because it
+is too spread out, or because the contrast of a kind is below its limit by at most :data:`MARGIN` standard errors. A head's
 *spread* is the number of positions that it reads, counted as (sum of |E|)^2 / sum of E^2, over the number that it sees, on the
 first :data:`EARLY` positions from the ninth, so that it does not depend on the text's length either: 1 for uniform attention,
 2 / pi for E drawn from a normal distribution, about 0.1 for a sharp head. Above :data:`SPREAD` a head can be essential to a
 model although its pattern does not show it (below). Any other head is "none": it attends to some positions more than to
 others, but not to those of the four kinds.
 
-**By the loss.** The costs of ablations and swaps: `name_by_loss` below, from :mod:`kvlens.analyses.heads.ablation`. Only the
-kinds that a head attends to :data:`LEAD` times as much as elsewhere are considered (by contrast; for positional kinds relative
-to chance on the strongest stretch, of E or, since E of linear heads may change sign between texts, of the root of E^2): a head
-that reads all of the first copy equally also raises the correct token, and is not an induction head.
+**By the loss.** The costs of ablations and swaps: `name_by_loss` below, from :mod:`kvlens.analyses.heads.ablation`. A head that
+the model needs for what it reads by prefix matching is called "induction". Only the kinds that a head attends to :data:`LEAD`
+times as much as elsewhere are considered (by contrast; for positional kinds relative to chance on the strongest stretch, of E
+or, since E of linear heads may change sign between texts, of the root of E^2): a head that reads all of the first copy equally
+also raises the correct token, and is not an induction head.
 
 The constants were chosen on models trained for this purpose (softmax ones with one to four layers, learned and rotary
 positions, with and without KV shift; linear ones with elu + 1 features), on the shipped models, and on random models with
@@ -63,13 +67,14 @@ from .repeated_text import PATTERNS, PatternScores, RepeatedTokens, lags_and_que
 # nowhere else.
 #
 # A change of the loss is significant if it is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or
-# down. A head whose ablation is significant is named by the swap with the largest change, if that is at least :data:`PART` of
-# the change by the ablation (it may be larger, since what a head reads elsewhere can have the opposite effect): by the name of
-# the kind if the loss rises, by "negative" and the name if it falls. Kinds whose swaps differ by at most :data:`MARGIN`
-# standard errors of the difference are named together. Otherwise, if the ablation raises the loss, the head keeps the name of
-# its pattern if that swap is significant, or is "other": the model needs it, but not for any one of these kinds of position. If
-# the ablation lowers the loss it is "harmful": the model does better without it. If nothing is significant the name is that of
-# the pattern; an inconclusive head is "none" if the ablation changes the loss by less than :data:`COSTLY`, its noise included.
+# down. A head whose ablation is significant is named by the swap with the largest significant change of the same sign, if that
+# is at least :data:`PART` of the change by the ablation (it may be larger, since what a head reads elsewhere can have the
+# opposite effect): by the name of the kind if the loss rises, by "negative" and the name if it falls. Kinds whose swaps differ
+# by at most :data:`MARGIN` standard errors of the difference are named together. Otherwise, if the ablation raises the loss,
+# the head is named by the kind of its pattern if that swap is significant, or is "other": the model needs it, but not for any
+# one of these kinds of position. If the ablation lowers the loss it is "harmful": the model does better without it. If the
+# ablation is not significant the name is that of the pattern, whatever a swap does; an inconclusive head is "none" if the
+# ablation changes the loss by less than :data:`COSTLY`, its noise included.
 
 
 NO_VERDICT = "none"
@@ -123,29 +128,19 @@ def name_by_loss(
         errors: two kinds -> standard error of their difference; the same kind twice -> that of its swap.
     """
     cost, error = ablation
-    if any(math.isnan(loss) for loss in swaps.values()):
+    if not abs(cost) > max(COSTLY, MARGIN * error):
         return _unchanged(by_pattern, cost, error)
-    counts = abs(cost) > max(COSTLY, MARGIN * error)
-    raising, lowering = (
-        {kind: sign * loss for kind, loss in swaps.items() if sign * loss > max(COSTLY, MARGIN * errors[kind, kind])}
-        for sign in (1, -1)
-    )
-    enough = PART * abs(cost) if counts else 0.0
-    kinds = _largest(raising, errors, enough)
-    if kinds:
-        return Named(tied(names, kinds), kinds)
-    if counts and cost > 0:
-        return by_pattern if set(by_pattern.kinds) & set(raising) else Named(OTHER, ())
-    kinds = _largest(lowering, errors, enough)
-    if kinds:
-        return Named(NEGATIVE + tied(names, kinds), kinds)
-    if counts:
-        return Named(HARMFUL, ())
-    return _unchanged(by_pattern, cost, error)
+    sign = math.copysign(1, cost)
+    alike = {kind: sign * loss for kind, loss in swaps.items() if sign * loss > max(COSTLY, MARGIN * errors[kind, kind])}
+    kinds = _largest(alike, errors, PART * abs(cost))
+    if cost > 0:
+        kinds = kinds or tuple(kind for kind in by_pattern.kinds if kind in alike)
+        return Named(tied(names, kinds), kinds) if kinds else Named(OTHER, ())
+    return Named(NEGATIVE + tied(names, kinds), kinds) if kinds else Named(HARMFUL, ())
 
 
 def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:
-    """The name if no change of the loss is significant: that of the pattern, as far as the noise of the ablation allows."""
+    """The name if the ablation changes nothing significantly: that of the pattern, as far as the noise allows."""
     if by_pattern.name == INCONCLUSIVE and abs(cost) + MARGIN * error <= COSTLY:
         return Named(NO_VERDICT, ())
     return Named(INCONCLUSIVE, ()) if by_pattern.name == NO_VERDICT and abs(cost) > COSTLY else by_pattern
@@ -159,7 +154,9 @@ def _largest(changes: Mapping[str, float], errors: Mapping[tuple[str, str], floa
     return tuple(k for k in changes if k == top or changes[top] - changes[k] <= MARGIN * errors[top, k])
 
 
-VERDICTS = dict(zip(PATTERNS, ("induction", "previous token", "duplicate token", "current token"), strict=True))
+BY_PATTERN = dict(zip(PATTERNS, ("prefix matching", "previous token", "duplicate token", "current token"), strict=True))
+VERDICTS = {**BY_PATTERN, "prefix_matching": "induction"}
+"""The names of heads that the model needs for what they read there."""
 STRETCH = 16
 EARLY = 2 * STRETCH
 FEW = 8
@@ -243,7 +240,7 @@ def name_heads(
         of_head = {kind: _Evidence(*(x[layer, head] for x in found)) for kind, found in evidence.items()}
         kinds = _by_pattern(of_head, {matched: x[:, :, layer, head] for matched, x in errors.items()})
         nothing = INCONCLUSIVE if unclear[layer, head] else NO_VERDICT
-        named = Named(tied(VERDICTS, kinds) if kinds else nothing, kinds)
+        named = Named(tied(BY_PATTERN, kinds) if kinds else nothing, kinds)
         if kinds and all(kind in MATCHES and bool(weak[kind][layer, head]) for kind in kinds):
             named = Named(f"weak {named.name}", kinds)
         if losses is not None:

@@ -76,7 +76,7 @@ SHARP = 60.0
 """Scores of a match; e^-60 is below the rounding of 1 in float64."""
 
 HEAD_TAPS = {  # (alpha_1, alpha_2), (beta_1, beta_2): KVSA table 4, one head each
-    "induction": ((0.0, 1.0), (1.0, 0.0)),
+    "prefix matching": ((0.0, 1.0), (1.0, 0.0)),
     "predecessor": ((1.0, 0.0), (0.0, 1.0)),
     "delayed": ((0.0, 1.0), (0.0, 1.0)),
     "plain": ((1.0, 0.0), (1.0, 0.0)),

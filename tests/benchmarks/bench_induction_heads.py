@@ -3,12 +3,14 @@
     python tests/benchmarks/bench_induction_heads.py [--small] [--lengths 12] [--seed 200] [MODEL ...]
 
 Of untrained models: how many heads get a name, with and without ablations (the rules were chosen while looking at seeds 100 to
-102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head
-has its commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same
-name, and what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name
-follows the loss, which the length may change: those two figures have no bound. Last, the heads that are named "induction" are
-ablated together (each replaced by its mean on text that does not repeat), those called weak likewise, and as many random heads
-without either name, five times: the loss on the second copy.
+102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head has its
+commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same name, and
+what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name follows the
+loss, which the length may change: those two figures have no bound. Last (``--only together``), prefix-matching heads are
+ablated one by one, and as many random heads that do not match, on other texts: of how many does the loss on the second copy
+rise or fall significantly? Null: the same heads where the first copy has other tokens, so that nothing can be copied. Then all
+of them are ablated together (each replaced by its mean on text that does not repeat), those called weak likewise, and as many
+random heads without either name, five times.
 """
 
 import argparse
@@ -19,16 +21,17 @@ from typing import Any
 
 import pandas as pd
 import torch
+from kvlens.analyses.heads.ablation import resampling_ablation
 from kvlens.analyses.heads.naming import induction_verdicts
 from kvlens.analyses.heads.repeated_text import draw_piece, longest_repeat, repeat_tokens
-from kvlens.analyses.heads.verdicts import COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
+from kvlens.analyses.heads.verdicts import BY_PATTERN, COSTLY, INCONCLUSIVE, MARGIN, NO_VERDICT
 from timing import verdict
 
 import kvlens
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 
-UNNAMED = (NO_VERDICT, INCONCLUSIVE)
+UNNAMED, MATCHES = (NO_VERDICT, INCONCLUSIVE), BY_PATTERN["prefix_matching"]
 SHORTEST, LONGEST, LONGEST_ABLATED = 16, 512, 128
 RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
     (dict(positional_embedding_type="standard"), 1, 1),
@@ -115,8 +118,38 @@ def trust(source: str, n_lengths: int) -> None:
 
 
 @torch.no_grad()
+def one_by_one(source: str, n_sequences: int, n: int = 40, seed: int = 11) -> None:
+    """How many prefix-matching heads, and as many others, the model needs by themselves; beside their null."""
+    model = kvlens.load(source)
+    n, generator = longest_repeat(model, None, n), torch.Generator().manual_seed(seed)
+    piece, first, donor = (draw_piece(model, n_sequences, n, generator) for _ in range(3))
+    repeated, donors = repeat_tokens(model, piece, None), repeat_tokens(model, donor, None)
+    rows = induction_verdicts(model)[["layer", "head", "verdict", "logit_attribution"]]
+    matching = rows["verdict"].str.contains(MATCHES)
+    others = rows[~matching].sample(min(int(matching.sum()), int((~matching).sum())), random_state=seed).sort_index()
+    for where, text in (("repeated", repeated), ("null", repeated.control(first))):
+        for of in (rows[matching], others.assign(verdict="others")):
+            asked = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+            asked[of["layer"].tolist(), of["head"].tolist()] = True
+            effect = resampling_ablation(model, text, donors, asked=asked)
+            found = of.assign(cost=effect.loss_change[asked].tolist(), error=effect.loss_error[asked].tolist())
+            found["counts"] = found["cost"].abs() > (MARGIN * found["error"]).clip(lower=COSTLY)
+            for name, heads in found.groupby("verdict"):
+                told = count(heads), count(heads[heads["logit_attribution"] < 0])
+                print(f"  {where}: {name}: {told[0]}; with a negative attribution: {told[1]}", flush=True)
+            if where == "repeated" and "others" not in set(of["verdict"]):
+                print(found.round(3).to_string(index=False), flush=True)
+
+
+def count(heads: pd.DataFrame) -> str:
+    """Heads, and of how many the loss rises or falls without them."""
+    rises, falls = (int((heads["counts"] & (sign * heads["cost"] > 0)).sum()) for sign in (1, -1))
+    return f"{len(heads)} heads, without {rises} the loss rises, without {falls} it falls"
+
+
+@torch.no_grad()
 def together(source: str, n: int = 40, seed: int = 11) -> None:
-    """The loss on the second copy without the named heads, without the weak ones, and without as many others."""
+    """The loss on the second copy without the heads that match, without the weak ones, and without as many others."""
     model = kvlens.load(source)
     n, generator = longest_repeat(model, None, n), torch.Generator().manual_seed(seed)
     piece, other = (draw_piece(model, 8, n, generator) for _ in range(2))
@@ -137,9 +170,9 @@ def together(source: str, n: int = 40, seed: int = 11) -> None:
         return -float(right.mean())
 
     rows = list(induction_verdicts(model)[["layer", "head", "verdict"]].itertuples(index=False, name=None))
-    others = [(layer, head) for layer, head, name in rows if "induction" not in name]
+    others = [(layer, head) for layer, head, name in rows if MATCHES not in name]
     print(f"  loss on the second copy {loss([]):.2f}")
-    for kind in ("induction", "weak induction"):
+    for kind in (MATCHES, f"weak {MATCHES}"):
         named = [(layer, head) for layer, head, name in rows if name.split(" / ")[0] == kind]
         draws = [loss(random.Random(draw).sample(others, min(len(named), len(others)))) for draw in range(5)]
         print(f"  without the {len(named)} called {kind}: {loss(named):.2f}", end="; ")
@@ -150,15 +183,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
     parser.add_argument("--lengths", type=int, default=12, help="how many lengths")
-    parser.add_argument("--only", choices=("random", "models"), nargs="+", default=("random", "models"))
+    parser.add_argument("--only", choices=("random", "models", "together"), nargs="+", default=("random", "models", "together"))
+    parser.add_argument("--sequences", type=int, default=8, help="on which heads are ablated one by one")
     parser.add_argument("--seed", type=int, default=200, help="the first of three seeds of the untrained models")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a shipped model or a folder")
     args = parser.parse_args(argv)
     if "random" in args.only:
         false_positives(args.small, args.seed)
-    if "models" in args.only:
-        for source in args.models or (["induction-shift-1l"] if args.small else names()):
+    for source in args.models or (["induction-shift-1l"] if args.small else names()):
+        if "models" in args.only:
             trust(source, 1 if args.small else args.lengths)
+        if "together" in args.only:
+            one_by_one(source, args.sequences)
             together(source)
 
 

@@ -64,14 +64,14 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
     frame = heads_and_verdicts(shifted_heads(), n_sequences=3, n_repeated=N)
     assert frame["role"].tolist() == list(HEAD_TAPS)
     assert frame["displacement"].tolist() == [1, -1, 0, 0]
-    assert frame["verdict"].tolist() == ["induction", "previous token", "duplicate token", "duplicate token"]
-    induction, predecessor, delayed, plain = (row for _, row in frame.iterrows())
-    assert induction["prefix_matching_score"] == induction["prefix_matching_score_value"] == pytest.approx(1, abs=1e-12)
-    assert induction["duplicate_token_score_key"] == pytest.approx(1, abs=1e-12)  # its keys are those of the token itself
-    assert induction["logit_attribution"] == pytest.approx(1 - 1 / D_VOCAB, abs=1e-12)  # the right token, one-hot
+    assert frame["verdict"].tolist() == ["prefix matching", "previous token", "duplicate token", "duplicate token"]
+    matching, predecessor, delayed, plain = (row for _, row in frame.iterrows())
+    assert matching["prefix_matching_score"] == matching["prefix_matching_score_value"] == pytest.approx(1, abs=1e-12)
+    assert matching["duplicate_token_score_key"] == pytest.approx(1, abs=1e-12)  # its keys are those of the token itself
+    assert matching["logit_attribution"] == pytest.approx(1 - 1 / D_VOCAB, abs=1e-12)  # the right token, one-hot
     # matching the token itself: once in the first copy, twice in the second; it reads the place before either
     assert predecessor["previous_token_score_value"] == pytest.approx((N - 1 + N / 2) / (2 * N - 1), abs=1e-12)
-    # the raw pattern calls this an induction head; what it reads is the duplicate
+    # by the raw pattern this is prefix matching; what it reads is the duplicate
     assert delayed["prefix_matching_score"] == delayed["duplicate_token_score_value"] == pytest.approx(1, abs=1e-12)
     assert delayed["prefix_matching_score_value"] == pytest.approx(0, abs=1e-12)
     assert plain["duplicate_token_score_value"] == pytest.approx(0.5, abs=1e-12)
@@ -81,7 +81,7 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
 def test_the_two_layer_circuit_is_found_with_its_k_composition():
     frame = heads_and_verdicts(two_layer_circuit(), n_sequences=2, n_repeated=N)
     named = frame.loc[~frame["verdict"].isin(["none", "inconclusive"]), ["layer", "head", "verdict"]]
-    assert named.to_numpy().tolist() == [[0, 1, "previous token"], [1, 2, "induction"]]
+    assert named.to_numpy().tolist() == [[0, 1, "previous token"], [1, 2, "prefix matching"]]
     before, induction = only(frame, layer=0, head=1), only(frame, layer=1, head=2)
     assert before["previous_token_score"] == pytest.approx(1, abs=1e-12)
     # at the start of the second copy place 0, which attends to itself, matches as well: half of one place of N
@@ -95,7 +95,7 @@ def test_a_head_that_lowers_what_it_finds_has_the_opposite_attribution():
     model = shifted_heads()
     model.blocks[0].attn.W_O[0] *= -1
     row = induction_verdicts(model, n_sequences=2, n_repeated=N).iloc[0]
-    assert row["verdict"] == "induction"
+    assert row["verdict"] == "prefix matching"
     assert row["logit_attribution"] == pytest.approx(1 / D_VOCAB - 1)
 
 
@@ -124,7 +124,7 @@ def test_roles_of_wider_windows_and_shifted_queries():
     k, v = taps([0.1, 0.2, 0.7], [0.5, 0.5, 0.0], [0.0, 0.9, 0.1]), taps([1.0, 0, 0], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1])
     still, late = taps([1.0, 0, 0]).expand(3, -1), taps([0, 1.0, 0]).expand(3, -1)
     assert displacement(ShiftTaps(k, v, still)).tolist() == [2, -1, 0]
-    assert roles(ShiftTaps(k, v, still)) == ["induction", "predecessor", "delayed"]
+    assert roles(ShiftTaps(k, v, still)) == ["prefix matching", "predecessor", "delayed"]
     assert displacement(ShiftTaps(k, v, late)).tolist() == [1, -2, -1]
 
 

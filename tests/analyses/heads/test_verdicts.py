@@ -9,10 +9,12 @@ from kvlens.analyses.heads.ablation import standard_error, swap_costs
 from kvlens.analyses.heads.induction import measure_heads
 from kvlens.analyses.heads.repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
 from kvlens.analyses.heads.verdicts import (
+    BY_PATTERN,
     CONTRAST,
     COSTLY,
     HARMFUL,
     INCONCLUSIVE,
+    MARGIN,
     MIN_MATCHES,
     NO_VERDICT,
     OTHER,
@@ -91,7 +93,7 @@ def test_a_head_of_a_few_positions_is_named_at_every_length_with_its_stretch(n):
 def test_each_kind_by_its_lag_and_the_larger_variance_of_two(n):
     whole, second = slice(1, 2 * n), slice(n, 2 * n)
     for name, lag, places in (
-        ("induction", n - 1, second),
+        ("prefix matching", n - 1, second),
         ("duplicate token", n, second),
         ("previous token", 1, whole),
         ("current token", 0, whole),
@@ -105,7 +107,7 @@ def test_each_kind_by_its_lag_and_the_larger_variance_of_two(n):
     idle = mixed(n, 0, 0.6, whole)
     idle[rows] *= 0.7
     idle[rows, rows - n + 1] += 0.3
-    assert verdict(idle, n).name == "induction"  # "current token" is for heads that match nothing
+    assert verdict(idle, n).name == "prefix matching"  # "current token" is for heads that match nothing
     for of_itself, name in ((0.5, "current token"), (0.3, "previous token")):
         pair = mixed(n, 1, 0.8 - of_itself, whole)
         pair[whole] *= 1 - of_itself
@@ -119,16 +121,16 @@ def test_a_head_that_reads_the_same_place_without_a_repetition_matches_nothing(k
     looks_back = mixed(n, n - 1 + kind, 0.9, slice(n, 2 * n))[None, None]
     half = mixed(n, n - 1 + kind, 0.5, slice(n, 2 * n))[None, None]
     less = mixed(n, n - 1 + kind, 0.3, slice(n, 2 * n))[None, None]
-    assert verdicts(looks_back, n)[0].name == ("induction", "duplicate token")[kind]
+    assert verdicts(looks_back, n)[0].name == ("prefix matching", "duplicate token")[kind]
     assert {verdicts(looks_back, n, control=control)[0].name for control in (looks_back, half)} <= set(UNNAMED)
-    assert verdicts(looks_back, n, control=less)[0].name == ("induction", "duplicate token")[kind]
+    assert verdicts(looks_back, n, control=less)[0].name == ("prefix matching", "duplicate token")[kind]
 
 
 def test_a_head_far_weaker_than_the_strongest_of_its_kind_is_called_weak():
     n = 60
     heads = torch.stack([mixed(n, n - 1, weight, slice(n, 2 * n)) for weight in (0.9, 0.2, 0.08)])
-    assert [head.name for head in verdicts(heads[None], n)] == ["induction", "induction", "weak induction"]
-    assert verdicts(heads[None, 2:], n)[0].name == "induction"  # the strongest of its model
+    assert [head.name for head in verdicts(heads[None], n)] == ["prefix matching", "prefix matching", "weak prefix matching"]
+    assert verdicts(heads[None, 2:], n)[0].name == "prefix matching"  # the strongest of its model
 
 
 def test_a_previous_token_head_is_found_wherever_its_stretch_is():
@@ -161,12 +163,15 @@ def test_a_positional_head_meets_the_criterion_at_most_positions_and_a_matching_
     most[2::4] = True
     most[4::8] = True  # seven of eight
     assert verdict(mixed(n, 1, 0.9, most), n).name == "previous token"
-    for n_places, name in ((MIN_MATCHES - 1, INCONCLUSIVE), (MIN_MATCHES, "induction")):  # enough to tell how long the copy is
+    for n_places, name in (
+        (MIN_MATCHES - 1, INCONCLUSIVE),
+        (MIN_MATCHES, "prefix matching"),
+    ):  # enough to tell how long the copy is
         assert verdict(mixed(n, n - 1, 0.95, slice(n, n + n_places)), n).name == name
 
 
 @pytest.mark.parametrize("n", [16, 30, 60, 120])
-@pytest.mark.parametrize(("times", "name"), [(CONTRAST - 0.5, INCONCLUSIVE), (CONTRAST + 0.5, "induction")])
+@pytest.mark.parametrize(("times", "name"), [(CONTRAST - 0.5, INCONCLUSIVE), (CONTRAST + 0.5, "prefix matching")])
 def test_a_match_whose_share_falls_with_the_length_has_one_name_at_every_length(n, times, name):
     """This many times the attention to any other position, as for a kernel that cannot be sharp."""
     pattern = uniform(n)
@@ -182,7 +187,7 @@ def test_the_value_side_decides_and_a_common_factor_does_not():
     reads_before = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     assert verdict(looks_at_the_copy, n).name == "duplicate token"
     reads_after_shift = mixed(n, n - 2, 0.9, slice(n, 2 * n))  # attends one position too late, reads the one before
-    assert verdict(reads_after_shift, n, reads_before).name == "induction"
+    assert verdict(reads_after_shift, n, reads_before).name == "prefix matching"
     assert verdict(reads_after_shift, n, -7 * reads_before) == verdict(reads_after_shift, n, reads_before)
     assert PATTERNS[0] == "prefix_matching"
 
@@ -209,16 +214,16 @@ def test_heads_of_untrained_models_are_hardly_ever_named():
 def test_the_heads_of_trained_models_have_their_names_and_keep_them_at_every_length():
     one_layer = induction_verdicts(HookedKVTransformer.from_zoo("induction-shift-1l"))
     best = one_layer.loc[one_layer["logit_attribution"].idxmax()]
-    assert (best["verdict"], best["role"]) == ("induction", "induction")
+    assert (best["verdict"], best["role"]) == ("prefix matching", "prefix matching")
     shipped = HookedKVTransformer.from_zoo("induction-plain-2l")
     frames = {n: induction_verdicts(shipped, n_sequences=4, n_repeated=n) for n in (16, 27, 30, 40, 64)}
     by_head = list(zip(*(frame["verdict"] for frame in frames.values()), strict=True))
     same = sum(names.count(max(set(names), key=names.count)) for names in by_head)
     assert same >= 0.95 * len(by_head) * len(frames)
-    assert {"induction", "previous token"} <= set(frames[16]["verdict"])
+    assert {"prefix matching", "previous token"} <= set(frames[16]["verdict"])
     frame = frames[40]
     previous = set(frame.loc[(frame["layer"] == 0) & (frame["verdict"] == "previous token"), "head"])
-    assert previous & set(frame.loc[(frame["layer"] == 1) & (frame["verdict"] == "induction"), "k_composition_head"])
+    assert previous & set(frame.loc[(frame["layer"] == 1) & (frame["verdict"] == "prefix matching"), "k_composition_head"])
 
 
 def test_a_costly_head_has_a_name():
@@ -296,7 +301,11 @@ def test_two_kinds_of_which_none_is_more_are_named_together(n):
         pattern[rows, rows - n] += duplicate - duplicate * (1 - duplicate - induction) / (1 - duplicate)
         return verdict(pattern, n).name
 
-    assert (both(0.4, 0.4), both(0.5, 0.3), both(0.3, 0.5)) == ("induction / duplicate token", "induction", "duplicate token")
+    assert (both(0.4, 0.4), both(0.5, 0.3), both(0.3, 0.5)) == (
+        "prefix matching / duplicate token",
+        "prefix matching",
+        "duplicate token",
+    )
     pair, places = mixed(n, 1, 0.45 / 0.55, slice(1, 2 * n)), torch.arange(1, 2 * n)
     pair[1:] *= 0.55
     pair[places, places] += 0.45
@@ -306,7 +315,7 @@ def test_two_kinds_of_which_none_is_more_are_named_together(n):
 def by_loss(cost, swaps, by_pattern=(), noise=0.01, between=0.02):
     kinds = PATTERNS[: len(swaps)]
     errors = {(a, b): noise if a == b else between for a in kinds for b in kinds}
-    named = Named(VERDICTS[by_pattern[0]] if by_pattern else INCONCLUSIVE, by_pattern)
+    named = Named(BY_PATTERN[by_pattern[0]] if by_pattern else INCONCLUSIVE, by_pattern)
     return name_by_loss(VERDICTS, named, (cost, noise), dict(zip(kinds, swaps, strict=True)), errors).name
 
 
@@ -319,12 +328,13 @@ def test_names_by_the_loss_have_a_sign_a_margin_and_ties():
     assert by_loss(-0.5, [-0.4, -0.4]) == "negative induction / previous token"
     assert by_loss(-0.5, [0.01, -0.01]) == HARMFUL and by_loss(0.5, [0.01, -0.01]) == OTHER
     assert by_loss(-1.2, [0.3, 0.01]) == HARMFUL  # what it reads there helps by a quarter of the harm
-    assert by_loss(-0.2, [0.3, 0.01]) == "induction"
+    assert by_loss(-0.2, [0.3, 0.01]) == HARMFUL  # it costs nothing to remove, whatever it reads
     assert by_loss(0.5, [0.01, 0.01], by_pattern=PATTERNS[:1]) == OTHER
     assert by_loss(0.5, [0.12, 0.01], by_pattern=PATTERNS[:1]) == "induction"
     for within in (0.15, -0.15):  # above 0.1 nats, and within two standard errors of 0
         assert by_loss(within, [0.15, 0.01], noise=0.08) == INCONCLUSIVE
-        assert by_loss(within, [0.15, 0.01], by_pattern=PATTERNS[:1], noise=0.08) == "induction"
+        assert by_loss(within, [0.15, 0.01], by_pattern=PATTERNS[:1], noise=0.08) == "prefix matching"
+    assert by_loss(0.05, [0.3, 0.01], by_pattern=PATTERNS[:1]) == "prefix matching"  # another head may stand in for it
     assert by_loss(0.05, [0.05, 0.01]) == by_loss(0.001, [math.nan, math.nan]) == NO_VERDICT
     assert by_loss(0.05, [0.05, 0.01], noise=0.03) == INCONCLUSIVE  # it may be worth more than 0.1 nats
 
@@ -343,9 +353,21 @@ def test_the_standard_error_is_that_of_independent_texts_or_positions():
 
 def test_an_induction_head_that_lowers_what_it_finds_is_a_negative_one():
     model = faint_heads(SHARP, -3.0)
-    assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == "induction"
+    assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == "prefix matching"
     head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
     assert head["verdict"] == "negative induction" and head["prefix_matching_loss_change"] < -COSTLY
+
+
+@pytest.mark.parametrize(("name", "n_induction"), [("induction-shift-1l", 2), ("induction-plain-2l", 0), ("facts-linear", 0)])
+def test_a_head_is_called_induction_only_where_the_loss_rises_without_it(name, n_induction):
+    """Of the four heads that match in ``induction-plain-2l`` each stands in for the others."""
+    model, settings = HookedKVTransformer.from_zoo(name), dict(n_sequences=4, n_repeated=16)
+    plain, asked = (induction_verdicts(model, **settings, ablations=ablations) for ablations in (False, True))
+    assert not plain["verdict"].str.contains("induction").any()
+    assert plain["verdict"].str.contains("prefix matching").sum() >= n_induction
+    called = asked[asked["verdict"].str.contains("induction")]
+    assert len(called) == n_induction
+    assert (called["ablation_loss_change"] > (MARGIN * called["ablation_loss_error"]).clip(lower=COSTLY)).all()
 
 
 @pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])
