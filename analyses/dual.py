@@ -2,7 +2,12 @@
 
 - :func:`dual_losses`: one row per layer, head and query. The loss is linear in W and has no minimum, so its drop measures the
   size of the step, not its quality; it spans dozens of orders of magnitude over the heads of one model, and is therefore given
-  as a logarithm, next to scale-free measures.
+  as a logarithm, next to scale-free measures. **None of them shows that a head has learnt anything.** The drop is the squared
+  norm |sum_j v_j phi(k_j)^T|^2 / D^2, never negative. The cosines of predictions and labels nearly always rise: the step gives
+  the prediction at k_j, among others, kappa(k_j, k_j) / D times its own label. Labels that belong to other keys do as well, so
+  each figure has a null beside it, *shuffled*: keys, queries, normalizers and W_0's bias stay, and values change places. What
+  exceeds it comes from which value belongs to which key, for which no training is needed: equal tokens have equal keys and
+  equal values in untrained models, too (``tests/benchmarks/results/explanations.md``).
 - :func:`dual_demonstrations`: one row per layer, head and token, for one query.
 - :func:`dual_bound`: the generalization bound of one head's dual model, term by term, as demonstrations are added. With
   probability 1 - delta the risk exceeds the empirical one by at most a constant times
@@ -21,7 +26,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer
-from kvlens.checks import Count, checked
+from kvlens.checks import Count, Seed, checked
 from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
 from kvlens.texts import token_texts
 
@@ -37,6 +42,7 @@ def has_dual_model(model: HookedKVTransformer) -> None:
     check_attention(model, 1)
 
 
+SHUFFLED = "with the values in a random order, the first token's in its place: the null"
 LOSSES = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
@@ -44,11 +50,19 @@ LOSSES = Columns(
     token=("str", "the token at the query"),
     n_demonstrations=("int64", "tokens in the training set"),
     log_loss_drop=("float64", "natural logarithm of L(W_0) - L(W_1) at learning rate 1"),
+    log_loss_drop_shuffled=("float64", f"log_loss_drop {SHUFFLED}"),
     equivalence_error=("float64", "|f(q) after one step - the head's output| / |the head's output|"),
     step_share=("float64", f"{OUTPUT_SHARE}; the part is the step's; the rest is that of W_0"),
-    demonstration_weight=("float64", "sum of kernel over normalizer over the demonstrations: attention to them"),
+    step_share_shuffled=("float64", f"step_share {SHUFFLED}"),
+    demonstration_weight=(
+        "float64",
+        "sum of kernel over normalizer over the demonstrations: attention to them; with uniform attention it would be "
+        "n_demonstrations over position + 1",
+    ),
     cosine_before=("float64", "mean over demonstrations of the cosine of (W_0 phi(k), v); NaN without cosines"),
-    cosine_after=("float64", "the same with W_1"),
+    cosine_before_shuffled=("float64", f"cosine_before {SHUFFLED}"),
+    cosine_after=("float64", "the same with W_1; nearly always larger"),
+    cosine_after_shuffled=("float64", f"cosine_after {SHUFFLED}"),
 )
 
 
@@ -58,6 +72,7 @@ LOSSES = Columns(
     options={
         "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
         "cosines": Option("whether to compute the cosines, which take most of the time"),
+        "seed": Option("of the order in which the null has the values"),
     },
     check_model=has_dual_model,
 )
@@ -65,15 +80,19 @@ LOSSES = Columns(
 @checked
 @torch.no_grad()
 def dual_losses(
-    model: HookedKVTransformer, prompt: PromptTokens, *, n_demonstrations: int | None = None, cosines: bool = True
+    model: HookedKVTransformer,
+    prompt: PromptTokens,
+    *,
+    n_demonstrations: int | None = None,
+    cosines: bool = True,
+    seed: Seed = 0,
 ) -> pd.DataFrame:
-    """Measure the dual model's step, for every head and query of a text.
+    """Measure the dual model's step, for every head and query of a text, beside what it would do with shuffled values.
 
-    Args:
-        model: any; an attached KV bias is in W_0.
-        prompt: a string, or tokens [pos] with BOS if the model uses one.
-        n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
-        cosines: whether to compute the cosines, which takes most of the time.
+    Args: model: any; an attached KV bias is in W_0. prompt: a string, or tokens [pos] with BOS if the model uses one.
+    n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
+    cosines: whether to compute the cosines, which takes most of the time. seed: of the order in which the null has the values:
+    those of the text, or with ``n_demonstrations`` of its first tokens.
 
     Returns:
         By layer, head, then query:
@@ -84,7 +103,7 @@ def dual_losses(
         KVLensError: an attention without a dual model (the message says why), a text with no query after a demonstration.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
-    figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines)
+    figures = dual_figures(model, tokens, n_demonstrations, cosines=cosines, seed=seed)
     first = 1 if n_demonstrations is None else n_demonstrations
     heads, n_queries = heads_of_model(model), figures.log_loss_drop.shape[-1]
     layer, head = (x.repeat_interleave(n_queries) for x in heads)

@@ -8,10 +8,10 @@ describe each measure.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.checks import checked
+from kvlens.checks import Seed, checked
 from kvlens.dual.head_inputs import LayerReading, TokenRow, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
@@ -34,19 +34,29 @@ class QueryFigures(NamedTuple):
         demonstration_weight: sum of kappa(k_j, q) / D over the demonstrations: their share of attention.
         cosine_before, cosine_after: mean over the demonstrations of the cosine of (W phi(k_j), v_j) with W_0 and W_1; NaN
             if cosines were not requested.
+        log_loss_drop_shuffled and so on: the same with the values in another order (:func:`another_order`).
     """
 
     log_loss_drop: PerQuery
+    log_loss_drop_shuffled: PerQuery
     equivalence_error: PerQuery
     step_share: PerQuery
+    step_share_shuffled: PerQuery
     demonstration_weight: PerQuery
     cosine_before: PerQuery
+    cosine_before_shuffled: PerQuery
     cosine_after: PerQuery
+    cosine_after_shuffled: PerQuery
 
 
 @checked
 def dual_figures(
-    model: HookedKVTransformer, tokens: TokenRow, n_demonstrations: int | None = None, *, cosines: bool = True
+    model: HookedKVTransformer,
+    tokens: TokenRow,
+    n_demonstrations: int | None = None,
+    *,
+    cosines: bool = True,
+    seed: Seed = 0,
 ) -> QueryFigures:
     """The measures of every layer, head and query [layer, head, query], in float64; 0 for heads that a layer lacks.
 
@@ -55,23 +65,35 @@ def dual_figures(
         tokens: [pos].
         n_demonstrations: N, the same for all queries; None for all tokens before each query.
         cosines: whether to compute the cosines, which take most of the time.
+        seed: of the order of the shuffled values.
 
     Raises:
         KVLensError: as :func:`kvlens.dual.read_layers`; a text without a query after a demonstration.
     """
     check_demonstrations(len(tokens), n_demonstrations)
     layers: list[QueryFigures] = []
-    read_layers(model, tokens, lambda _, reading: layers.append(layer_figures(reading, n_demonstrations, cosines=cosines)))
+    order = another_order(len(tokens), n_demonstrations, seed)
+    read_layers(model, tokens, lambda _, reading: layers.append(_of_layer(reading, n_demonstrations, cosines, order)))
     return QueryFigures(*(padded(figure) for figure in zip(*layers, strict=True)))
 
 
-def layer_figures(reading: LayerReading, n_demonstrations: int | None = None, *, cosines: bool = True) -> QueryFigures:
+def another_order(pos: int, n_demonstrations: int | None, seed: int) -> Int[Tensor, " pos"]:
+    """The token whose value each token has in the null: any other order of the text, or of its first N tokens.
+
+    Keys, normalizers and a KV bias stay, so that labels have nothing to do with their inputs. The first token, on which many
+    heads rest their attention, keeps its value.
+    """
+    n, order = n_demonstrations or pos, torch.arange(pos)
+    order[1:n] = 1 + torch.randperm(n - 1, generator=torch.Generator().manual_seed(seed))
+    return order
+
+
+def _of_layer(reading: LayerReading, n: int | None, cosines: bool, order: Int[Tensor, " pos"]) -> QueryFigures:
     """The measures of one layer [head, query], for as many heads at a time as :data:`~kvlens.memory.NUMBERS_AT_ONCE` allows."""
     n_heads, pos = reading.log_normalizer.shape
     together = max(1, 2 * NUMBERS_AT_ONCE // (N_MATRICES * pos * pos))
     parts = [
-        _figures(_heads(reading, slice(first, first + together)), n_demonstrations, cosines)
-        for first in range(0, n_heads, together)
+        _figures(_heads(reading, slice(first, first + together)), n, cosines, order) for first in range(0, n_heads, together)
     ]
     return QueryFigures(*(torch.cat(figure) for figure in zip(*parts, strict=True)))
 
@@ -89,26 +111,38 @@ def _heads(reading: LayerReading, part: slice) -> LayerReading:
     return LayerReading._make(x[part] if isinstance(x, Tensor) else x for x in reading)
 
 
-def _figures(reading: LayerReading, n: int | None, cosines: bool) -> QueryFigures:
-    first = 1 if n is None else n
-    between, pattern = _kernel_and_pattern(reading)
-    v, z, sign = reading.values, reading.z[:, first:], reading.normalizer_sign[:, first:]
-    step = ops.step_outputs(pattern, v, n)
-    predicted = pattern[:, first:] @ v + _read_bias(reading)[:, first:]
+def _figures(reading: LayerReading, n: int | None, cosines: bool, order: Int[Tensor, " pos"]) -> QueryFigures:
+    first, kernels, from_bias = 1 if n is None else n, _kernel_and_pattern(reading), _read_bias(reading)
+    pattern, values = kernels[1], reading.values[:, order]
+    figures = _of_values(reading, kernels, n, cosines)
+    null = _of_values(reading._replace(values=values, z=pattern @ values + from_bias), kernels, n, cosines)
+    weights = pattern.tril(-1)[:, 1:].sum(dim=-1) if n is None else pattern[:, n:, :n].sum(dim=-1)
+    z, predicted = (x[:, first:] for x in (reading.z, pattern @ reading.values + from_bias))
+    return QueryFigures(
+        equivalence_error=(predicted - z).norm(dim=-1) / z.norm(dim=-1),
+        demonstration_weight=weights,
+        **figures,
+        **{f"{name}_shuffled": figure for name, figure in null.items()},
+    )
+
+
+def _of_values(
+    reading: LayerReading, kernels: tuple[ops.LogKernel, Tensor], n: int | None, cosines: bool
+) -> dict[str, Float[Tensor, "head query"]]:
+    """The measures that depend on which value belongs to which key."""
+    between, pattern = kernels
+    v, z = reading.values, reading.z[:, 1 if n is None else n :]
     start = _bias_at_tokens(reading) if reading.bias_features.shape[1] else None
+    sign = reading.normalizer_sign[:, -z.shape[1] :]
     before = after = torch.full_like(sign, float("nan"))
     if cosines:
         before, after = (sign * c for c in ops.mean_cosines(between, v, n, start))
-    weights = pattern.tril(-1)[:, 1:].sum(dim=-1) if n is None else pattern[:, n:, :n].sum(dim=-1)
-    size = z.square().sum(dim=-1)
-    return QueryFigures(
-        log_loss_drop=ops.log_loss_drops(between, v, reading.log_normalizer, n, reading.log_decay),
-        equivalence_error=(predicted - z).norm(dim=-1) / size.sqrt(),
-        step_share=(step * z).sum(dim=-1) / size,
-        demonstration_weight=weights,
-        cosine_before=before,
-        cosine_after=after,
-    )
+    return {
+        "log_loss_drop": ops.log_loss_drops(between, v, reading.log_normalizer, n, reading.log_decay),
+        "step_share": (ops.step_outputs(pattern, v, n) * z).sum(dim=-1) / z.square().sum(dim=-1),
+        "cosine_before": before,
+        "cosine_after": after,
+    }
 
 
 def _kernel_and_pattern(reading: LayerReading) -> tuple[ops.LogKernel, Float[Tensor, "head query token"]]:

@@ -6,9 +6,9 @@ Of untrained models: how many heads get a name, with and without ablations (the 
 102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head has its
 commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same name, and
 what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name follows the
-loss, which the length may change: those two figures have no bound. Last (``--only together``), prefix-matching heads are
+loss, which the length may change: those two figures have no bound. Prefix-matching heads are
 ablated one by one, and as many random heads that do not match, on other texts: of how many does the loss on the second copy
-rise or fall significantly? Null: the same heads where the first copy has other tokens, so that nothing can be copied. Then all
+rise or fall significantly? Null: the same heads where the first copy has other tokens, so that nothing can be copied. Last, all
 of them are ablated together (each replaced by its mean on text that does not repeat), those called weak likewise, and as many
 random heads without either name, five times.
 """
@@ -31,6 +31,7 @@ import kvlens
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.zoo import names
 
+ONLY = ("random", "models", "alone", "together")
 UNNAMED, MATCHES = (NO_VERDICT, INCONCLUSIVE), BY_PATTERN["prefix_matching"]
 SHORTEST, LONGEST, LONGEST_ABLATED = 16, 512, 128
 RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
@@ -118,7 +119,7 @@ def trust(source: str, n_lengths: int) -> None:
 
 
 @torch.no_grad()
-def one_by_one(source: str, n_sequences: int, n: int = 40, seed: int = 11) -> None:
+def one_by_one(source: str, n_sequences: int, n: int, seed: int = 11) -> None:
     """How many prefix-matching heads, and as many others, the model needs by themselves; beside their null."""
     model = kvlens.load(source)
     n, generator = longest_repeat(model, None, n), torch.Generator().manual_seed(seed)
@@ -183,8 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny models, one repeat: a smoke test")
     parser.add_argument("--lengths", type=int, default=12, help="how many lengths")
-    parser.add_argument("--only", choices=("random", "models", "together"), nargs="+", default=("random", "models", "together"))
+    parser.add_argument("--only", choices=ONLY, nargs="+", default=ONLY)
     parser.add_argument("--sequences", type=int, default=8, help="on which heads are ablated one by one")
+    parser.add_argument("--tokens", type=int, default=40, help="that repeat there")
     parser.add_argument("--seed", type=int, default=200, help="the first of three seeds of the untrained models")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a shipped model or a folder")
     args = parser.parse_args(argv)
@@ -193,8 +195,9 @@ def main(argv: list[str] | None = None) -> None:
     for source in args.models or (["induction-shift-1l"] if args.small else names()):
         if "models" in args.only:
             trust(source, 1 if args.small else args.lengths)
+        if "alone" in args.only:
+            one_by_one(source, args.sequences, args.tokens)
         if "together" in args.only:
-            one_by_one(source, args.sequences)
             together(source)
 
 

@@ -12,6 +12,7 @@ from kvlens import HookedKVTransformer, convert_prompt
 from kvlens.analyses import dual_demonstrations, dual_losses
 from kvlens.dual import DualModel
 from kvlens.dual import figures as figures_module
+from kvlens.dual.head_inputs import reading_hooks
 from kvlens.ops import dual as ops
 
 EXACT = 1e-12
@@ -219,11 +220,12 @@ def test_bound_terms_by_hand():
 
 
 CLOSE = dict(rel=1e-9, abs=1e-11)
+OF_VALUES = ("log_loss_drop", "step_share", "cosine_before", "cosine_after")
 
 
 def assert_as_one_by_one(frame, model, tokens, n):
     """The rows of the first two heads of a layer and of its last."""
-    frame = frame.drop(columns="equivalence_error")
+    frame = frame.drop(columns=["equivalence_error", *(f"{name}_shuffled" for name in OF_VALUES)])
     expected = expected_losses(model, tokens, n, heads := [0, 1, model.cfg.n_heads - 1])
     pd.testing.assert_frame_equal(frame[frame["head"].isin(heads)].reset_index(drop=True), expected, rtol=1e-9, atol=1e-11)
 
@@ -281,6 +283,39 @@ def test_losses_under_an_attached_bias(name):
         assert_as_one_by_one(frame, model, tokens, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "bias"),
+    [("rope after", None, False), ("gqa decay", 4, True), ("gqa decay", None, True), ("softmax, shifted, grouped", 4, True)],
+)
+def test_the_null_is_what_a_run_shows_whose_values_change_places(name, n, bias):
+    """Layer by layer, so that the layers before it, and with them its keys, are as they were."""
+    model = model_of(name)
+    tokens, order = text_for(model, 9), figures_module.another_order(9, n, seed=3)
+    if bias:
+        model.attach_kv_bias(convert_prompt(model, text_for(model, 6, seed=8)))
+    assert order[0] == 0 and sorted(order.tolist()) == list(range(9)) and (n is None or order[n:].tolist() == list(range(n, 9)))
+    frame = dual_losses(model, tokens, n_demonstrations=n, seed=3)
+    for layer in range(model.cfg.n_layers):
+        values = reading_hooks(model, layer)[3]
+        with model.hooks(fwd_hooks=[(values, lambda v, hook: v[:, order])]):
+            run = dual_losses(model, tokens, n_demonstrations=n, seed=4)
+        expected, null = (table[table["layer"] == layer] for table in (run, frame))
+        for figure in OF_VALUES:
+            assert null[f"{figure}_shuffled"].tolist() == pytest.approx(expected[figure].tolist(), **CLOSE)
+            assert not null[f"{figure}_shuffled"].equals(null[figure])
+
+
+@pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2", "docs-gpt2"])
+def test_better_aligned_predictions_show_no_learning(name):
+    """After the step they are so in every head, trained or not, with labels of its own keys or of others."""
+    trained = HookedKVTransformer.from_zoo(name, dtype=torch.float64)
+    tokens = text_for(trained, 24)
+    for model in (trained, HookedKVTransformer(trained.cfg)):
+        found = dual_losses(model, tokens).groupby(["layer", "head"]).mean(numeric_only=True)
+        for suffix in ("", "_shuffled"):
+            assert (found[f"cosine_after{suffix}"] > found[f"cosine_before{suffix}"]).all()
+
+
 @pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
 def test_the_step_is_exact_in_every_kind_of_model(name):
     model = model_of(name)
@@ -327,7 +362,7 @@ def test_without_cosines():
     model = model_of("softmax, learned")
     tokens = text_for(model, 6)
     frame, whole = dual_losses(model, tokens, cosines=False), dual_losses(model, tokens)
-    assert frame[["cosine_before", "cosine_after"]].isna().all().all()
+    assert frame[[c for c in frame if c.startswith("cosine")]].isna().all().all()
     columns = [c for c in frame if not c.startswith("cosine")]
     pd.testing.assert_frame_equal(frame[columns], whole[columns])
 
