@@ -110,14 +110,16 @@ ends.assign(nearest_to_the_corner=ends.index == nearest)
 # ## Which head copies?
 #
 # `induction_heads` runs the model on repeated random tokens and measures where each head attends: one row per head and kind of attention.
-# `induction_verdicts` has one row per head. The *verdict* is based on the attention pattern, the *role* only on the shift coefficients. For
-# this model they agree.
+# `induction_verdicts` has one row per head. The *verdict* is based on the attention pattern: "prefix matching" is attention to the token after
+# the earlier copy. The *role* is what the shift coefficients alone make of a head. For this model they agree. Neither says that the model needs
+# the head. With `ablations=True` a head is called "induction" if the loss rises without it, and without what it reads there.
 
 # %%
-table = induction_verdicts(shifted, n_repeated=20)
-copying = table[table["verdict"] == "induction"]
-assert len(copying) and set(copying["role"]) == {"induction"} and nearest in set(copying["head"])
-table[["layer", "head", "verdict", "role", "alpha_1", "alpha_2", "beta_1", "beta_2"]].round(2)
+table, ablated = (induction_verdicts(shifted, n_repeated=20, ablations=ablations) for ablations in (False, True))
+table = table.assign(with_ablations=ablated["verdict"], loss_change=ablated["ablation_loss_change"])
+matching, copying = table[table["verdict"] == "prefix matching"], table[table["with_ablations"] == "induction"]
+assert len(copying) and set(matching["role"]) == {"prefix matching"} and nearest in set(copying["head"])
+table[["layer", "head", "verdict", "with_ablations", "loss_change", "role", "alpha_1", "alpha_2", "beta_1", "beta_2"]].round(2)
 
 # %%
 scores = induction_heads(shifted, n_repeated=20).set_index(["kind", "layer", "head"])

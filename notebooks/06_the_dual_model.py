@@ -23,7 +23,10 @@
 # output equals $f(q)$ after that step, exactly and for every learning rate $\eta$ (DUAL, theorem 3.1).
 
 # %%
+import dataclasses
+
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer
@@ -52,11 +55,13 @@ table[["layer", "head", "position", "token", "log_loss_drop", "step_share", "equ
 # ## What the step does
 #
 # $L$ is linear in $W$ and has no minimum, so the decrease of the loss spans many orders of magnitude and is given as a logarithm. Two
-# scale-free quantities are more informative: the share of the output that comes from the step (the rest comes from $W_0$, the token itself),
-# and the cosine between the prediction $W \phi(k_j)$ and its label $v_j$, before and after the step.
+# quantities are scale-free: the share of the output that comes from the step (the rest comes from $W_0$, the token itself), and the cosine
+# between the prediction $W \phi(k_j)$ and its label $v_j$, before and after the step. Beside each figure the table has a null, the same with
+# *shuffled* values: the keys stay, and their labels have nothing to do with them.
 
 # %%
-by_layer = table.groupby(["layer", "head"])[["step_share", "cosine_before", "cosine_after"]].mean()
+figures = ["step_share", "cosine_before", "cosine_after"]
+by_layer = table.groupby(["layer", "head"])[[name + null for name in figures for null in ("", "_shuffled")]].mean()
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for layer, rows in table.groupby("layer"):
     axes[0].hist(rows["log_loss_drop"], bins=30, alpha=0.6, label=f"layer {layer}")
@@ -65,17 +70,39 @@ axes[0].legend(loc="upper right")
 labels = [f"{layer}.{head}" for layer, head in by_layer.index]
 axes[1].plot(labels, by_layer["cosine_before"], "o", label="before the step")
 axes[1].plot(labels, by_layer["cosine_after"], "*", markersize=10, label="after it")
-axes[1].set(xlabel="layer.head", ylabel="mean cosine of prediction and label")
-axes[1].legend(loc="upper right");
+axes[1].plot(labels, by_layer["cosine_after_shuffled"], "x", label="after it, values shuffled")
+axes[1].set(xlabel="layer.head", ylabel="mean cosine of prediction and label", ylim=(-0.15, 1.35))
+axes[1].legend(loc="upper left");
 
 # %% [markdown]
-# Every step lowers the loss, as it must: the decrease is a squared norm. After the step, the predictions of every head are better aligned
-# with their labels.
+# Every step lowers the loss, as it must: the decrease is a squared norm, whatever the values are.
 
 # %%
-assert table["log_loss_drop"].notna().all()
-assert (by_layer["cosine_after"] > by_layer["cosine_before"]).all()
+assert table[["log_loss_drop", "log_loss_drop_shuffled"]].notna().all(axis=None)
 by_layer.round(2)
+
+# %% [markdown]
+# After the step, the predictions of every head are better aligned with their labels. This does not show that a head has learned anything: to
+# the prediction at $k_j$ the step adds, with the other values, $v_j$ itself, so that the cosine rises in almost any head. By how much does it
+# rise with shuffled values, and in a model of the same shape that was never trained?
+
+# %%
+def rises(model):
+    means = dual_losses(model, tokens).groupby(["layer", "head"]).mean(numeric_only=True)
+    return pd.DataFrame({name or "own": means["cosine_after" + name] - means["cosine_before" + name] for name in ("", "_shuffled")})
+
+
+untrained = HookedKVTransformer(dataclasses.replace(model.cfg, seed=0))
+compared = pd.concat({"trained": rises(model), "untrained": rises(untrained)}, axis=1)
+assert (compared > 0).all(axis=None)
+excess = {name: compared[name, "own"] - compared[name, "_shuffled"] for name in ("trained", "untrained")}
+assert excess["untrained"].mean() > excess["trained"].mean() > 0
+compared.round(2)
+
+# %% [markdown]
+# It rises in every head of both, with either values. With a head's own values it mostly rises by more, because similar tokens have similar keys
+# and similar values, for which no training is needed: in the untrained model the difference is larger still. The equality above holds for any
+# attention, trained or not, and these figures do not tell the two apart.
 
 # %% [markdown]
 # ## Which demonstrations contribute to the answer

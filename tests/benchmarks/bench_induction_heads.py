@@ -6,11 +6,11 @@ Of untrained models: how many heads get a name, with and without ablations (the 
 102). Of MODELs (shipped ones by name, others by folder; all shipped ones where none is given): how often a head has its
 commonest name over ``--lengths`` lengths from 16 to the model's limit, how often two draws of sequences give the same name, and
 what the heads are called whose ablation changes the loss by more than 0.1 nats and noise. With ablations the name follows the
-loss, which the length may change: those two figures have no bound. Prefix-matching heads are
-ablated one by one, and as many random heads that do not match, on other texts: of how many does the loss on the second copy
-rise or fall significantly? Null: the same heads where the first copy has other tokens, so that nothing can be copied. Last, all
-of them are ablated together (each replaced by its mean on text that does not repeat), those called weak likewise, and as many
-random heads without either name, five times.
+loss, which the length may change: those two figures have no bound. Prefix-matching heads are ablated one by one, and 32 random
+heads that do not match, on other texts: of how many does the loss on the second copy rise or fall significantly? Null: the same
+heads where the first copy has other tokens, so that nothing can be copied. Last, all of them are ablated together (each
+replaced by its mean on text that does not repeat), those called weak likewise, and as many random heads without either name,
+five times.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from kvlens.zoo import names
 
 ONLY = ("random", "models", "alone", "together")
 UNNAMED, MATCHES = (NO_VERDICT, INCONCLUSIVE), BY_PATTERN["prefix_matching"]
-SHORTEST, LONGEST, LONGEST_ABLATED = 16, 512, 128
+SHORTEST, LONGEST, LONGEST_ABLATED, OTHERS = 16, 512, 128, 32
 RANDOM: list[tuple[dict[str, Any], float, float]] = [  # settings, gain of W_Q and W_K, gain of W_pos
     (dict(positional_embedding_type="standard"), 1, 1),
     (dict(positional_embedding_type="standard"), 3, 10),
@@ -120,14 +120,14 @@ def trust(source: str, n_lengths: int) -> None:
 
 @torch.no_grad()
 def one_by_one(source: str, n_sequences: int, n: int, seed: int = 11) -> None:
-    """How many prefix-matching heads, and as many others, the model needs by themselves; beside their null."""
+    """How many prefix-matching heads, and some others, the model needs by themselves; beside their null."""
     model = kvlens.load(source)
     n, generator = longest_repeat(model, None, n), torch.Generator().manual_seed(seed)
     piece, first, donor = (draw_piece(model, n_sequences, n, generator) for _ in range(3))
     repeated, donors = repeat_tokens(model, piece, None), repeat_tokens(model, donor, None)
     rows = induction_verdicts(model)[["layer", "head", "verdict", "logit_attribution"]]
     matching = rows["verdict"].str.contains(MATCHES)
-    others = rows[~matching].sample(min(int(matching.sum()), int((~matching).sum())), random_state=seed).sort_index()
+    others = rows[~matching].sample(min(OTHERS, int((~matching).sum())), random_state=seed).sort_index()
     for where, text in (("repeated", repeated), ("null", repeated.control(first))):
         for of in (rows[matching], others.assign(verdict="others")):
             asked = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
