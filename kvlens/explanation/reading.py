@@ -34,7 +34,7 @@ from kvlens.chat import prompt_layout
 from kvlens.checks import checked
 from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
-from kvlens.units import cut, positions_of
+from kvlens.units import Layout, Unit, cut, positions_of
 
 COLUMNS = Columns(
     part=("str", "``all`` layers together, one ``layer``, a ``group`` of query heads that share keys, or one ``head``"),
@@ -111,7 +111,7 @@ def reading_layers(
     Source: exchange of activations between two prompts, Vig et al. 2020 (arXiv 2004.12265), here of what the prompt alone left.
     """
     layout = prompt_layout(model, prompt)
-    parts = cut(model, layout, [without] if isinstance(without, str) else without)
+    parts = _taken_away(model, layout, without)
     gone = positions_of(parts, len(layout.tokens)).any(dim=0).to(layout.tokens.device)
     if bool(gone[-1]) or len(gone) < 2:
         raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
@@ -131,6 +131,13 @@ def reading_layers(
             "lost": [each.lost for each in found],
         }
     )
+
+
+def _taken_away(model: KVModel, layout: Layout, without: str | Sequence[str] | Sequence[Span]) -> list[Unit]:
+    try:
+        return cut(model, layout, [without] if isinstance(without, str) else without)
+    except KVLensError as error:  # which names the argument of `cut`
+        raise KVLensError(f"without:{str(error).removeprefix('by:')}") from error
 
 
 class _Found(NamedTuple):

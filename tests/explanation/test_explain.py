@@ -270,6 +270,9 @@ def test_an_answer_at_once_and_a_last_token_that_is_read_with_the_text():
     pd.testing.assert_frame_equal(at_once[at_once["part"] == "all"], apart[apart["part"] == "all"], rtol=1e-4)
     with pytest.raises(KVLensError, match="last token is read with the text"):
         reading_layers(tiny_model, tokens, answer=ANSWER, without=[(3, len(tokens))])
+    for gone in ("A fact that is not there.", [(0, 99)], [PROMPT[:9], PROMPT[4:12]]):
+        with pytest.raises(KVLensError, match=r"^without: "):
+            reading_layers(tiny_model, PROMPT, TEXT, answer=ANSWER, without=gone)
 
 
 def made_up(falls, losses):
