@@ -7,6 +7,8 @@ prompts needs to know: which field of a record becomes which argument (`Field`),
 
 A whole analysis, as you might write it in ``my_package/my_module.py``::
 
+    import torch
+
     from kvlens.analyses import Columns, Option, analysis
     from kvlens import HookedKVTransformer
 
@@ -16,16 +18,16 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         largest_logit=("float64", "of the next token"),
     )
 
-    @analysis(COLUMNS, "the largest logit at every position of a text", options={"scale": Option("factor of the logits")})
-    def largest_logits(model: HookedKVTransformer, text, *, scale: float = 1.0):
-        \"\"\"The largest logit at every position of a text.
+    @analysis(COLUMNS, "the largest logits of a text, behind its prompt", options={"scale": Option("factor of the logits")})
+    def largest_logits(model: HookedKVTransformer, prompt, text, *, scale: float = 1.0):
+        \"\"\"The largest logit at every position of a text, behind its prompt.
 
         Returns:
             One row per position, in order:
 
             {columns}
         \"\"\"
-        logits = model(text[None])[0]
+        logits = model(torch.cat([prompt, text])[None])[0, len(prompt) :]
         return COLUMNS.frame(
             {"position": range(len(text)), "token_id": text, "largest_logit": scale * logits.amax(dim=-1)}
         )
@@ -35,8 +37,10 @@ Like the analyses of kvlens it can be run in a batch that can be resumed, on sev
     kvlens analyse my_package.my_module:largest_logits prompts.jsonl --model docs-linear --out table.parquet --scale 0.5
 
 An option has the default of the function's argument. The arguments ``prompt``, ``text``, ``answer`` and ``rival`` are read
-from the fields of these names: token ids, with BOS for the prompt if that is the model's default. For a model without a
-tokenizer, a field is a list of token ids, or a string of ids separated by blanks.
+from the fields of these names: token ids, with BOS for the prompt if that is the model's default. A text has no BOS, and the
+function itself reads it behind the prompt. For a model without a tokenizer, a field is a list of token ids, or a string of ids
+separated by blanks. Fields that no argument is read from become columns of a batch's table
+(:mod:`kvlens.analyses.batch.records`).
 
 :mod:`kvlens.analyses.sequences` reads prompts, texts and biases: ``bias_and_text`` where a bias will do, ``prompt_sequence``
 where the prompt's own tokens are needed. What takes a ``KVModel`` and reads heads with ``kvlens.model.visit_heads`` runs on the
@@ -304,7 +308,7 @@ class Analysis:
         name: name of the command; for an analysis of kvlens, also the name of the function in ``kvlens.analyses``.
         summary: one line for the list of analyses.
         function: ``function(model, **inputs, **options) -> DataFrame`` with these columns; raises KVLensError on bad input.
-        columns: columns of the table, in order; a batch adds ``model`` and ``prompt_id`` before them.
+        columns: columns of the table, in order; a batch adds ``model``, ``prompt_id`` and the records' own fields before them.
         inputs: argument -> `Field` that it is read from.
         options: argument -> `Option`; its default is that of the argument.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.

@@ -145,7 +145,6 @@ REFUSED = [
         f"{ANALYSE} t.parquet --workers 1.5",
     ),
     ("--threads must be at least 1, got 0", f"{ANALYSE} t.parquet --threads 0"),
-    ("--prompts-per-job must be at least 1, got 0", f"{ANALYSE} t.parquet --prompts-per-job 0"),
     ("argument --dtype: invalid choice: 'int8'", f"{ANALYSE} t.parquet --dtype int8"),
     ("argument --engine: invalid choice: 'rey'", f"{ANALYSE} t.parquet --engine rey"),
     ("gpus_per_worker is for the engine ray", f"{ANALYSE} t.parquet --gpus-per-worker 1"),

@@ -14,8 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from kvlens.analyses.batch.journal import Journal, read_facts, read_parquet, to_bytes, write_parquet
-from kvlens.analyses.batch.workers import REFUSED, PromptResult
+from kvlens.analyses.batch.parts import REFUSED, Parts, PromptResult, read_facts, read_row_groups, write_table
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import linear_model, small_model
@@ -209,32 +208,29 @@ def test_files_read_next_to_a_trained_model(tmp_path):
         read_listed(tmp_path, "training.json")
 
 
-def outcomes():
-    draw = random.Random(0)
-    done = [PromptResult(0, i, f"prompt {i}", n_rows=i, rows=draw.randbytes(900)) for i in range(40)]
-    return [*done, PromptResult(0, 40, "bad", kind=REFUSED, error="too long")]
+def tables_of_kl(n):
+    """Some tables of a batch."""
+    draw = np.random.default_rng(0)
+    frames = [pd.DataFrame({"prompt_id": f"p{i}", "head": range(40), "kl": draw.normal(size=40)}) for i in range(n)]
+    return [pa.Table.from_pandas(frame, preserve_index=False) for frame in frames]
 
 
-def test_a_journal(tmp_path):
-    path = tmp_path / "out.partial"
-    with Journal(path, {"seed": 1}) as journal:
-        journal.add(outcomes())
+def test_the_parts_of_a_batch(tmp_path):
+    """A damaged part is missing, and its prompt run again, or it holds what was written; it never stops the batch."""
+    folder, tables = tmp_path / "out.partial", tables_of_kl(2)
+    parts = Parts(folder, {"seed": 1}, tables[0].schema)
+    for i, rows in enumerate(tables):
+        parts.add(PromptResult(0, i, f"p{i}", rows.num_rows, rows=rows))
+    parts.add(PromptResult(0, 2, "bad", kind=REFUSED, error="too long"))
+    paths = sorted(folder.glob("*.parquet"))
 
     def held():
-        with Journal(path, {"seed": 1}) as journal:
-            return list(journal.tables()), list(journal.failures()), journal.progress()
+        found = Parts(folder, {"seed": 1}, tables[0].schema)
+        if found.damaged:
+            raise KVLensError("missing")
+        return list(found.tables()), found.failures, found.done
 
-    whole, original = path.read_bytes(), held()
-    for seed in range(DAMAGES):
-        damage(path, whole, seed)
-        try:
-            rows, failures, progress = held()
-        except KVLensError:
-            continue
-        assert len(path.read_bytes()) <= len(whole) and progress.n_done < 41, "the end is cut off, as by a kill"
-        assert rows == original[0][: len(rows)] and not failures
-    path.write_bytes(whole)
-    assert held() == original and original[2].n_done == 41
+    assert n_refused(held, *paths) > DAMAGES * 0.99
 
 
 def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
@@ -257,14 +253,10 @@ def test_a_checksum_that_was_taken_out_is_missed(tmp_path):
 def test_the_table_of_a_batch(tmp_path):
     """`--retry-failed` takes the rows of a finished table over."""
     path = tmp_path / "t.parquet"
-    frames = [
-        pd.DataFrame({"model": "m", "prompt_id": f"p{i}", "head": range(40), "kl": np.random.default_rng(i).normal(size=40)})
-        for i in range(3)
-    ]
-    schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
-    write_parquet(path, schema, (to_bytes(frame, schema) for frame in frames), {"a": 1})
-    assert [rows for *_, rows in read_parquet(path, schema)] == [to_bytes(frame, schema) for frame in frames]
-    assert n_refused(lambda: list(read_parquet(path, schema)), path) > DAMAGES / 2
+    tables = tables_of_kl(3)
+    write_table(path, tables[0].schema, tables, {"a": 1})
+    assert list(read_row_groups(path, tables[0].schema)) == tables
+    assert n_refused(lambda: list(read_row_groups(path, tables[0].schema)), path) > DAMAGES / 2
 
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -420,8 +412,8 @@ FRAME = pd.DataFrame(
 
 def batch(path):
     schema = pa.Schema.from_pandas(FRAME, preserve_index=False)
-    parts = (to_bytes(FRAME[i : i + 40], schema) for i in range(0, 120, 40))
-    write_parquet(path, schema, parts, {"a": MARK.decode()})
+    rows = pa.Table.from_pandas(FRAME, preserve_index=False)
+    write_table(path, schema, (rows[i : i + 40] for i in range(0, 120, 40)), {"a": MARK.decode()})
 
 
 NO_ROWS = FRAME[["prompt_id", "kl"]][:0]

@@ -6,5 +6,5 @@ commands (:mod:`kvlens.analyses.batch.script`). From the outside in:
 - :mod:`~kvlens.analyses.batch.work` checks what a batch is asked for;
 - :mod:`~kvlens.analyses.batch.records` reads the prompts;
 - :mod:`~kvlens.analyses.batch.workers` turns them into tables, in one process or many, and replaces a worker that died;
-- :mod:`~kvlens.analyses.batch.journal` keeps those tables through a kill at any moment, and writes the Parquet file.
+- :mod:`~kvlens.analyses.batch.parts` keeps those tables through a kill at any moment, and joins them into the Parquet file.
 """

@@ -2,12 +2,17 @@
 
 Invalid lines are reported by number, and the others are read. Files are read twice and never kept in memory: once to count, to
 hash and to find duplicate ids, and once to run. Only the ids stay in memory.
+
+A field of a record that the analysis does not read becomes a column of the table, of the dtype of its values: ``int64``,
+``float64``, ``bool`` or ``str``. Where a record lacks it, or has null, the value is missing (and the dtype ``Int64`` or
+``boolean``). Lists and objects become their JSON, and so do numbers among strings.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,15 @@ from ..declaration import Record
 from .work import check_prompts
 
 JSONL = (".jsonl", ".ndjson")
+OWN_DTYPES = {
+    frozenset({"bool"}): ("bool", "boolean"),
+    frozenset({"int"}): ("int64", "Int64"),
+    frozenset({"long"}): ("int64", "Int64"),
+    frozenset({"int", "long"}): ("int64", "Int64"),
+    frozenset({"float"}): ("float64", "float64"),
+    frozenset({"int", "float"}): ("float64", "float64"),
+}
+"""Kinds of a field's values -> the dtype of its column, and that where some are missing. Of any other kinds: str."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,13 @@ class Survey:
         n_prompts: number of records.
         bad: the invalid lines.
         sha256: hash of all records and bad lines, in order; equal inputs give equal tables.
+        own_fields: fields of the records that the analysis does not read -> dtype of the column that each becomes.
     """
 
     n_prompts: int
     bad: tuple[BadLine, ...]
     sha256: str
+    own_fields: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLine]:
@@ -82,7 +98,7 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
     Raises:
         KVLensError: as :func:`read_records`; two records with the same id; a record with a misspelled field; no record at all.
     """
-    hasher, bad, seen = hashlib.sha256(), [], dict[str, int]()
+    hasher, bad, seen, own = hashlib.sha256(), [], dict[str, int](), dict[str, Counter[str]]()
     for number, entry in enumerate(read_records(path, text), start=1):
         if isinstance(entry, BadLine):
             bad.append(entry)
@@ -94,13 +110,33 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
                                   "must differ")  # fmt: skip
             seen[entry.id] = number
             _check_spelling(entry, fields, f"{path}, {'file' if path.is_dir() else 'line'} {number}")
+            for name in (name for name in entry.fields if name not in fields):
+                own.setdefault(name, Counter()).update(_kind(entry.fields[name]))
             prompt = entry.prompt if isinstance(entry.prompt, str) else entry.prompt.messages
             parts = (entry.id, prompt, entry.text, entry.fields)
         hasher.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
     if not seen:
         first = f": {bad[0].where}: {bad[0].problem}" if bad else "; it is empty"
         raise KVLensError(f"prompts: {path} holds no prompt{first}")
-    return Survey(len(seen), tuple(bad), hasher.hexdigest())
+    return Survey(len(seen), tuple(bad), hasher.hexdigest(), {name: _dtype(own[name], len(seen)) for name in own})
+
+
+def _kind(value: Any) -> list[str]:
+    """The kind of a field's value; none of null."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return ["int" if abs(value) <= 2**53 else "long" if -(2**63) <= value < 2**63 else "json"]  # exact as float, or int64
+    return [] if value is None else [type(value).__name__ if isinstance(value, bool | float | str) else "json"]
+
+
+def _dtype(kinds: Counter[str], n_records: int) -> str:
+    whole, with_missing = OWN_DTYPES.get(frozenset(kinds), ("str", "str"))
+    return whole if kinds.total() == n_records else with_missing
+
+
+def own_value(value: Any, dtype: str) -> Any:
+    """The value of a record's own field in a column of that dtype; None where it is missing."""
+    fits = dtype != "str" or value is None or isinstance(value, str)
+    return value if fits else json.dumps(value, ensure_ascii=False)
 
 
 def _check_spelling(record: Record, fields: Collection[str], where: str) -> None:
@@ -186,7 +222,7 @@ def _from_json(where: str, line: str) -> Record | BadLine:
         return BadLine(where, '"text" is empty or not a string')
     if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
         return BadLine(where, '"id" is neither a string nor an integer')
-    if _is_half_a_character(f"{prompt}{text}{given}"):
+    if _is_half_a_character(f"{prompt}{text}{given}{json.dumps(values, ensure_ascii=False)}"):
         return BadLine(where, "it contains half a character (a lone surrogate), which cannot be encoded as text")
     return Record(str(given), prompt, text, values)
 

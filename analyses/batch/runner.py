@@ -1,43 +1,56 @@
 """A batch from beginning to end: check everything, resume an interrupted run, and leave one Parquet file.
 
     OUT.parquet                 the complete table, written when every prompt is done
-    OUT.parquet.partial         the results so far, while a batch runs or after it was interrupted
+    OUT.parquet.partial/        a part for each finished prompt, while a batch runs or after it was interrupted
     OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, if there are any
 
 A prompt that fails only loses its own rows; ``retry_failed`` runs the failed ones again and keeps the rest. A run that was
-killed is resumed by the same call. Rows are ordered by model, then prompt, whatever the number of workers and interruptions.
+killed loses the prompt in hand (of each worker, its own), and is resumed by the same call. Rows are ordered by model, then
+prompt, whatever the number of workers and interruptions.
 """
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from tqdm import tqdm
 
 from kvlens import KVLensError, __version__
 from kvlens.arguments import path_of
 from kvlens.checks import checked
-from kvlens.files import reason, write_atomically
+from kvlens.files import work_on, write_atomically
 from kvlens.terminal import is_new, visible
 
 from ..declaration import Analysis, Record
 from ..registry import check_front_end
-from .journal import Journal, PromptResult, check_same, read_facts, read_parquet, schema_of, to_bytes, write_parquet
+from .parts import (
+    PARTS,
+    Parts,
+    PromptResult,
+    check_same,
+    folder_of_parts,
+    is_started,
+    read_facts,
+    read_row_groups,
+    schema_of,
+    write_table,
+)
 from .records import Survey, read_records, survey
-from .work import Resources, Work, check_table_path, check_work
-from .workers import Job, ModelShelf, columns_of, run_jobs
+from .work import Resources, Work, check_table_path, check_work, columns_of
+from .workers import Job, ModelShelf, run_jobs
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MALFORMED = "malformed"
 NO_PROMPT = "none"
 """The prompt_id of rows computed without a prompt."""
 LINES_SHOWN = 20
 """The most bad lines that are listed one by one; the errors file has all of them."""
+SECONDS_BETWEEN_LINES = 30
+"""The fewest between lines about the progress; later on they are further apart, a tenth of the time so far."""
 
 
 @dataclass(frozen=True)
@@ -130,46 +143,101 @@ def run_batch(
     if not analysis.inputs and source.prompts is not None:
         tell(f"{analysis.name} reads the weights alone, and runs once per model; {source.prompts} is not read")
         source = Input()
-    resources = resources or Resources()
     check_table_path(out)
-    journal_path = out.with_name(f"{out.name}.partial")
-    facts = _check_output(out, replace=overwrite or retry_failed or journal_path.exists())
-    found = source.survey([field.name for field in analysis.inputs.values()])
-    _tell_bad_lines(found, tell)
-    elsewhere = resources.engine == "ray" or resources.workers > 1
-    models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)
-    settings = _settings(analysis, work, found, _check_models(analysis, models))
-    if elsewhere:
-        del models
-    kept = facts if retry_failed else None
-    if kept is not None and not journal_path.exists():
-        check_same(out, {name: kept.get(name) for name in settings}, json.loads(json.dumps(settings)))
-    _make_folder(out.parent)
-    known = () if kept is None else _kept(out, kept, work, source, schema_of(columns_of(analysis)))
-    with Journal(journal_path, settings, restart=overwrite, retry_failed=retry_failed, known=known) as journal:
-        total, done = found.n_prompts * len(work.models), journal.progress().n_done
-        jobs = _jobs(work, source, journal, resources.prompts_per_job)
-        hidden = None if progress is None else not progress
-        with tqdm(total=total, initial=done, unit="prompt", desc=analysis.name, disable=hidden) as bar:
-            reported, told = False, set[str]()
-            for results in run_jobs(jobs, work, resources, tell, None if elsewhere else models):
-                journal.add(results)
-                bar.update(len(results))
-                for text in (text for result in results for text in result.warnings):
-                    if is_new(text, told):
-                        tell(f"warning: {text}")
-                failed = next((result for result in results if result.kind is not None), None)
-                if failed is not None and not reported:
-                    tell(f"{_described(failed)}; the batch continues with the others")
-                    reported = True
-        return _finish(out, journal, work, analysis, settings, found)
+    folder = folder_of_parts(out)
+    with work_on(folder, PARTS):
+        facts = _check_output(out, replace=overwrite or retry_failed or is_started(folder))
+        found = source.survey([each.name for each in analysis.inputs.values()])
+        _tell_bad_lines(found, tell)
+        plan = Plan(work, analysis, source, found, resources or Resources())
+        known = plan.kept(out, facts) if retry_failed and facts is not None else ()
+        parts = Parts(folder, plan.settings, plan.schema, restart=overwrite, retry_failed=retry_failed, known=known)
+        for path in parts.damaged:
+            tell(f"{path} is damaged; its prompt is run again")
+        plan.run(parts, tell, progress)
+        return _finish(out, parts, plan)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KVLensError(f"out: cannot make the folder {folder}: {reason(error)}; choose another") from error
+class Plan:
+    """What a batch runs, with its models checked.
+
+    Attributes:
+        work, analysis, source, found, resources: what is asked for, and the survey of the prompts.
+        n_runs: number of prompts times models.
+        schema: of the table.
+        settings: everything that the rows depend on, as JSON values; equal settings give equal rows.
+
+    Raises:
+        KVLensError: a model cannot be loaded or lacks what the analysis needs, or a field has the name of another column.
+    """
+
+    def __init__(self, work: Work, analysis: Analysis, source: Input, found: Survey, resources: Resources):
+        self.work, self.analysis, self.source, self.found, self.resources = work, analysis, source, found, resources
+        self.n_runs = found.n_prompts * len(work.models)
+        columns = columns_of(analysis, found.own_fields)
+        self.schema = schema_of(columns)
+        elsewhere = resources.engine == "ray" or resources.workers > 1
+        models = ModelShelf(work.models, device="cpu" if elsewhere else work.device, dtype=work.dtype)
+        settings = _settings(analysis, work, found, columns, _check_models(analysis, models))
+        self.settings = json.loads(json.dumps(settings))
+        self.models = None if elsewhere else models
+
+    def jobs(self) -> Iterator[Job]:
+        """Every prompt on every model, model by model, so that a worker loads each model once."""
+        for model in range(len(self.work.models)):
+            for number, record in self.source.records():
+                yield Job(model, number, record)
+
+    def kept(self, out: Path, facts: dict[str, Any]) -> Iterator[PromptResult]:
+        """The results in the table of an earlier batch for every prompt that did not fail, including those without rows.
+
+        Raises:
+            KVLensError: it was computed with other settings, or cannot be read.
+        """
+        check_same(out, {name: facts.get(name) for name in self.settings}, self.settings)
+        groups, failed = read_row_groups(out, self.schema), set(map(tuple, facts["failed"]))
+        rows = next(groups, None)
+        for job in self.jobs():
+            place = self.work.models[job.model], job.record.id
+            if rows is not None and place == (rows["model"][0].as_py(), rows["prompt_id"][0].as_py()):
+                yield PromptResult(job.model, job.number, job.record.id, rows.num_rows, rows=rows)
+                rows = next(groups, None)
+            elif (job.model, job.number) not in failed:
+                yield PromptResult(job.model, job.number, job.record.id, rows=self.schema.empty_table())
+
+    def run(self, parts: Parts, tell: Callable[[str], None], progress: bool | None) -> None:
+        """Run the prompts that have no part yet; tell each warning once, and the first prompt that fails."""
+        told, reported = set[str](), False
+        jobs = (job for job in self.jobs() if (job.model, job.number) not in parts.done)
+        results = run_jobs(jobs, self.work, self.found.own_fields, self.resources, tell, self.models)
+        for result in _with_progress(results, self, parts, tell, progress):
+            parts.add(result)
+            for text in result.warnings:
+                if is_new(text, told):
+                    tell(f"warning: {text}")
+            if result.kind is not None and not reported:
+                tell(f"{_described(result)}; the batch continues with the others")
+                reported = True
+
+
+def _with_progress(
+    results: Iterable[PromptResult], plan: Plan, parts: Parts, tell: Callable[[str], None], shown: bool | None
+) -> Iterator[PromptResult]:
+    """Pass results on, and show how far they are: by a bar on a terminal; elsewhere by lines, as for a script's log."""
+    name, total, found, began = plan.analysis.name, plan.n_runs, len(parts.done), time.monotonic()
+    if found and shown is not False:
+        tell(f"{found:,} of {total:,} found in {parts.folder.name}; {total - found:,} to run")
+    has_bar, last = sys.stderr.isatty() if shown is None else shown, began
+    with tqdm(total=total, initial=found, unit="prompt", desc=name, disable=not has_bar) as bar:
+        for result in results:
+            yield result
+            bar.update()
+            now, done = time.monotonic(), len(parts.done)
+            if shown is None and not has_bar and now - last >= max(SECONDS_BETWEEN_LINES, 0.1 * (now - began)):
+                failed = f", {n:,} failed" if (n := len(parts.failures)) else ""
+                left = tqdm.format_interval((now - began) / (done - found) * (total - done))
+                tell(f"{name}: {done:,} of {total:,}{failed}; about {left} left")
+                last = now
 
 
 def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
@@ -195,21 +263,6 @@ def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
 
 def _errors_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.errors.jsonl")
-
-
-def _kept(out: Path, facts: dict[str, Any], work: Work, source: Input, schema: pa.Schema) -> Iterator[PromptResult]:
-    """The results in the table of an earlier batch for every prompt that did not fail, including those without rows."""
-    ids = [record.id for _, record in source.records()]
-    prompts, models = ({name: i for i, name in enumerate(names)} for names in (ids, work.models))
-    everything = set(product(range(len(models)), range(len(ids))))
-    empty = everything - {(model, prompt) for model, prompt in facts.get("failed", everything)}
-    for name, prompt_id, n_rows, rows in read_parquet(out, schema):
-        model, prompt = models[name], prompts[prompt_id]
-        empty.discard((model, prompt))
-        yield PromptResult(model, prompt, prompt_id, n_rows, rows)
-    none = to_bytes(schema.empty_table().to_pandas(), schema)
-    for model, prompt in empty:
-        yield PromptResult(model, prompt, ids[prompt], 0, none)
 
 
 def _described(failed: PromptResult) -> str:
@@ -238,14 +291,15 @@ def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
     return fingerprints
 
 
-def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the rows depend on; equal settings give equal rows."""
+def _settings(
+    analysis: Analysis, work: Work, found: Survey, columns: dict[str, str], fingerprints: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "kvlens": __version__,
         "analysis": analysis.name,
         "options": analysis.read_options(work.options),
-        "columns": list(columns_of(analysis)),
+        "columns": list(columns),
         "models": fingerprints,
         "order_of_models": list(work.models),
         "dtype": work.dtype,
@@ -254,35 +308,29 @@ def _settings(analysis: Analysis, work: Work, found: Survey, fingerprints: dict[
     }
 
 
-def _jobs(work: Work, source: Input, journal: Journal, size: int) -> Iterator[Job]:
-    """The jobs that the journal does not have yet, model by model, so that a worker loads each model once."""
-    for model in range(len(work.models)):
-        todo = ((number, record) for number, record in source.records() if not journal.holds(model, number))
-        while prompts := tuple(islice(todo, size)):
-            yield Job(model, prompts)
-
-
-def _finish(
-    out: Path, journal: Journal, work: Work, analysis: Analysis, settings: dict[str, Any], found: Survey
-) -> BatchResult:
-    """Write the errors, then the table, then delete the journal; after a kill in between only this is repeated."""
-    progress = journal.progress()
-    if progress.n_done != found.n_prompts * len(work.models):
+def _finish(out: Path, parts: Parts, plan: Plan) -> BatchResult:
+    """Write the errors, then the table, then delete the parts; after a kill in between only this is repeated."""
+    if len(parts.done) != plan.n_runs:
         raise KVLensError("the prompts changed while they were read; run the command again")
-    errors, failures = _errors_of(out), list(journal.failures())
-    lines = [{"model": None, "prompt": bad.where, "kind": MALFORMED, "error": bad.problem, "where": None} for bad in found.bad]
+    errors, failures, bad = _errors_of(out), parts.failures, plan.found.bad
+    lines = [{"model": None, "prompt": line.where, "kind": MALFORMED, "error": line.problem, "where": None} for line in bad]
     for failed in failures:
         where = {"error": failed.error, "where": failed.where}
-        lines.append({"model": work.models[failed.model], "prompt": failed.prompt_id, "kind": failed.kind, **where})
+        lines.append({"model": plan.work.models[failed.model], "prompt": failed.prompt_id, "kind": failed.kind, **where})
     if lines:
         write_atomically(errors, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     else:
         errors.unlink(missing_ok=True)
-    counts = {"n_without_rows": progress.n_failed, "n_malformed": len(found.bad)}
-    facts = {**settings, **counts, "failed": [(failed.model, failed.prompt) for failed in failures]}
-    write_parquet(out, schema_of(columns_of(analysis)), journal.tables(), facts)
-    journal.delete()
-    first = _described(failures[0]) if failures else None
+    counts = {"n_without_rows": len(failures), "n_malformed": len(bad)}
+    facts = {**plan.settings, **counts, "failed": [(failed.model, failed.prompt) for failed in failures]}
+    write_table(out, plan.schema, parts.tables(), facts)
+    parts.delete()
     return BatchResult(
-        out, progress.n_rows, found.n_prompts, progress.n_failed, len(found.bad), errors if lines else None, first
+        out,
+        sum(result.n_rows for result in parts.done.values()),
+        plan.found.n_prompts,
+        len(failures),
+        len(bad),
+        errors if lines else None,
+        _described(failures[0]) if failures else None,
     )

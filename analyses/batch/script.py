@@ -8,6 +8,7 @@ the table exists already, 130 on Ctrl-C (then, as after a kill, the same command
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from kvlens.arguments import path_of
 from kvlens.checks import Within, ensure
 from kvlens.terminal import Arguments, how_it_ended, in_two_columns, plain_warnings, terminal_width, visible, wrap
 
-from ..registry import ANALYSES, locate
+from ..registry import ANALYSES, NOT_ON, Reasons, locate
 from .work import (
     DTYPE_NAMES,
     ENGINES,
@@ -35,13 +36,24 @@ if TYPE_CHECKING:
 INCOMPLETE, BAD_INPUT = 1, 2
 EPILOG = """\
 PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, and optionally "text", "id" and fields of \
-the analysis), a .json file with the messages of one chat, any other \
+the analysis; fields of your own become columns of the table), a .json file with the messages of one chat, any other \
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
 order of the prompts, and kvlens.read_table("FILE") reads and checks it; FILE.errors.jsonl lists the lines and prompts \
-without rows, and --retry-failed runs those prompts again. Until the batch is complete, FILE.partial has the results so far: \
-the same command resumes a run that was interrupted or killed.
-
-  kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"""
+without rows, and --retry-failed runs those prompts again. Until the batch is complete, FILE.partial is a folder with the \
+results so far: the same command resumes a run that was interrupted or killed, which loses the prompt in hand."""
+EXAMPLE = "  kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"
+EXAMPLE_VALUES = {
+    "prompt": "Kaya feeds a donkey. Mira keeps a goat.",
+    "text": " Which animal does Kaya keep? Kaya keeps a",
+    "answer": " donkey",
+    "without": "Kaya feeds a donkey.",
+    "corrupted": "Kaya feeds a hen. Mira keeps a goat.",
+    "second_prompt": "Olga has a hen.",
+    "earlier": "Olga has a hen.",
+}
+"""Field of a record -> what it holds in the examples of the help."""
+USEFUL = ("text", "answer")
+"""Fields that stand there even where they are optional."""
 MODEL_HELP = (
     "a shipped model (see `kvlens zoo`), a folder, or a name on the hub, if its files are in the local Hugging Face cache; may "
     "be repeated"
@@ -85,7 +97,7 @@ def _help(prog: str) -> str:
     return (
         "Run an analysis over many prompts and models, into one Parquet file. Without NAME, list the analyses and their "
         f"summaries; `{prog} NAME --help` shows the columns and options of one.\n\n"
-        f"{EPILOG}\n\n"
+        f"{EPILOG}\n\n{EXAMPLE}\n\n"
         f"NAME is one of {', '.join(ANALYSES)}, or a function of your own as MODULE:FUNCTION, for instance "
         "my_package.my_module:my_function. The module is found from here or is installed, and the function has the decorator "
         "kvlens.analyses.analysis: the documentation of kvlens.analyses.declaration has an example to copy."
@@ -103,10 +115,10 @@ def resources_of(args: argparse.Namespace) -> Resources:
     Raises:
         KVLensError: a number is out of range, such as more workers than the machine can use.
     """
-    for name in ("workers", "threads", "prompts_per_job"):
+    for name in ("workers", "threads"):
         if getattr(args, name) is not None:
             ensure(flag_of(name), Annotated[int, Within(1)], getattr(args, name))
-    return Resources(args.engine, args.workers, args.gpus_per_worker, args.threads, args.prompts_per_job)
+    return Resources(args.engine, args.workers, args.gpus_per_worker, args.threads)
 
 
 def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
@@ -157,26 +169,31 @@ def print_list(prog: str) -> int:
 
 
 def _print(result: "BatchResult", n_models: int, *, of_prompts: bool) -> None:
-    models = f" on {n_models} models" if n_models > 1 else ""
-    rows = f"{result.n_rows:,} rows of {result.n_prompts:,} prompts{models}"
-    if not of_prompts:
-        rows = f"{result.n_rows:,} rows of {n_models} model{'s' * (n_models > 1)}"
-    print(f"Written to {visible(str(result.out))}: {rows}")
+    failed, n_runs = result.n_without_rows, result.n_prompts * n_models
+    runs = "runs of a prompt" if n_models > 1 else "prompts"
+    with_rows = _count(n_runs - failed, "prompt" if of_prompts else "model")
+    if of_prompts and n_models > 1:
+        with_rows = f"{n_runs - failed:,} {runs}" if failed else _count(result.n_prompts, "prompt")
+        with_rows += f" on {n_models} models"
+    print(f"Written to {visible(str(result.out))}: {_count(result.n_rows, 'row')} of {with_rows}")
     if result.errors is None:
         return
-    failed = f"{result.n_without_rows:,} of {result.n_prompts * n_models:,} runs of a prompt failed"
-    if n_models == 1:
-        failed = f"{result.n_without_rows:,} of {result.n_prompts:,} prompts failed"
-    malformed = f"{result.n_malformed:,} line{'s' * (result.n_malformed != 1)} without a prompt"
-    problems = [words for number, words in ((result.n_malformed, malformed), (result.n_without_rows, failed)) if number]
+    malformed = f"{_count(result.n_malformed, 'line')} without a prompt"
+    problems = [malformed] * bool(result.n_malformed) + [f"{failed:,} of {n_runs:,} {runs} failed"] * bool(failed)
     print(f"{' and '.join(problems)}: see {visible(str(result.errors))}")
     if result.first_failure is not None:
         print(f"The first: {visible(result.first_failure)}")
         print("The same command with --retry-failed runs only those again")
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _parser(analysis: "Analysis", prog: str) -> Arguments:
-    parser = Arguments(prog=prog, description=_description(analysis), epilog=EPILOG, allow_abbrev=False)
+    parser = Arguments(
+        prog=prog, description=_description(analysis), epilog=f"{EPILOG}\n\n{_example(analysis, prog)}", allow_abbrev=False
+    )
     add = parser.add_argument
     if analysis.inputs:
         add("prompts", metavar="PROMPTS", help="JSONL file, text file or folder")
@@ -198,7 +215,6 @@ def _parser(analysis: "Analysis", prog: str) -> Arguments:
     )
     add("--gpus-per-worker", type=float, default=0.0, metavar="X", help="with ray: GPU, or part of one (default: %(default)g)")
     add("--threads", type=int, metavar="N", help="threads of each worker (default: torch's threads, divided among the workers)")
-    add("--prompts-per-job", type=int, default=8, metavar="N", help="prompts run and recorded at once (default: 8)")
     own = parser.add_argument_group("options of this analysis") if analysis.options else parser
     for name, default in analysis.defaults.items():
         _add_option(own, name, analysis.options[name], default)
@@ -214,6 +230,23 @@ def _description(analysis: "Analysis") -> str:
     reads = f"fields of a record that it reads: {named or 'none; it runs once per model, without PROMPTS'}"
     columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
     return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
+
+
+def _example(analysis: "Analysis", prog: str) -> str:
+    """A command, and the line of PROMPTS that it needs."""
+    model = "facts-linear" if NOT_ON.get(analysis.name, Reasons()).hooked is None else "facts-hybrid"
+    if not analysis.inputs:
+        return f"  {prog} --model {model} --out table.parquet"
+    held = {
+        each.name: EXAMPLE_VALUES.get(each.name, "...")
+        for each in analysis.inputs.values()
+        if each.required or each.name == "answer"
+    }
+    line = json.dumps({**held, "case": 1})
+    return (
+        f"For instance, with prompts.jsonl of lines like this one (case is a field of your own):\n\n  {line}\n\n"
+        f"  {prog} prompts.jsonl --model {model} --out table.parquet"
+    )
 
 
 def _add_option(group: "argparse._ActionsContainer", name: str, option: "Option", default: Any) -> None:

@@ -29,7 +29,7 @@ DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
 MOST_PER_CORE, MOST_ACTORS = 16, 10_000
 """The most processes (or threads of one) per core, and the most actors of a cluster; more are surely a typing error."""
 FRONT_COLUMNS = ("model", "prompt_id")
-"""Those of every table, before the columns of the analysis."""
+"""Those of every table, before the records' own fields and the columns of the analysis."""
 
 
 @checked
@@ -39,7 +39,7 @@ class Work:
 
     Attributes:
         analysis: a name of ``kvlens.analyses.ANALYSES``, or MODULE:FUNCTION of any `Analysis` that can be imported.
-        models: names of shipped models, or folders.
+        models: names of shipped models, folders, or GGUF files.
         options: options of the analysis, by name; others have their defaults.
         dtype: dtype of the weights; None keeps the stored one.
         device: where the models run; None takes TransformerLens' choice.
@@ -65,14 +65,12 @@ class Resources:
         workers: number of processes or actors; with one process, the batch runs in this process.
         gpus_per_worker: for Ray; 0.25 puts four workers on a GPU.
         threads: threads of each worker; None divides torch's threads here among them. The last bits of a sum depend on it.
-        prompts_per_job: number of prompts that a worker is given, and that are recorded, at once.
     """
 
     engine: Literal["processes", "ray"] = "processes"
     workers: Count = 1
     gpus_per_worker: Annotated[float, Within(0)] = 0.0
     threads: Count | None = None
-    prompts_per_job: Count = 8
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -118,6 +116,22 @@ def _declared(value: Any) -> "Analysis | None":
 
     found = getattr(value, "__dict__", {}).get("analysis", value)
     return found if isinstance(found, Analysis) else None
+
+
+def columns_of(analysis: "Analysis", own_fields: Mapping[str, str]) -> dict[str, str]:
+    """The table's columns with their dtypes: model and prompt, the records' own fields, then those of the analysis.
+
+    Raises:
+        KVLensError: a field of the records has the name of another column.
+    """
+    others = {**dict.fromkeys(FRONT_COLUMNS, "str"), **analysis.columns.dtypes}
+    for name in own_fields:
+        if name in others:
+            raise KVLensError(
+                f"prompts: the field {name!r} of the records would be a column of the table, and {analysis.name} has one of "
+                f"that name; call it something else, such as {f'my_{name}'!r}"
+            )
+    return {**dict.fromkeys(FRONT_COLUMNS, "str"), **own_fields, **analysis.columns.dtypes}
 
 
 def check_work(work: Work) -> "Analysis":
@@ -170,7 +184,9 @@ def check_table_path(out: Path) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Raise KVLensError unless ``name`` may be a shipped model, a folder, or a Hugging Face name, without reading files."""
+    """Raise KVLensError unless ``name`` may be a shipped model, a folder, a GGUF file, or a Hugging Face name."""
     source = zoo.source_of(name)
-    if isinstance(source, Path) and not source.is_dir():
-        raise KVLensError(f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}) or a folder")
+    if isinstance(source, Path) and not source.is_dir() and source.suffix != ".gguf":
+        raise KVLensError(
+            f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}), a folder, or a .gguf file"
+        )

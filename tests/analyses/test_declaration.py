@@ -140,12 +140,13 @@ def test_the_docstrings_example_runs_in_a_batch(tmp_path, monkeypatch, capsys):
     Path("p.txt").write_text("ab\ncde\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["analyse", "my_package.my_module:largest_logits", "p.txt", "--model", "tiny", "--out", "t.parquet"]
-    assert main([*command, "--text", "the widget", "--scale", "0.5", "--prompts-per-job", "2"]) == 0
+    assert main([*command, "--text", "the widget", "--scale", "0.5"]) == 0
     table = pd.read_parquet("t.parquet")
     model = tiny_text_model(dtype=torch.float64)
-    text = model.to_tokens("the widget", prepend_bos=False)
-    torch.testing.assert_close(torch.tensor(table["largest_logit"].to_numpy()[: text.shape[1]]),
-                               0.5 * model(text)[0].amax(dim=-1), rtol=1e-11, atol=0)  # fmt: skip
+    prompt, text = model.to_tokens("ab"), model.to_tokens("the widget", prepend_bos=False)
+    expected = 0.5 * model(torch.cat([prompt, text], dim=1))[0, prompt.shape[1] :].amax(dim=-1)
+    found = torch.tensor(table["largest_logit"].to_numpy()[: text.shape[1]])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     assert table["prompt_id"].nunique() == 2
     assert main([*command[:2], "--help"]) == 0
     assert "largest_logit float64 of the next token" in " ".join(capsys.readouterr().out.split())

@@ -146,7 +146,6 @@ RESOURCES = [
     ("workers: at most", dict(workers=10**9)),
     ("threads must be at least 1", dict(threads=-1)),
     ("threads: at most", dict(threads=10**9)),
-    ("prompts_per_job must be at least 1", dict(prompts_per_job=0)),
     ("gpus_per_worker must be at least 0, got -1", dict(gpus_per_worker=-1)),
     ("gpus_per_worker must be a number of at least 0, got nan", dict(gpus_per_worker=math.nan, engine="ray")),
     ("gpus_per_worker is for the engine ray; for processes, choose the device", dict(gpus_per_worker=0.5)),

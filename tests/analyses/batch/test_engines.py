@@ -11,7 +11,6 @@ import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -59,7 +58,7 @@ class InstantWorker:
             engine.deaths += not engine.error
             future.set_exception(engine.error or RuntimeError("killed by hand"))
         else:
-            future.set_result([PromptResult(job.model, place, record.id, rows=b"") for place, record in job.prompts])
+            future.set_result(PromptResult(job.model, job.number, job.record.id))
         return future
 
     def death(self, error):
@@ -70,69 +69,63 @@ class InstantWorker:
         self.engine.alive[self.number] = False
 
 
-def jobs(*sizes):
-    """Jobs of the given numbers of prompts, numbered 0, 1, 2 ..."""
-    places = iter(range(sum(sizes)))
-    return [Job(0, tuple((place, Record(f"p{place}", "x")) for place in islice(places, size))) for size in sizes]
+def jobs(n):
+    return [Job(0, number, Record(f"p{number}", "x")) for number in range(n)]
 
 
 def shared(engine, given, n_workers=3):
     lines = []
-    results = [result for part in share_out(given, engine.start, n_workers, lines.append) for result in part]
+    results = list(share_out(given, engine.start, n_workers, lines.append))
     assert not any(engine.alive), "a worker was left running"
     return sorted(results, key=lambda result: result.prompt), lines
 
 
-def holds(job, *places):
-    return any(place in places for place, _ in job.prompts)
-
-
 def test_every_prompt_once_and_no_more_workers_than_jobs():
     engine = Instant()
-    results, lines = shared(engine, jobs(2, 2, 1), n_workers=7)
+    results, lines = shared(engine, jobs(5), n_workers=7)
     assert [o.prompt for o in results] == [0, 1, 2, 3, 4] and not lines
-    assert len(engine.alive) == 3
+    assert len(engine.alive) == 5
     assert shared(Instant(None), []) == ([], [])
 
 
 def test_the_job_of_a_dead_worker_is_given_out_again():
-    engine = Instant(lambda job, deaths: holds(job, 4) and deaths == 0)
-    results, lines = shared(engine, jobs(3, 3, 3))
+    engine = Instant(lambda job, deaths: job.number == 4 and deaths == 0)
+    results, lines = shared(engine, jobs(9))
     assert [(o.prompt, o.kind) for o in results] == [(i, None) for i in range(9)]
     assert lines == ["a worker died (killed by hand); another takes over"]
     assert len(engine.alive) == 4
-    assert sum(holds(job, 0) for job in engine.jobs) == 1, "the others' jobs are left alone"
+    assert len(engine.jobs) == 10, "the others' jobs are left alone"
 
 
 def test_a_deadly_prompt_costs_only_itself():
-    engine = Instant(lambda job, deaths: holds(job, 1, 5))
-    results, _ = shared(engine, jobs(3, 3, 3), n_workers=2)
+    engine = Instant(lambda job, deaths: job.number in (1, 5))
+    results, _ = shared(engine, jobs(9), n_workers=2)
     assert [o.prompt for o in results if o.kind == "died"] == [1, 5]
     assert "its worker died 2 times (killed by hand)" in results[1].error
     assert len(results) == 9
-    assert engine.deaths == 2 * (1 + MAX_DEATHS)
+    assert engine.deaths == 2 * MAX_DEATHS
 
 
 def test_workers_that_always_die_end_the_batch():
     engine = Instant(lambda job, deaths: True)
     with pytest.raises(KVLensError, match="workers died one after the other; of the last: killed by hand"):
-        shared(engine, jobs(*[1] * 99), n_workers=2)
+        shared(engine, jobs(99), n_workers=2)
     assert not any(engine.alive)
 
 
 def test_an_error_a_reader_that_leaves_and_prompts_that_fail_stop_every_worker():
     engine = Instant(error=KVLensError("no such model"))
     with pytest.raises(KVLensError, match="no such model"):
-        shared(engine, jobs(1, 1))
+        shared(engine, jobs(2))
     assert engine.alive == [False, False]
     engine = Instant()
-    results = share_out(jobs(1, 1, 1), engine.start, 3)
+    results = share_out(jobs(3), engine.start, 3)
     next(results)
     results.close()
     assert engine.alive == [False, False, False]
 
     def unreadable():
-        yield from jobs(1, 1)
+        yield from jobs(2)
         raise KVLensError("cannot read")
 
     engine = Instant()
@@ -169,8 +162,8 @@ def test_two_processes_of_which_one_is_killed(deadly, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (work, source, table), lines = deadly, []
     (source.prompts.parent / "killed").unlink()
-    resources = Resources(workers=2, threads=1, prompts_per_job=3)
-    result = run_batch(work, source, tmp_path / "t.parquet", resources=resources, tell=lines.append)
+    resources = Resources(workers=2, threads=1)
+    result = run_batch(work, source, tmp_path / "t.parquet", resources=resources, progress=False, tell=lines.append)
     assert result.errors is None and result.out.read_bytes() == table
     assert lines == ["a worker died (killed by SIGKILL); another takes over"]
     assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
@@ -183,7 +176,7 @@ def test_a_ray_actor_that_is_killed(deadly, tmp_path):
     work, source, table = deadly
     (source.prompts.parent / "killed").unlink(missing_ok=True)
     command = [sys.executable, "-m", "kvlens", "analyse", work.analysis, str(source.prompts), "--model", *work.models]
-    command += ["--engine", "ray", "--threads", "1", "--prompts-per-job", "3", "--out", str(tmp_path / "t.parquet")]
+    command += ["--engine", "ray", "--threads", "1", "--out", str(tmp_path / "t.parquet")]
     run = subprocess.run(command, cwd=source.prompts.parent, timeout=600, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("a worker died") == 1 and (tmp_path / "t.parquet").read_bytes() == table
@@ -215,9 +208,9 @@ def test_a_batch_on_ray_goes_on_with_actors_that_answered_and_ends_where_its_dae
     ray.remote.return_value.return_value.remote.return_value.run.remote.return_value.future.side_effect = answers
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(workers, "PATIENCE", 0.001)
-    answers[1].set_result([PromptResult(0, 1, "p1")])
-    results = run_jobs(jobs(1, 1), Work(LETTERS, ("m",)), Resources("ray", 2, threads=1))
-    assert next(results)[0].prompt_id == "p1"
+    answers[1].set_result(PromptResult(0, 1, "p1"))
+    results = run_jobs(jobs(2), Work(LETTERS, ("m",)), {}, Resources("ray", 2, threads=1))
+    assert next(results).prompt_id == "p1"
     here["Alive"] = False
     with pytest.raises(KVLensError, match="daemon on this machine died; finished prompts are kept"):
         next(results)
@@ -227,4 +220,4 @@ def test_a_batch_on_ray_goes_on_with_actors_that_answered_and_ends_where_its_dae
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(KVLensError, match=r"pip install -e '.\[ray\]'"):
-        list(run_jobs([], Work(LETTERS, ("m",)), Resources(engine="ray")))
+        list(run_jobs([], Work(LETTERS, ("m",)), {}, Resources(engine="ray")))

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from batch_probes import letters
 from kvlens.analyses.batch import runner, workers
-from kvlens.analyses.batch.journal import Journal
+from kvlens.analyses.batch.parts import Parts
 from kvlens.analyses.batch.runner import Input, run_batch
-from kvlens.analyses.batch.work import Resources, Work
+from kvlens.analyses.batch.work import Work
 from tiny_text_model import tiny_text_model
 
 from kvlens import HookedKVTransformer, KVLensError
@@ -125,7 +125,7 @@ def test_a_prompt_without_a_row_has_not_failed(model_folder, tmp_path, prompts, 
 def test_an_interrupted_retry_resumes_and_loses_nothing(model_folder, tmp_path, monkeypatch, prompts):
     work, source = Work(LETTERS, (model_folder,)), prompts({"prompt": "ab"}, {"prompt": "c", "breaks": 1})
     run_batch(work, source, tmp_path / "t.parquet")
-    for owner, name in ((Journal, "add"), (workers.Worker, "run"), (runner, "write_parquet")):
+    for owner, name in ((Parts, "add"), (workers.Worker, "run"), (runner, "write_table")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_batch(work, source, tmp_path / "t.parquet", retry_failed=True)
@@ -167,7 +167,7 @@ def kills_until_done(work, source, out, seconds_of_a_run) -> int:
             status = 1
             try:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
-                run_batch(work, source, out, resources=Resources(prompts_per_job=2), progress=False)
+                run_batch(work, source, out, progress=False)
                 status = 0
             finally:
                 os._exit(status)
@@ -184,19 +184,19 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
     work, source, out = Work(LETTERS, (model_folder,)), prompts(n=13), tmp_path / "killed" / "t.parquet"
     run_batch(work, source, tmp_path / "whole.parquet")
     began = time.process_time()
-    run_batch(work, source, tmp_path / "timed.parquet", resources=Resources(prompts_per_job=2), progress=False)
+    run_batch(work, source, tmp_path / "timed.parquet", progress=False)
     assert kills_until_done(work, source, out, time.process_time() - began) >= 3
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert names(out.parent) == ["t.parquet"]
 
 
-@pytest.mark.parametrize("where", ["Journal.add", "Journal.failures", "write_atomically", "write_parquet", "Journal.delete"])
+@pytest.mark.parametrize("where", ["Parts.add", "Parts.tables", "write_atomically", "write_table", "Parts.delete"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_batch_interrupted_anywhere_resumes(model_folder, tmp_path, monkeypatch, where, after, prompts):
-    work, resources = Work(LETTERS, (model_folder,)), Resources(prompts_per_job=2)
+    work = Work(LETTERS, (model_folder,))
     source = prompts(*({"prompt": f"{i}", **({"raises": 1} if i == 3 else {})} for i in range(5)))
-    run_batch(work, source, tmp_path / "whole.parquet", resources=resources)
-    owner, name = (Journal, where.split(".")[1]) if "." in where else (runner, where)
+    run_batch(work, source, tmp_path / "whole.parquet")
+    owner, name = (Parts, where.split(".")[1]) if "." in where else (runner, where)
     real, calls = getattr(owner, name), []
 
     def once(*args, **kwargs):
@@ -209,8 +209,8 @@ def test_a_batch_interrupted_anywhere_resumes(model_folder, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, name, once)
-        run_batch(work, source, tmp_path / "t.parquet", resources=resources)
-    if where == "Journal.delete" and after:
+        run_batch(work, source, tmp_path / "t.parquet")
+    if where == "Parts.delete" and after:
         with pytest.raises(KVLensError, match=r"5 prompts; 1 failed"):
             run_batch(work, source, tmp_path / "t.parquet")
     else:
@@ -222,10 +222,10 @@ def test_a_batch_interrupted_anywhere_resumes(model_folder, tmp_path, monkeypatc
 
 
 def test_what_is_done_is_not_done_again(model_folder, tmp_path, monkeypatch, prompts, asked):
-    real, work, source = Journal.add, Work(LETTERS, (model_folder,)), prompts({"prompt": "ab"}, {"prompt": "c"})
+    real, work, source = Parts.add, Work(LETTERS, (model_folder,)), prompts({"prompt": "ab"}, {"prompt": "c"})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "add", lambda self, results: (real(self, results), interrupted()))
-        run_batch(work, source, tmp_path / "t.parquet", resources=Resources(prompts_per_job=1))
+        patch.setattr(Parts, "add", lambda self, result: (real(self, result), interrupted()))
+        run_batch(work, source, tmp_path / "t.parquet")
     assert run_batch(work, source, tmp_path / "t.parquet").n_rows == 3 and asked == ["ab", "c"]
 
 
@@ -234,7 +234,7 @@ def test_an_interrupted_run_of_other_settings_or_weights_is_not_resumed(other_fo
     model.save(folder)
     work, out, source = Work(LETTERS, (folder,)), tmp_path / "t.parquet", prompts(n=3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner, "write_parquet", interrupted)
+        patch.setattr(runner, "write_table", interrupted)
         run_batch(work, source, out)
     for words, other in {
         "options.times was 1, now 2": Work(LETTERS, (folder,), options={"times": 2}),
@@ -278,3 +278,42 @@ def test_a_model_that_will_not_do(tmp_path, prompts):
     with pytest.raises(KVLensError, match="letters cannot be run on .*softmax: it is not linear"):
         run_batch(Work(LETTERS, (str(tmp_path / "softmax"),)), prompts(n=1), tmp_path / "t.parquet")
     assert names(tmp_path) == ["p.jsonl", "softmax"]
+
+
+def test_fields_of_ones_own_are_columns_before_those_of_the_analysis(model_folder, tmp_path, prompts):
+    work, out = Work(LETTERS, (model_folder,)), tmp_path / "t.parquet"
+    source = prompts(
+        {"prompt": "ab", "case": 7, "tags": ["x"]}, {"prompt": "c", "raises": 1, "share": 0.5}, {"prompt": "d", "share": 1}
+    )
+    assert run_batch(work, source, out).n_without_rows == 1
+    table = pd.read_parquet(out)
+    own = {"case": "Int64", "tags": "str", "share": "float64"}
+    assert table.dtypes.astype(str).to_dict() == {"model": "str", "prompt_id": "str", **own, **letters.COLUMNS.dtypes}
+    assert table["case"].tolist() == [7, 7, pd.NA] and table["tags"].fillna("").tolist() == ['["x"]', '["x"]', ""]
+    assert table["share"].tolist()[2] == 1.0 and table["share"].isna().tolist() == [True, True, False]
+    before = out.read_bytes()
+    assert run_batch(work, source, out, retry_failed=True).n_rows == 3 and out.read_bytes() == before
+    for name in ("letter", "prompt_id"):
+        with pytest.raises(KVLensError, match=f"the field '{name}' of the records would be a column.*such as 'my_{name}'"):
+            run_batch(work, prompts({"prompt": "a", name: 1}), tmp_path / "u.parquet")
+    assert names(tmp_path) == ["p.jsonl", "t.parquet", "t.parquet.errors.jsonl"]
+
+
+def test_a_second_process_on_the_same_output_says_so_before_it_loads_a_model(model_folder, tmp_path, prompts, monkeypatch):
+    work, source, out = Work(LETTERS, (model_folder,)), prompts(n=2), tmp_path / "t.parquet"
+
+    def second(*args):
+        monkeypatch.undo()
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(KVLensError, match="another process is at work on .*t.parquet.partial; wait for it"):
+                    run_batch(Work(LETTERS, ("no/such/model",)), source, out, overwrite=True)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return Parts.add(*args)
+
+    monkeypatch.setattr(Parts, "add", second)
+    assert run_batch(work, source, out).n_prompts == 2

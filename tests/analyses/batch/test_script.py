@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -79,6 +80,18 @@ def test_every_analysis_has_help_with_its_columns_and_fields(name, capsys):
         assert f"--{option.replace('_', '-')}" in text
 
 
+@pytest.mark.parametrize("name", ANALYSES)
+def test_the_example_in_the_help_of_an_analysis_is_its_own_and_runs(name, capsys):
+    """With every field that it needs; a field of one's own is a column, where there is a record."""
+    assert main(["analyse", name, "--help"]) == 0
+    *lines, command = re.findall(r"^  (\{.*|kvlens .*)$", capsys.readouterr().out, re.MULTILINE)
+    Path("prompts.jsonl").write_text("\n".join(lines))
+    _, *words = shlex.split(command)
+    assert words[:2] == ["analyse", name] and main(words) == 0
+    table = pd.read_parquet("table.parquet")
+    assert len(table) and (not lines or table["case"].tolist() == [1] * len(table))
+
+
 def test_without_a_name_the_analyses_are_listed(capsys):
     assert main(["analyse"]) == 0
     listed = capsys.readouterr().out
@@ -93,7 +106,7 @@ def test_a_function_keeps_its_name_when_its_module_is_imported():
 
 
 def test_a_table_is_written_with_status_0(model_folder, capsys):
-    assert letters(model_folder, "--times", "2", "--upper", "--prompts-per-job", "1") == 0
+    assert letters(model_folder, "--times", "2", "--upper") == 0
     assert capsys.readouterr().out == "Written to t.parquet: 10 rows of 2 prompts\n"
     table = pd.read_parquet("t.parquet")
     assert list(table.columns) == ["model", "prompt_id", "place", "letter", "layers"]
@@ -109,13 +122,45 @@ def test_status_1_when_something_gave_no_rows(model_folder, capsys):
     assert json.loads(Path("t.parquet.errors.jsonl").read_text())["prompt"] == "p.txt:2"
 
 
+def test_rows_are_counted_of_the_prompts_that_have_them(model_folder, other_folder, capsys):
+    Path("p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd", "breaks": 1}\n{"prompt": "e", "raises": 1}\n')
+    command = ["analyse", LETTERS, "p.jsonl", "--model", model_folder]
+    assert main([*command, "--out", "t.parquet"]) == 1
+    told = capsys.readouterr().out
+    assert "Written to t.parquet: 2 rows of 1 prompt\n2 of 3 prompts failed: see" in told
+    assert main([*command, "--model", other_folder, "--out", "u.parquet"]) == 1
+    told = capsys.readouterr().out
+    assert "Written to u.parquet: 4 rows of 2 runs of a prompt on 2 models\n4 of 6 runs of a prompt failed: see" in told
+
+
+def test_a_log_says_what_was_found_and_how_far_it_is(model_folder, capsys, monkeypatch):
+    """Where stderr is no terminal, as here; half a minute lies between two lines."""
+    Path("p.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    with monkeypatch.context() as patch:
+        kept = []
+        patch.setattr("kvlens.analyses.batch.parts.Parts.delete", lambda parts: kept.append(parts.folder) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            letters(model_folder)
+    for part in list(Path("t.parquet.partial").glob("0-*.parquet"))[:4]:
+        part.unlink()
+    times = iter(range(0, 1000, 20))
+    monkeypatch.setattr("kvlens.analyses.batch.runner.time.monotonic", lambda: float(next(times)))
+    capsys.readouterr()
+    assert letters(model_folder) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 6 found in t.parquet.partial; 4 to run",
+        "letters: 4 of 6; about 00:40 left",
+        "letters: 6 of 6; about 00:00 left",
+    ]
+
+
 def test_a_rerun_after_failures_says_how_to_retry_and_a_retry_ends_well(model_folder, capsys, monkeypatch):
     Path("p.jsonl").write_text('{"prompt": "ab", "breaks": 1}\n{"prompt": "cd", "breaks": 1}\n')
     command = ["analyse", LETTERS, "p.jsonl", "--model", model_folder, "--out", "t.parquet"]
     assert main(command) == 1
     captured = capsys.readouterr()
     told = re.fullmatch(
-        r"Written to t.parquet: 0 rows of 2 prompts\n2 of 2 prompts failed: see t.parquet.errors.jsonl\n"
+        r"Written to t.parquet: 0 rows of 0 prompts\n2 of 2 prompts failed: see t.parquet.errors.jsonl\n"
         r"The first: (p.jsonl:1: ZeroDivisionError: a bug \(letters.py:\d+\))\n"
         r"The same command with --retry-failed runs only those again\n",
         captured.out,

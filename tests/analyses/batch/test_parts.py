@@ -1,137 +1,166 @@
-"""The journal keeps results whole, and refuses to mix settings; the table has one schema and a row group per prompt.
+"""Parts keep results whole, and refuse to mix settings; the table has one schema and a row group per prompt.
 
 What counts as a prompt, and that what does not is named by its line.
 """
 
 import json
 import os
+import shutil
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from kvlens.analyses.batch.journal import (
-    Journal,
-    JournalCounts,
+from kvlens.analyses.batch.parts import (
+    DIED,
+    FAILED,
+    PARTS,
+    REFUSED,
+    Parts,
+    PromptResult,
     differences,
+    is_started,
     read_facts,
-    read_parquet,
+    read_row_groups,
     schema_of,
-    to_bytes,
-    write_parquet,
+    write_table,
 )
-from kvlens.analyses.batch.records import BadLine, read_records, survey
-from kvlens.analyses.batch.workers import DIED, FAILED, REFUSED, PromptResult
+from kvlens.analyses.batch.records import BadLine, own_value, read_records, survey
 from kvlens.analyses.declaration import Record
 
 from kvlens import Chat, KVLensError
+from kvlens.files import work_on
 
 SETTINGS = {"analysis": "letters", "options": {"times": 2}, "columns": ["a", "b"]}
+SCHEMA = schema_of({"name": "str", "loss": "float64"})
 
 
 def done(model, prompt, n_rows=3):
-    return PromptResult(model, prompt, f"p{prompt}", n_rows, f"rows of {model}, {prompt}".encode())
+    rows = pa.table({"name": [f"{model}, {prompt}"] * n_rows, "loss": [float("nan"), 0.5, -1.0][:n_rows]}, schema=SCHEMA)
+    return PromptResult(model, prompt, f"p{prompt}", n_rows, rows=rows)
+
+
+def refused(prompt, kind=REFUSED):
+    return PromptResult(0, prompt, f"p{prompt}", kind=kind, error="no", where="a.py:3")
+
+
+def opened(path, settings=SETTINGS, **how):
+    return Parts(path, settings, SCHEMA, **how)
+
+
+def names(parts):
+    return [table["name"][0].as_py() for table in parts.tables()]
 
 
 def test_what_was_added_is_there_in_order(tmp_path):
-    path = tmp_path / "j"
-    with Journal(path, SETTINGS) as journal:
-        journal.add([done(1, 0), done(0, 11)])
-        journal.add([done(0, 2), PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")])
-    with Journal(path, SETTINGS) as journal:
-        assert journal.progress() == JournalCounts(n_done=4, n_failed=1, n_rows=9)
-        assert list(journal.tables()) == [b"rows of 0, 2", b"rows of 0, 11", b"rows of 1, 0"]
-        assert list(journal.failures()) == [PromptResult(0, 1, "p1", kind=REFUSED, error="no", where="a.py:3")]
-        assert [journal.holds(0, 1), journal.holds(1, 0), journal.holds(1, 1)] == [True, True, False]
-        journal.delete()
+    first = opened(tmp_path / "j")
+    for result in (done(1, 0), done(0, 11), done(0, 2, n_rows=0), done(0, 3), refused(1)):
+        first.add(result)
+    for parts in (first, opened(tmp_path / "j")):
+        assert [list(table["loss"].to_pylist()[1:]) for table in parts.tables()] == [[], [0.5, -1.0], [0.5, -1.0], [0.5, -1.0]]
+        assert [table.schema for table in parts.tables()] == [SCHEMA] * 4
+        assert sorted(parts.done) == [(0, 1), (0, 2), (0, 3), (0, 11), (1, 0)]
+        assert sum(result.n_rows for result in parts.done.values()) == 9
+        assert parts.failures == [refused(1)]
+    parts.delete()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cut_off_anywhere_every_whole_line_is_there_and_the_rest_can_be_added(tmp_path):
-    path, results = tmp_path / "j", [done(0, 0), PromptResult(0, 1, "p1", kind=REFUSED, error="no"), done(0, 2)]
-    with Journal(path, SETTINGS) as journal:
-        ends = [len(path.read_bytes())]
-        for result in results:
-            journal.add([result])
-            ends.append(len(path.read_bytes()))
-    whole = path.read_bytes()
-    for size in sorted({end + more for end in ends for more in (-50, -1, 0, 1)} & set(range(ends[0], ends[-1]))):
-        path.write_bytes(whole[:size])
-        n_whole = sum(end <= size for end in ends[1:])
-        with Journal(path, SETTINGS) as journal:
-            assert [journal.holds(0, i) for i in range(3)] == [i < n_whole for i in range(3)]
-            journal.add(results[n_whole:])
-        assert path.read_bytes() == whole
-    path.write_bytes(whole[: ends[0] - 1])
-    with pytest.raises(KVLensError, match="is damaged"):
-        Journal(path, SETTINGS)
+def test_a_part_is_whole_or_not_there_and_what_a_dead_writer_left_of_it_is_cleared(tmp_path, monkeypatch):
+    parts = opened(tmp_path / "j")
+    parts.add(done(0, 0))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        parts.add(done(0, 1))
+    (tmp_path / "j" / ".0-2.parquet.kvlens-new").write_bytes(b"PAR1")
+    assert names(opened(tmp_path / "j")) == ["0, 0"]
+    assert sorted(path.name for path in (tmp_path / "j").iterdir()) == ["0-0.parquet", "settings.json"]
 
 
-def test_what_a_full_disk_left_is_written_over(tmp_path, monkeypatch):
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        journal.add([done(0, 0)])
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(KVLensError, match="cannot write .*No space.*earlier results are kept"),
-        ):
-            patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            journal.add([done(0, 1)])
-        journal.add([done(0, 2)])
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        assert list(journal.tables()) == [b"rows of 0, 0", b"rows of 0, 2"]
+def test_a_full_disk_is_told_and_keeps_what_is_done(tmp_path, monkeypatch):
+    parts = opened(tmp_path / "j")
+    parts.add(done(0, 0))
+    with monkeypatch.context() as patch, pytest.raises(KVLensError, match="cannot write .*No space.*finished prompts are kept"):
+        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        parts.add(done(0, 1))
+    parts.add(done(0, 2))
+    assert names(parts) == names(opened(tmp_path / "j")) == ["0, 0", "0, 2"]
 
 
-def test_of_two_lines_on_a_prompt_the_later_counts(tmp_path):
-    refused = PromptResult(0, 0, "p0", kind=REFUSED, error="no")
-    with Journal(tmp_path / "j", SETTINGS, known=iter([refused, done(0, 1)])) as journal:
-        assert journal.progress() == JournalCounts(2, 1, 3)
-    with Journal(tmp_path / "j", SETTINGS, retry_failed=True, known=iter([done(0, 2)])) as journal:
-        assert [journal.holds(0, i) for i in range(3)] == [False, True, False], "what is known counts where it is created"
-        journal.add([done(0, 0)])
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        assert journal.progress() == JournalCounts(2, 0, 6) and list(journal.failures()) == []
+@pytest.mark.parametrize("damage", [lambda x: x[:-1], lambda x: x[:40], lambda x: b"", lambda x: x[:60] + b"?" + x[61:]])
+def test_a_damaged_part_is_as_none_and_never_read(tmp_path, damage):
+    parts = opened(tmp_path / "j")
+    for prompt in range(3):
+        parts.add(done(0, prompt))
+    path = tmp_path / "j" / "0-1.parquet"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(KVLensError, match="0-1.parquet is damaged"):
+        names(parts)
+    again = opened(tmp_path / "j")
+    assert again.damaged == [path] and sorted(again.done) == [(0, 0), (0, 2)]
+    again.add(done(0, 1))
+    assert names(opened(tmp_path / "j")) == ["0, 0", "0, 1", "0, 2"]
+
+
+def test_a_part_of_another_prompt_or_batch_is_not_read(tmp_path):
+    parts, other = opened(tmp_path / "j"), opened(tmp_path / "other", {**SETTINGS, "options": {"times": 3}})
+    parts.add(done(0, 0))
+    other.add(done(0, 1))
+    shutil.copy(tmp_path / "j" / "0-0.parquet", tmp_path / "j" / "0-2.parquet")
+    shutil.copy(tmp_path / "other" / "0-1.parquet", tmp_path / "j")
+    again = opened(tmp_path / "j")
+    assert list(again.done) == [(0, 0)] and {path.name for path in again.damaged} == {"0-1.parquet", "0-2.parquet"}
+
+
+def test_what_is_known_counts_where_it_is_created(tmp_path):
+    parts = opened(tmp_path / "j", known=iter([refused(0), done(0, 1)]))
+    assert (sorted(parts.done), names(parts)) == ([(0, 0), (0, 1)], ["0, 1"])
+    parts = opened(tmp_path / "j", retry_failed=True, known=iter([done(0, 2)]))
+    assert list(parts.done) == [(0, 1)]
+    parts.add(done(0, 0))
+    assert names(opened(tmp_path / "j")) == ["0, 0", "0, 1"]
 
 
 def test_what_failed_for_another_reason_than_the_prompt_is_tried_again(tmp_path):
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        journal.add([PromptResult(0, i, f"p{i}", kind=kind, error="x") for i, kind in enumerate([FAILED, REFUSED, DIED])])
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        assert [journal.holds(0, i) for i in range(3)] == [False, True, False]
-        journal.add([done(0, 3)])
-    with Journal(tmp_path / "j", SETTINGS, retry_failed=True) as journal:
-        assert [journal.holds(0, i) for i in range(4)] == [False, False, False, True]
+    parts = opened(tmp_path / "j")
+    for prompt, kind in enumerate([FAILED, REFUSED, DIED]):
+        parts.add(refused(prompt, kind))
+    parts = opened(tmp_path / "j")
+    assert list(parts.done) == [(0, 1)]
+    parts.add(done(0, 3))
+    assert list(opened(tmp_path / "j", retry_failed=True).done) == [(0, 3)]
 
 
 def test_other_settings_are_refused_by_name_unless_restarted(tmp_path):
-    with Journal(tmp_path / "j", SETTINGS) as journal:
-        journal.add([done(0, 0)])
+    opened(tmp_path / "j").add(done(0, 0))
     others = {**SETTINGS, "options": {"times": 3, "upper": True}, "columns": ["a"]}
     with pytest.raises(KVLensError) as refusal:
-        Journal(tmp_path / "j", others)
+        opened(tmp_path / "j", others)
     for words in ("options.times was 2, now 3", "options.upper was null, now true", 'columns was ["a", "b"], now ["a"]'):
         assert words in str(refusal.value)
     assert "analysis" not in str(refusal.value)
-    with Journal(tmp_path / "j", others, restart=True) as journal:
-        assert journal.progress().n_done == 0
-    with Journal(tmp_path / "j", others) as journal:
-        assert journal.progress().n_done == 0
+    assert not opened(tmp_path / "j", others, restart=True).done and not opened(tmp_path / "j", others).done
     assert differences(SETTINGS, SETTINGS) == []
+    settings = tmp_path / "j" / "settings.json"
+    settings.write_text(settings.read_text().replace("3", "4"))
+    with pytest.raises(KVLensError, match="settings.json is damaged: pass --overwrite"):
+        opened(tmp_path / "j", others)
 
 
-def test_one_run_at_a_time(tmp_path):
-    with Journal(tmp_path / "j", SETTINGS), pytest.raises(KVLensError, match="another run is writing"):
-        Journal(tmp_path / "j", SETTINGS, restart=True)
-
-
-def test_files_that_are_no_journal(tmp_path):
-    (tmp_path / "j").write_text("a photo of a cat, longer than the head of a database would be " * 9)
-    for content in ((tmp_path / "j").read_bytes(), b"", b"\n"):
-        (tmp_path / "j").write_bytes(content)
-        with pytest.raises(KVLensError, match="is not the journal of a batch"):
-            Journal(tmp_path / "j", SETTINGS, restart=True)
-        assert (tmp_path / "j").read_bytes() == content
-    with pytest.raises(KVLensError, match="cannot write"):
-        Journal(tmp_path / "nowhere" / "j", SETTINGS)
+def test_what_a_kill_left_of_finished_parts_is_removed_and_a_folder_of_ones_own_is_not(tmp_path):
+    opened(tmp_path / "j").add(done(0, 0))
+    assert is_started(tmp_path / "j")
+    (tmp_path / "j" / "settings.json").unlink()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "cat.jpg").touch()
+    assert not is_started(tmp_path / "j") and not is_started(tmp_path / "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "cat.jpg"]
+    for path in ("mine", "mine/cat.jpg"):
+        with pytest.raises(KVLensError, match="is not empty and not the parts of a batch|is a file, not a folder"):
+            opened(tmp_path / path, restart=True)
+        with pytest.raises(KVLensError), work_on(tmp_path / path, PARTS):
+            pass
+    assert (tmp_path / "mine" / "cat.jpg").exists()
 
 
 COLUMNS = {"token": "str", "kind": "category", "layer": "int64", "flag": "bool", "loss": "float32", "rank": "Int64"}
@@ -150,10 +179,14 @@ def frame(n):
     )
 
 
+def in_arrow(frame, schema):
+    return pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+
+
 def test_the_table_is_the_frames_one_row_group_each(tmp_path):
     schema = schema_of(COLUMNS)
     path = tmp_path / "t.parquet"
-    write_parquet(path, schema, [to_bytes(frame(n), schema) for n in (3, 0, 1, 2)], {"analysis": "é"})
+    write_table(path, schema, [in_arrow(frame(n), schema) for n in (3, 0, 1, 2)], {"analysis": "é"})
     file = pq.ParquetFile(path)
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 1, 2]
     expected = pd.concat([frame(3), frame(1), frame(2)], ignore_index=True)
@@ -164,7 +197,7 @@ def test_the_table_is_the_frames_one_row_group_each(tmp_path):
 
 
 def test_a_table_without_rows_has_its_columns(tmp_path):
-    write_parquet(tmp_path / "t.parquet", schema_of(COLUMNS), [], {})
+    write_table(tmp_path / "t.parquet", schema_of(COLUMNS), [], {})
     table = pd.read_parquet(tmp_path / "t.parquet")
     assert {name: str(dtype) for name, dtype in table.dtypes.items()} == COLUMNS
     table.to_csv(tmp_path / "t.csv", index=False)
@@ -172,30 +205,24 @@ def test_a_table_without_rows_has_its_columns(tmp_path):
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
-    schema, path = schema_of({"model": "str", "prompt_id": "str", **COLUMNS}), tmp_path / "t.parquet"
-    named = [frame(n).assign(model="m", prompt_id=f"p{n}")[schema.names] for n in (3, 1)]
-    write_parquet(path, schema, [to_bytes(x, schema) for x in named], {})
-    found = list(read_parquet(path, schema))
-    assert [x[:3] for x in found] == [("m", "p3", 3), ("m", "p1", 1)]
-    write_parquet(tmp_path / "again.parquet", schema, [rows for *_, rows in found], {})
+    schema, path = schema_of(COLUMNS), tmp_path / "t.parquet"
+    write_table(path, schema, [in_arrow(frame(n), schema) for n in (3, 1)], {})
+    found = list(read_row_groups(path, schema))
+    assert [table.num_rows for table in found] == [3, 1]
+    write_table(tmp_path / "again.parquet", schema, found, {})
     pd.testing.assert_frame_equal(pd.read_parquet(path), pd.read_parquet(tmp_path / "again.parquet"))
     with pytest.raises(KVLensError, match="cannot be read as the table of a batch"):
-        list(read_parquet(path, schema_of({"place": "int64"})))
-
-
-def test_values_that_a_column_cannot_hold_are_refused():
-    with pytest.raises(pa.ArrowException, match="truncated"):
-        to_bytes(pd.DataFrame({"layer": [0.5]}), schema_of({"layer": "int64"}))
+        list(read_row_groups(path, schema_of({"place": "int64"})))
 
 
 def test_nothing_half_written(tmp_path):
     def prompts():
-        yield to_bytes(frame(2), schema_of(COLUMNS))
+        yield in_arrow(frame(2), schema_of(COLUMNS))
         raise OSError(28, "No space left on device")
 
     (tmp_path / "t.parquet").write_text("the old table")
     with pytest.raises(KVLensError, match=r"cannot write .*t.parquet: No space left on device"):
-        write_parquet(tmp_path / "t.parquet", schema_of(COLUMNS), prompts(), {})
+        write_table(tmp_path / "t.parquet", schema_of(COLUMNS), prompts(), {})
     assert [p.name for p in tmp_path.iterdir()] == ["t.parquet"]
     assert (tmp_path / "t.parquet").read_text() == "the old table"
     assert read_facts(tmp_path / "t.parquet") is None and read_facts(tmp_path / "nowhere") is None
@@ -243,6 +270,7 @@ def test_jsonl_by_hand(tmp_path):
         ('{"prompt": "a", "id": true}', '"id" is neither a string nor an integer'),
         ('{"prompt": "a", "id": ""}', '"id" is neither a string nor an integer'),
         ('{"prompt": "a\\ud800"}', "half a character"),
+        ('{"prompt": "a", "mine": ["\\ud800"]}', "half a character"),
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
         ('{"messages": [{"role": "user"}]}', "message 1 (user): the content must be a string that is not empty, got none"),
         ('{"messages": []}', "at least one, got none"),
@@ -340,3 +368,39 @@ def test_a_misspelled_field_is_named_and_other_fields_are_left_alone(tmp_path):
         found(anwser="c")
     with pytest.raises(KVLensError, match="no field is called 'txt'; did you mean 'text'"):
         found(txt="t")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "column"),
+    [
+        ([7, -2], "int64", [7, -2]),
+        ([7, None], "Int64", [7, None]),
+        ([7, ...], "Int64", [7, None]),
+        ([2**62, 1], "int64", [2**62, 1]),
+        ([7, 0.5], "float64", [7.0, 0.5]),
+        ([0.5, ...], "float64", [0.5, None]),
+        ([2**53 + 1, 0.5], "str", ["9007199254740993", "0.5"]),
+        ([2**63, 1], "str", ["9223372036854775808", "1"]),
+        ([True, False], "bool", [True, False]),
+        ([True, ...], "boolean", [True, None]),
+        ([True, 1], "str", ["true", "1"]),
+        (["a", ...], "str", ["a", None]),
+        (["a", 7], "str", ["a", "7"]),
+        ([[1, "é"], {"a": None}], "str", ['[1, "é"]', '{"a": null}']),
+        ([None, ...], "str", [None, None]),
+    ],
+)
+def test_a_field_of_ones_own_becomes_a_column_of_the_type_of_its_values(tmp_path, values, dtype, column):
+    lines = [{"prompt": "a", "read": 1, **({} if value is ... else {"own": value})} for value in values]
+    path = write(tmp_path / "p.jsonl", *map(json.dumps, lines))
+    assert survey(path, fields=["read"]).own_fields == {"own": dtype}
+    field = schema_of({"own": dtype}).field("own")
+    found = pa.array([own_value(record.fields.get("own"), dtype) for record in read_records(path)], field.type)
+    assert found.to_pylist() == column and [type(x) for x in found.to_pylist()] == [type(x) for x in column]
+
+
+def test_fields_of_ones_own_keep_their_order(tmp_path):
+    path = write(
+        tmp_path / "p.jsonl", '{"z": 1, "prompt": "a", "b": "x", "id": 3, "text": "t"}', '{"prompt": "b", "a": true, "z": 2}'
+    )
+    assert list(survey(path).own_fields.items()) == [("z", "int64"), ("b", "str"), ("a", "boolean")]
