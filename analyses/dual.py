@@ -89,10 +89,12 @@ def dual_losses(
 ) -> pd.DataFrame:
     """Measure the dual model's step, for every head and query of a text, beside what it would do with shuffled values.
 
-    Args: model: any; an attached KV bias is in W_0. prompt: a string, or tokens [pos] with BOS if the model uses one.
-    n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
-    cosines: whether to compute the cosines, which takes most of the time. seed: of the order in which the null has the values:
-    those of the text, or with ``n_demonstrations`` of its first tokens.
+    Args:
+        model: any; an attached KV bias is in W_0.
+        prompt: a string, or tokens [pos] with BOS if the model uses one.
+        n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
+        cosines: whether to compute the cosines, which takes most of the time.
+        seed: of the order in which the null has the values: those of the text, or with ``n_demonstrations`` of its first tokens.
 
     Returns:
         By layer, head, then query:
