@@ -11,8 +11,11 @@ So the tokenizers made here have both entries and prepend BOS themselves, which 
 (``cfg.tokenizer_prepends_bos``) and handles for ``prepend_bos`` true and false.
 """
 
+import base64
+import contextlib
 import copy
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,19 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvlens.errors import KVLensError, warn
-from kvlens.files import check_regular_files
+from kvlens.files import check_regular_files, file_in, read_json
 
 logger = logging.getLogger(__name__)
 
 KEEP_THEIR_BOS = ("OlmoForCausalLM", "OlmoeForCausalLM", "Olmo2ForCausalLM")
 """Architectures whose tokenizers are used as they are; all others are made to prepend a BOS."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+TEXT_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""The parts of a tokenizer.json that change texts, one behind the other."""
+MOST_GROWTH = 1000
+"""How many times as long a part may make a text. A letter may become 33 bytes in SentencePiece's table, and each replacement of
+a pattern, which may match between letters, counts twice."""
+TRIAL = "A b\u00e9.\n 1"
 MOST_NAMED = 5
 """Unknown words that a warning names."""
 
@@ -82,17 +91,27 @@ def find_tokenizer(
     return with_bos_in_front(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
 
 
-def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder. Code that comes with it is not run, and nothing is fetched.
 
+    Args:
+        folder: the folder.
+        options: for Transformers' ``from_pretrained``.
+
     Raises:
-        KVLensError: it needs code of its own, or its files are missing or damaged.
+        KVLensError: it needs code of its own, its files are missing or damaged, or it makes texts longer without end.
     """
     check_regular_files("tokenizer", Path(folder))
+    check_growth(Path(folder))
     try:
         # False, not the default, which asks on the terminal whether to run code that comes with the folder
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers raise
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options, local_files_only=True, trust_remote_code=False)
+        with contextlib.suppress(Exception):  # a vocabulary of words may have none of these
+            tokenizer.decode(tokenizer.encode(TRIAL))
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises whatever its parsers raise, and a panic of Rust's is no Exception
         if _names_code(Path(folder) / "tokenizer_config.json"):
             raise KVLensError(
                 f"the tokenizer in {folder} is code of its own, which kvlens does not run. If you trust it, load it with "
@@ -103,6 +122,60 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def check_growth(folder: Path) -> None:
+    """Raise KVLensError where a tokenizer.json makes texts very much longer: in Rust, where nothing stops it.
+
+    Thirty replacements of a letter by two of it fill any memory.
+    """
+    config = folder / "tokenizer_config.json"
+    said = read_json("tokenizer", config) if config.is_file() else {}
+    further = said.get("fast_tokenizer_files") if isinstance(said, dict) else None
+    named = {file_in("tokenizer", folder, name) for name in further} if isinstance(further, list) else set()
+    for path in sorted(named | {folder / "tokenizer.json"}):
+        stored = read_json("tokenizer", path) if path.is_file() else {}
+        for part in TEXT_PARTS if isinstance(stored, dict) else ():
+            if growth(stored.get(part)) > MOST_GROWTH:
+                raise KVLensError(
+                    f"tokenizer: the {part} of {path} may make a text more than {MOST_GROWTH} times as long; "
+                    "use a copy that you trust"
+                )
+
+
+def growth(part: Any) -> float:
+    """How many times as long a part of a tokenizer.json makes a text at most, if what Unicode says of letters is left out."""
+    total, parts = 1.0, [part]
+    while parts and total <= MOST_GROWTH:
+        part = parts.pop()
+        if isinstance(part, dict):
+            total *= _own_growth(part)
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return total
+
+
+def _own_growth(part: Mapping[str, Any]) -> float:
+    kind, pattern = part.get("type"), part.get("pattern")
+    if kind == "Replace":
+        found = pattern.get("String") if isinstance(pattern, dict) else None
+        n = len(str(part.get("content")))
+        return max(1.0, n / len(found)) if isinstance(found, str) and found else 1.0 + n  # a pattern may match between letters
+    if kind == "Prepend":
+        return 1.0 + len(str(part.get("prepend")))
+    if kind == "Precompiled":
+        return max(map(len, _table(part.get("precompiled_charsmap")).split(b"\0")), default=0) or 1.0
+    if kind == "TemplateProcessing" and isinstance(part.get("single"), list):
+        return max(1.0, sum("Sequence" in piece for piece in part["single"]))
+    return 1.0
+
+
+def _table(stored: Any) -> bytes:
+    """The texts of a table of SentencePiece's, each ended by a zero; in front of them is a tree, whose size stands first."""
+    try:
+        raw = base64.b64decode(stored or "")
+    except (TypeError, ValueError):
+        return b""  # which the tokenizers library will not read either
+    return raw[4 + int.from_bytes(raw[:4], "little") :]
+
+
 def _names_code(config: Path) -> bool:
     try:
         return '"auto_map"' in config.read_text(encoding="utf-8", errors="replace")
@@ -110,7 +183,7 @@ def _names_code(config: Path) -> bool:
         return False
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
 
 

@@ -1,5 +1,6 @@
 """Atomic writes: many writers at once, leftovers of dead ones, and deliberate obstacles."""
 
+import base64
 import io
 import json
 import os
@@ -23,9 +24,10 @@ from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 import kvlens
-from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt, load
+from kvlens import HookedKVTransformer, KVBias, KVLensError, KVTransformerBridge, convert_prompt, load
 from kvlens.files import (
     check_writable,
+    checksum,
     checksum_of_json,
     clear_leftovers,
     file_in,
@@ -39,7 +41,7 @@ from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.fields import TENSORS
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 from kvlens.pretrained import read_tensors
-from kvlens.tokenizer import read_tokenizer
+from kvlens.tokenizer import growth, read_tokenizer
 from kvlens.training import TrainSettings
 from kvlens.training.checkpoint import CheckpointFolder
 from kvlens.training.run import Run, loss_of
@@ -305,6 +307,66 @@ def test_single_files_are_held_to_the_same(special, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KVLensError, match="not a file"):
         read_listed(tmp_path, "tokenizer.json")
+
+
+def replaced(old, new, **of):
+    return {"type": "Replace", "pattern": of or {"String": old}, "content": new}
+
+
+DOUBLED = [replaced("l", "ll")] * 30
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}]
+TABLE = base64.b64encode(bytes(4) + b"l" * 9999 + bytes(1)).decode()
+GROWING = {
+    "doubled": {"normalizer": {"type": "Sequence", "normalizers": DOUBLED}},
+    "nested": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": DOUBLED[:5]}] * 5}},
+    "by a pattern": {"normalizer": {"type": "Sequence", "normalizers": [replaced("", "l", Regex="(?=l)")] * 30}},
+    "at once": {"normalizer": replaced("l", "l" * 10**6)},
+    "prepended": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "llll"}] * 9}},
+    "by a table": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": TABLE}},
+    "decoded": {"decoder": {"type": "Sequence", "decoders": DOUBLED}},
+    "repeated": {"post_processor": dict(type="TemplateProcessing", single=TWICE[:1] * 9999, pair=TWICE, special_tokens={})},
+}
+"""Tokenizers that make a text longer without end: the first filled the memory and ended the process."""
+
+
+@pytest.mark.parametrize("kind", ["hugging_face", "ours"])
+@pytest.mark.parametrize("name", GROWING)
+def test_a_tokenizer_that_makes_texts_longer_without_end_is_refused_on_every_door(name, kind, tmp_path):
+    folder, (part,) = FOLDERS[kind](tmp_path / "m"), GROWING[name]
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **GROWING[name]}))
+    if kind == "ours":
+        stored = json.loads((folder / "config.json").read_text())
+        stored["files"]["tokenizer.json"] = checksum(path.read_bytes())
+        (folder / "config.json").write_text(json.dumps({**stored, "checksum": checksum_of_json(stored)}))
+    doors = {"hugging_face": (HookedKVTransformer.from_pretrained, KVTransformerBridge.boot_transformers), "ours": ()}[kind]
+    for door in (load, read_tokenizer, *doors):
+        with pytest.raises(KVLensError, match=f"the {part} of .* may make a text more than 1000 times as long"):
+            door(folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.1.0.json")  # which Transformers reads in its place
+    (folder / "tokenizer_config.json").write_text(json.dumps({"fast_tokenizer_files": ["tokenizer.1.0.json"]}))
+    with pytest.raises(KVLensError, match="times as long"):
+        read_tokenizer(folder)
+
+
+def test_a_panic_of_the_tokenizers_library_is_an_error_like_any_other(tmp_path):
+    folder = tiny_hf_folder(tmp_path / "m")
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": replaced("", "x")}))
+    for door in (load, HookedKVTransformer.from_pretrained, KVTransformerBridge.boot_transformers):
+        with pytest.raises(KVLensError, match="cannot be loaded: PanicException"):
+            door(folder)
+
+
+def test_tokenizers_of_known_kinds_grow_little():
+    sentencepiece = [{"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + b"l" * 33).decode()}]
+    sentencepiece += [replaced("``", '"'), {"type": "NFKD"}, replaced("", "\u2581", Regex=" {2,}")]
+    for parts, at_most in (
+        ([{"type": "Prepend", "prepend": "\u2581"}, replaced(" ", "\u2581")], 2),
+        (sentencepiece, 66),
+        ([None, 5, "x", {"type": ["Replace"]}, {"type": "Replace", "pattern": 5, "content": "abc"}], 4),
+    ):
+        assert growth({"type": "Sequence", "normalizers": parts}) == at_most
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../secret.safetensors", "deep/pipe", "circle", "x" * 300, "", "a\0b", 5, None])

@@ -17,7 +17,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
 from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
 from transformer_lens.utilities import get_device
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvlens.bridge import adapters  # noqa: F401  (registers them)
 from kvlens.bridge.comparison import logits_of_transformers
@@ -27,7 +27,7 @@ from kvlens.files import check_listed
 from kvlens.pretrained.checkpoint_files import check_checkpoint, check_positions
 from kvlens.pretrained.names import cached_folder, official_names
 from kvlens.pretrained.transformers_model import check_readable, quantized_model_error, read_config, read_model
-from kvlens.tokenizer import check_vocabulary
+from kvlens.tokenizer import check_vocabulary, read_tokenizer
 from kvlens.zoo import fetch
 
 DOOR = "KVTransformerBridge: "
@@ -166,11 +166,10 @@ def _from_files(folder: Path, n_stored: int, given: dict[str, Any]) -> PreTraine
 
 def _tokenizer(folder: Path) -> Any:
     """Load the tokenizer as TransformerLens does: with a BOS where it has one."""
-    own = {"trust_remote_code": False, "local_files_only": True}
     try:
-        return AutoTokenizer.from_pretrained(folder, add_bos_token=True, **own)
+        return read_tokenizer(folder, add_bos_token=True)
     except ValueError:
-        return AutoTokenizer.from_pretrained(folder, **own)
+        return read_tokenizer(folder)
 
 
 def _language_model(model: PreTrainedModel) -> PreTrainedModel:
