@@ -1,17 +1,20 @@
 """Chat templates of others: what is written is what Transformers writes, and nothing that a template holds takes long."""
 
 import json
+import random
 import threading
 import time
 
 import pytest
+from chat_mutations import mutated_chat
 from chat_templates import TEMPLATES, chat_tokenizer, reader
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_hf import tiny_hf_model
 from transformers.utils import chat_template_utils
 
 from kvlens import Chat, HookedKVTransformer, KVLensError, KVTransformerBridge, load, templates
-from kvlens.cli import main
+from kvlens.cli import main, prompts
+from kvlens.files import each_once
 from kvlens.templates import written_by_template
 
 ASKED = [{"role": "user", "content": "Who is there?"}]
@@ -176,3 +179,34 @@ def test_the_command_line_holds(tmp_path, capsys):
     (tmp_path / "chat.json").write_text(json.dumps(ASKED))
     assert main(["explain", "--model", str(folder), "--messages", str(tmp_path / "chat.json")]) == 2
     assert "it makes more than 1,000,170 characters" in " ".join(capsys.readouterr().err.split())
+
+
+def changed_chats(seeds, folder, monkeypatch, capsys):
+    """How many changed files were refused; that the others are read as written, in good time."""
+    tokenizer, read, refused = chat_tokenizer(TEMPLATES["ChatML"]), [], 0
+    tiny_hf_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    given = prompts.given_chat
+    monkeypatch.setattr(prompts, "given_chat", lambda args: read.append(given(args)) or read[-1])
+    path, command = folder / "chat.json", ["explain", "--model", str(folder), "--depth", "units", "--messages"]
+    for seed in seeds:
+        kind, changed = mutated_chat([CHATS[1][0], {"role": "user", "content": "Who sat? The cat."}], random.Random(seed))
+        path.write_bytes(changed)
+        started = time.perf_counter()
+        status, said = main([*command, str(path)]), capsys.readouterr().err
+        assert time.perf_counter() - started < 20, (seed, kind)
+        assert status == 0 or said.splitlines()[-1].startswith("kvlens: error: "), (seed, kind, said)
+        if status:
+            refused += 1
+        else:
+            assert read[-1].messages == json.loads(changed, object_pairs_hook=each_once), (seed, kind)
+    return refused
+
+
+def test_a_changed_chat_is_refused_or_read_as_written(tmp_path, monkeypatch, capsys):
+    assert 20 <= changed_chats(range(40), tmp_path, monkeypatch, capsys) < 40
+
+
+@pytest.mark.slow
+def test_many_changed_chats_are_refused_or_read_as_written(tmp_path, monkeypatch, capsys):
+    assert 150 <= changed_chats(range(1000, 1300), tmp_path, monkeypatch, capsys) < 300

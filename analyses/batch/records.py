@@ -18,6 +18,7 @@ from typing import Any
 
 from kvlens import Chat, KVLensError
 from kvlens.errors import nearest_name
+from kvlens.files import each_once
 
 from ..declaration import Record
 from .work import check_prompts
@@ -191,7 +192,7 @@ def _lines(path: Path) -> Iterator[Record | BadLine]:
 def _one_chat(path: Path) -> Record:
     """A JSON document is a list of messages: one prompt."""
     try:
-        messages = json.loads(path.read_bytes())
+        messages = json.loads(path.read_bytes(), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise KVLensError(f"prompts: {path} is not JSON ({error})") from error
     if not isinstance(messages, list):
@@ -203,7 +204,7 @@ def _one_chat(path: Path) -> Record:
 
 def _from_json(where: str, line: str) -> Record | BadLine:
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:  # not JSON, or a number or nesting too large for Python
         return BadLine(where, f"not JSON ({error})")
     if not isinstance(values, dict):

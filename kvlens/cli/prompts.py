@@ -18,7 +18,7 @@ from kvlens.arguments import MOST_ASKED, UNITS, check_characters, check_device, 
 from kvlens.checks import Seed, Within, ensure
 from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, work_on
+from kvlens.files import check_regular, each_once, work_on
 from kvlens.report.example import EXAMPLE_MODEL, EXPLANATION_FOLDER, REPORT_FOLDER, TEXT_MODEL, check_report_folder, example_for
 from kvlens.terminal import make_console, progress_bar, visible
 from kvlens.zoo import source_of
@@ -104,8 +104,9 @@ def given_chat(args: argparse.Namespace) -> "Chat | None":
 
 
 def _json(what: str, file: str) -> Any:
+    text = str(_given(None, file, what))
     try:
-        return json.loads(str(_given(None, file, what)))
+        return json.loads(text, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise KVLensError(f"--{what}: {file} is not JSON ({error}); write a list of messages to it") from error
 

@@ -67,6 +67,16 @@ def read_json(what: str, path: Path) -> Any:
     return parsed_json(what, path, text)
 
 
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for ``object_pairs_hook``; ValueError where a name stands twice, of which Python would take the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{brief(name)} stands twice in one object")
+        found[name] = value
+    return found
+
+
 def check_version(what: str, path: Path, found: Any, known: int) -> None:
     """Raise KVLensError unless a file's format version is the ``known`` one, which this kvlens writes."""
     text = str(found)

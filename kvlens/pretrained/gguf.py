@@ -8,6 +8,7 @@ for each entry of an array, and a third of one for each byte of a string, three 
 
 import math
 import mmap
+import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     modeling_gguf_pytorch_utils,
 )
-from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, GGUF_TO_TRANSFORMERS_MAPPING
 from transformers.utils import is_gguf_available, logging
 
 from kvlens.errors import KVLensError, brief, first_line, warn
@@ -97,6 +98,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             f"load: {path} is a GGUF file, which Transformers reads with the package gguf: pip install 'kvlens[gguf]'"
         )
     check_places(path, header)
+    check_names(path, str(name), header)
     try:
         with tempfile.TemporaryDirectory() as folder:
             # Transformers reads what else stands in a file's folder, so the file gets one of its own
@@ -137,7 +139,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, OverflowError, struct.error) as error:
         raise _damaged(path, first_line(error)) from error
 
 
@@ -163,6 +165,28 @@ def check_places(path: Path, header: Header) -> None:
     start, n_bytes = header.end + -header.end % step, path.stat().st_size
     if not start + stop <= n_bytes <= start + place:
         raise _damaged(path, f"its tensors end at byte {start + stop}, and the file has {n_bytes}")
+
+
+def check_names(path: Path, architecture: str, header: Header) -> None:
+    """Raise KVLensError for a name that is damaged: Transformers leaves it out, and takes what it takes where there is none.
+
+    Of a tensor: one that llama.cpp's models of this architecture do not have. Of an entry: one that differs in one letter from
+    one that Transformers would read and that is not there; it has others that nobody reads.
+    """
+    from gguf import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+
+    read = {f"{architecture}.{entry}" for entry in GGUF_TO_TRANSFORMERS_MAPPING["config"].get(architecture, {})}
+    for missing in read - {*header.entries}:
+        for name in header.entries:
+            if len(name) == len(missing) and sum(a != b for a, b in zip(name, missing, strict=True)) == 1:
+                raise _damaged(path, f"it has an entry {brief(name)} and no {missing}")
+    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if kind is None or architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        return
+    known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
+    unknown = [name for name in header.tensors if re.sub(r"\.\d+\.", ".{bid}.", name.rpartition(".")[0]) not in known]
+    if unknown:
+        raise _damaged(path, f"models of the architecture {architecture} have no {brief(unknown[0])}")
 
 
 def _damaged(path: Path, how: str) -> KVLensError:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shutil
 import struct
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_mutations import mutated
 from tiny_hf import tiny_hf_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -246,6 +248,39 @@ def test_what_would_be_other_numbers_or_take_long_is_refused(name, file):
     with pytest.raises(KVLensError, match=says):
         load(file)
     assert time.perf_counter() - started < 20  # these took minutes
+
+
+def changes_of(seeds, tmp_path):
+    """How many changed headers were refused; that no other changes a number, and none takes long."""
+    whole = entry(BASE, FLOAT + struct.pack("<f", 500))(write(tmp_path / "m.gguf").read_bytes())
+    whole = entry(EPS, FLOAT + struct.pack("<f", 1e-3))(whole)  # what Transformers takes where there is none is another number
+    path, tokens, refused = tmp_path / "m.gguf", torch.arange(11)[None], 0
+    path.write_bytes(whole)
+    logits, ids = load(path)(tokens), load(path).tokenizer("the cat sat")["input_ids"]
+    for seed in seeds:
+        part, changed = mutated(whole, random.Random(seed))
+        path.unlink()
+        path.write_bytes(changed)
+        started = time.perf_counter()
+        try:
+            model = load(path)
+        except KVLensError:
+            refused += 1
+        else:
+            assert torch.equal(model(tokens), logits), (seed, part)
+            of_tokenizer = part == "name" or part.startswith(("text", "value"))  # which nothing contradicts
+            assert of_tokenizer or model.tokenizer("the cat sat")["input_ids"] == ids, (seed, part)
+        assert time.perf_counter() - started < 20, (seed, part)
+    return refused
+
+
+def test_a_changed_header_is_refused_or_changes_no_number(tmp_path):
+    assert changes_of(range(40), tmp_path) >= 20
+
+
+@pytest.mark.slow
+def test_many_changed_headers_are_refused_or_change_no_number(tmp_path):
+    assert changes_of(range(1000, 1300), tmp_path) >= 200
 
 
 def test_the_template_of_a_file_runs_within_bounds(tmp_path):
