@@ -8,9 +8,11 @@ position is in :func:`kvlens.analyses.heads.induction.induction_heads`.
 The verdict compares what the head *reads* with chance, and with ``ablations`` also uses the effect on the loss of reading
 something else there (:mod:`kvlens.analyses.heads.ablation`, :mod:`kvlens.analyses.heads.verdicts`): then every head whose
 ablation changes the loss by more than 0.1 nats and its noise has a name. A head whose pattern does not decide, as in most
-linear attention, is "inconclusive", not "none". A pattern says where a head attends, and not what for: a head that finds the
-right token and lowers its logit, or without which the model does better, has the verdict "prefix matching", too. "Induction" is
-the name of one that the model needs.
+linear attention, is "inconclusive", not "none".
+
+A pattern says where a head attends, and not what for: a head that finds the right token and lowers its logit, or without which
+the model does better, has the verdict "prefix matching", too. "induction" is the verdict on one that the model needs. Heads
+that can stand in for each other are needed together and not one by one: such a head keeps the verdict of its pattern.
 
 Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
@@ -54,9 +56,9 @@ COLUMNS = Columns(
         'by the pattern: "prefix matching", "previous token", "duplicate token", "current token", or several joined by " / " '
         'if they are not significantly different; "weak prefix matching" and "weak duplicate token": less than an eighth of '
         'what the strongest head of that kind reads there; "none"; "inconclusive": too spread out or too near the limit. With '
-        'ablations "induction" where the loss rises without the head, and without what it reads by prefix matching; "negative '
-        'induction" and so on: the loss falls without both; "other" or "harmful": the model needs it, or does better without '
-        "it, but not because of any one of these",
+        'ablations "induction": the model needs the head, and needs what it reads by prefix matching; "negative induction" and '
+        'so on: it does better without both; "other" or "harmful": it needs the head, or does better without it, but not '
+        "because of any one of these",
     ),
     stretch_share=(
         "float64",
