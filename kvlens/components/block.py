@@ -35,7 +35,7 @@ class KVBlock(TransformerBlock):
     def cut_point(self) -> str:
         """The hook point at which a hook may keep only the last positions: behind it no position reads another. That is where
         the heads' outputs are; the end of the block, where anything in it is hooked and may want all positions."""
-        return "attn.hook_z" if self._is_usual() and not is_hooked(*self.modules()) else "hook_resid_post"
+        return "hook_resid_post" if is_hooked(*self.modules()) else "attn.hook_z"
 
     def _is_usual(self) -> bool:
         cfg = self.cfg

@@ -2,6 +2,8 @@
 pattern are not hooked, against the base's steps.
 """
 
+import contextlib
+
 import pytest
 import torch
 from precision import LAW
@@ -24,22 +26,34 @@ from kvlens.components import KVAttention, KVBlock
 
 KINDS = {
     **{row: row_of(row) for row in ("rope after", "folded LN", "RMS, gated", "no norm", "no norm, attention only", "gqa")},
-    **{row: row_of(row) for row in ("side by side", "split", "attn in")},
+    **{row: row_of(row) for row in ("side by side", "split", "attn in", "norms behind heads")},
+    "shortformer": dict(attention="softmax", **BLOCKS["shortformer"]),
+    "norms follow": dict(
+        attention="softmax", original_architecture="Olmo2ForCausalLM", normalization_type="RMS", kv_shift=None
+    ),
     "side by side, no norm": dict(parallel_attn_mlp=True, normalization_type=None),
     "qk norm": dict(use_qk_norm=True),
     "mlp input": dict(use_hook_mlp_in=True),
 }
 
 
-def transformer_lens_blocks(model, monkeypatch):
-    """From now on the model's blocks, norms and projections run the base's code."""
-    monkeypatch.setattr(KVBlock, "forward", TransformerBlock.forward)
-    monkeypatch.setattr(KVAttention, "project", Attention.project)
+OVERRIDDEN = [(KVBlock, TransformerBlock, "attention_inputs"), (KVAttention, Attention, "project")]
+
+
+@contextlib.contextmanager
+def steps_of_the_base(model):
+    """Inside, blocks and projections run the base's code, and norms are computed in steps, since they are hooked."""
+    hooks = [(lambda name: name.endswith("hook_scale"), lambda x, hook: None)]
+    with pytest.MonkeyPatch.context() as patch, model.hooks(fwd_hooks=hooks):
+        for ours, base, method in OVERRIDDEN:
+            assert method in vars(ours)  # of an inherited one there would be nothing to compare
+            patch.setattr(ours, method, getattr(base, method))
+        yield
 
 
 @pytest.mark.parametrize("pos", [3, 19])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos, monkeypatch):
+def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos):
     model, text = linear_model(**KINDS[kind]), tokens(2, pos)
 
     def logits_and_gradients():
@@ -51,14 +65,14 @@ def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos, mo
     ours = logits_and_gradients()
     with torch.no_grad():
         without_graph = model(text)
-    transformer_lens_blocks(model, monkeypatch)
-    expected = logits_and_gradients()
+    with steps_of_the_base(model):
+        expected = logits_and_gradients()
     assert relative_error(without_graph, expected[0]) < LAW
     for a, b in zip(ours, expected, strict=True):
         assert relative_error(a, b) < LAW
 
 
-def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_values(monkeypatch):
+def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_values():
     model, text, seen = linear_model().requires_grad_(False), tokens(2, 11), []
     plain = model(text)
     names = ["blocks.0.ln1.hook_scale", "blocks.1.ln2.hook_normalized"]
@@ -67,9 +81,24 @@ def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_val
     assert seen == names  # once each
     hooks = [("blocks.0.ln1.hook_normalized", lambda x, hook: 0.5 * x), ("ln_final.hook_scale", lambda x, hook: 2 * x)]
     ours = model.run_with_hooks(text, fwd_hooks=hooks)
-    transformer_lens_blocks(model, monkeypatch)
-    assert relative_error(ours, model.run_with_hooks(text, fwd_hooks=hooks)) < LAW
+    with steps_of_the_base(model):
+        assert relative_error(ours, model.run_with_hooks(text, fwd_hooks=hooks)) < LAW
     assert relative_error(ours, plain) > 1e-3  # they act
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edit_of_what_attention_reads_acts_as_in_the_base(kind):
+    model, text = linear_model(**KINDS[kind]).requires_grad_(False), tokens(2, 11)
+    ends = ("hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input", "ln1.hook_normalized", "hook_resid_pre")
+    plain = model(text)
+    with steps_of_the_base(model):
+        names = model.run_with_cache(text)[1]
+    for name in (name for name in names if name.startswith("blocks.1") and name.endswith(ends)):
+        hooks = [(name, lambda x, hook: x * torch.linspace(0.5, 2, x.shape[-1]))]
+        ours = model.run_with_hooks(text, fwd_hooks=hooks)
+        with steps_of_the_base(model):
+            assert relative_error(ours, model.run_with_hooks(text, fwd_hooks=hooks)) < LAW
+        assert relative_error(ours, plain) > 1e-3  # it acts
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
@@ -96,6 +125,16 @@ def test_a_hook_may_keep_the_last_positions_only(kind):
     name = f"blocks.{model.cfg.n_layers - 1}.{model.blocks[-1].cut_point()}"
     last = model.run_with_hooks(text, fwd_hooks=[(name, lambda x, hook: x[:, -3:])])
     assert relative_error(last, model(text)[:, -3:]) < LAW
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_in_the_last_block_sees_all_positions(kind):
+    model, text, seen = linear_model(**KINDS[kind]).requires_grad_(False), tokens(3, 11), []
+    expected = model(text)[:, -3:]
+    assert relative_error(model.logits_on(text, 3), expected) < LAW
+    with model.hooks(fwd_hooks=[(f"blocks.{model.cfg.n_layers - 1}.hook_attn_out", lambda x, hook: seen.append(x.shape[1]))]):
+        assert relative_error(model.logits_on(text, 3), expected) < LAW
+    assert seen == [11]
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
