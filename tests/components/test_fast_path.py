@@ -161,6 +161,7 @@ NOT_BY_KERNEL = {
     "linear": dict(attention="linear"),
     "soft-capped": dict(attn_scores_soft_cap=5.0),
     "negative": dict(attention_variant=ATTENTION_VARIANTS["negative per query"]),
+    "own share": dict(attention_variant=ATTENTION_VARIANTS["one step"]),
     "ridge": dict(attention_variant=ATTENTION_VARIANTS["ridge"]),
 }
 
