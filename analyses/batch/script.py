@@ -55,8 +55,8 @@ EXAMPLE_VALUES = {
 USEFUL = ("text", "answer")
 """Fields that stand there even where they are optional."""
 MODEL_HELP = (
-    "a shipped model (see `kvlens zoo`), a folder, or a name on the hub, if its files are in the local Hugging Face cache; may "
-    "be repeated"
+    "a shipped model (see `kvlens zoo`), a folder, a .gguf file, or a name on the hub, if its files are in the local Hugging "
+    "Face cache; may be repeated"
 )
 TEXT_HELP = {
     True: 'the text for prompts without a "text" of their own; needed, unless every prompt has one',

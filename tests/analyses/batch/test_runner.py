@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from batch_probes import letters
 from kvlens.analyses.batch import runner, workers
-from kvlens.analyses.batch.parts import Parts
+from kvlens.analyses.batch.parts import Parts, folder_of_parts, is_started
 from kvlens.analyses.batch.runner import Input, run_batch
 from kvlens.analyses.batch.work import Work
 from tiny_text_model import tiny_text_model
@@ -176,7 +176,9 @@ def kills_until_done(work, source, out, seconds_of_a_run) -> int:
             assert os.WEXITSTATUS(status) == 0, status
             return kills
         kills += 1
-        if out.exists() and not Path(f"{out}.partial").exists():  # killed when all was done
+        if out.exists() and not is_started(folder_of_parts(out)):  # killed when all was done
+            with pytest.raises(KVLensError, match="is complete"):  # and removes what the kill left
+                run_batch(work, source, out)
             return kills
 
 
@@ -188,6 +190,25 @@ def test_killed_often_the_table_is_that_of_an_uninterrupted_run(model_folder, tm
     assert kills_until_done(work, source, out, time.process_time() - began) >= 3
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
     assert names(out.parent) == ["t.parquet"]
+
+
+def test_a_kill_loses_the_prompt_in_hand_alone(model_folder, tmp_path, prompts, asked):
+    """And what is damaged since is told, and run again."""
+    work, out, lines, killed = Work(LETTERS, (model_folder,)), tmp_path / "t.parquet", [], tmp_path / "killed"
+    source = prompts(*({"prompt": f"{i}", **({"kills_once": str(killed)} if i == 4 else {})} for i in range(7)))
+    child = os.fork()
+    if child == 0:
+        run_batch(work, source, out)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    parts = [f"0-{i}.parquet" for i in range(4)]
+    assert names(tmp_path / "t.parquet.partial") == [*parts, "settings.json"]
+    (damaged := tmp_path / "t.parquet.partial" / parts[2]).write_bytes(b"PAR1")
+    run_batch(work, source, out, tell=lines.append)
+    assert lines == [f"{damaged} is damaged; its prompt is run again", "3 of 7 found in t.parquet.partial; 4 to run"]
+    assert asked == ["2", "4", "5", "6"]
+    run_batch(work, source, tmp_path / "whole.parquet")
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
 @pytest.mark.parametrize("where", ["Parts.add", "Parts.tables", "write_atomically", "write_table", "Parts.delete"])
