@@ -127,7 +127,6 @@ class Parts:
     ):
         self.folder, self.schema = folder, schema
         self.done, self.damaged = dict[tuple[int, int], PromptResult](), list[Path]()
-        settings = json.loads(json.dumps(settings))
         self._checksum = checksum_of_json(settings)
         if restart or not is_started(folder):
             write_folder(folder, lambda new: self._begin(new, settings, known), PARTS)
@@ -137,17 +136,17 @@ class Parts:
         self._find(retry_failed)
 
     def _begin(self, folder: Path, settings: Mapping[str, Any], known: Iterable[PromptResult]) -> None:
-        (folder / SETTINGS).write_text(json.dumps({"settings": settings, "checksum": self._checksum}, indent=2))
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2))
         for result in known:
             with open(self._path(result, folder), "x+b") as file:
                 self._write(file, result)
 
     def _started_with(self) -> dict[str, Any]:
-        stored = read_json("out", self.folder / SETTINGS)
-        settings = stored.get("settings") if isinstance(stored, dict) else None
-        if not isinstance(settings, dict) or stored.get("checksum") != checksum_of_json(settings):
-            raise KVLensError(f"{self.folder / SETTINGS} is damaged: pass --overwrite to start from scratch")
-        return settings
+        """The settings of the parts, which need no checksum: where they are damaged, they differ from any others."""
+        try:
+            return dict(read_json("out", self.folder / SETTINGS))
+        except (KVLensError, TypeError, ValueError) as error:
+            raise KVLensError(f"{error}; pass --overwrite to start from scratch") from error
 
     def _find(self, retry_failed: bool) -> None:
         for path in self.folder.glob("*.parquet"):
@@ -182,7 +181,7 @@ class Parts:
         try:
             write_file(self._path(result), lambda file: self._write(file, result))
         except KVLensError as error:
-            raise KVLensError(f"{error}; finished prompts are kept, and the same command resumes the batch") from error
+            raise KVLensError(f"{error}; finished prompts are kept") from error
         _sync(self.folder)
         self.done[result.model, result.prompt] = replace(result, rows=None)
 

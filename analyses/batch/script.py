@@ -155,7 +155,8 @@ def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
         )
     except KeyboardInterrupt as error:
         word, status = how_it_ended(error)
-        print(f"{prog}: {word}; finished prompts are kept, and the same command resumes the batch", file=sys.stderr)
+        command = "the same command without --overwrite" if args.overwrite else "the same command"
+        print(f"{prog}: {word}; finished prompts are kept, and {command} resumes the batch", file=sys.stderr)
         return status
     _print(result, n_models=len(work.models), of_prompts=bool(analysis.inputs))
     return INCOMPLETE if result.errors else 0

@@ -142,9 +142,10 @@ def test_other_settings_are_refused_by_name_unless_restarted(tmp_path):
     assert not opened(tmp_path / "j", others, restart=True).done and not opened(tmp_path / "j", others).done
     assert differences(SETTINGS, SETTINGS) == []
     settings = tmp_path / "j" / "settings.json"
-    settings.write_text(settings.read_text().replace("3", "4"))
-    with pytest.raises(KVLensError, match="settings.json is damaged: pass --overwrite"):
-        opened(tmp_path / "j", others)
+    for damaged in (settings.read_text()[:-1], "[7]", ""):
+        settings.write_text(damaged)
+        with pytest.raises(KVLensError, match="pass --overwrite to start from scratch"):
+            opened(tmp_path / "j", others)
 
 
 def test_what_a_kill_left_of_finished_parts_is_removed_and_a_folder_of_ones_own_is_not(tmp_path):

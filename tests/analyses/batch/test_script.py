@@ -177,7 +177,9 @@ def test_status_130_on_ctrl_c_and_then_it_resumes(model_folder, capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("kvlens.analyses.batch.workers.Worker.run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert letters(model_folder) == 130
-    assert "interrupted; finished prompts are kept, and the same command resumes the batch" in capsys.readouterr().err
+        assert "interrupted; finished prompts are kept, and the same command resumes the batch" in capsys.readouterr().err
+        assert letters(model_folder, "--overwrite") == 130
+        assert "and the same command without --overwrite resumes the batch" in capsys.readouterr().err
     assert letters(model_folder) == 0
 
 
