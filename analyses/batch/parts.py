@@ -10,11 +10,9 @@ The table has one schema for all prompts, and one row group per prompt.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -173,7 +171,7 @@ class Parts:
         _fill(file, self.schema, () if result.rows is None else (result.rows,), {PART_METADATA: facts})
 
     def add(self, result: PromptResult) -> None:
-        """Keep a result, also through a loss of power.
+        """Write the part of a prompt.
 
         Raises:
             KVLensError: the disk is full, or the folder has gone.
@@ -182,7 +180,6 @@ class Parts:
             write_file(self._path(result), lambda file: self._write(file, result))
         except KVLensError as error:
             raise KVLensError(f"{error}; finished prompts are kept") from error
-        _sync(self.folder)
         self.done[result.model, result.prompt] = replace(result, rows=None)
 
     @property
@@ -200,16 +197,6 @@ class Parts:
         """Remove the parts, once the table is complete."""
         (self.folder / SETTINGS).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder last, where the system can open one."""
-    with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -> None:
